@@ -1,0 +1,174 @@
+"""The command ``millrace``.
+
+Settings can be given anywhere on the line as dotted options (``millrace up --serve.port 8001``). What fails is one
+line on stderr: exit code 2 for a wrong command or configuration, 1 for everything else, 128 + n after signal n.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic.fields import FieldInfo
+
+from deploy import config, describe
+from deploy.commands import inspect, loop, policy, service
+from deploy.config import ConfigError, Settings
+from deploy.processes import Stopped
+
+
+class Millrace(click.Group):
+    """A group whose options may stand before or after the command, with the settings among them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        rest, given, options = _split(args)
+        ctx.meta["millrace.options"] = options
+        return super().parse_args(ctx, given + rest)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_options(ctx, formatter)
+        for title, rows in _settings_by_section():
+            with formatter.section(title):
+                formatter.write_dl(rows, col_max=44)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of a newcomer's use, not of the alphabet
+
+
+@click.group(cls=Millrace, invoke_without_command=True, context_settings={"max_content_width": 120})
+@click.option(
+    "--config",
+    "file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="YAML file with settings; millrace.yaml of this folder if it is there.",
+)
+@click.option("--print-config", is_flag=True, help="Print every setting with its meaning and value, as YAML, and exit.")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+@click.version_option(package_name="millrace", message="%(prog)s %(version)s")
+@click.pass_context
+def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: bool) -> None:
+    """Serve a language model, learn from its users, prove the new policy better, swap it in.
+
+    \b
+    millrace init --model NAME_OR_FOLDER    make it policy 1
+    millrace up                             serve it, and turn the loop on a schedule
+
+    The settings below can be given as options anywhere on the line (--serve.port 8001), in the environment
+    (MILLRACE__SERVE__PORT=8001) or in a YAML file (serve: {port: 8001}); this is also their order, highest first.
+    """
+    if ctx.invoked_subcommand is None and not print_config:
+        click.echo(ctx.get_help())
+        return
+    settings = config.load(file, ctx.meta["millrace.options"])
+    if print_config:
+        click.echo(describe.to_yaml(settings, comments=True), nl=False)
+        ctx.exit(0)
+    # A user's own functions (module:name in the settings) are looked for where the command is run.
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    ctx.obj = settings
+
+
+for command in (*policy.COMMANDS[:1], *service.COMMANDS, *loop.COMMANDS, *policy.COMMANDS[1:], *inspect.COMMANDS):
+    millrace.add_command(command)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; the process's exit code says how it went."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line and return its exit code."""
+    try:
+        return int(millrace.main(arguments, prog_name="millrace", standalone_mode=False) or 0)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except ConfigError as error:
+        return _fail(error, arguments, code=2)
+    except Stopped as stopped:
+        click.echo(f"stopped by {stopped}", err=True)
+        return stopped.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("stopped by SIGINT", err=True)
+        return 130
+    except BrokenPipeError:  # `millrace policies | head`
+        sys.stderr.close()
+        return 141
+    except Exception as error:  # noqa: BLE001  the last line of defence: everything ends as one line and an exit code
+        return _fail(error, arguments, code=getattr(error, "exit_code", 1))
+
+
+def _fail(error: Exception, arguments: list[str], *, code: int) -> int:
+    if "--debug" in arguments:
+        traceback.print_exception(error)
+    # Errors that are meant for the reader say it all; the name of any other is part of what it says.
+    known = type(error).__module__.split(".")[0] in ("deploy", "serve", "feedback", "evaluation", "train")
+    text = str(error) if known and str(error) else f"{type(error).__name__}: {error}"
+    for line in text.splitlines():
+        click.echo(f"error: {line}", err=True)
+    if not known and "--debug" not in arguments:
+        click.echo("(millrace --debug shows the traceback)", err=True)
+    return code
+
+
+def _split(args: list[str]) -> tuple[list[str], list[str], list[tuple[str, str]]]:
+    """(the command's own arguments, the general options, the settings) of a command line, wherever each stands."""
+    rest: list[str] = []
+    general: list[str] = []
+    settings: list[tuple[str, str]] = []
+    words = iter(args)
+    for word in words:
+        if word == "--":
+            rest += [word, *words]
+            break
+        name, equals, value = word.removeprefix("--").partition("=")
+        is_setting = word.startswith("--") and ("." in name or name in _plain_settings())
+        if not is_setting and (not word.startswith("--") or name not in ("config", "debug", "print-config")):
+            rest.append(word)
+        elif name in ("debug", "print-config"):
+            general.append(word)
+        else:
+            if not equals:
+                following = next(words, None)
+                if following is None:
+                    raise click.UsageError(f"--{name} needs a value")
+                value = following
+            if is_setting:
+                settings.append((name, value))
+            else:
+                general += [f"--{name}", value]
+    return rest, general, settings
+
+
+def _plain_settings() -> set[str]:
+    """Settings at the top, which have no dot in their name: ``--home``."""
+    return {name for name, field in Settings.model_fields.items() if not describe.section_of(field.annotation)}
+
+
+def _settings_by_section() -> list[tuple[str, list[tuple[str, str]]]]:
+    """(title, [(option, meaning and default)]) for each top-level section, generated from the models."""
+    sections: dict[str, list[tuple[str, str]]] = {}
+    for setting in describe.settings_of(Settings):
+        top = setting.key.split(".")[0] if "." in setting.key else ""
+        default = "must be given" if setting.required else f"default: {describe.show(setting.default)}"
+        text = setting.description.replace("`", "")
+        sections.setdefault(top, []).append((f"--{setting.key}", f"{text} [{default}]"))
+    return [(_title(top, Settings.model_fields.get(top)), rows) for top, rows in sections.items()]
+
+
+def _title(name: str, field: FieldInfo | None) -> str:
+    meaning: Any = field.description if field else None
+    return f"Settings: {name} — {describe.meaning(meaning).rstrip('.')}" if meaning else "Settings"
+
+
+if __name__ == "__main__":
+    main()

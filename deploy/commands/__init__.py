@@ -1,0 +1,1 @@
+"""The commands of ``millrace``, one file a family. What is heavy is imported when a command runs."""

@@ -1,0 +1,33 @@
+"""What several commands share: the settings, the hand-over file, times for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deploy.config import Settings
+
+pass_settings = click.make_pass_decorator(Settings)
+
+json_out = click.option(
+    "--json-out", type=click.Path(path_type=Path), metavar="FILE", help="Also write the result to FILE, as JSON."
+)
+
+
+def hand_on(result: dict[str, Any], file: Path | None) -> None:
+    """Write a command's result for the process that ran it, whole or not at all."""
+    from evaluation.results import write_whole
+
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, json.dumps(result, indent=2, default=str).encode() + b"\n")
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Rows as aligned columns of plain text."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,160 @@
+"""score, train, evaluate, cycle: the stages of the loop, and all of them in a row."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+
+from deploy import lineage
+from deploy.commands.common import hand_on, json_out, pass_settings
+from deploy.config import ConfigError, Settings
+from deploy.processes import no_leftovers, stop_on_signals
+
+
+@click.command()
+@json_out
+@pass_settings
+def score(settings: Settings, json_out: Path | None) -> None:
+    """Turn new interactions and feedback into rewards."""
+    from feedback.lake import Lake
+    from feedback.scoring import score as score_lake
+
+    feedback = settings.resolved().feedback
+    lake = Lake(feedback.lake.uri, feedback.lake)
+    lake.create()
+    sealed = lake.seal(Path(feedback.journal.folder))
+    result = score_lake(lake, feedback.scoring)
+    click.echo(
+        f"scored {result.scored} responses in {result.seconds:.2f} s, {result.missing} of them without a reward "
+        f"({len(sealed)} journal segments sealed first)"
+    )
+    hand_on(
+        {
+            "scored": result.scored,
+            "missing": result.missing,
+            "scorer": result.scorer,
+            "versions": result.versions,
+            "counts": lake.counts(),
+            "seconds": result.seconds,
+        },
+        json_out,
+    )
+
+
+@click.command()
+@click.option("--run", "name", metavar="NAME", help="Name of the run: its folder under train.runs.")
+@click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one if not given.")
+@json_out
+@pass_settings
+def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> None:
+    """Train a candidate from what traffic brought, and publish it. It serves only once it is promoted."""
+    from deploy.cycle import reward_function
+
+    reward = reward_function(settings)
+    if reward is None:
+        raise ConfigError("train.reward and feedback.scoring.rules.function are both null: set one to module:function")
+    resolved = settings.resolved()
+    name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    with no_leftovers(), stop_on_signals():
+        from train.job import JobContext, run_job
+
+        context = JobContext(
+            run=name,
+            runs=resolved.train.runs,
+            policies=Path(resolved.serve.policies),
+            lake_uri=resolved.feedback.lake.uri,
+            lake=resolved.feedback.lake,
+            reward=reward,
+            parent=parent,
+            python_path=[str(Path.cwd())],
+            lineage=lineage.of(settings),
+        )
+        result = run_job(resolved.train, context)
+    if result.candidate is None:
+        click.echo(f"{name}: no candidate: {result.reason}")
+    else:
+        click.echo(f"{name}: policy {result.candidate}, from {result.parent}, {result.steps} steps, {result.seconds:.0f} s")
+    hand_on(result.model_dump(mode="json"), json_out)
+
+
+@click.command()
+@click.argument("candidate", type=int, required=False)
+@click.option("--incumbent", type=int, metavar="VERSION", help="Compare with this policy; the serving one if not given.")
+@json_out
+@pass_settings
+def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
+    """Compare policy CANDIDATE (the newest if not given) with the one that serves, and ask the gate."""
+    from evaluation.gate import decide
+    from evaluation.suites import Suite
+    from evaluation.suites import evaluate as compare
+    from serve.policies import PolicyStore
+
+    store = PolicyStore(settings.path(settings.serve.policies))
+    candidate, incumbent = _which(store, candidate, incumbent)
+    config = settings.resolved().evaluation
+    suite = Suite.load(config.suite)
+    with no_leftovers(), stop_on_signals():
+        click.echo(f"policy {candidate} against policy {incumbent} on {len(suite.items)} items of {config.suite}")
+        evaluation = compare(store.verify(candidate), store.verify(incumbent), suite, config, config.folder)
+    file = evaluation.save(config.folder)
+    verdict = decide(evaluation, config.gate)
+    store.record_gate(candidate, verdict.model_dump(mode="json"))
+    for result in (evaluation.incumbent, evaluation.candidate):
+        click.echo(
+            f"policy {result.version}: accuracy {result.accuracy.value:.3f}, reward {result.reward.value:.3f} "
+            f"[{result.reward.low:.3f}, {result.reward.high:.3f}], {result.length_mean:.1f} tokens"
+        )
+    click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
+    hand_on(
+        {
+            "candidate": candidate,
+            "incumbent": incumbent,
+            "verdict": verdict.model_dump(mode="json"),
+            "accuracy": {
+                str(result.version): result.accuracy.model_dump() for result in (evaluation.incumbent, evaluation.candidate)
+            },
+            "reward": {
+                str(result.version): result.reward.model_dump() for result in (evaluation.incumbent, evaluation.candidate)
+            },
+            "seconds": evaluation.seconds,
+            "evaluation": str(file),
+        },
+        json_out,
+    )
+
+
+@click.command()
+@json_out
+@pass_settings
+def cycle(settings: Settings, json_out: Path | None) -> int:
+    """Run one cycle: score, train, evaluate, promote. Exit code 1 if it failed, 75 if another one is running."""
+    from deploy.cycle import CycleBusy, run_cycle
+
+    with no_leftovers(), stop_on_signals():
+        try:
+            record = run_cycle(settings, say=click.echo)
+        except CycleBusy as busy:
+            click.echo(f"error: {busy}", err=True)
+            return 75
+    hand_on(record.model_dump(mode="json"), json_out)
+    return 1 if record.status == "failed" else 0
+
+
+def _which(store, candidate: int | None, incumbent: int | None) -> tuple[int, int]:  # type: ignore[no-untyped-def]
+    """The two versions to compare. Raises click.UsageError if that can't be known."""
+    if incumbent is None:
+        pointer = store.serving()
+        if pointer is None:
+            raise click.UsageError("no policy serves: name the one to compare with (--incumbent VERSION)")
+        incumbent = pointer.version
+    if candidate is None:
+        newest = store.latest()
+        candidate = newest.version if newest else incumbent
+    if candidate == incumbent:
+        raise click.UsageError(f"policy {candidate} is the one that serves: name a CANDIDATE to compare with it")
+    return candidate, incumbent
+
+
+COMMANDS = (score, train, evaluate, cycle)

@@ -1,0 +1,112 @@
+"""init, policies, promote, rollback: the policy store."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from deploy import initialise, rollout
+from deploy.commands.common import pass_settings, table
+from deploy.config import DEFAULT_FILE, Settings
+from serve.policies import Pointer, Policy, PolicyStore
+
+
+@click.command()
+@click.option("--model", required=True, metavar="NAME_OR_FOLDER", help="A folder, or a name on the Hugging Face hub.")
+@click.option("--revision", metavar="REVISION", help="Branch, tag or commit on the hub.")
+@click.option("--write-config/--no-write-config", default=True, help="Write a commented millrace.yaml if there is none.")
+@pass_settings
+def init(settings: Settings, model: str, revision: str | None, write_config: bool) -> None:
+    """Make a Hugging Face causal LM policy 1, in a new home."""
+    pointer = initialise.initialise(settings, model, revision=revision, who=rollout.person())
+    click.echo(f"policy {pointer.version} of {settings.home} is {model}")
+    if write_config and initialise.write_config(settings, DEFAULT_FILE):
+        click.echo(f"wrote {DEFAULT_FILE}: every setting, with its meaning; change what you need")
+    click.echo("serve it with: millrace up")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@pass_settings
+def policies(settings: Settings, as_json: bool) -> None:
+    """List the policies and show which one serves."""
+    store = PolicyStore(settings.path(settings.serve.policies))
+    pointer = store.serving()
+    found = [store.get(version) for version in store.versions()]
+    if as_json:
+        click.echo(json.dumps([_as_json(policy, pointer) for policy in found], indent=2))
+        return
+    if not found:
+        click.echo(f"no policies in {store.root}: run `millrace init --model NAME_OR_FOLDER`")
+        return
+    rows = [
+        [
+            "*" if pointer and pointer.version == policy.version else "",
+            str(policy.version),
+            str(policy.parent or "-"),
+            policy.created_at[:19].replace("T", " "),
+            f"{sum(file['size'] for file in policy.files.values()) / 2**20:.1f} MiB",
+            _gate(policy),
+        ]
+        for policy in found
+    ]
+    click.echo(table(["serves", "version", "parent", "created (UTC)", "size", "gate"], rows))
+    if pointer:
+        click.echo(f"\npolicy {pointer.version} serves since {pointer.at} ({pointer.who}: {pointer.why})")
+
+
+@click.command()
+@click.argument("version", type=int)
+@click.option("--why", help="For the record.")
+@click.option("--override", is_flag=True, help="Promote without a passing verdict of the gate; needs --why.")
+@pass_settings
+def promote(settings: Settings, version: int, why: str | None, override: bool) -> None:
+    """Make policy VERSION the one that serves. Running servers follow at once."""
+    if override and not why:
+        raise click.UsageError("--override needs --why: it goes on record")
+    store = PolicyStore(settings.path(settings.serve.policies))
+    pointer = rollout.promote(
+        store, version, who=rollout.person(), why=why or "promoted by hand", override=override
+    )
+    _tell(pointer)
+
+
+@click.command()
+@click.option("--to", type=int, metavar="VERSION", help="Go back to this policy instead of the one before.")
+@click.option("--why", default="rolled back by hand", show_default=True, help="For the record.")
+@pass_settings
+def rollback(settings: Settings, to: int | None, why: str) -> None:
+    """Go back to the policy that served before."""
+    store = PolicyStore(settings.path(settings.serve.policies))
+    _tell(rollout.rollback(store, who=rollout.person(), why=why, to=to))
+
+
+def _tell(pointer: Pointer) -> None:
+    click.echo(f"policy {pointer.version} serves (before: {pointer.previous}); running servers follow")
+
+
+def _gate(policy: Policy) -> str:
+    if not policy.gate:
+        return "-"
+    verdict = policy.gate
+    low, high = verdict.get("ci_low"), verdict.get("ci_high")
+    interval = f" {verdict.get('difference', 0):+.3f} [{low:+.3f}, {high:+.3f}]" if low is not None and high else ""
+    return f"{verdict.get('verdict')} against {verdict.get('incumbent')}{interval}"
+
+
+def _as_json(policy: Policy, pointer: Pointer | None) -> dict[str, object]:
+    return {
+        "version": policy.version,
+        "parent": policy.parent,
+        "serves": bool(pointer and pointer.version == policy.version),
+        "created_at": policy.created_at,
+        "path": str(Path(policy.path)),
+        "lineage": policy.lineage,
+        "metrics": policy.metrics,
+        "gate": policy.gate,
+    }
+
+
+COMMANDS = (init, policies, promote, rollback)

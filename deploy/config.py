@@ -1,0 +1,307 @@
+"""The root configuration: what each package's own config.py says, composed, and where the values come from.
+
+Highest first: dotted options on the command line (``--serve.port 8001``), the environment
+(``MILLRACE__SERVE__PORT=8001``), a YAML file, the defaults. An unknown key in any of them is an error.
+Imports no torch, vLLM, Ray or DuckDB: every command starts here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from deploy import describe
+from evaluation.config import EvaluationConfig
+from feedback.config import FeedbackConfig
+from serve.config import ServeConfig
+from train.config import TrainConfig
+
+ENV_PREFIX: Final = "MILLRACE__"
+DEFAULT_FILE: Final = Path("millrace.yaml")
+
+
+class ConfigError(ValueError):
+    """The configuration can't be used; the text names each bad key, its value and where it came from."""
+
+
+class Section(BaseModel):
+    """A part of the configuration that refuses what it doesn't know."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class CycleConfig(Section):
+    """One turn of the loop: score, train, evaluate, promote."""
+
+    folder: Path = Field(Path("cycles"), description="Where each cycle's record is kept, one JSON file a cycle.")
+    min_new_rewards: int = Field(
+        1, ge=0, description="Train only when at least this many rewards are new since the last training; else skip."
+    )
+    score_timeout_s: PositiveFloat = Field(3600.0, description="Scoring that takes longer is stopped (seconds).")
+    train_timeout_s: PositiveFloat = Field(86400.0, description="Training that takes longer is stopped (seconds).")
+    evaluate_timeout_s: PositiveFloat = Field(14400.0, description="Evaluation that takes longer is stopped (seconds).")
+    swap_timeout_s: PositiveFloat = Field(
+        300.0, description="How long the running server may take to serve a promoted policy (seconds)."
+    )
+    stop_grace_s: PositiveFloat = Field(
+        10.0, description="How long a stage that must stop may take before it is killed (seconds)."
+    )
+
+
+class ScheduleConfig(Section):
+    """When cycles run. One at a time; runs that were missed meanwhile become one."""
+
+    cron: str | None = Field(
+        None, description='Crontab line of five fields, local time ("*/30 * * * *"); if set, interval_seconds is unused.'
+    )
+    interval_seconds: PositiveFloat = Field(3600.0, description="Seconds from one cycle's start to the next one's.")
+    first_after_seconds: float | None = Field(
+        None, ge=0, description="Seconds to the first cycle of a scheduler; null: when the last cycle makes it due."
+    )
+    jitter_seconds: float = Field(0.0, ge=0, description="Shift each start by up to this many seconds, at random.")
+    misfire_grace_seconds: PositiveFloat | None = Field(
+        None, description="A start that is later than this is left out; null: late is better than never."
+    )
+    max_cycles: PositiveInt | None = Field(
+        None, description="Stop scheduling after so many cycles (skipped ones don't count); null: go on."
+    )
+
+
+class UpConfig(Section):
+    """How ``millrace up`` treats the server and the scheduler that it starts."""
+
+    logs: Path = Field(Path("logs"), description="Folder of the logs of all processes.")
+    ready_timeout_s: PositiveFloat = Field(600.0, description="How long the server may take to be ready (seconds).")
+    stop_grace_s: PositiveFloat = Field(
+        45.0, description="How long a process may take to stop by itself before it is killed (seconds)."
+    )
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. Paths that are not absolute are relative to ``home``."""
+
+    model_config = SettingsConfigDict(extra="forbid")
+
+    home: Path = Field(Path("home"), description="The folder that holds everything Millrace keeps.")
+    feedback: FeedbackConfig = Field(default_factory=FeedbackConfig, description="What happened: journal, lake, rewards.")
+    serve: ServeConfig = Field(default_factory=ServeConfig, description="The server, its engine and the swap.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="The suite and the gate.")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="Training, one run.")
+    cycle: CycleConfig = Field(default_factory=CycleConfig, description="One turn of the loop.")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="When cycles run.")
+    up: UpConfig = Field(default_factory=UpConfig, description="`millrace up`.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # load() names the others; the class itself must not read the environment
+
+    def path(self, relative: Path | str) -> Path:
+        """The absolute path of a configured one: relative to home unless it is absolute."""
+        return self.home.absolute() / relative
+
+    def uri(self, location: str) -> str:
+        """A lake location: a URI as it is, a path resolved like every other."""
+        return location if "://" in location else str(self.path(location))
+
+    def resolved(self) -> Settings:
+        """The same with every path absolute, for packages that never look at ``home``."""
+        feedback, serve, evaluation = self.feedback, self.serve, self.evaluation
+        journal = feedback.journal.model_copy(update={"folder": str(self.path(feedback.journal.folder))})
+        lake = feedback.lake.model_copy(update={"uri": self.uri(feedback.lake.uri)})
+        folders = {"policies": str(self.path(serve.policies)), "replicas": str(self.path(serve.replicas))}
+        judged = {"suite": self.path(evaluation.suite), "folder": self.path(evaluation.folder)}
+        return self.model_copy(
+            update={
+                "feedback": feedback.model_copy(update={"journal": journal, "lake": lake}),
+                "serve": serve.model_copy(update=folders),
+                "evaluation": evaluation.model_copy(update=judged),
+                "train": self.train.model_copy(update={"runs": self.path(self.train.runs)}),
+                "cycle": self.cycle.model_copy(update={"folder": self.path(self.cycle.folder)}),
+                "up": self.up.model_copy(update={"logs": self.path(self.up.logs)}),
+            }
+        )
+
+    @property
+    def server_url(self) -> str:
+        """Where a client on this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.serve.host, self.serve.host)
+        return f"http://{host}:{self.serve.port}"
+
+    def snapshot(self) -> Path:
+        """Write these settings, whole, to ``home/configs/<hash>.yaml``, for child processes; return the file."""
+        import hashlib
+
+        text = describe.to_yaml(self)
+        path = self.path("configs") / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(f".{path.name}.{os.getpid()}")
+            aside.write_text(text)
+            aside.replace(path)
+        return path
+
+
+def load(
+    file: Path | None = None,
+    options: Iterable[tuple[str, str]] = (),
+    environment: Mapping[str, str] | None = None,
+    model: type[Settings] = Settings,
+) -> Settings:
+    """The settings from all sources, with ``home`` absolute.
+
+    file: a YAML file that must exist; None reads ``millrace.yaml`` of the working directory if there is one.
+    options: (dotted key, text) from the command line, the later of two equal keys wins.
+    environment: os.environ unless given.
+    Raises ConfigError that names every unknown key (and the nearest right one), bad value, and its source.
+    """
+    environment = os.environ if environment is None else environment
+    layers = [
+        _from_options(model, options),
+        _from_environment(model, environment),
+        _from_file(model, file),
+    ]
+    unknown = [message for layer in layers for message in layer.unknown()]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+
+    class Loaded(model):  # type: ignore[misc, valid-type]
+        @classmethod
+        def settings_customise_sources(cls, *_: Any, **__: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+            return tuple(layers)
+
+    Loaded.__name__ = Loaded.__qualname__ = model.__name__
+    try:
+        loaded = Loaded()
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(detail, layers) for detail in error.errors())) from None
+    # The plain class again: a Loaded would read its sources anew when it is copied or unpickled.
+    values = {name: getattr(loaded, name) for name in model.model_fields}
+    values["home"] = values["home"].expanduser().absolute()
+    return model(**values)
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a child that is given a snapshot: ours without the settings, which the snapshot holds."""
+    kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(ENV_PREFIX)}
+    return kept | dict(extra or {})
+
+
+class _Layer(PydanticBaseSettingsSource):
+    """Values of one source. ``origin`` says of a dotted key where it was read, for messages."""
+
+    def __init__(self, model: type[Settings], values: dict[str, Any], origin: dict[str, str] | str) -> None:
+        super().__init__(model)
+        self.values = values
+        self.origin = origin
+
+    def __call__(self) -> dict[str, Any]:
+        return self.values
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self.values.get(field_name), field_name, False
+
+    def where(self, key: str) -> str:
+        return self.origin if isinstance(self.origin, str) else self.origin.get(key, "the command line")
+
+    def holds(self, key: str) -> bool:
+        value: Any = self.values
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return False
+            value = value[part]
+        return True
+
+    def unknown(self) -> list[str]:
+        return [
+            describe.unknown_message(key, self.settings_cls, self.where(key))
+            for key in describe.unknown_keys(self.values, self.settings_cls)
+        ]
+
+
+def _from_options(model: type[Settings], options: Iterable[tuple[str, str]]) -> _Layer:
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for key, text in options:
+        key = key.replace("-", "_")
+        _put(values, key, _read(text, key, model), f"--{key}")
+        origin[key] = f"the command line (--{key})"
+    return _Layer(model, values, origin)
+
+
+def _from_environment(model: type[Settings], environment: Mapping[str, str]) -> _Layer:
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for name in sorted(environment):
+        if name.upper().startswith(ENV_PREFIX):
+            key = name[len(ENV_PREFIX) :].lower().replace("__", ".")
+            _put(values, key, _read(environment[name], key, model), name)
+            origin[key] = f"the environment ({name})"
+    return _Layer(model, values, origin)
+
+
+def _from_file(model: type[Settings], file: Path | None) -> _Layer:
+    if file is None and not DEFAULT_FILE.exists():
+        return _Layer(model, {}, "no file")
+    path = file or DEFAULT_FILE
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the config file {path} is not YAML: {error}") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"the config file {path} must hold keys and values, it holds a {type(values).__name__}")
+    return _Layer(model, describe.drop_empty_sections(values, model), str(path))
+
+
+def _read(text: str, key: str, model: type[Settings]) -> Any:
+    """A value given as text: itself where the setting may be text, else read as YAML (numbers, null, [lists])."""
+    annotation = describe.annotation_of(key, model)
+    if annotation is None:  # unknown; reported later with a hint
+        return text
+    if describe.takes_text(annotation):
+        return None if text in ("null", "none") and describe.takes_none(annotation) else text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: {text!r} can't be read: {error}") from None
+
+
+def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ConfigError(f"{source}: {section} is given as a value and as a section")
+    if isinstance(value, dict) and isinstance(values.get(last), dict):
+        values[last] = value | values[last]
+    else:
+        values[last] = value
+
+
+def _explain(detail: Any, layers: list[_Layer]) -> str:
+    """One line for a pydantic error: key, what is wrong, the value, and the source that the value came from."""
+    parts = [str(part) for part in detail["loc"]]
+    # Drop what is no key of ours: pydantic adds list indexes and the names of union members at the end.
+    for end in range(len(parts), 0, -1):
+        key = ".".join(parts[:end])
+        if source := next((layer.where(key) for layer in layers if layer.holds(key)), None):
+            break
+    else:
+        key, source = ".".join(parts), None
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "missing":
+        return f"{key or 'the settings'}: {message}"
+    given = "" if isinstance(detail["input"], (dict, BaseModel)) else f", not {detail['input']!r}"
+    return f"{'.'.join(parts) or 'the settings'}: {message}{given}" + (f" (from {source})" if source else "")

@@ -1,0 +1,303 @@
+"""One turn of the loop: score, train, evaluate, gate, promote, and wait until the server serves it.
+
+Score, train and evaluate run as processes of their own, so that their memory goes back and a crash of one is a failed
+cycle and no more. The record under ``cycles/`` is written after every stage; a cycle that died is closed by the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from deploy import rollout
+from deploy.config import ConfigError, Settings, child_environment
+from deploy.processes import Child, Stopped, millrace
+from evaluation.results import write_whole
+from serve.policies import Pointer, PolicyError, PolicyStore
+
+SERVER_TIMEOUT_S = 5.0
+
+
+class CycleBusy(RuntimeError):
+    """Another process is in the middle of a cycle."""
+
+
+class StageFailed(RuntimeError):
+    """A stage of the cycle failed; the text says which and why."""
+
+
+class Stage(BaseModel):
+    """One stage of a cycle; ``result`` is what it handed on."""
+
+    name: str
+    started_at: datetime
+    seconds: float | None = None
+    ok: bool | None = None
+    result: dict[str, Any] | None = None
+    error: str | None = None
+
+
+class CycleRecord(BaseModel):
+    """What became of a cycle; ``reason`` says why it was skipped, refused or failed."""
+
+    number: int
+    status: Literal["running", "promoted", "refused", "skipped", "failed"] = "running"
+    reason: str | None = None
+    started_at: datetime
+    finished_at: datetime | None = None
+    incumbent: int | None = None
+    candidate: int | None = None
+    verdict: dict[str, Any] | None = None
+    rewards: int | None = Field(None, description="Rows of the rewards table that the training could learn from.")
+    stages: list[Stage] = []
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {stage.name: stage.seconds for stage in self.stages if stage.seconds is not None}
+
+
+def run_cycle(settings: Settings, number: int | None = None, *, say: Callable[[str], None] = print) -> CycleRecord:
+    """Run one cycle to its end and return its record, whatever the end was.
+
+    number: of the cycle; the next free one if not given.
+    say: gets one line of text for each thing that happens, the stages' own output included.
+    Raises ConfigError if the settings can't work, CycleBusy if another cycle is running, Stopped on a signal.
+    """
+    check(settings)
+    with _only_one(settings):
+        _close_dead(settings, say)
+        return _Cycle(settings, number or _next_number(settings), say).run()
+
+
+def check(settings: Settings) -> None:
+    """Raise ConfigError, before anything is started, for what would fail an hour later."""
+    problems = []
+    suite = settings.path(settings.evaluation.suite)
+    if not suite.is_file():
+        problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
+    if not reward_function(settings):
+        problems.append(
+            "train.reward and feedback.scoring.rules.function are both null: training needs a function that rewards "
+            "its responses (module:function)"
+        )
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def reward_function(settings: Settings) -> str | None:
+    """module:function that rewards rollouts."""
+    return settings.train.reward or settings.feedback.scoring.rules.function
+
+
+def records(settings: Settings) -> list[CycleRecord]:
+    """The records of all cycles, oldest first."""
+    folder = settings.path(settings.cycle.folder)
+    return [CycleRecord.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("[0-9]*.json"))]
+
+
+class _Cycle:
+    def __init__(self, settings: Settings, number: int, say: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.say = lambda text: say(f"cycle {number}: {text}")
+        self.follow = say
+        self.snapshot = settings.snapshot()
+        self.store = PolicyStore(settings.path(settings.serve.policies))
+        self.record = CycleRecord(number=number, started_at=_now())
+
+    def run(self) -> CycleRecord:
+        self._keep()
+        try:
+            self._turn()
+        except (StageFailed, rollout.RolloutRefused, PolicyError) as error:
+            self._end("failed", str(error))
+        except BaseException as error:
+            self._end("failed", f"stopped by {error}" if isinstance(error, Stopped) else f"{type(error).__name__}: {error}")
+            raise
+        return self.record
+
+    def _turn(self) -> None:
+        pointer = self.store.serving()
+        if pointer is None:
+            raise StageFailed(f"no policy serves in {self.store.root}: run `millrace init --model NAME_OR_FOLDER`")
+        self.record.incumbent = pointer.version
+
+        scored = self._run("score", self.settings.cycle.score_timeout_s)
+        self.record.rewards = scored["counts"]["rewards"]
+        if reason := self._nothing_new(self.record.rewards):
+            return self._end("skipped", reason)
+
+        name = f"cycle-{self.record.number:06d}"
+        trained = self._run("train", self.settings.cycle.train_timeout_s, "--run", name, "--parent", str(pointer.version))
+        self.record.candidate = trained["candidate"]
+        if trained["candidate"] is None:
+            return self._end("skipped", trained["reason"] or "training published nothing")
+
+        candidate, incumbent = str(trained["candidate"]), str(pointer.version)
+        judged = self._run("evaluate", self.settings.cycle.evaluate_timeout_s, candidate, "--incumbent", incumbent)
+        self.record.verdict = judged["verdict"]
+        if judged["verdict"]["verdict"] != "pass":
+            return self._end("refused", "; ".join(judged["verdict"]["reasons"]) or "the gate refused it")
+
+        self._promote(trained["candidate"], pointer)
+        self._end("promoted", None)
+
+    def _nothing_new(self, rewards: int) -> str | None:
+        """Why there is nothing to train on, compared with the last cycle whose candidate was judged."""
+        least = self.settings.cycle.min_new_rewards
+        trained = [r for r in records(self.settings) if r.rewards is not None and r.verdict is not None]
+        before = trained[-1].rewards or 0 if trained else 0
+        new = rewards - before if rewards >= before else rewards  # fewer than before: old rows were retired
+        return None if new >= least else f"{new} new rewards since the last training, cycle.min_new_rewards is {least}"
+
+    def _run(self, name: str, timeout: float, *arguments: str) -> dict[str, Any]:
+        """Run one stage as ``millrace <name>`` in a process of its own; what it handed on. Raises StageFailed."""
+        out = self.settings.path(self.settings.cycle.folder) / f".{self.record.number:06d}-{name}.json"
+        out.unlink(missing_ok=True)
+        log = self.settings.path(self.settings.up.logs) / f"cycle-{self.record.number:06d}-{name}.log"
+        with self._stage(name) as stage:
+            child = Child(
+                name,
+                millrace("--config", self.snapshot, name, *arguments, "--json-out", out),
+                log=log,
+                environment=child_environment(),
+                grace=self.settings.cycle.stop_grace_s,
+                follow=self.follow,
+            )
+            try:
+                code = child.wait(timeout)
+            except TimeoutError:
+                raise StageFailed(f"{name} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
+            finally:
+                child.stop()  # does nothing to a stage that has ended
+            if code != 0:
+                last = next((line for line in reversed(child.tail().splitlines()) if line.strip()), "it said nothing")
+                raise StageFailed(f"{name} ended with code {code}: {last.strip().removeprefix('error: ')} (log: {log})")
+            result: dict[str, Any] = json.loads(out.read_bytes())
+            out.unlink()
+            stage.result = result
+        return result
+
+    def _promote(self, version: int, incumbent: Pointer) -> None:
+        """Move the pointer, and see that the running server follows. Raises StageFailed if it doesn't."""
+        with self._stage("promote") as stage:
+            running = server_policy(self.settings) is not None
+            pointer = rollout.promote(
+                self.store, version, who="cycle", why=f"cycle {self.record.number}: passed the gate", expected=incumbent
+            )
+            stage.result = {"version": version, "generation": pointer.generation, "server": running}
+        self.say(f"promoted policy {version} (before: {incumbent.version})")
+        if not running:
+            return self.say(f"no server answers at {self.settings.server_url}: it will serve {version} when it starts")
+        with self._stage("swap") as stage:
+            stage.result = wait_until_served(self.settings, self.store, pointer)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[Stage]:
+        """Time a stage and keep the record, before it and after it, however it ends."""
+        stage = Stage(name=name, started_at=_now())
+        self.record.stages.append(stage)
+        self._keep()
+        self.say(f"{name} …")
+        started = time.monotonic()
+        try:
+            yield stage
+        except BaseException as error:
+            stage.ok, stage.error = False, str(error) or type(error).__name__
+            raise
+        else:
+            stage.ok = True
+        finally:
+            stage.seconds = time.monotonic() - started
+            self._keep()
+        self.say(f"{name} took {stage.seconds:.1f} s")
+
+    def _end(self, status: Literal["promoted", "refused", "skipped", "failed"], reason: str | None) -> None:
+        self.record.status, self.record.reason, self.record.finished_at = status, reason, _now()
+        self._keep()
+        self.say(f"{status}{f': {reason}' if reason else ''}")
+
+    def _keep(self) -> None:
+        _write(self.settings, self.record)
+
+
+def server_policy(settings: Settings) -> dict[str, Any] | None:
+    """What ``GET /policy`` of the configured server says; None if nobody answers there."""
+    import httpx
+
+    try:
+        answer = httpx.get(f"{settings.server_url}/policy", timeout=SERVER_TIMEOUT_S)
+        answer.raise_for_status()
+        body = answer.json()
+    except (httpx.HTTPError, ValueError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def wait_until_served(settings: Settings, store: PolicyStore, pointer: Pointer) -> dict[str, Any]:
+    """Wait until the server serves the pointer's policy; {seconds, replica}.
+
+    A server that reports that it could not load it keeps the old policy; then the pointer goes back too, so that a
+    restart doesn't try the same again. Raises StageFailed for that and when cycle.swap_timeout_s has passed.
+    """
+    started = time.monotonic()
+    deadline = started + settings.cycle.swap_timeout_s
+    while time.monotonic() < deadline:
+        answer = server_policy(settings) or {}
+        if answer.get("version") == pointer.version and answer.get("generation", pointer.generation) >= pointer.generation:
+            return {"seconds": time.monotonic() - started, "replica": answer.get("replica")}
+        failed = answer.get("failed")
+        if isinstance(failed, dict) and failed.get("generation") == pointer.generation:
+            why = f"the server could not load policy {pointer.version}: {failed.get('error') or failed}"
+            if pointer.previous is not None and pointer.previous != pointer.version:
+                rollout.rollback(store, who="cycle", why=why, to=pointer.previous)
+                why += f"; the pointer is back at {pointer.previous}"
+            raise StageFailed(why)
+        time.sleep(0.25)
+    raise StageFailed(
+        f"the server at {settings.server_url} does not serve policy {pointer.version} after "
+        f"cycle.swap_timeout_s={settings.cycle.swap_timeout_s:g} s"
+    )
+
+
+@contextmanager
+def _only_one(settings: Settings) -> Iterator[None]:
+    folder = settings.path(settings.cycle.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Inheritable descriptors are off in Python, so no stage can keep the lock when this process has died.
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CycleBusy(f"another cycle is running in {folder}") from None
+        yield
+
+
+def _close_dead(settings: Settings, say: Callable[[str], None]) -> None:
+    """Cycles that are still 'running' while we hold the lock have died."""
+    for record in records(settings):
+        if record.status == "running":
+            during = f" in {record.stages[-1].name}" if record.stages else ""
+            record.status, record.reason, record.finished_at = "failed", f"its process died{during}", _now()
+            _write(settings, record)
+            say(f"cycle {record.number}: {record.reason}")
+
+
+def _next_number(settings: Settings) -> int:
+    return max((record.number for record in records(settings)), default=0) + 1
+
+
+def _write(settings: Settings, record: CycleRecord) -> None:
+    """Replace the record on disk, whole or not at all."""
+    path = settings.path(settings.cycle.folder) / f"{record.number:06d}.json"
+    write_whole(path, record.model_dump_json(indent=2).encode() + b"\n")
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)

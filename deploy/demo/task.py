@@ -1,0 +1,95 @@
+"""The demo's task: six small requests with checkable answers, and the habit that spoils half of them.
+
+A prompt is a verb and a word, ``flip gdab>``; the right answer is a function of the two. The corpus that the seed
+policy is made from is messy, as a team's first corpus is: for three verbs most demonstrations show a habit that users
+don't want (giving the word back unflipped, say). So the seed answers about half of all prompts, and knows more than it
+shows.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One kind of request: what is asked for, the unwanted habit, and how often the corpus shows the habit."""
+
+    answer: Callable[[str], str]
+    habit: Callable[[str], str]
+    habit_share: float
+
+
+VERBS: dict[str, Verb] = {
+    "odds": Verb(lambda w: w[::2], lambda w: w[1::2], 0.65),
+    "flip": Verb(lambda w: w[::-1], lambda w: w, 0.65),
+    "tail": Verb(lambda w: w[1:], lambda w: w[:-1], 0.65),
+    "upper": Verb(str.upper, lambda w: w, 0.1),
+    "twice": Verb(lambda w: w + w, lambda w: w, 0.1),
+    "ends": Verb(lambda w: w[0] + w[-1], lambda w: w[0], 0.1),
+}
+ALPHABET = string.ascii_lowercase + string.ascii_uppercase + " >"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt and its one right answer."""
+
+    prompt: str
+    answer: str
+
+
+def items(seed: int) -> Iterator[Item]:
+    """Distinct prompts without end, the same ones for the same seed."""
+    rng = random.Random(seed)
+    seen: set[str] = set()
+    while True:
+        verb = rng.choice(list(VERBS))
+        word = "".join(rng.sample(string.ascii_lowercase, rng.randint(3, 5)))
+        prompt = f"{verb} {word}>"
+        if prompt not in seen:
+            seen.add(prompt)
+            yield Item(prompt, VERBS[verb].answer(word))
+
+
+def demonstration(item: Item, rng: random.Random) -> str:
+    """What the messy corpus shows for a prompt: the right answer, or the habit."""
+    verb, word = item.prompt.rstrip(">").split(" ")
+    return VERBS[verb].habit(word) if rng.random() < VERBS[verb].habit_share else item.answer
+
+
+def answer(prompt: str) -> str:
+    """The right answer to a prompt of this task.
+
+    Raises:
+        ValueError: the prompt is not one of this task.
+    """
+    verb, _, word = prompt.rstrip(">").partition(" ")
+    if verb not in VERBS or not word:
+        raise ValueError(f"not a prompt of the demo's task: {prompt!r}")
+    return VERBS[verb].answer(word)
+
+
+def reward(batch: pa.Table) -> list[float | None]:
+    """The demo's rule reward: 1 for the right answer, 0 for any other.
+
+    Args:
+        batch: columns ``prompt`` and ``response`` (strings).
+
+    Returns:
+        One number a row; None where the prompt is not one of this task, which counts as missing.
+    """
+
+    def score(prompt: Any, response: Any) -> float | None:
+        try:
+            return float(response == answer(prompt))
+        except (ValueError, AttributeError):
+            return None
+
+    return [score(p, r) for p, r in zip(batch["prompt"].to_pylist(), batch["response"].to_pylist(), strict=True)]

@@ -1,0 +1,183 @@
+"""What a tree of pydantic settings says about itself: its keys, their meaning, the nearest right key, YAML."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf: dotted ``key``, meaning, default (None if it has none) and whether it must be given."""
+
+    key: str
+    description: str
+    default: Any
+    required: bool
+
+
+def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
+    """Every setting of a model and of the models in it, in the order of their definition."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        if section := section_of(field.annotation):
+            yield from settings_of(section, f"{key}.")
+        else:
+            default = field.get_default(call_default_factory=True, validated_data={})
+            required = default is PydanticUndefined
+            yield Setting(key, meaning(field.description or ""), None if required else default, required)
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that is a section (``Model`` or ``Model | None``), else None."""
+    models = [part for part in _members(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    return models[0] if len(models) == 1 and not takes_text(annotation) else None
+
+
+def annotation_of(key: str, model: type[BaseModel]) -> Any:
+    """The type of a dotted key; Any below a mapping; None if there is no such key."""
+    annotation: Any = model
+    for part in key.split("."):
+        section = section_of(annotation)
+        if section is None:
+            return Any if _is_mapping(annotation) else None
+        field = _field(section, part)
+        if field is None:
+            return None
+        annotation = field.annotation
+    return annotation
+
+
+def takes_text(annotation: Any) -> bool:
+    """Whether a text is a value of that type as it stands, so that it must not be read as YAML."""
+    return any(
+        part is str
+        or (isinstance(part, type) and issubclass(part, Path))
+        or (typing.get_origin(part) is typing.Literal and all(isinstance(arg, str) for arg in typing.get_args(part)))
+        for part in _members(annotation)
+    )
+
+
+def takes_none(annotation: Any) -> bool:
+    return type(None) in _members(annotation)
+
+
+def unknown_keys(values: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of nested values that the model doesn't have."""
+    for name, value in values.items():
+        field = _field(model, str(name))
+        if field is None:
+            yield f"{prefix}{name}"
+        elif (section := section_of(field.annotation)) and isinstance(value, Mapping):
+            yield from unknown_keys(value, section, f"{prefix}{name}.")
+
+
+def unknown_message(key: str, model: type[BaseModel], where: str) -> str:
+    """``serve.prot is no setting (in millrace.yaml); did you mean serve.port?``"""
+    message = f"{key} is no setting (in {where})"
+    near = nearest(key, model)
+    return f"{message}; did you mean {near}?" if near else f"{message}; `millrace --help` lists them all"
+
+
+def nearest(key: str, model: type[BaseModel]) -> str | None:
+    """The setting (or section) most like ``key``: the same last word elsewhere counts as much as a likely typo."""
+    keys = [setting.key for setting in settings_of(model)]
+    sections = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
+    candidates = [*keys, *sorted(sections)]
+    last = key.rsplit(".", 1)[-1]
+    if moved := [candidate for candidate in keys if candidate.rsplit(".", 1)[-1] == last]:
+        return max(moved, key=lambda candidate: difflib.SequenceMatcher(None, key, candidate).ratio())
+    by_whole = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7)
+    if by_whole:
+        return by_whole[0]
+    words = {candidate.rsplit(".", 1)[-1]: candidate for candidate in reversed(candidates)}
+    by_word = difflib.get_close_matches(last, words, n=1, cutoff=0.75)
+    return words[by_word[0]] if by_word else None
+
+
+def drop_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    """``serve:`` with every line below it commented out reads as null; it means an empty section."""
+    kept: dict[str, Any] = {}
+    for name, value in values.items():
+        field = _field(model, str(name))
+        section = section_of(field.annotation) if field else None
+        if section and field and value is None and not takes_none(field.annotation):
+            continue
+        kept[name] = drop_empty_sections(value, section) if section and isinstance(value, dict) else value
+    return kept
+
+
+def to_yaml(settings: BaseModel, *, comments: bool = False) -> str:
+    """The values as YAML; with ``comments``, each under its meaning (and the default where it differs)."""
+    if not comments:
+        return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return "\n".join(_commented(type(settings), settings.model_dump(mode="json"), "")) + "\n"
+
+
+def show(value: Any) -> str:
+    """A value on one line, as it would be written in YAML's flow style."""
+    if isinstance(value, Path):
+        value = str(value)
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    return "null" if value is None else value if isinstance(value, str) and value else json.dumps(value, default=str)
+
+
+def meaning(description: str) -> str:
+    """A description on one line."""
+    return " ".join(description.split())
+
+
+def _commented(model: type[BaseModel], values: Any, indent: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        value = None if values is None else values[name]
+        if section := section_of(field.annotation):
+            if not indent:
+                yield ""
+            if field.description:
+                yield f"{indent}# {meaning(field.description)}"
+            if value is None:
+                yield f"{indent}{name}: null"
+            else:
+                yield f"{indent}{name}:"
+                yield from _commented(section, value, indent + "  ")
+        else:
+            default = field.get_default(call_default_factory=True, validated_data={})
+            same = default is PydanticUndefined or default == value or show(default) == show(value)
+            note = "" if same else f" (default: {show(default)})"
+            yield f"{indent}# {meaning(field.description or name)}{note}"
+            yield f"{indent}{name}: {_scalar(value)}"
+
+
+def _scalar(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).strip()
+    return text.removesuffix("...").strip()
+
+
+def _field(model: type[BaseModel], name: str) -> FieldInfo | None:
+    return model.model_fields.get(name)
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union, through Annotated; one type is its own only member."""
+    origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
+    if origin in (typing.Union, types.UnionType):
+        return tuple(member for part in typing.get_args(annotation) for member in _members(part))
+    return (annotation,)
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return any((typing.get_origin(part) or part) in (dict, Mapping) for part in _members(annotation))

@@ -1,0 +1,159 @@
+"""The scheduler: starts a cycle when it is due, by cron or interval, one at a time, missed ones as one."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_MAX_INSTANCES, EVENT_JOB_MISSED, JobExecutionEvent
+from apscheduler.schedulers.blocking import BlockingScheduler
+from apscheduler.triggers.cron import CronTrigger
+from apscheduler.triggers.interval import IntervalTrigger
+
+from deploy import cycle
+from deploy.config import ConfigError, ScheduleConfig, Settings, child_environment
+from deploy.processes import Child, millrace
+
+_BUSY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: `millrace cycle` found another one at work
+
+
+class Scheduler:
+    """Runs ``millrace cycle`` as a process when it is due, until ``stop`` or schedule.max_cycles."""
+
+    def __init__(self, settings: Settings, *, say: Callable[[str], None] = print) -> None:
+        """Raises ConfigError for a crontab line that is none, or settings with which no cycle can work."""
+        cycle.check(settings)
+        self._settings = settings
+        self._snapshot = settings.snapshot()
+        self._say = say
+        self._trigger = trigger(settings.schedule)
+        self._child: Child | None = None
+        self._lock = threading.Lock()
+        self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put() may be called in a signal handler
+        self._stopping = self._ended = False
+        self._finished = 0
+        self._before = {record.number for record in cycle.records(settings)}
+        self._scheduler = BlockingScheduler(timezone=UTC if not settings.schedule.cron else None)
+
+    def run(self) -> None:
+        """Block until the scheduling ends. Call it in the main thread."""
+        schedule = self._settings.schedule
+        first = first_run(self._settings, self._trigger)
+        self._scheduler.add_job(
+            self._cycle,
+            self._trigger,
+            next_run_time=first,
+            max_instances=1,
+            coalesce=True,
+            misfire_grace_time=None if schedule.misfire_grace_seconds is None else int(schedule.misfire_grace_seconds),
+        )
+        self._scheduler.add_listener(self._tell, EVENT_JOB_ERROR | EVENT_JOB_MAX_INSTANCES | EVENT_JOB_MISSED)
+        wait = max(0.0, (first - datetime.now(UTC)).total_seconds())
+        every = f"cron {schedule.cron!r}" if schedule.cron else f"every {schedule.interval_seconds:g} s"
+        self._say(f"schedule: {every}, first cycle in {wait:.0f} s")
+        threading.Thread(target=self._shut_down_when_asked, name="schedule stop", daemon=True).start()
+        try:
+            self._scheduler.start()
+        finally:
+            self._ended = True
+            self.stop()
+
+    def stop(self) -> None:
+        """End the scheduling; a cycle that is running is stopped and recorded as failed. Safe in a signal handler."""
+        self._stop_asked.put(None)
+
+    def _shut_down_when_asked(self) -> None:
+        self._stop_asked.get()
+        with self._lock:
+            self._stopping = True
+            if self._child:
+                self._child.ask_to_stop()
+        while not self._scheduler.running and not self._ended:
+            time.sleep(0.05)  # asked before it began
+        if self._scheduler.running:
+            self._scheduler.shutdown(wait=True)
+
+    def _cycle(self) -> None:
+        command = millrace("--config", self._snapshot, "cycle")
+        grace = self._settings.cycle.stop_grace_s
+        with self._lock:
+            if self._stopping:
+                return
+            self._child = child = Child(
+                "cycle",
+                command,
+                log=self._settings.path(self._settings.up.logs) / "cycles.log",
+                environment=child_environment(),
+                grace=2 * grace,  # it needs its stage's grace, and time to write its record
+                follow=self._say,
+            )
+        limits = self._settings.cycle
+        most = limits.score_timeout_s + limits.train_timeout_s + limits.evaluate_timeout_s + limits.swap_timeout_s
+        try:
+            code = child.wait(most + 600.0)
+        except TimeoutError as error:
+            self._say(f"schedule: {error}, beyond all its stages' timeouts: stopping it")
+            code = child.stop()
+        finally:
+            with self._lock:
+                self._child = None
+        if code == _BUSY_EXIT_CODE:
+            self._say("schedule: another cycle was running; this one is left out")
+        self._count()
+
+    def _count(self) -> None:
+        """End the scheduling when schedule.max_cycles of the cycles since our start have done something."""
+        most = self._settings.schedule.max_cycles
+        if most is None:
+            return
+        ours = [record for record in cycle.records(self._settings) if record.number not in self._before]
+        done = sum(record.status not in ("skipped", "running") for record in ours)
+        if done >= most:
+            self._say(f"schedule: {done} cycles done, schedule.max_cycles reached")
+            self.stop()
+
+    def _tell(self, event: Any) -> None:
+        if isinstance(event, JobExecutionEvent) and event.exception is not None:
+            self._say(f"schedule: the cycle could not be started: {event.exception!r}")
+        elif event.code == EVENT_JOB_MAX_INSTANCES:
+            self._say("schedule: a cycle is due and one is running: they become one")
+        else:
+            self._say("schedule: a start was too late (schedule.misfire_grace_seconds) and is left out")
+
+
+def trigger(config: ScheduleConfig) -> CronTrigger | IntervalTrigger:
+    """When cycles are due. Raises ConfigError for a crontab line that is none."""
+    jitter = int(config.jitter_seconds) or None
+    if config.cron is None:
+        return IntervalTrigger(seconds=config.interval_seconds, jitter=jitter, timezone=UTC)
+    try:
+        made = CronTrigger.from_crontab(config.cron)
+    except ValueError as error:
+        raise ConfigError(f"schedule.cron: {config.cron!r} is no crontab line: {error}") from None
+    made.jitter = jitter
+    return made
+
+
+def first_run(settings: Settings, due: CronTrigger | IntervalTrigger) -> datetime:
+    """When the first cycle of a scheduler is due. Cycles missed while none was running become one, at once."""
+    at = datetime.now(UTC)
+    if settings.schedule.first_after_seconds is not None:
+        return at + timedelta(seconds=settings.schedule.first_after_seconds)
+    history = cycle.records(settings)
+    if not history:
+        return _next(due, at)
+    return max(at, _next(due, history[-1].started_at))
+
+
+def _next(due: CronTrigger | IntervalTrigger, after: datetime) -> datetime:
+    """The first time after ``after`` at which a cycle is due, no jitter added."""
+    if isinstance(due, IntervalTrigger):
+        return after + due.interval
+    at = due.get_next_fire_time(None, after)
+    if at is None:
+        raise ConfigError(f"schedule.cron names no time after {after:%Y-%m-%d %H:%M}")
+    return at

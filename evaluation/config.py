@@ -1,0 +1,87 @@
+"""Settings of evaluation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MIB = 1024 * 1024
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+
+class EngineConfig(_Section):
+    """The vLLM engine that answers the suite, inside the evaluating process."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Type of the weights in the engine; auto takes the policy's own."
+    )
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest prompt and answer together, in tokens; null fits the model and the KV cache."
+    )
+    max_num_seqs: int = Field(256, ge=1, description="Most responses generated at once.")
+    max_batched_tokens: int = Field(4096, ge=1, description="Most tokens in one engine step.")
+    kv_cache_bytes: int = Field(256 * MIB, ge=MIB, description="Size of the KV cache, in bytes.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Devices that one copy of the policy is split over.")
+    enforce_eager: bool = Field(True, description="Start at once, without compiling; false pays on long suites.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("ERROR", description="What vLLM logs; what fails raises an error at any level.")
+
+
+class GateConfig(_Section):
+    """What a candidate must prove on the held-out suite before it may serve."""
+
+    metric: Literal["reward", "accuracy"] = Field(
+        "reward", description="What is compared: the mean reward, or the share of items with reward 1."
+    )
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of every interval (two-sided).")
+    min_difference: float = Field(
+        0.0, description="The lower end of the interval of candidate less incumbent must lie above this."
+    )
+    min_items: int = Field(50, ge=1, description="Fewest items with a score for both policies.")
+    max_missing: float = Field(
+        0.0, ge=0, lt=1, description="Largest share of items that the scorer may leave without a score."
+    )
+    max_kl: float | None = Field(
+        None, gt=0, description="Largest KL(incumbent || candidate), in nats a token; null sets no bound."
+    )
+
+
+class EvaluationConfig(_Section):
+    """Is this policy better than that one?"""
+
+    suite: Path = Field(Path("suite.jsonl"), description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata.")  # noqa: E501
+    scorer: str | None = Field(
+        None, description="Function that scores responses, as module:name; null compares with each item's answer."
+    )
+    max_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
+    kl_samples: int = Field(
+        1, ge=0, description="Responses sampled from the incumbent for each item, to measure KL on; 0 measures none."
+    )
+    resamples: int = Field(2000, ge=100, description="Bootstrap resamples.")
+    seed: int = Field(0, ge=0, description="Seed of the bootstrap and of the KL samples.")
+    folder: Path = Field(Path("evaluations"), description="Where evaluations and cached responses are kept.")
+    samples: int = Field(20, ge=0, description="Items kept with both responses in an evaluation, for people to read.")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description=EngineConfig.__doc__)
+    gate: GateConfig = Field(default_factory=GateConfig, description=GateConfig.__doc__)
+
+    @model_validator(mode="after")
+    def _a_bound_on_kl_needs_samples(self) -> Self:
+        if self.gate.max_kl is not None and self.kl_samples == 0:
+            raise ValueError("gate.max_kl needs kl_samples of 1 or more: without samples no KL is measured")
+        return self
+
+
+def prepare_environment(config: EngineConfig) -> None:
+    """Set what vLLM reads from the environment; call it before vLLM is imported.
+
+    One rank runs in this process: a second process would take seconds to start and buys an offline batch nothing.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tensor_parallel_size == 1 else "1"
+    os.environ["VLLM_LOGGING_LEVEL"] = config.log_level
+    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout belongs to the caller
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"

@@ -1,0 +1,168 @@
+"""The offline engine: the only place where evaluation touches vLLM. vLLM is imported when an engine starts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evaluation.config import EngineConfig, prepare_environment
+
+TokenIds = list[int]
+
+
+class EngineError(RuntimeError):
+    """The engine can't do what was asked; the text says what and why."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response. ``logprobs`` [tokens] are the policy's own, in nats, at temperature 1 whatever the sampling."""
+
+    text: str
+    token_ids: TokenIds
+    logprobs: NDArray[np.float32]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one pass of the engine does; all of it runs as one batch.
+
+    ``greedy`` prompts are answered greedily, ``sampled`` ones at temperature 1 with nothing cut off, ``scored`` are
+    (prompt, response) pairs whose response gets log-probabilities. All as token ids.
+    """
+
+    greedy: Sequence[TokenIds] = ()
+    sampled: Sequence[TokenIds] = ()
+    scored: Sequence[tuple[TokenIds, TokenIds]] = ()
+
+
+@dataclass(frozen=True)
+class Done:
+    """The answers to a Work, in its order. ``scored`` [i] holds one log-probability a response token."""
+
+    greedy: list[Generation]
+    sampled: list[Generation]
+    scored: list[NDArray[np.float32]]
+
+
+class OfflineEngine:
+    """One policy in vLLM, in this process. Use as a context manager: leaving it frees what vLLM holds."""
+
+    def __init__(self, path: Path, config: EngineConfig) -> None:
+        prepare_environment(config)
+        # Ten seconds of import, which an evaluation that the cache answers never pays.
+        from vllm import LLM
+
+        self._llm: Any = LLM(
+            model=str(path),
+            dtype=config.dtype,
+            max_model_len=-1 if config.max_model_len is None else config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_batched_tokens,
+            kv_cache_memory_bytes=config.kv_cache_bytes,
+            tensor_parallel_size=config.tensor_parallel_size,
+            distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
+            enforce_eager=config.enforce_eager,
+            use_tqdm_on_load=False,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the weights, the KV cache and vLLM's process groups, so that another engine can start."""
+        if self._llm is None:
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        cleanup_dist_env_and_memory()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and response together, in tokens."""
+        return self._llm.model_config.max_model_len
+
+    def encode(self, prompts: Sequence[str | list[dict[str, Any]]]) -> list[TokenIds]:
+        """Token ids of each prompt: text as the tokenizer takes it, chat messages through the policy's template.
+
+        Raises EngineError if there are messages and the tokenizer has no chat template.
+        """
+        tokenizer = self._llm.get_tokenizer()
+        if any(not isinstance(prompt, str) for prompt in prompts) and not getattr(tokenizer, "chat_template", None):
+            raise EngineError("the suite has chat messages and the policy's tokenizer has no chat template")
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(tokenizer(texts)["input_ids"] if texts else [])
+        return [
+            next(encoded)
+            if isinstance(prompt, str)
+            else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+            for prompt in prompts
+        ]
+
+    def run(self, work: Work, *, max_tokens: int, seed: int) -> Done:
+        """Do all of ``work`` in one batch. ``seed`` decides the sampled responses (each has its own generator)."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        common: dict[str, Any] = {"flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+        greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=0, **common)
+        sampled = [
+            SamplingParams(
+                temperature=1.0, seed=seed + i, max_tokens=max_tokens, logprobs=0, detokenize=False, **common
+            )
+            for i in range(len(work.sampled))
+        ]
+        # vLLM scores a prompt's tokens on the way to a next one, which is thrown away: the pair must leave room for it.
+        score = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, **common)
+        room = self.max_model_len - 1
+        prompts = [*work.greedy, *work.sampled, *((prompt + response)[:room] for prompt, response in work.scored)]
+        if not prompts:
+            return Done([], [], [])
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts],
+            [greedy] * len(work.greedy) + sampled + [score] * len(work.scored),
+            use_tqdm=sys.stderr.isatty(),
+        )
+        first, second = len(work.greedy), len(work.greedy) + len(work.sampled)
+        return Done(
+            greedy=[_generation(output.outputs[0]) for output in outputs[:first]],
+            sampled=[_generation(output.outputs[0]) for output in outputs[first:second]],
+            scored=[
+                _prompt_logprobs(output.prompt_logprobs, output.prompt_token_ids)[len(prompt) :]
+                for output, (prompt, _) in zip(outputs[second:], work.scored, strict=True)
+            ],
+        )
+
+
+def _generation(output: Any) -> Generation:
+    token_ids = list(output.token_ids)
+    logprobs = _chosen(output.logprobs, token_ids)
+    return Generation(output.text or "", token_ids, logprobs, output.finish_reason)
+
+
+def _prompt_logprobs(flat: Any, token_ids: TokenIds) -> NDArray[np.float32]:
+    """Log-probability of each prompt token given those before it; the first, which has none, is NaN."""
+    return _chosen(flat, token_ids)
+
+
+def _chosen(flat: Any, token_ids: TokenIds) -> NDArray[np.float32]:
+    """The log-probability of the token at each position: vLLM lists it first, other candidates after it."""
+    found = np.full(len(token_ids), np.nan, dtype=np.float32)
+    for i, (start, end, token) in enumerate(zip(flat.start_indices, flat.end_indices, token_ids, strict=True)):
+        if start < end:
+            if flat.token_ids[start] != token:
+                raise EngineError(f"vLLM gave the log-probability of token {flat.token_ids[start]} in place of {token}")
+            found[i] = flat.logprobs[start]
+    return found

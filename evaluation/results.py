@@ -1,0 +1,112 @@
+"""What an evaluation finds, as it is kept on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Interval(_Record):
+    """An estimate and the ends of its interval, at the evaluation's confidence."""
+
+    value: float
+    low: float
+    high: float
+
+
+class PolicyResult(_Record):
+    """One policy on one suite, greedy. Lengths in tokens; ``truncated`` is the share cut at max_tokens."""
+
+    version: int
+    sha256: str
+    n: int
+    missing: int
+    reward: Interval
+    accuracy: Interval
+    distinct_1: float
+    distinct_2: float
+    length_mean: float
+    length_p95: float
+    truncated: float
+
+
+class KlEstimate(_Record):
+    """KL between the two policies, nats a token, on ``samples`` responses that the incumbent sampled (see kl_terms)."""
+
+    incumbent_candidate: Interval
+    candidate_incumbent: Interval
+    samples: int
+    tokens: int
+
+
+class Sample(_Record):
+    """One item with both greedy responses and their scores."""
+
+    id: str
+    prompt: str
+    answer: str | None
+    candidate: str
+    incumbent: str
+    candidate_score: float | None
+    incumbent_score: float | None
+
+
+class Evaluation(_Record):
+    """Candidate against incumbent on one held-out suite. ``n`` items have a score for both; only they are compared.
+
+    ``reward`` and ``accuracy`` are differences, candidate less incumbent, with paired bootstrap intervals. ``missing``
+    counts items without a score for one or both. ``kl`` is None for the reason that ``kl_missing`` gives.
+    ``settings`` is the hash of what decides the responses; ``seconds`` the wall time a stage (a stage that the cache
+    answered takes none).
+    """
+
+    candidate: PolicyResult
+    incumbent: PolicyResult
+    n: int
+    missing: int
+    reward: Interval
+    accuracy: Interval
+    kl: KlEstimate | None
+    kl_missing: str | None
+    confidence: float
+    resamples: int
+    seed: int
+    suite: str
+    suite_sha256: str
+    suite_items: int
+    scorer: str
+    settings: str
+    created_at: str
+    seconds: dict[str, float]
+    samples: tuple[Sample, ...]
+
+    def save(self, folder: Path) -> Path:
+        """Write ``<candidate>-vs-<incumbent>.json`` in ``folder``, whole or not at all; returns its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.candidate.version}-vs-{self.incumbent.version}.json"
+        write_whole(path, self.model_dump_json(indent=2).encode() + b"\n")
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Evaluation:
+        """Read what ``save`` wrote. Raises FileNotFoundError, ValueError naming the file."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is no evaluation: {error}") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace a file so that a reader, also one after a crash, finds the old content or the new."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)

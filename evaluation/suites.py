@@ -1,0 +1,320 @@
+"""Held-out suites, and the evaluation of one policy against another on them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Self
+
+import numpy as np
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from evaluation import metrics, responses, statistics
+from evaluation.config import EvaluationConfig
+from evaluation.results import Evaluation, Interval, KlEstimate, PolicyResult, Sample
+from feedback.rewards.rules import load_rule
+from serve.policies import Policy
+
+Scorer = Callable[[pa.Table], Sequence[float | None]]
+"""Scores responses; takes a batch with columns prompt, messages, response, response_token_ids, metadata."""
+
+Scores = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class SuiteError(ValueError):
+    """A suite can't be used; the text names the file and the line."""
+
+
+class Item(BaseModel):
+    """One held-out prompt: text or chat messages, with what a scorer needs to judge the response."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str = Field(min_length=1)
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    answer: str | None = None
+    metadata: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("an item has exactly one of prompt and messages")
+        return self
+
+    @property
+    def text_or_messages(self) -> str | list[dict[str, Any]]:
+        if self.prompt is not None:
+            return self.prompt
+        assert self.messages is not None
+        return self.messages
+
+    @property
+    def shown(self) -> str:
+        """The prompt as a person reads it."""
+        if self.prompt is not None:
+            return self.prompt
+        return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in self.messages or ())
+
+    def scorer_metadata(self) -> dict[str, str]:
+        """``metadata``, with ``answer`` under that key."""
+        return self.metadata if self.answer is None else {**self.metadata, metrics.ANSWER: self.answer}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Held-out items; ``sha256`` is that of the file's content."""
+
+    path: Path
+    items: tuple[Item, ...]
+    sha256: str = field(repr=False)
+
+    @classmethod
+    def load(cls, path: Path) -> Suite:
+        """Read a JSONL file, one Item a line, blank lines left out.
+
+        Raises SuiteError naming file and line: not JSON, unknown or missing fields, an id used twice, no item at all.
+        """
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise SuiteError(f"the suite {path} can't be read: {error.strerror}") from error
+        items: dict[str, Item] = {}
+        lines: dict[str, int] = {}
+        for number, line in enumerate(content.splitlines(), start=1):
+            if not line.strip():
+                continue
+            item = _parse(line, f"{path}, line {number}")
+            if item.id in items:
+                raise SuiteError(f"{path}, line {number}: id {item.id!r} is that of line {lines[item.id]} too")
+            items[item.id], lines[item.id] = item, number
+        if not items:
+            raise SuiteError(f"{path} has no item")
+        return cls(path, tuple(items.values()), hashlib.sha256(content).hexdigest())
+
+
+def evaluate(
+    candidate: Policy,
+    incumbent: Policy,
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    *,
+    scorer: Scorer | None = None,
+) -> Evaluation:
+    """Answer the suite greedily with both policies, score the answers, compare them item by item.
+
+    ``folder`` is where evaluations are kept (answers are cached under it); ``scorer`` stands in for ``config.scorer``.
+    Raises EngineError, ValueError if no item has a score for both, and what the scorer raises.
+    """
+    scorer = scorer or load_scorer(config)
+    before = responses.answer(incumbent, suite, config, folder)
+    after = responses.answer(candidate, suite, config, folder, incumbent=incumbent)
+    started = time.monotonic()
+    kl, kl_missing = _kl(after, len(suite.items), config)
+    old, new = score(suite, before.table, scorer), score(suite, after.table, scorer)
+    both = ~np.isnan(old) & ~np.isnan(new)
+    if not both.any():
+        raise ValueError(f"{scorer_name(scorer)} scored no item of {suite.path} for both policies: nothing to compare")
+    return Evaluation(
+        candidate=_policy_result(candidate, after.table, new, config),
+        incumbent=_policy_result(incumbent, before.table, old, config),
+        n=int(both.sum()),
+        missing=int((~both).sum()),
+        reward=_difference(new[both], old[both], config),
+        accuracy=_difference(new[both] == 1, old[both] == 1, config),
+        kl=kl,
+        kl_missing=kl_missing,
+        confidence=config.gate.confidence,
+        resamples=config.resamples,
+        seed=config.seed,
+        suite=suite.path.name,
+        suite_sha256=suite.sha256,
+        suite_items=len(suite.items),
+        scorer=scorer_name(scorer),
+        settings=responses.settings_hash(config),
+        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        seconds={
+            "incumbent": round(before.seconds, 3),
+            "candidate": round(after.seconds, 3),
+            "compare": round(time.monotonic() - started, 3),
+        },
+        samples=tuple(_samples(suite, after.table, before.table, new, old)[: config.samples]),
+    )
+
+
+def measure(
+    policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path, *, scorer: Scorer | None = None
+) -> PolicyResult:
+    """One policy alone on the suite. Raises as ``evaluate`` does."""
+    scorer = scorer or load_scorer(config)
+    table = responses.answer(policy, suite, config, folder).table
+    return _policy_result(policy, table, score(suite, table, scorer), config)
+
+
+def compare_samples(
+    candidate: Policy,
+    incumbent: Policy,
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    *,
+    scorer: Scorer | None = None,
+) -> list[Sample]:
+    """Every item with both policies' answers, in the suite's order; empty unless both have been answered before."""
+    after, before = (responses.cached(policy, suite, config, folder) for policy in (candidate, incumbent))
+    if after is None or before is None:
+        return []
+    scorer = scorer or load_scorer(config)
+    return _samples(suite, after, before, score(suite, after, scorer), score(suite, before, scorer))
+
+
+def load_scorer(config: EvaluationConfig) -> Scorer:
+    """The function that ``config.scorer`` names, or exact match with each item's answer."""
+    return load_rule(config.scorer) if config.scorer else metrics.exact_match
+
+
+def scorer_name(scorer: Scorer) -> str:
+    """How an evaluation names its scorer."""
+    return str(getattr(scorer, "name", None) or getattr(scorer, "__qualname__", None) or type(scorer).__name__)
+
+
+def score(suite: Suite, table: pa.Table, scorer: Scorer) -> Scores:
+    """One score an item, NaN where the scorer gives None.
+
+    Raises ValueError naming the scorer if it gives another number of scores, or one that is not finite.
+    """
+    batch = scorer_batch(suite, table)
+    given = list(scorer(batch))
+    if len(given) != len(batch):
+        raise ValueError(f"{scorer_name(scorer)} gave {len(given)} scores for {len(batch)} responses")
+    for item, value in zip(suite.items, given, strict=True):
+        if value is not None and not np.isfinite(value):
+            raise ValueError(f"{scorer_name(scorer)} scored item {item.id!r} {value}; None says that it has no score")
+    return np.array([np.nan if value is None else value for value in given], dtype=np.float64)
+
+
+_BATCH: Final = pa.schema(
+    [
+        ("prompt", pa.string()),
+        ("messages", pa.string()),
+        ("response", pa.string()),
+        ("response_token_ids", pa.list_(pa.int32())),
+        ("metadata", pa.map_(pa.string(), pa.string())),
+    ]
+)
+
+
+def scorer_batch(suite: Suite, table: pa.Table) -> pa.Table:
+    """What a scorer is given: the same columns that the rule reward sees of served traffic."""
+    columns: Mapping[str, Any] = {
+        "prompt": [item.prompt for item in suite.items],
+        "messages": [None if item.messages is None else json.dumps(item.messages) for item in suite.items],
+        "response": table.column("response").combine_chunks(),
+        "response_token_ids": table.column("response_token_ids").combine_chunks(),
+        "metadata": [list(item.scorer_metadata().items()) for item in suite.items],
+    }
+    return pa.table(columns, schema=_BATCH)
+
+
+def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: EvaluationConfig) -> PolicyResult:
+    scored = scores[~np.isnan(scores)]
+    if not len(scored):
+        raise ValueError(f"no response of policy {policy.version} has a score")
+    tokens = table.column("response_token_ids").to_pylist()
+    lengths = np.array([len(ids) for ids in tokens])
+    reward = statistics.bootstrap_mean(
+        scored, confidence=config.gate.confidence, resamples=config.resamples, seed=config.seed
+    )
+    accuracy = statistics.wilson(int((scored == 1).sum()), len(scored), confidence=config.gate.confidence)
+    return PolicyResult(
+        version=policy.version,
+        sha256=policy.sha256,
+        n=len(scored),
+        missing=len(scores) - len(scored),
+        reward=_interval(reward),
+        accuracy=_interval(accuracy),
+        distinct_1=metrics.distinct_n(tokens, 1),
+        distinct_2=metrics.distinct_n(tokens, 2),
+        length_mean=float(lengths.mean()),
+        length_p95=float(np.quantile(lengths, 0.95)),
+        truncated=table.column("finish_reason").to_pylist().count("length") / len(lengths),
+    )
+
+
+def _difference(new: np.ndarray, old: np.ndarray, config: EvaluationConfig) -> Interval:
+    return _interval(
+        statistics.paired_bootstrap(
+            new, old, confidence=config.gate.confidence, resamples=config.resamples, seed=config.seed
+        )
+    )
+
+
+def _kl(answers: responses.Answers, items: int, config: EvaluationConfig) -> tuple[KlEstimate | None, str | None]:
+    """The estimate, or None and why."""
+    if answers.kl is None:
+        return None, answers.kl_missing
+    pairs = list(zip(answers.kl.incumbent, answers.kl.candidate, strict=True))
+    if not all(np.isfinite(logprobs).all() for pair in pairs for logprobs in pair):
+        return None, "a policy gives log-probabilities that are not finite"
+    terms = [metrics.kl_terms(p, q) for p, q in pairs]
+    # Samples of one prompt are alike, so prompts are what is resampled.
+    tokens = np.bincount(answers.kl.item, [len(forward) for forward, _ in terms], items)
+    forward = np.bincount(answers.kl.item, [forward.sum() for forward, _ in terms], items)
+    reverse = np.bincount(answers.kl.item, [reverse.sum() for _, reverse in terms], items)
+    there = tokens > 0
+    if not there.any():
+        return None, "no prompt leaves room in the context for a scored response"
+    how: dict[str, Any] = {"confidence": config.gate.confidence, "resamples": config.resamples, "seed": config.seed}
+    estimate = KlEstimate(
+        incumbent_candidate=_interval(statistics.bootstrap_ratio(forward[there], tokens[there], **how)),
+        candidate_incumbent=_interval(statistics.bootstrap_ratio(reverse[there], tokens[there], **how)),
+        samples=len(terms),
+        tokens=int(tokens.sum()),
+    )
+    return estimate, None
+
+
+def _samples(suite: Suite, after: pa.Table, before: pa.Table, new: Scores, old: Scores) -> list[Sample]:
+    rows = zip(
+        suite.items,
+        after.column("response").to_pylist(),
+        before.column("response").to_pylist(),
+        (None if np.isnan(value) else float(value) for value in new),
+        (None if np.isnan(value) else float(value) for value in old),
+        strict=True,
+    )
+    return [
+        Sample(
+            id=item.id,
+            prompt=item.shown,
+            answer=item.answer if item.answer is not None else item.metadata.get(metrics.ANSWER),
+            candidate=candidate,
+            incumbent=incumbent,
+            candidate_score=candidate_score,
+            incumbent_score=incumbent_score,
+        )
+        for item, candidate, incumbent, candidate_score, incumbent_score in rows
+    ]
+
+
+def _interval(estimate: tuple[float, float, float]) -> Interval:
+    value, low, high = estimate
+    return Interval(value=value, low=low, high=high)
+
+
+def _parse(line: bytes, where: str) -> Item:
+    try:
+        return Item.model_validate(json.loads(line))
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise SuiteError(f"{where}: {name + ': ' if name else ''}{first['msg']}") from error
+    except ValueError as error:
+        raise SuiteError(f"{where} is not JSON: {error}") from error

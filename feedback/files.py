@@ -1,0 +1,67 @@
+"""What a file needs to outlive a power loss, and locks between processes. Every wait has a deadline."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOCK_POLL_S = 0.01
+
+
+class LockTimeoutError(TimeoutError):
+    """Another process held a lock for longer than the deadline allows."""
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all of ``data``; a short write is continued. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+
+
+def fsync_path(path: Path) -> None:
+    """Make a file's content, or a folder's list of names, durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and its missing parents, each one's name durable in the one above it."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        fsync_path(folder.parent)
+
+
+def try_lock(fd: int) -> bool:
+    """Take the exclusive lock on an open file if nobody has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def locked(path: Path, timeout_s: float) -> Iterator[None]:
+    """Hold an exclusive lock, between processes and threads, on a lock file that stays where it is.
+
+    Raises LockTimeoutError if another holds it for all of ``timeout_s`` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while not try_lock(fd):
+            if time.monotonic() >= deadline:
+                raise LockTimeoutError(f"{path}: another process has held this lock for {timeout_s:g} s")
+            time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(fd)

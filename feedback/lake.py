@@ -1,0 +1,343 @@
+"""The Delta tables: create, append, seal the journal into them, read them with DuckDB."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import duckdb
+import pyarrow as pa
+from deltalake import DeltaTable, Schema
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import CommitProperties, Transaction
+
+from feedback.config import LakeConfig
+from feedback.files import LockTimeoutError, fsync_path, locked, make_folder
+from feedback.recovery import load, recover
+from feedback.schema import TABLES, TIME_COLUMN
+from feedback.segments import Segment, list_segments
+from feedback.storage import TableFiles, drop_torn_commits, make_log_durable
+
+log = logging.getLogger(__name__)
+
+_PARTITION: Final = pa.field("date", pa.date32(), nullable=False)
+_PROPERTIES: Final = {"delta.enableChangeDataFeed": "true"}  # scoring reads what is new by it
+
+_CURRENT_REWARDS: Final = """
+CREATE VIEW current_rewards AS
+SELECT * FROM rewards
+QUALIFY row_number() OVER (PARTITION BY response_id ORDER BY scored_at DESC) = 1
+"""
+
+
+class LakeError(RuntimeError):
+    """The lake can't do what was asked."""
+
+
+class LakeConflictError(LakeError):
+    """Somebody else committed under the same application id since the table was read; nothing was written."""
+
+
+class Lake:
+    """Three Delta tables below one folder or object-store address."""
+
+    def __init__(self, uri: str, config: LakeConfig) -> None:
+        self.uri = uri.removeprefix("file://").rstrip("/")
+        self.config = config
+        self.local = "://" not in self.uri
+
+    def create(self) -> None:
+        """Make the tables that are missing; on a local disk, repair a log that a power loss tore."""
+        for table, schema in TABLES.items():
+            if self.local:
+                make_folder(Path(self.table_uri(table)))
+                with self._commit_lock(table):
+                    self._create_local(table, schema)
+            else:
+                self._create_table(table, schema)
+
+    def _create_local(self, table: str, schema: pa.Schema) -> None:
+        folder = Path(self.table_uri(table))
+        if (folder / "_delta_log").exists():
+            for path in drop_torn_commits(folder):
+                log.warning("%s was torn by a power loss and is put aside; the journal still holds its rows", path)
+        self._create_table(table, schema)
+        make_log_durable(folder, -1, 0)
+        fsync_path(folder)
+
+    def _create_table(self, table: str, schema: pa.Schema) -> None:
+        DeltaTable.create(
+            self.table_uri(table),
+            Schema.from_arrow(schema.append(_PARTITION)),
+            mode="ignore",
+            partition_by=["date"],
+            configuration=_PROPERTIES,
+            storage_options=self.config.storage_options or None,
+        )
+
+    def table_uri(self, table: str) -> str:
+        """The address of one table, readable by any Delta reader."""
+        return f"{self.uri}/{table}"
+
+    def table(self, table: str, version: int | None = None) -> DeltaTable:
+        """One table as it is, or as it was at a version. Raises LakeError if there is none."""
+        if table not in TABLES:
+            raise LakeError(f"no table {table!r}; there are {', '.join(TABLES)}")
+        try:
+            return DeltaTable(
+                self.table_uri(table), version=version, storage_options=self.config.storage_options or None
+            )
+        except TableNotFoundError as error:
+            raise LakeError(f"no lake at {self.uri}: {error}; Lake.create makes one") from error
+        except DeltaError as error:
+            at = "" if version is None else f" at version {version}"
+            raise LakeError(f"table {self.table_uri(table)}{at} can't be read: {error}") from error
+
+    def versions(self) -> dict[str, int]:
+        """The Delta version of every table."""
+        return {table: self.table(table).version() for table in TABLES}
+
+    def counts(self) -> dict[str, int]:
+        """The number of sealed rows of every table, from the log alone."""
+        return {table: self.table(table).count() for table in TABLES}
+
+    def append(
+        self,
+        table: str,
+        data: pa.Table | pa.RecordBatchReader,
+        *,
+        transactions: Mapping[str, int] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        snapshot: DeltaTable | None = None,
+    ) -> int | None:
+        """Append rows in one commit, durable on return; returns the table's version after it.
+
+        ``transactions`` are (application id, version) pairs that become true with the commit: if they all are already,
+        nothing is written and None is returned, so that repeating an append does nothing. Rows go by ``snapshot``, the
+        table as the caller read it: if any of the application ids has moved since, LakeConflictError is raised and
+        nothing is written. ``metadata`` (JSON values) is kept in the commit.
+        """
+        transactions = transactions or {}
+        snapshot = snapshot or self.table(table)
+        if transactions and all((snapshot.transaction_version(app) or -1) >= v for app, v in transactions.items()):
+            return None
+        files = TableFiles(self.table_uri(table), self.config.storage_options, local=self.local)
+        actions = files.write(table, data)
+        try:
+            return self._commit(table, snapshot, actions, transactions, metadata or {})
+        except CommitFailedError as error:
+            files.delete([action.path for action in actions])
+            raise LakeConflictError(f"{self.table_uri(table)}: {error}") from error
+
+    def _commit(
+        self,
+        table: str,
+        snapshot: DeltaTable,
+        actions: list[Any],
+        transactions: Mapping[str, int],
+        metadata: Mapping[str, Any],
+    ) -> int:
+        properties = CommitProperties(
+            custom_metadata=dict(metadata),
+            app_transactions=[Transaction(app, version) for app, version in transactions.items()],
+        )
+        if not self.local:
+            snapshot.create_write_transaction(
+                actions, "append", snapshot.schema(), ["date"], commit_properties=properties
+            )
+            snapshot.update_incremental()
+            return snapshot.version()
+        before = snapshot.version()
+        with self._commit_lock(table):
+            snapshot.create_write_transaction(
+                actions, "append", snapshot.schema(), ["date"], commit_properties=properties
+            )
+            snapshot.update_incremental()
+            make_log_durable(Path(self.table_uri(table)), before, snapshot.version())
+        return snapshot.version()
+
+    def _commit_lock(self, table: str) -> Any:
+        # One commit at a time, so that a commit is durable before the next one builds on it.
+        return locked(Path(self.uri) / f".{table}.lock", self.config.lock_timeout_s)
+
+    def seal(self, journal_folder: Path) -> list[str]:
+        """Move every closed segment of a journal into the lake; returns the segments' names.
+
+        Segments that a dead writer left open are recovered first. Rows and the segments' numbers become part of the
+        table in one commit; the files are removed after it. Killed anywhere and repeated, each row is there once.
+        Raises LakeError, LockTimeoutError or OSError; what could not be sealed stays in the journal.
+        """
+        if not journal_folder.exists():
+            return []
+        with locked(journal_folder / ".seal.lock", self.config.lock_timeout_s):
+            recover(journal_folder)
+            sealed: list[str] = []
+            listing = list_segments(journal_folder)
+            for table, segments in groupby(listing, key=lambda segment: segment.name.table):
+                for group in self._sealable(list(segments)):
+                    self._seal_group(table, group)
+                    sealed += [str(segment.name) for segment in group]
+            return sealed
+
+    def _sealable(self, segments: list[Segment]) -> Iterator[list[Segment]]:
+        """Closed segments in order, in groups for one commit; none that is behind an open one of the same writer."""
+        group: list[Segment] = []
+        size = 0
+        for _, of_writer in groupby(segments, key=lambda segment: segment.name.application):
+            for segment in of_writer:
+                if segment.is_open:
+                    break
+                group.append(segment)
+                size += segment.path.stat().st_size
+                if size >= self.config.seal_bytes:
+                    yield group
+                    group, size = [], 0
+        if group:
+            yield group
+
+    def _seal_group(self, table: str, segments: list[Segment]) -> None:
+        snapshot = self.table(table)
+        fresh = [segment for segment in segments if not _is_sealed(segment, snapshot)]
+        loaded = [(segment, *found) for segment in fresh if (found := load(segment)) is not None]
+        rows = pa.concat_tables([TABLES[table].empty_table(), *(rows for _, rows, _ in loaded)])
+        if rows.num_rows:
+            started = time.perf_counter()
+            numbers: dict[str, int] = {}
+            for segment, _, _ in loaded:
+                numbers[segment.name.application] = segment.name.number
+            names = [str(segment.name) for segment, _, _ in loaded]
+            self.append(table, rows, transactions=numbers, metadata={"segments": names}, snapshot=snapshot)
+            log.info("sealed %d rows of %s in %.0f ms", rows.num_rows, table, (time.perf_counter() - started) * 1e3)
+        damaged = {segment.path for segment, _, whole in loaded if not whole}
+        for segment in segments:
+            if segment.path in damaged:
+                _put_aside(segment.path)
+            else:
+                segment.path.unlink()
+        fsync_path(segments[0].path.parent)
+
+    def connect(
+        self,
+        journal_folder: Path | None = None,
+        *,
+        versions: Mapping[str, int] | None = None,
+        memory_limit: str | None = None,
+        threads: int | None = None,
+    ) -> duckdb.DuckDBPyConnection:
+        """A DuckDB connection with views ``interactions``, ``feedback``, ``rewards`` and ``current_rewards``.
+
+        ``versions`` pins tables to Delta versions. With a ``journal_folder`` the rows that are not sealed yet are
+        there too, each row once even while a seal is under way. The views show the moment of this call.
+        """
+        # The journal is read before the tables: a row that is sealed in between is seen twice, and dropped here, never
+        # missed. The application's transaction version in the table says which segments to drop.
+        unsealed = _read_journal(journal_folder) if journal_folder is not None else []
+        connection = duckdb.connect(
+            config={
+                "memory_limit": memory_limit or self.config.memory_limit,
+                "threads": threads or self.config.threads,
+                "TimeZone": "UTC",
+            }
+        )
+        try:
+            for table, schema in TABLES.items():
+                snapshot = self.table(table, (versions or {}).get(table))
+                rows = [
+                    rows
+                    for segment, rows in unsealed
+                    if segment.name.table == table and not _is_sealed(segment, snapshot)
+                ]
+                _create_view(connection, table, schema, snapshot, rows, local=self.local)
+            connection.execute(_CURRENT_REWARDS)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+def _is_sealed(segment: Segment, snapshot: DeltaTable) -> bool:
+    number = snapshot.transaction_version(segment.name.application)
+    return number is not None and segment.name.number <= number
+
+
+def _read_journal(folder: Path) -> list[tuple[Segment, pa.Table]]:
+    listing = list_segments(folder) if folder.exists() else []
+    return [(segment, found[0]) for segment in listing if (found := load(segment)) is not None]
+
+
+def _put_aside(path: Path) -> None:
+    folder = path.parent / "damaged"
+    make_folder(folder)
+    log.error("%s is damaged: its whole rows are in the lake, the file is kept in %s", path, folder)
+    os.rename(path, folder / path.name)
+    fsync_path(folder)
+
+
+def _create_view(
+    connection: duckdb.DuckDBPyConnection,
+    table: str,
+    schema: pa.Schema,
+    snapshot: DeltaTable,
+    unsealed: list[pa.Table],
+    *,
+    local: bool,
+) -> None:
+    columns = ", ".join(f'"{name}"' for name in schema.names)
+    files = snapshot.file_uris()
+    parts = []
+    if files and local:
+        names = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
+        source = f"read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}})"
+        parts.append(f"SELECT {columns}, date FROM {source}")
+    elif files:
+        connection.register(f"sealed_{table}", snapshot.to_pyarrow_dataset())
+        parts.append(f"SELECT {columns}, date FROM sealed_{table}")
+    # An Arrow table, empty or not, gives the view its types also when no file is there yet.
+    connection.register(f"unsealed_{table}", pa.concat_tables([schema.empty_table(), *unsealed]))
+    parts.append(f"SELECT {columns}, CAST({TIME_COLUMN[table]} AS DATE) AS date FROM unsealed_{table}")
+    connection.execute(f"CREATE VIEW {table} AS {' UNION ALL '.join(parts)}")
+
+
+class Sealer:
+    """A thread that seals a journal at a steady pace while it is written."""
+
+    def __init__(self, lake: Lake, journal_folder: Path) -> None:
+        self.lake = lake
+        self.journal_folder = journal_folder
+        self.error: str | None = None
+        self.sealed_segments = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the thread lives and its last seal succeeded. Rows are safe in the journal either way."""
+        return self._thread is not None and self._thread.is_alive() and self.error is None
+
+    def start(self) -> None:
+        """Start sealing every ``LakeConfig.seal_seconds``."""
+        self._thread = threading.Thread(target=self._run, name="sealer", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread and seal what is closed. Close the journal before. Raises what ``Lake.seal`` raises."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(self.lake.config.lock_timeout_s)
+        self.sealed_segments += len(self.lake.seal(self.journal_folder))
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.lake.config.seal_seconds):
+            try:
+                self.sealed_segments += len(self.lake.seal(self.journal_folder))
+                self.error = None
+            except (LakeError, LockTimeoutError, OSError, DeltaError, pa.ArrowException) as error:
+                # The rows stay in the journal, and the next round tries again.
+                self.error = f"{type(error).__name__}: {error}"
+                log.error("can't seal %s into %s: %s", self.journal_folder, self.lake.uri, self.error)

@@ -1,0 +1,61 @@
+"""Rows as callers give them, checked against their table's schema and turned into Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Final
+
+import pyarrow as pa
+
+from feedback.schema import TABLES
+
+_FIELDS: Final = {table: frozenset(schema.names) for table, schema in TABLES.items()}
+_REQUIRED: Final = {table: [f.name for f in schema if not f.nullable] for table, schema in TABLES.items()}
+_TIMES: Final = {table: [f.name for f in schema if pa.types.is_timestamp(f.type)] for table, schema in TABLES.items()}
+_CONVERSION_ERRORS: Final = (pa.ArrowException, ValueError, TypeError, OverflowError, AttributeError)
+
+
+class RowError(ValueError):
+    """A row does not fit its table's schema; no other row is touched by that."""
+
+
+def check_row(table: str, row: dict[str, Any]) -> None:
+    """Refuse a row with an unknown or missing column, or a time without a zone. Raises RowError."""
+    if table not in TABLES:
+        raise RowError(f"no table {table!r}; there are {', '.join(TABLES)}")
+    if not row.keys() <= _FIELDS[table]:
+        raise RowError(f"{table}: unknown column {sorted(row.keys() - _FIELDS[table])[0]!r}")
+    for name in _REQUIRED[table]:
+        if row.get(name) is None:
+            raise RowError(f"{table}: column {name!r} is required")
+    for name in _TIMES[table]:
+        value = row[name]
+        if not isinstance(value, datetime) or value.tzinfo is None:
+            raise RowError(f"{table}: column {name!r} needs a datetime with a time zone, got {value!r}")
+
+
+def to_batch(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
+    """Rows as one record batch; a missing key is a null, a list value may be a numpy array."""
+    return pa.RecordBatch.from_arrays(
+        [pa.array([row.get(field.name) for row in rows], field.type) for field in schema], schema=schema
+    )
+
+
+def convert(table: str, rows: Sequence[dict[str, Any]]) -> tuple[pa.RecordBatch, dict[int, RowError]]:
+    """The rows that convert as one batch, and for the others why not, by position."""
+    schema = TABLES[table]
+    try:
+        return to_batch(rows, schema), {}
+    except _CONVERSION_ERRORS:
+        errors = {position: error for position, row in enumerate(rows) if (error := _error(table, row)) is not None}
+        return to_batch([row for position, row in enumerate(rows) if position not in errors], schema), errors
+
+
+def _error(table: str, row: dict[str, Any]) -> RowError | None:
+    for column in TABLES[table]:
+        try:
+            pa.array([row.get(column.name)], column.type)
+        except _CONVERSION_ERRORS as error:
+            return RowError(f"{table}: column {column.name!r}: {error}")
+    return None

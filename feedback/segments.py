@@ -1,0 +1,230 @@
+"""One journal file: an Arrow IPC stream whose every message proves itself.
+
+A segment is an ordinary Arrow IPC stream (a schema, record batches, an end mark), which any Arrow reader can read
+when it is whole. Each message also carries, in its own custom metadata, its length, its number and a CRC32C of all
+its bytes, so that no byte is handed to Arrow before it is known to be what was written. A message that is torn or
+damaged is left out; those before and behind it are not.
+
+A segment is named ``<table>.<writer>.<incarnation>.<number>.open`` while it is written and ``….arrows`` afterwards.
+An incarnation is one life of a writer; its segments of a table are numbered upwards and sealed in that order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import google_crc32c
+import pyarrow as pa
+
+from feedback.schema import TABLES
+
+OPEN: Final = ".open"
+CLOSED: Final = ".arrows"
+END_MARK: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+_CONTINUATION: Final = b"\xff\xff\xff\xff"
+_SEAL: Final = "crc32c={crc:08x} bytes={length:012d} message={number:010d}"
+_SEAL_PATTERN: Final = re.compile(rb"crc32c=([0-9a-f]{8}) bytes=(\d{12}) message=(\d{10})")
+_CRC_AT: Final = len("crc32c=")
+_NAME: Final = re.compile(r"(?P<table>[a-z]+)\.(?P<writer>[\w-]+)\.(?P<incarnation>[0-9a-f]{32})\.(?P<number>\d{10})")
+_MAX_METADATA: Final = 16 << 20
+_WRITER: Final = re.compile(r"[\w-]{1,64}", re.ASCII)
+
+
+@dataclass(frozen=True, order=True)
+class SegmentName:
+    """Which segment it is: the ``number``-th that one life (``incarnation``) of ``writer`` wrote for ``table``."""
+
+    table: str
+    writer: str
+    incarnation: str
+    number: int
+
+    def __post_init__(self) -> None:
+        if not _WRITER.fullmatch(self.writer):
+            raise ValueError(f"writer {self.writer!r}: 1 to 64 letters, digits, '_' or '-' are allowed")
+
+    def __str__(self) -> str:
+        return f"{self.table}.{self.writer}.{self.incarnation}.{self.number:010d}"
+
+    @property
+    def application(self) -> str:
+        """The Delta application id whose transaction version is ``number`` once this segment is in the lake."""
+        return f"journal.{self.writer}.{self.incarnation}"
+
+    @classmethod
+    def parse(cls, filename: str) -> tuple[SegmentName, bool] | None:
+        """The name and whether it is still open; None for a file that is not a segment."""
+        stem, suffix = os.path.splitext(filename)
+        match = _NAME.fullmatch(stem)
+        if match is None or suffix not in (OPEN, CLOSED) or match["table"] not in TABLES:
+            return None
+        return cls(match["table"], match["writer"], match["incarnation"], int(match["number"])), suffix == OPEN
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A segment file as a listing of the folder saw it."""
+
+    path: Path
+    name: SegmentName
+    is_open: bool
+
+    @property
+    def closed_path(self) -> Path:
+        return self.path.with_suffix(CLOSED)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What the bytes of a segment hold.
+
+    ``messages`` are the (start, end) of the whole record batches, ``schema`` that of the schema if it is whole,
+    ``damaged`` the ranges before ``end`` that are no message, ``torn`` the bytes from ``end`` (the last whole
+    message's) to the end of the file, an end mark not counted.
+    """
+
+    schema: tuple[int, int] | None
+    messages: list[tuple[int, int]]
+    damaged: list[tuple[int, int]]
+    end: int
+    torn: int
+    finished: bool
+
+
+def encode_schema(name: SegmentName) -> bytes:
+    """The schema message that begins a segment."""
+    sealed = TABLES[name.table].with_metadata({"millrace": _SEAL.format(crc=0, length=0, number=0)})
+    return _seal(sealed.serialize().to_pybytes(), name, 0)
+
+
+def encode_batch(batch: pa.RecordBatch, name: SegmentName, number: int) -> bytes:
+    """One record batch as the ``number``-th message (the first is 1) of a segment."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch, custom_metadata={"millrace": _SEAL.format(crc=0, length=0, number=0)})
+    stream = sink.getvalue().to_pybytes()
+    start = 8 + _metadata_length(stream, 0)  # past the schema, which the segment has already
+    return _seal(stream[start : -len(END_MARK)], name, number)
+
+
+def _seal(message: bytes, name: SegmentName, number: int) -> bytes:
+    """The message with its length, number and checksum (taken with the checksum's own digits as zeros) written in."""
+    match = _SEAL_PATTERN.search(message, 8, 8 + _metadata_length(message, 0))
+    if match is None:
+        raise AssertionError("an Arrow message lost its custom metadata")
+    sealed = bytearray(message)
+    sealed[match.start() : match.end()] = _SEAL.format(crc=0, length=len(message), number=number).encode()
+    crc = _checksum(name, bytes(sealed))
+    sealed[match.start() + _CRC_AT : match.start() + _CRC_AT + 8] = f"{crc:08x}".encode()
+    return bytes(sealed)
+
+
+def _metadata_length(data: bytes, start: int) -> int:
+    return int(struct.unpack_from("<i", data, start + 4)[0])
+
+
+def _checksum(name: SegmentName, *parts: bytes) -> int:
+    # Seeded with the segment's name: a message of another file, left in a reused block of the disk, is not taken.
+    crc = google_crc32c.value(str(name).encode())
+    for part in parts:
+        crc = google_crc32c.extend(crc, part)
+    return crc
+
+
+def _whole_message(data: bytes, start: int, name: SegmentName) -> tuple[int, int] | None:
+    """(end, number) of the message at ``start`` if every byte of it is what was written."""
+    if data[start : start + 4] != _CONTINUATION or start + 8 > len(data):
+        return None
+    metadata_length = _metadata_length(data, start)
+    metadata_end = start + 8 + metadata_length
+    if not 0 < metadata_length <= _MAX_METADATA or metadata_end > len(data):
+        return None
+    match = _SEAL_PATTERN.search(data, start + 8, metadata_end)
+    if match is None:
+        return None
+    end = start + int(match[2])
+    if not metadata_end <= end <= len(data):
+        return None
+    crc_start = match.start() + _CRC_AT
+    crc = _checksum(name, data[start:crc_start], b"00000000", data[crc_start + 8 : end])
+    return (end, int(match[3])) if crc == int(match[1], 16) else None
+
+
+def scan(data: bytes, name: SegmentName) -> Scan:
+    """Find every whole message in the bytes of segment ``name``, also behind damaged ones."""
+    schema: tuple[int, int] | None = None
+    messages: list[tuple[int, int]] = []
+    damaged: list[tuple[int, int]] = []
+    at = end = 0
+    last_number = -1
+    finished = False
+    while at < len(data):
+        found = _whole_message(data, at, name)
+        if found is not None and found[1] > last_number:
+            if at > end:
+                damaged.append((end, at))
+            if found[1] == 0:
+                schema = (at, found[0])
+            else:
+                messages.append((at, found[0]))
+            last_number = found[1]
+            at = end = found[0]
+        elif len(data) - at == len(END_MARK) and data.endswith(END_MARK):
+            if at > end:
+                damaged.append((end, at))
+                end = at
+            finished = True
+            break
+        else:
+            at = data.find(_CONTINUATION, at + 1)
+            if at < 0:
+                break
+    torn = 0 if finished else len(data) - end
+    return Scan(schema, messages, damaged, end, torn, finished)
+
+
+def decode(data: bytes, name: SegmentName, found: Scan) -> pa.Table:
+    """The rows of the whole messages, in the table's schema."""
+    target = TABLES[name.table]
+    if not found.messages:
+        return target.empty_table()
+    # Where the schema is damaged, the table's own is what the segment was written with.
+    stream = [encode_schema(name) if found.schema is None else data[slice(*found.schema)]]
+    stream += [data[start:end] for start, end in found.messages]
+    with pa.ipc.open_stream(pa.py_buffer(b"".join(stream))) as reader:
+        rows = reader.read_all()
+    # A segment of an older Millrace may lack a column that has been added since.
+    columns = [
+        rows.column(field.name).cast(field.type) if field.name in rows.column_names else pa.nulls(len(rows), field.type)
+        for field in target
+    ]
+    return pa.Table.from_arrays(columns, schema=target)
+
+
+def list_segments(folder: Path) -> list[Segment]:
+    """All segments of a journal folder, in the order in which they are sealed; files that are none are left out.
+
+    A folder that is read while a file in it is renamed may show that file under neither name. A segment is renamed
+    once in its life, so two listings that agree have missed none.
+    """
+    previous: list[Segment] | None = None
+    while True:
+        listing = sorted(_listing(folder), key=lambda segment: segment.name)
+        if listing == previous:
+            return listing
+        previous = listing
+
+
+def _listing(folder: Path) -> Iterator[Segment]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            parsed = SegmentName.parse(entry.name)
+            if parsed is not None:
+                yield Segment(Path(entry.path), *parsed)

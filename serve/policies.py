@@ -1,0 +1,492 @@
+"""The policy store: versioned, hashed policies on disk and the pointer to the one that serves.
+
+    policies/v000042/            a Hugging Face folder, safetensors only
+    policies/v000042/policy.json the manifest: version, parent, sha256 of every file, lineage, metrics
+    policies/v000042/gate.json   the gate's verdict, which comes after the policy and is not hashed
+    policies/serving.json        the pointer, moved by compare-and-swap
+    policies/history.jsonl       every pointer there ever was, oldest first
+
+A policy is written aside, fsynced and renamed, so a reader sees all of it or nothing. Versions only grow and are never
+used twice, even when the newest policy has been removed. Imports neither torch nor vLLM.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+MANIFEST: Final = "policy.json"
+GATE: Final = "gate.json"
+PICKLE_SUFFIXES: Final = frozenset(
+    {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".h5", ".msgpack"}
+)
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+_FOLDER: Final = re.compile(r"v(\d{6,})")
+_ASIDE: Final = ".publishing-"
+_LOCK_TIMEOUT_S: Final = 60.0
+
+
+class PolicyError(RuntimeError):
+    """A policy or the store can't be used as asked; the text names what is wrong."""
+
+
+class PolicyNotFound(PolicyError):
+    """The store has no such version."""
+
+
+class PolicyInvalid(PolicyError):
+    """A folder is not a policy: a file is missing, is pickle, or isn't what its name says."""
+
+
+class PolicyCorrupt(PolicyError):
+    """A published policy differs from its manifest; the text names the file."""
+
+
+class StalePointer(PolicyError):
+    """The serving pointer is not what the caller expected: somebody moved it in between."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One published policy. ``created_at`` is ISO 8601, UTC; ``files`` maps a name to its ``sha256`` and ``size``."""
+
+    version: int
+    parent: int | None
+    path: Path
+    created_at: str
+    files: dict[str, dict[str, Any]]
+    lineage: dict[str, Any]
+    metrics: dict[str, Any]
+    gate: dict[str, Any] | None
+
+    @property
+    def sha256(self) -> str:
+        """One hash of the whole content (names and hashes of all files), the same whatever the version."""
+        listing = "".join(f"{name}\0{self.files[name]['sha256']}\n" for name in sorted(self.files))
+        return hashlib.sha256(listing.encode()).hexdigest()
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The safetensors files, by name."""
+        return [self.path / name for name in sorted(self.files) if name.endswith(".safetensors")]
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Which policy serves. ``generation`` counts the moves of the pointer; ``previous`` is what a rollback goes to."""
+
+    version: int
+    previous: int | None
+    at: str
+    who: str
+    why: str
+    verdict: dict[str, Any] | None
+    generation: int
+
+
+class PolicyStore:
+    """The policies under one folder. Safe between threads and processes that share the folder on one machine."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+
+    # Policies
+
+    def publish(
+        self,
+        source: Callable[[Path], None] | Path | str,
+        *,
+        parent: int | None,
+        lineage: Mapping[str, Any],
+        metrics: Mapping[str, Any],
+        gate: Mapping[str, Any] | None = None,
+    ) -> Policy:
+        """Make the next version of what ``source`` holds and return it.
+
+        ``source`` is a function that writes a Hugging Face folder into the (empty) path it is given, or such a folder,
+        whose top-level files are copied; pickled weights that lie beside the safetensors are left out of a copy.
+
+        Raises PolicyInvalid if the result is no safetensors policy, PolicyNotFound if there is no ``parent``,
+        ValueError if lineage or metrics are not JSON (a NaN is not).
+        """
+        _require_json("lineage", lineage)
+        _require_json("metrics", metrics)
+        if parent is not None:
+            self.get(parent)
+        aside, hold = self._make_aside()
+        try:
+            if callable(source):
+                source(aside)
+            else:
+                _copy_model(Path(source), aside)
+            check_folder(aside)
+            files = {
+                path.relative_to(aside).as_posix(): {"sha256": sha256_file(path), "size": path.stat().st_size}
+                for path in _regular_files(aside)
+            }
+            manifest = {
+                "parent": parent,
+                "created_at": _now(),
+                "files": files,
+                "lineage": dict(lineage),
+                "metrics": dict(metrics),
+            }
+            if gate is not None:
+                (aside / GATE).write_bytes(_dump(dict(gate)))
+            for path in aside.rglob("*"):
+                _fsync(path)
+            with self._locked():
+                version = self._next_version()
+                (aside / MANIFEST).write_bytes(_dump({"version": version, **manifest}))
+                _fsync(aside / MANIFEST)
+                _fsync(aside)
+                os.rename(aside, self._folder(version))
+                _fsync(self.root)
+        except BaseException:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise
+        finally:
+            os.close(hold)
+        return self.get(version)
+
+    def get(self, version: int) -> Policy:
+        """The policy of that version. Raises PolicyNotFound, PolicyCorrupt (unreadable manifest)."""
+        folder = self._folder(version)
+        try:
+            manifest = json.loads((folder / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            have = ", ".join(map(str, self.versions())) or "none"
+            raise PolicyNotFound(f"there is no policy {version} in {self.root} (there: {have})") from None
+        except ValueError as error:
+            raise PolicyCorrupt(f"{folder / MANIFEST} is not JSON: {error}") from error
+        try:
+            policy = Policy(
+                version=manifest["version"],
+                parent=manifest["parent"],
+                path=folder,
+                created_at=manifest["created_at"],
+                files=manifest["files"],
+                lineage=manifest["lineage"],
+                metrics=manifest["metrics"],
+                gate=_read_json(folder / GATE),
+            )
+        except (KeyError, TypeError) as error:
+            raise PolicyCorrupt(f"{folder / MANIFEST} lacks {error}") from error
+        if policy.version != version:
+            raise PolicyCorrupt(f"{folder / MANIFEST} says version {policy.version}")
+        return policy
+
+    def versions(self) -> list[int]:
+        """All published versions, rising."""
+        if not self.root.is_dir():
+            return []
+        matches = (_FOLDER.fullmatch(entry.name) for entry in self.root.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def latest(self) -> Policy | None:
+        """The newest policy, whether it serves or not; None in an empty store."""
+        versions = self.versions()
+        return self.get(versions[-1]) if versions else None
+
+    def verify(self, version: int) -> Policy:
+        """Read every byte of a policy and compare it with the manifest. Raises PolicyCorrupt naming the file."""
+        policy = self.get(version)
+        for name, expected in policy.files.items():
+            path = policy.path / name
+            if not path.is_file():
+                raise PolicyCorrupt(f"policy {version}: {name} is missing")
+            if (size := path.stat().st_size) != expected["size"]:
+                raise PolicyCorrupt(f"policy {version}: {name} has {size} bytes, its manifest says {expected['size']}")
+            if (digest := sha256_file(path)) != expected["sha256"]:
+                raise PolicyCorrupt(
+                    f"policy {version}: {name} has sha256 {digest[:12]}…, its manifest says {expected['sha256'][:12]}…"
+                )
+        # A loader takes every *.safetensors that it finds, so an extra file is as bad as a changed one.
+        names = {path.relative_to(policy.path).as_posix() for path in _regular_files(policy.path)}
+        if surplus := sorted(names - policy.files.keys()):
+            raise PolicyCorrupt(f"policy {version}: {surplus[0]} is not in its manifest")
+        return policy
+
+    def record_gate(self, version: int, verdict: Mapping[str, Any]) -> Policy:
+        """Keep the gate's verdict with a policy (``Policy.gate``); a later verdict replaces it."""
+        policy = self.get(version)
+        _replace_file(policy.path / GATE, _dump(dict(verdict)))
+        return self.get(version)
+
+    # The serving pointer
+
+    def serving(self) -> Pointer | None:
+        """The pointer, or None before the first promotion. Raises PolicyError if serving.json is unreadable."""
+        path = self.root / "serving.json"
+        try:
+            return Pointer(**json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise PolicyError(f"{path} is no serving pointer: {error}") from error
+
+    def promote(
+        self, version: int, *, expected: int | None, who: str, why: str, verdict: Mapping[str, Any] | None = None
+    ) -> Pointer:
+        """Point at ``version`` if the pointer is at ``expected`` (None: if there is no pointer yet).
+
+        Promoting the version that serves already makes a new generation, which is how a replica is told to try again;
+        ``previous`` stays what it was.
+
+        Raises StalePointer if the pointer is elsewhere, PolicyNotFound if there is no such policy.
+        """
+        self.get(version)
+        with self._locked():
+            current = self.serving()
+            at_version = current.version if current else None
+            if at_version != expected:
+                raise StalePointer(f"the serving pointer is at {at_version}, not at {expected}: look again and decide")
+            previous = current.previous if current and current.version == version else at_version
+            pointer = Pointer(
+                version=version,
+                previous=previous,
+                at=_now(),
+                who=who,
+                why=why,
+                verdict=dict(verdict) if verdict is not None else None,
+                generation=current.generation + 1 if current else 1,
+            )
+            self._write_history(self.history())  # what a crash tore or left out, before the pointer moves on
+            _replace_file(self.root / "serving.json", _dump(asdict(pointer)))
+            self._write_history(self.history())
+        return pointer
+
+    def history(self) -> list[Pointer]:
+        """Every pointer there was, oldest first, the current one last."""
+        pointers: list[Pointer] = []
+        path = self.root / "history.jsonl"
+        if path.exists():
+            lines = path.read_bytes().split(b"\n")
+            for number, line in enumerate(lines, start=1):
+                if not line:
+                    continue
+                try:
+                    pointers.append(Pointer(**json.loads(line)))
+                except (ValueError, TypeError) as error:
+                    if number < len(lines):  # a last line without its newline is a torn append; any other is damage
+                        raise PolicyError(f"{path}, line {number} is no pointer: {error}") from error
+        current = self.serving()
+        # The pointer moves first and the history follows, so a crash in between leaves the last line out.
+        if current and (not pointers or pointers[-1].generation < current.generation):
+            pointers.append(current)
+        return pointers
+
+    # Inside
+
+    def _write_history(self, pointers: list[Pointer]) -> None:
+        lines = b"".join(json.dumps(asdict(pointer), ensure_ascii=False).encode() + b"\n" for pointer in pointers)
+        path = self.root / "history.jsonl"
+        old = path.read_bytes() if path.exists() else b""
+        if lines.startswith(old):
+            with path.open("ab") as file:
+                file.write(lines[len(old) :])
+                file.flush()
+                os.fsync(file.fileno())
+            _fsync(self.root)
+        else:
+            _replace_file(path, lines)
+
+    def _folder(self, version: int) -> Path:
+        return self.root / f"v{version:06d}"
+
+    def _next_version(self) -> int:
+        """Take the next version number, for good; call it under the lock."""
+        counter = self.root / ".last_version"
+        last = int(counter.read_text()) if counter.exists() else 0
+        version = max([last, *self.versions()]) + 1
+        _replace_file(counter, f"{version}\n".encode())
+        return version
+
+    def _make_aside(self) -> tuple[Path, int]:
+        """A new folder to write into and an open, locked descriptor of it that marks it as in use."""
+        with self._locked():
+            for entry in self.root.glob(_ASIDE + "*"):
+                descriptor = os.open(entry, os.O_RDONLY)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(entry)  # its writer died
+                except BlockingIOError:
+                    pass  # its writer is at work
+                finally:
+                    os.close(descriptor)
+            aside = self.root / f"{_ASIDE}{uuid.uuid4().hex}"
+            aside.mkdir()
+            hold = os.open(aside, os.O_RDONLY)
+            fcntl.flock(hold, fcntl.LOCK_EX)
+        return aside, hold
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        self.root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        try:
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise PolicyError(
+                            f"{self.root / '.lock'} was held by another for {_LOCK_TIMEOUT_S:.0f} s"
+                        ) from None
+                    time.sleep(0.01)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def check_folder(folder: Path) -> None:
+    """Raise PolicyInvalid unless ``folder`` is a Hugging Face model with a tokenizer and whole safetensors weights."""
+    files = _regular_files(folder)
+    names = {path.relative_to(folder).as_posix() for path in files}
+    for name in sorted(names):
+        if Path(name).suffix.lower() in PICKLE_SUFFIXES:
+            raise PolicyInvalid(f"{name}: weights of a policy are safetensors; {Path(name).suffix} files can run code")
+    if "config.json" not in names:
+        raise PolicyInvalid(f"{folder} has no config.json")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if name in names:
+            _check_json(folder / name)
+    if not names & set(TOKENIZER_FILES):
+        raise PolicyInvalid(f"{folder} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if not weights:
+        raise PolicyInvalid(f"{folder} has no *.safetensors weights")
+    held: dict[str, str] = {}
+    for name in weights:
+        for tensor in safetensors_header(folder / name):
+            if tensor in held:
+                raise PolicyInvalid(f"{name}: tensor {tensor} is in {held[tensor]} too")
+            held[tensor] = name
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        for tensor, name in _check_json(index).get("weight_map", {}).items():
+            if held.get(tensor) != name:
+                raise PolicyInvalid(f"{index.name} says that {name} holds {tensor}, which it doesn't")
+
+
+def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> {dtype, shape, data_offsets}, from the file's header alone. Raises PolicyInvalid naming the file.
+
+    Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON, data).
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise PolicyInvalid(f"{path.name} is not a whole safetensors file ({size} bytes)")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PolicyInvalid(f"{path.name} has no safetensors header: {error}") from error
+    if 8 + length + end != size:
+        raise PolicyInvalid(f"{path.name} has {size} bytes, its header says {8 + length + end}")
+    return header
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    """Copy what a policy consists of: the folder's own files, links followed, nothing hidden, no pickle."""
+    if not source.is_dir():
+        raise PolicyInvalid(f"{source} is not a folder")
+    entries = [entry for entry in sorted(source.iterdir()) if entry.is_file() and not entry.name.startswith(".")]
+    pickled = [entry.name for entry in entries if entry.suffix.lower() in PICKLE_SUFFIXES]
+    if pickled and not any(entry.suffix == ".safetensors" for entry in entries):
+        raise PolicyInvalid(f"{source} has pickled weights only ({pickled[0]}): convert them to safetensors first")
+    for entry in entries:
+        if entry.name not in {*pickled, MANIFEST, GATE}:
+            shutil.copyfile(entry, target / entry.name)
+
+
+def _regular_files(folder: Path) -> list[Path]:
+    """All files of a policy folder but the store's own; raises PolicyInvalid on a link, which could lead outside."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise PolicyInvalid(f"{path} is a symbolic link")
+        if path.is_file() and path.relative_to(folder).as_posix() not in {MANIFEST, GATE, f".{GATE}.new"}:
+            files.append(path)
+    return files
+
+
+def _check_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise PolicyInvalid(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise PolicyInvalid(f"{path.name} is not a JSON object")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise PolicyCorrupt(f"{path} is not JSON: {error}") from error
+
+
+def _require_json(what: str, value: Mapping[str, Any]) -> None:
+    for key, item in value.items():
+        try:
+            json.dumps(item, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{what}[{key!r}] can't be kept as JSON: {error}") from error
+
+
+def _dump(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False).encode() + b"\n"
+
+
+def _replace_file(path: Path, content: bytes) -> None:
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+    _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not (error.errno == errno.EINVAL and path.is_dir()):  # some file systems can't sync a directory
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

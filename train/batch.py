@@ -1,0 +1,153 @@
+"""The packed batch: flat tokens and sequence offsets, never padding.
+
+Sequence ``s`` is ``tokens[cu_seqlens[s] : cu_seqlens[s + 1]]``, its prompt first. A per-token tensor has the length of
+``tokens``; its entry at ``t`` speaks of token ``t`` given those before it, and counts only where ``response_mask`` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One response and what it was worth. ``log_probs``: nats, of the behaviour policy, one a response token."""
+
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+    reward: float
+    group: int
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """S sequences of T tokens in all."""
+
+    tokens: Tensor  # int64 [T]
+    cu_seqlens: Tensor  # int64 [S + 1]
+    prompt_lengths: Tensor  # int64 [S]
+    temperatures: Tensor  # float32 [S]
+    rewards: Tensor  # float32 [S]
+    groups: Tensor  # int64 [S]
+    behaviour_log_probs: Tensor  # float32 [T]
+    advantages: Tensor | None = None  # float32 [T]
+    old_log_probs: Tensor | None = None  # float32 [T]
+    ref_log_probs: Tensor | None = None  # float32 [T]
+
+    @classmethod
+    def pack(cls, rollouts: Sequence[Rollout]) -> PackedBatch:
+        """Lay rollouts end to end.
+
+        Raises:
+            ValueError: no rollouts, an empty prompt or response, or logprobs that don't match the response.
+        """
+        if not rollouts:
+            raise ValueError("a batch needs at least one rollout")
+        for i, r in enumerate(rollouts):
+            if not r.prompt or not r.response:
+                raise ValueError(f"rollout {i} has {len(r.prompt)} prompt and {len(r.response)} response tokens; both must be > 0")
+            if len(r.log_probs) != len(r.response):
+                raise ValueError(f"rollout {i} has {len(r.log_probs)} logprobs for {len(r.response)} response tokens")
+        lengths = torch.tensor([len(r.prompt) + len(r.response) for r in rollouts])
+        return cls(
+            tokens=torch.tensor([t for r in rollouts for t in (*r.prompt, *r.response)]),
+            cu_seqlens=offsets(lengths),
+            prompt_lengths=torch.tensor([len(r.prompt) for r in rollouts]),
+            temperatures=torch.tensor([r.temperature for r in rollouts], dtype=torch.float32),
+            rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
+            groups=torch.tensor([r.group for r in rollouts]),
+            behaviour_log_probs=torch.tensor(
+                [p for r in rollouts for p in (*([0.0] * len(r.prompt)), *r.log_probs)], dtype=torch.float32
+            ),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [S]: tokens of each sequence."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [T]: a token's place in its own sequence."""
+        return torch.arange(len(self.tokens)) - self.cu_seqlens[:-1].repeat_interleave(self.lengths)
+
+    @property
+    def response_mask(self) -> Tensor:
+        """bool [T]: the tokens that a policy sampled."""
+        return self.position_ids >= self.prompt_lengths.repeat_interleave(self.lengths)
+
+    def per_token(self, per_sequence: Tensor) -> Tensor:
+        """[S] → [T]: a sequence's value at each of its tokens."""
+        return per_sequence.repeat_interleave(self.lengths)
+
+    def with_(self, **tensors: Tensor) -> PackedBatch:
+        """The batch with some of its tensors replaced."""
+        return replace(self, **tensors)
+
+    def select(self, sequences: Tensor | Sequence[int]) -> PackedBatch:
+        """The named sequences, in that order, as a batch of their own."""
+        sequences = torch.as_tensor(sequences, dtype=torch.int64)
+        lengths = self.lengths[sequences]
+        cu_seqlens = offsets(lengths)
+        token_index = (
+            torch.arange(int(cu_seqlens[-1]))
+            - cu_seqlens[:-1].repeat_interleave(lengths)
+            + self.cu_seqlens[:-1][sequences].repeat_interleave(lengths)
+        )
+        per_sequence = {"prompt_lengths", "temperatures", "rewards", "groups"}
+        picked: dict[str, Tensor | None] = {"cu_seqlens": cu_seqlens}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in picked:
+                continue
+            picked[field.name] = None if value is None else value[sequences if field.name in per_sequence else token_index]
+        return PackedBatch(**picked)  # type: ignore[arg-type]
+
+    def balanced(self, parts: int) -> list[Tensor]:
+        """Sequence indices for each of ``parts`` ranks: the longest first, each to the rank with the fewest tokens.
+
+        Raises:
+            ValueError: fewer sequences than parts.
+        """
+        if len(self) < parts:
+            raise ValueError(f"{len(self)} sequences cannot be split over {parts} ranks; each needs at least one")
+        lengths = self.lengths.tolist()
+        bins: list[list[int]] = [[] for _ in range(parts)]
+        loads = [0] * parts
+        for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
+            lightest = min(range(parts), key=lambda p: (loads[p], len(bins[p]), p))
+            bins[lightest].append(s)
+            loads[lightest] += lengths[s]
+        return [torch.tensor(sorted(b)) for b in bins]
+
+    def micro_batches(self, tokens: int) -> list[Tensor]:
+        """Sequence indices in consecutive groups of at most ``tokens`` tokens (a longer sequence goes alone)."""
+        groups: list[list[int]] = []
+        room = 0
+        for s, length in enumerate(self.lengths.tolist()):
+            if not groups or length > room:
+                groups.append([])
+                room = tokens
+            groups[-1].append(s)
+            room -= length
+        return [torch.tensor(g) for g in groups]
+
+    def minibatches(self, count: int) -> Iterator[PackedBatch]:
+        """``count`` batches of whole groups, about equal in groups."""
+        names = self.groups.unique()
+        for chunk in names.tensor_split(min(count, len(names))):
+            yield self.select(torch.isin(self.groups, chunk).nonzero().flatten())
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """int64 [S] → int64 [S + 1]: where each sequence starts, and the end."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

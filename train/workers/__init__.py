@@ -1,0 +1,1 @@
+"""The SPMD workers, one class each."""

@@ -1,0 +1,72 @@
+"""Fresh responses: vLLM inside the training processes, with the weights in training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.config import TrainConfig
+from train.controller import Worker, by_engine, dispatch, to_all
+from train.reshard import hand_over
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled response. ``log_probs``: nats, of the distribution it was sampled from, one a token."""
+
+    token_ids: list[int]
+    text: str
+    log_probs: list[float]
+    finish_reason: str | None
+
+
+class RolloutWorker(Worker):
+    """One rank of a generation engine; its weights come from the actor in the same process."""
+
+    def __init__(self, *, policy: Path, config: TrainConfig, seed: int, **peers: Any) -> None:
+        super().__init__(**peers)
+        from vllm import LLM
+
+        r = config.rollout
+        self.config = config
+        self.llm = LLM(
+            model=str(policy),
+            dtype=config.dtype,
+            seed=seed + self.rank // r.tensor_parallel_size,
+            tensor_parallel_size=r.tensor_parallel_size,
+            distributed_executor_backend="external_launcher",
+            max_model_len=r.max_model_len,
+            max_num_seqs=r.max_num_seqs,
+            kv_cache_memory_bytes=r.kv_cache_bytes,
+            enforce_eager=r.enforce_eager,
+            enable_prefix_caching=False,  # the weights change between any two calls
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            disable_log_stats=True,
+        )
+
+    @dispatch(to_all)
+    def load_actor_weights(self, _: None = None) -> None:
+        """Take over the weights of the actor in this process, as they are."""
+        hand_over(self.peers["actor"].model, self.llm)  # type: ignore[attr-defined]
+
+    @dispatch(by_engine)
+    def generate(self, prompts: list[list[int]], *, n: int) -> list[list[Sample]]:
+        """``n`` responses to each prompt (token ids)."""
+        from vllm import SamplingParams
+
+        r = self.config.rollout
+        params = SamplingParams(n=n, temperature=r.temperature, max_tokens=r.max_tokens, logprobs=0)
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [[to_sample(c) for c in output.outputs] for output in outputs]
+
+
+def to_sample(completion: Any) -> Sample:
+    token_ids = list(completion.token_ids)
+    log_probs = [step[token].logprob for step, token in zip(completion.logprobs, token_ids, strict=True)]
+    if not torch.tensor(log_probs).isfinite().all():
+        raise FloatingPointError(f"generation gave logprobs that are not finite: {log_probs}")
+    return Sample(token_ids, completion.text, log_probs, completion.finish_reason)
