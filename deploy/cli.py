@@ -15,7 +15,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from deploy import config, describe
-from deploy.commands import inspect, loop, policy, service
+from deploy.commands import demo, inspect, loop, policy, service
 from deploy.config import ConfigError, Settings
 from deploy.processes import Stopped
 
@@ -73,7 +73,14 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
     ctx.obj = settings
 
 
-for command in (*policy.COMMANDS[:1], *service.COMMANDS, *loop.COMMANDS, *policy.COMMANDS[1:], *inspect.COMMANDS):
+for command in (
+    *policy.COMMANDS[:1],
+    *service.COMMANDS,
+    *loop.COMMANDS,
+    *policy.COMMANDS[1:],
+    *inspect.COMMANDS,
+    *demo.COMMANDS,
+):
     millrace.add_command(command)
 
 

@@ -59,7 +59,8 @@ class ScheduleConfig(Section):
     """When cycles run. One at a time; runs that were missed meanwhile become one."""
 
     cron: str | None = Field(
-        None, description='Crontab line of five fields, local time ("*/30 * * * *"); if set, interval_seconds is unused.'
+        None,
+        description='Crontab line of five fields, local time ("*/30 * * * *"); if set, interval_seconds is unused.',
     )
     interval_seconds: PositiveFloat = Field(3600.0, description="Seconds from one cycle's start to the next one's.")
     first_after_seconds: float | None = Field(
@@ -90,7 +91,9 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(extra="forbid")
 
     home: Path = Field(Path("home"), description="The folder that holds everything Millrace keeps.")
-    feedback: FeedbackConfig = Field(default_factory=FeedbackConfig, description="What happened: journal, lake, rewards.")
+    feedback: FeedbackConfig = Field(
+        default_factory=FeedbackConfig, description="What happened: journal, lake, rewards."
+    )
     serve: ServeConfig = Field(default_factory=ServeConfig, description="The server, its engine and the swap.")
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="The suite and the gate.")
     train: TrainConfig = Field(default_factory=TrainConfig, description="Training, one run.")
@@ -100,7 +103,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, **_: Any
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)  # load() names the others; the class itself must not read the environment
 

@@ -20,6 +20,7 @@ from deploy import rollout
 from deploy.config import ConfigError, Settings, child_environment
 from deploy.processes import Child, Stopped, millrace
 from evaluation.results import write_whole
+from feedback.rewards.rules import RuleError, load_rule
 from serve.policies import Pointer, PolicyError, PolicyStore
 
 SERVER_TIMEOUT_S = 5.0
@@ -87,6 +88,16 @@ def check(settings: Settings) -> None:
             "train.reward and feedback.scoring.rules.function are both null: training needs a function that rewards "
             "its responses (module:function)"
         )
+    for key, function in {
+        "train.reward": settings.train.reward,
+        "feedback.scoring.rules.function": settings.feedback.scoring.rules.function,
+        "evaluation.scorer": settings.evaluation.scorer,
+    }.items():
+        try:
+            if function:
+                load_rule(function)
+        except RuleError as error:
+            problems.append(f"{key}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -118,7 +129,9 @@ class _Cycle:
         except (StageFailed, rollout.RolloutRefused, PolicyError) as error:
             self._end("failed", str(error))
         except BaseException as error:
-            self._end("failed", f"stopped by {error}" if isinstance(error, Stopped) else f"{type(error).__name__}: {error}")
+            self._end(
+                "failed", f"stopped by {error}" if isinstance(error, Stopped) else f"{type(error).__name__}: {error}"
+            )
             raise
         return self.record
 
@@ -134,7 +147,9 @@ class _Cycle:
             return self._end("skipped", reason)
 
         name = f"cycle-{self.record.number:06d}"
-        trained = self._run("train", self.settings.cycle.train_timeout_s, "--run", name, "--parent", str(pointer.version))
+        trained = self._run(
+            "train", self.settings.cycle.train_timeout_s, "--run", name, "--parent", str(pointer.version)
+        )
         self.record.candidate = trained["candidate"]
         if trained["candidate"] is None:
             return self._end("skipped", trained["reason"] or "training published nothing")
@@ -250,7 +265,10 @@ def wait_until_served(settings: Settings, store: PolicyStore, pointer: Pointer) 
     deadline = started + settings.cycle.swap_timeout_s
     while time.monotonic() < deadline:
         answer = server_policy(settings) or {}
-        if answer.get("version") == pointer.version and answer.get("generation", pointer.generation) >= pointer.generation:
+        if (
+            answer.get("version") == pointer.version
+            and answer.get("generation", pointer.generation) >= pointer.generation
+        ):
             return {"seconds": time.monotonic() - started, "replica": answer.get("replica")}
         failed = answer.get("failed")
         if isinstance(failed, dict) and failed.get("generation") == pointer.generation:

@@ -78,9 +78,18 @@ def unknown_keys(values: Mapping[str, Any], model: type[BaseModel], prefix: str 
     for name, value in values.items():
         field = _field(model, str(name))
         if field is None:
-            yield f"{prefix}{name}"
+            yield from (f"{prefix}{name}{rest}" for rest in _leaves(value))
         elif (section := section_of(field.annotation)) and isinstance(value, Mapping):
             yield from unknown_keys(value, section, f"{prefix}{name}.")
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """What follows the key of a value: the keys below it, or nothing."""
+    if not isinstance(value, Mapping) or not value:
+        yield ""
+        return
+    for name, below in value.items():
+        yield from (f".{name}{rest}" for rest in _leaves(below))
 
 
 def unknown_message(key: str, model: type[BaseModel], where: str) -> str:

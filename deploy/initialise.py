@@ -96,7 +96,7 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def _convert(folder: Path, aside: Path) -> None:
-    """Write a model whose weights are pickled as safetensors. torch loads them with weights_only, which runs no code."""
+    """Write a model whose weights are pickled as safetensors; weights_only keeps torch from running code in them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     AutoModelForCausalLM.from_pretrained(folder, dtype="auto", weights_only=True).save_pretrained(aside)

@@ -41,9 +41,7 @@ def promote(
             raise RolloutRefused(f"{objection}; or promote it on your own account: --override --why '...'")
         if objection:
             verdict = {**(verdict or {}), "override": True, "objection": objection}
-    return store.promote(
-        version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict
-    )
+    return store.promote(version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict)
 
 
 def rollback(store: PolicyStore, *, who: str, why: str, to: int | None = None) -> Pointer:
@@ -61,9 +59,7 @@ def rollback(store: PolicyStore, *, who: str, why: str, to: int | None = None) -
     if target == pointer.version:
         raise RolloutRefused(f"policy {target} serves already")
     store.verify(target)
-    return store.promote(
-        target, expected=pointer.version, who=who, why=why, verdict={"rollback_from": pointer.version}
-    )
+    return store.promote(target, expected=pointer.version, who=who, why=why, verdict={"rollback_from": pointer.version})
 
 
 def person() -> str:

@@ -16,7 +16,7 @@ _POLL_S = 0.2
 
 
 class UpFailed(RuntimeError):
-    """The product can't run or stopped running; the text says which process and why. ``exit_code`` is that process's."""
+    """The product can't run or stopped running; the text says which process and why, ``exit_code`` is the process's."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
         super().__init__(message)
@@ -24,7 +24,11 @@ class UpFailed(RuntimeError):
 
 
 def up(
-    settings: Settings, *, schedule: bool = True, say: Callable[[str, str], None], ready: Callable[[], None] | None = None
+    settings: Settings,
+    *,
+    schedule: bool = True,
+    say: Callable[[str, str], None],
+    ready: Callable[[], None] | None = None,
 ) -> None:
     """Run the server, and the scheduler with it unless ``schedule`` is off, until a signal raises or one of them ends.
 

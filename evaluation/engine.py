@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -57,9 +59,11 @@ class OfflineEngine:
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
         prepare_environment(config)
+        gc.collect()  # an engine closed before this one leaves reference cycles that hold its weights
         # Ten seconds of import, which an evaluation that the cache answers never pays.
         from vllm import LLM
 
+        self._eager = config.enforce_eager
         self._llm: Any = LLM(
             model=str(path),
             dtype=config.dtype,
@@ -81,13 +85,15 @@ class OfflineEngine:
 
     def close(self) -> None:
         """Free the weights, the KV cache and vLLM's process groups, so that another engine can start."""
-        if self._llm is None:
-            return
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
 
-        self._llm.llm_engine.engine_core.shutdown()
-        self._llm = None
-        cleanup_dist_env_and_memory()
+    def _stance(self) -> AbstractContextManager[Any]:
+        """enforce_eager stops vLLM from compiling the model, but not its samplers, which takes up to 8 s on two cores."""
+        import torch
+
+        return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
 
     @property
     def max_model_len(self) -> int:
@@ -130,11 +136,11 @@ class OfflineEngine:
         prompts = [*work.greedy, *work.sampled, *((prompt + response)[:room] for prompt, response in work.scored)]
         if not prompts:
             return Done([], [], [])
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts],
-            [greedy] * len(work.greedy) + sampled + [score] * len(work.scored),
-            use_tqdm=sys.stderr.isatty(),
-        )
+        params = [greedy] * len(work.greedy) + sampled + [score] * len(work.scored)
+        with self._stance():
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=sys.stderr.isatty()
+            )
         first, second = len(work.greedy), len(work.greedy) + len(work.sampled)
         return Done(
             greedy=[_generation(output.outputs[0]) for output in outputs[:first]],

@@ -43,17 +43,20 @@ class FeedbackIn(BaseModel):
         "metric (name, value)."
     )
     value: Annotated[float, Field(allow_inf_nan=False)] | None = Field(
-        None, description="The number of a thumb, a rating or a metric."
+        default=None, description="The number of a thumb, a rating or a metric."
     )
     text: Annotated[str, StringConstraints(min_length=1, max_length=100_000)] | None = Field(
-        None, description="The text of a correction or comment; an optional remark with the other kinds."
+        default=None, description="The text of a correction or comment; an optional remark with the other kinds."
     )
-    name: Identifier | None = Field(None, description="Which metric, or which rating scale.")
-    rejected_response_id: Identifier | None = Field(None, description="The response that a preference rejects.")
+    name: Identifier | None = Field(default=None, description="Which metric, or which rating scale.")
+    rejected_response_id: Identifier | None = Field(default=None, description="The response that a preference rejects.")
     feedback_id: Identifier | None = Field(
-        None, description="The caller's own id, which makes a repeated request harmless. Made here if none is given."
+        default=None,
+        description="The caller's own id, which makes a repeated request harmless. Made here if none is given.",
     )
-    source: Identifier = Field("user", description="Who says it; a later thumb of the same source replaces an earlier.")
+    source: Identifier = Field(
+        default="user", description="Who says it; a later thumb of the same source replaces an earlier."
+    )
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:

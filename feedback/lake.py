@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -19,10 +18,11 @@ from deltalake.transaction import CommitProperties, Transaction
 
 from feedback.config import LakeConfig
 from feedback.files import LockTimeoutError, fsync_path, locked, make_folder
-from feedback.recovery import load, recover
+from feedback.recovery import load, load_all, put_aside, recover
 from feedback.schema import TABLES, TIME_COLUMN
 from feedback.segments import Segment, list_segments
-from feedback.storage import TableFiles, drop_torn_commits, make_log_durable
+from feedback.storage import TableFiles, dates, drop_torn_commits, make_log_durable
+from feedback.views import connect, create_view_between, scan_sql
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Lake:
         """
         transactions = transactions or {}
         snapshot = snapshot or self.table(table)
-        if transactions and all((snapshot.transaction_version(app) or -1) >= v for app, v in transactions.items()):
+        if transactions and all(_is_committed(app, number, snapshot) for app, number in transactions.items()):
             return None
         files = TableFiles(self.table_uri(table), self.config.storage_options, local=self.local)
         actions = files.write(table, data)
@@ -217,7 +217,7 @@ class Lake:
         damaged = {segment.path for segment, _, whole in loaded if not whole}
         for segment in segments:
             if segment.path in damaged:
-                _put_aside(segment.path)
+                put_aside(segment.path)
             else:
                 segment.path.unlink()
         fsync_path(segments[0].path.parent)
@@ -237,14 +237,8 @@ class Lake:
         """
         # The journal is read before the tables: a row that is sealed in between is seen twice, and dropped here, never
         # missed. The application's transaction version in the table says which segments to drop.
-        unsealed = _read_journal(journal_folder) if journal_folder is not None else []
-        connection = duckdb.connect(
-            config={
-                "memory_limit": memory_limit or self.config.memory_limit,
-                "threads": threads or self.config.threads,
-                "TimeZone": "UTC",
-            }
-        )
+        unsealed = load_all(journal_folder) if journal_folder is not None else []
+        connection = connect(memory_limit or self.config.memory_limit, threads or self.config.threads)
         try:
             for table, schema in TABLES.items():
                 snapshot = self.table(table, (versions or {}).get(table))
@@ -253,55 +247,31 @@ class Lake:
                     for segment, rows in unsealed
                     if segment.name.table == table and not _is_sealed(segment, snapshot)
                 ]
-                _create_view(connection, table, schema, snapshot, rows, local=self.local)
+                sealed = scan_sql(connection, table, snapshot, snapshot.file_uris(), local=self.local)
+                unsealed_rows = pa.concat_tables([schema.empty_table(), *rows])
+                unsealed_dates = dates(unsealed_rows, TIME_COLUMN[table])
+                connection.register(f"unsealed_{table}", unsealed_rows.append_column(_PARTITION, unsealed_dates))
+                connection.execute(f"CREATE VIEW {table} AS {sealed} UNION ALL BY NAME SELECT * FROM unsealed_{table}")
             connection.execute(_CURRENT_REWARDS)
         except BaseException:
             connection.close()
             raise
         return connection
 
+    def add_view(
+        self, connection: duckdb.DuckDBPyConnection, name: str, snapshot: DeltaTable, between: tuple[str, str, str]
+    ) -> None:
+        """A view of a table's sealed rows whose text column lies ``between`` (column, low, high), ends included."""
+        create_view_between(connection, name, snapshot, between, local=self.local)
+
+
+def _is_committed(application: str, number: int, snapshot: DeltaTable) -> bool:
+    committed = snapshot.transaction_version(application)
+    return committed is not None and number <= committed
+
 
 def _is_sealed(segment: Segment, snapshot: DeltaTable) -> bool:
-    number = snapshot.transaction_version(segment.name.application)
-    return number is not None and segment.name.number <= number
-
-
-def _read_journal(folder: Path) -> list[tuple[Segment, pa.Table]]:
-    listing = list_segments(folder) if folder.exists() else []
-    return [(segment, found[0]) for segment in listing if (found := load(segment)) is not None]
-
-
-def _put_aside(path: Path) -> None:
-    folder = path.parent / "damaged"
-    make_folder(folder)
-    log.error("%s is damaged: its whole rows are in the lake, the file is kept in %s", path, folder)
-    os.rename(path, folder / path.name)
-    fsync_path(folder)
-
-
-def _create_view(
-    connection: duckdb.DuckDBPyConnection,
-    table: str,
-    schema: pa.Schema,
-    snapshot: DeltaTable,
-    unsealed: list[pa.Table],
-    *,
-    local: bool,
-) -> None:
-    columns = ", ".join(f'"{name}"' for name in schema.names)
-    files = snapshot.file_uris()
-    parts = []
-    if files and local:
-        names = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
-        source = f"read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}})"
-        parts.append(f"SELECT {columns}, date FROM {source}")
-    elif files:
-        connection.register(f"sealed_{table}", snapshot.to_pyarrow_dataset())
-        parts.append(f"SELECT {columns}, date FROM sealed_{table}")
-    # An Arrow table, empty or not, gives the view its types also when no file is there yet.
-    connection.register(f"unsealed_{table}", pa.concat_tables([schema.empty_table(), *unsealed]))
-    parts.append(f"SELECT {columns}, CAST({TIME_COLUMN[table]} AS DATE) AS date FROM unsealed_{table}")
-    connection.execute(f"CREATE VIEW {table} AS {' UNION ALL '.join(parts)}")
+    return _is_committed(segment.name.application, segment.name.number, snapshot)
 
 
 class Sealer:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from feedback.files import fsync_path, try_lock, write_all
+from feedback.files import fsync_path, make_folder, try_lock, write_all
 from feedback.schema import TABLES
 from feedback.segments import END_MARK, Segment, SegmentName, decode, list_segments, scan
 
@@ -88,8 +88,22 @@ def read_segment(path: Path) -> pa.Table:
     return rows
 
 
+def load_all(folder: Path) -> list[tuple[Segment, pa.Table]]:
+    """Every segment of a journal folder with its rows, in the order in which they are sealed."""
+    listing = list_segments(folder) if folder.exists() else []
+    return [(segment, found[0]) for segment in listing if (found := load(segment)) is not None]
+
+
 def rows(folder: Path, table: str) -> pa.Table:
     """All rows of ``table`` that the journal holds and the lake may not, in the order in which they were written."""
-    listing = list_segments(folder) if folder.exists() else []
-    found = [load(segment) for segment in listing if segment.name.table == table]
-    return pa.concat_tables([TABLES[table].empty_table(), *(loaded[0] for loaded in found if loaded is not None)])
+    found = [rows for segment, rows in load_all(folder) if segment.name.table == table]
+    return pa.concat_tables([TABLES[table].empty_table(), *found])
+
+
+def put_aside(path: Path) -> None:
+    """Keep a damaged segment, whose whole rows have been sealed, out of the journal's way."""
+    folder = path.parent / "damaged"
+    make_folder(folder)
+    log.error("%s is damaged: its whole rows are in the lake, the file is kept in %s", path, folder)
+    os.rename(path, folder / path.name)
+    fsync_path(folder)

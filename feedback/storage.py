@@ -131,8 +131,13 @@ def _chunks(data: pa.Table | pa.RecordBatchReader) -> Iterator[pa.Table]:
         yield pa.Table.from_batches(batches)
 
 
+def dates(rows: pa.Table, time_column: str) -> pa.ChunkedArray:
+    """The date (UTC) of every row, which is its partition."""
+    return pc.cast(pc.cast(rows.column(time_column), pa.timestamp("us")), pa.date32(), safe=False)
+
+
 def _by_date(rows: pa.Table, time_column: str) -> Iterator[tuple[date, pa.Table]]:
-    days = pc.cast(pc.cast(rows.column(time_column), pa.timestamp("us")), pa.date32(), safe=False)
+    days = dates(rows, time_column)
     distinct = pc.unique(days).to_pylist()
     for day in distinct:
         yield day, rows if len(distinct) == 1 else rows.filter(pc.equal(days, day))

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class EngineConfig(_Section):
@@ -33,12 +33,16 @@ class EngineConfig(_Section):
     enable_prefix_caching: bool = Field(True, description="Reuse the KV cache of prompts that begin alike.")
     tensor_parallel_size: int = Field(1, ge=1, description="Devices that one policy is split over.")
     threads: int | None = Field(
-        None, ge=1, description="CPU threads of the engine's process; none: all cores of a CPU engine, vLLM's own on a GPU."
+        None,
+        ge=1,
+        description="CPU threads of the engine's process; none: all cores of a CPU engine, vLLM's own on a GPU.",
     )
     seed: int = Field(0, description="Seed of sampling, for requests that bring none.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("WARNING", description="vLLM's own log level.")
     start_timeout_s: float = Field(600, gt=0, description="Give up starting the engine after this long.")
-    stop_timeout_s: float = Field(15, gt=0, description="Kill the engine's process if it hasn't stopped after this long.")
+    stop_timeout_s: float = Field(
+        15, gt=0, description="Kill the engine's process if it hasn't stopped after this long."
+    )
     extra: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of vLLM's AsyncEngineArgs, by their own names."
     )
@@ -54,7 +58,9 @@ class SwapConfig(_Section):
         "wholly of one policy. False: they keep the old policy's KV cache, for a shorter gap.",
     )
     check_finite: bool = Field(True, description="Refuse a policy with NaN or infinite weights.")
-    prefetch_timeout_s: float = Field(600, gt=0, description="Give up a swap whose weights aren't read after this long.")
+    prefetch_timeout_s: float = Field(
+        600, gt=0, description="Give up a swap whose weights aren't read after this long."
+    )
     hold_timeout_s: float = Field(120, gt=0, description="Give up a step of a swap, engine held, after this long.")
 
 
@@ -79,7 +85,8 @@ class ServeConfig(_Section):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
     policies: str = Field("policies", description="Folder of the policy store.")
     replicas: str = Field("replicas", description="Folder where each replica records its swaps.")
-    replica_name: str = Field("replica-0", pattern=r"^[A-Za-z0-9._-]+$", description="Name of this server.")
+    replica_name: str = Field("replica-0", pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Name of this server.")
+    model_name: str = Field("millrace", min_length=1, description="What answers call the model.")
     tenant: str = Field("default", min_length=1, description="Tenant that rows are recorded under.")
     access_log: bool = Field(False, description="Log a line for every request.")
     drain_timeout_s: float = Field(30, ge=0, description="When stopping, wait this long for requests at work.")

@@ -38,8 +38,12 @@ class EngineError(RuntimeError):
     """The engine can't do what was asked; the text says why."""
 
 
-class EngineDead(EngineError):
+class EngineDead(EngineError):  # noqa: N818
     """The engine's process has died. Nothing but a restart helps."""
+
+
+class EngineRefused(EngineError):  # noqa: N818
+    """vLLM takes the request for a bad one."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,12 @@ class Engine:
         self.config = config
         self.version = 0
         """The policy whose weights the engine holds."""
+        self.requests: set[str] = set()
+        """Ids of the requests that wait for their last token."""
         self.stats: dict[str, float] = {"running": 0, "waiting": 0, "kv_cache_usage": 0.0, "preemptions": 0}
         self._llm: AsyncLLM | None = None
         self._salt = ""
         self._loads = 0
-        self._in_flight = 0
         self._pids: list[int] = []
 
     # Life
@@ -104,14 +109,18 @@ class Engine:
             raise EngineError(f"vLLM can't start on policy {policy.version} ({policy.path}): {error}") from error
         remaining = max(1.0, self.config.start_timeout_s - (time.monotonic() - started))
         async with asyncio.timeout(remaining):
-            self._pids = await self._llm.collective_rpc("millrace_adopt", args=(os.getpid(),))
-            await self._llm.update_weight_version(str(policy.version))
-        self._set_version(policy.version)
+            self._pids = await self._running.collective_rpc("millrace_adopt", args=(os.getpid(),))
+            await self._running.update_weight_version(str(policy.version))
+            self._set_version(policy.version)
+            # The first steps make kernels, which takes seconds; no user should wait for them.
+            await self.generate("warm-up", [0, 0], Sampling(n=2, max_tokens=2, seed=0))
 
     async def close(self) -> None:
         """Stop the engine's process. Requests still in flight are lost; may be called twice."""
         llm, self._llm = self._llm, None
         if llm is not None:
+            if llm.output_handler is not None:  # else it reports the end of the process as a failure
+                llm.output_handler.cancel()
             await asyncio.to_thread(llm.shutdown, self.config.stop_timeout_s)
             del llm
             gc.collect()  # AsyncLLM has cycles, and its __del__ fails when the interpreter itself is going
@@ -124,7 +133,7 @@ class Engine:
     @property
     def in_flight(self) -> int:
         """Requests that wait for their last token."""
-        return self._in_flight
+        return len(self.requests)
 
     @property
     def max_model_len(self) -> int:
@@ -154,17 +163,19 @@ class Engine:
         llm = self._running
         started = time.monotonic()
         final: RequestOutput | None = None
-        self._in_flight += 1
+        self.requests.add(request_id)
         try:
             prompt = tokens_input(prompt_token_ids, cache_salt=self._salt)
             async for output in llm.generate(prompt, _sampling_params(sampling), request_id):
                 final = output
         except EngineDeadError as error:
             raise EngineDead("the engine's process has died") from error
-        except (EngineGenerateError, ValueError) as error:
-            raise EngineError(f"vLLM refused the request: {error.__cause__ or error}") from error
+        except ValueError as error:
+            raise EngineRefused(f"vLLM refuses the request: {error}") from error
+        except EngineGenerateError as error:
+            raise EngineError(f"vLLM failed: {error.__cause__ or error}") from error
         finally:
-            self._in_flight -= 1
+            self.requests.discard(request_id)
         if final is None:
             raise EngineError("vLLM ended the request without an answer")
         metrics = final.metrics
@@ -309,7 +320,7 @@ class Engine:
 
     def _read(self, output: CompletionOutput, prompt: list[int], sampling: Sampling) -> Generated:
         token_ids = list(output.token_ids)
-        logprobs = list(output.logprobs.logprobs) if output.logprobs is not None else []  # type: ignore[union-attr]
+        logprobs = list(output.logprobs.logprobs) if output.logprobs is not None else []
         spans = [(span.start, int(span.version)) for span in output.weight_versions or []]
         if len(logprobs) != len(token_ids) or (token_ids and not spans):
             raise EngineError(f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens")

@@ -44,19 +44,19 @@ class PolicyError(RuntimeError):
     """A policy or the store can't be used as asked; the text names what is wrong."""
 
 
-class PolicyNotFound(PolicyError):
+class PolicyNotFound(PolicyError):  # noqa: N818
     """The store has no such version."""
 
 
-class PolicyInvalid(PolicyError):
+class PolicyInvalid(PolicyError):  # noqa: N818
     """A folder is not a policy: a file is missing, is pickle, or isn't what its name says."""
 
 
-class PolicyCorrupt(PolicyError):
+class PolicyCorrupt(PolicyError):  # noqa: N818
     """A published policy differs from its manifest; the text names the file."""
 
 
-class StalePointer(PolicyError):
+class StalePointer(PolicyError):  # noqa: N818
     """The serving pointer is not what the caller expected: somebody moved it in between."""
 
 

@@ -1,7 +1,7 @@
 """New weights into a live vLLM engine: the weight-transfer backend ``millrace_mapped``.
 
-This module runs inside vLLM's worker process, which imports it because ``worker_extension_cls`` names ``MillraceWorker``.
-A load has two parts. ``millrace_prefetch`` maps a policy's safetensors and checks their sha256 in a thread, while the
+This module runs inside vLLM's worker process, which imports it because ``worker_extension_cls`` names
+``MillraceWorker``. A load has two parts. ``millrace_prefetch`` maps a policy's safetensors and checks their sha256 in a thread, while the
 engine serves. The weight update itself (vLLM's start, update, finish) then only copies from the mapping, between two
 engine steps, through vLLM's layerwise reload, which knows about fused, sharded, padded and prepacked weights.
 
@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -175,8 +174,8 @@ class MappedWeights(WeightTransferEngine[MappedInitInfo, MappedUpdateInfo]):
     def _refresh_tied(self, unloaded: dict[str, torch.nn.Module]) -> None:
         """Prepare again the layers that share the weights of another one, such as a tied output head.
 
-        vLLM's layerwise reload handles each layer that the checkpoint names. A tied head is not named: its weight, being
-        the embedding's, is new by now, but on a CPU it computes with a prepacked copy made from the old one.
+        vLLM's layerwise reload handles each layer that the checkpoint names. A tied head is not named: its weight,
+        being the embedding's, is new by now, but on a CPU it computes with a prepacked copy made from the old one.
         """
         owners = {
             parameter.data_ptr()
@@ -242,5 +241,3 @@ def _register() -> None:
 
 
 _register()
-
-__all__ = ["BACKEND", "DTYPES", "MappedWeights", "MillraceWorker", "WeightTransferConfig"]

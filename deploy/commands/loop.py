@@ -75,13 +75,17 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
     if result.candidate is None:
         click.echo(f"{name}: no candidate: {result.reason}")
     else:
-        click.echo(f"{name}: policy {result.candidate}, from {result.parent}, {result.steps} steps, {result.seconds:.0f} s")
+        click.echo(
+            f"{name}: policy {result.candidate}, from {result.parent}, {result.steps} steps, {result.seconds:.0f} s"
+        )
     hand_on(result.model_dump(mode="json"), json_out)
 
 
 @click.command()
 @click.argument("candidate", type=int, required=False)
-@click.option("--incumbent", type=int, metavar="VERSION", help="Compare with this policy; the serving one if not given.")
+@click.option(
+    "--incumbent", type=int, metavar="VERSION", help="Compare with this policy; the serving one if not given."
+)
 @json_out
 @pass_settings
 def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
@@ -113,10 +117,12 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             "incumbent": incumbent,
             "verdict": verdict.model_dump(mode="json"),
             "accuracy": {
-                str(result.version): result.accuracy.model_dump() for result in (evaluation.incumbent, evaluation.candidate)
+                str(result.version): result.accuracy.model_dump()
+                for result in (evaluation.incumbent, evaluation.candidate)
             },
             "reward": {
-                str(result.version): result.reward.model_dump() for result in (evaluation.incumbent, evaluation.candidate)
+                str(result.version): result.reward.model_dump()
+                for result in (evaluation.incumbent, evaluation.candidate)
             },
             "seconds": evaluation.seconds,
             "evaluation": str(file),

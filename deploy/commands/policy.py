@@ -16,7 +16,9 @@ from serve.policies import Pointer, Policy, PolicyStore
 @click.command()
 @click.option("--model", required=True, metavar="NAME_OR_FOLDER", help="A folder, or a name on the Hugging Face hub.")
 @click.option("--revision", metavar="REVISION", help="Branch, tag or commit on the hub.")
-@click.option("--write-config/--no-write-config", default=True, help="Write a commented millrace.yaml if there is none.")
+@click.option(
+    "--write-config/--no-write-config", default=True, help="Write a commented millrace.yaml if there is none."
+)
 @pass_settings
 def init(settings: Settings, model: str, revision: str | None, write_config: bool) -> None:
     """Make a Hugging Face causal LM policy 1, in a new home."""
@@ -67,9 +69,7 @@ def promote(settings: Settings, version: int, why: str | None, override: bool) -
     if override and not why:
         raise click.UsageError("--override needs --why: it goes on record")
     store = PolicyStore(settings.path(settings.serve.policies))
-    pointer = rollout.promote(
-        store, version, who=rollout.person(), why=why or "promoted by hand", override=override
-    )
+    pointer = rollout.promote(store, version, who=rollout.person(), why=why or "promoted by hand", override=override)
     _tell(pointer)
 
 

@@ -14,7 +14,9 @@ COLOURS = {"up": "green", "serve": "cyan", "schedule": "yellow"}
 
 
 @click.command()
-@click.option("--schedule/--no-schedule", "with_schedule", default=True, help="Turn the loop on a schedule, or only serve.")
+@click.option(
+    "--schedule/--no-schedule", "with_schedule", default=True, help="Turn the loop on a schedule, or only serve."
+)
 @pass_settings
 def up(settings: Settings, with_schedule: bool) -> None:
     """Serve, record, and turn the loop on a schedule, until Ctrl-C."""

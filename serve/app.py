@@ -1,0 +1,335 @@
+"""The server: its parts, their life, and the FastAPI application over them.
+
+``create_app`` is the factory; ``run`` serves it with uvicorn until a signal. Nothing that was started outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from feedback.config import FeedbackConfig
+from feedback.events import FeedbackIn
+from feedback.journal import Journal, JournalBroken, JournalFull
+from feedback.lake import Lake, Sealer
+from feedback.ledger import FeedbackLedger, Verdict
+from serve.api import admin, feedback, generate, http
+from serve.config import ServeConfig
+from serve.engine import Engine
+from serve.metrics import Metrics
+from serve.policies import PolicyStore
+from serve.swap import Swap, Swapper
+
+log = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 5.0
+_WATCH_SECONDS = 1.0
+_CUT_OFF_S = 20  # for requests that were aborted at the end of the drain to record what they have
+
+
+class ServerDied(RuntimeError):  # noqa: N818
+    """The engine died under the server."""
+
+
+class Server:
+    """Everything behind the routes. Paths in both configs are absolute, or relative to the working directory."""
+
+    def __init__(self, config: ServeConfig, feedback_config: FeedbackConfig) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self.engine = Engine(config.engine)
+        self.swapper = Swapper(
+            PolicyStore(Path(config.policies)),
+            self.engine,
+            config.swap,
+            Path(config.replicas) / f"{config.replica_name}.jsonl",
+            observe=self._observe_swap,
+        )
+        self._journal_folder = Path(feedback_config.journal.folder)
+        self.journal = Journal(self._journal_folder, feedback_config.journal, config.replica_name)
+        self.lake = Lake(feedback_config.lake.uri, feedback_config.lake)
+        self.sealer = Sealer(self.lake, self._journal_folder)
+        self.ledger = FeedbackLedger()
+        self.draining = False
+        self.failure: Exception | None = None
+        """Why the server could not start, or had to stop."""
+        self.on_death: Callable[[], None] = lambda: None
+        self._at_work = 0
+        self._sealing = False
+        self._watch: asyncio.Task[None] | None = None
+
+    # Life
+
+    async def start(self) -> None:
+        """Open journal and lake, start the engine. Raises what keeps it from serving, everything closed again."""
+        try:
+            await asyncio.to_thread(self.lake.create)
+            if recovered := await asyncio.to_thread(self.journal.open):
+                log.info("recovered %d journal segments", len(recovered))
+            self.ledger = await asyncio.to_thread(FeedbackLedger.load, self.lake, self._journal_folder)
+            self.sealer.start()
+            self._sealing = True
+            await self.swapper.start()
+        except Exception as error:
+            self.failure = error
+            await self.close()
+            raise
+        self.metrics.watch("journal", self.journal.stats)
+        self.metrics.watch("engine", lambda: self.engine.stats | {"in_flight": self.engine.in_flight})
+        self.metrics.policy_version.set(self.engine.version)
+        self._watch = asyncio.create_task(self._watch_engine(), name="engine watch")
+        log.info("policy %d serves as %s", self.engine.version, self.config.replica_name)
+
+    async def close(self) -> None:
+        """Stop the engine, write and seal what was recorded. May be called after a failed start."""
+        self.draining = True
+        if self._watch is not None:
+            self._watch.cancel()
+        await self.swapper.close()
+        await self.engine.close()
+        await asyncio.to_thread(self.journal.close)
+        if self._sealing:
+            self._sealing = False
+            await asyncio.to_thread(self.sealer.close)
+
+    def dead(self) -> str | None:
+        """Why only a restart helps, or None."""
+        if self.swapper.broken:
+            return self.swapper.broken
+        return None if self.engine.healthy else "the engine's process has died"
+
+    def unready(self) -> str | None:
+        """Why a request would not be served or recorded, or None."""
+        if self.draining:
+            return "the server is stopping"
+        if reason := self.dead():
+            return reason
+        if not self.swapper.healthy:
+            return "the server does not follow the policy store any more"
+        return None if self.journal.healthy else "the journal can't record: see the server's log"
+
+    async def _watch_engine(self) -> None:
+        while (reason := self.dead()) is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+        log.critical("%s", reason)
+        self.failure = ServerDied(reason)
+        self.on_death()
+
+    def _observe_swap(self, swap: Swap) -> None:
+        self.metrics.swaps.labels(ok=str(swap.ok).lower()).inc()
+        if swap.hold_ms:
+            self.metrics.hold_seconds.observe(swap.hold_ms / 1e3)
+        self.metrics.policy_version.set(self.engine.version)
+
+    # What routes use
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a request as at work. Raises Problem 503 when it would be neither served nor recorded."""
+        if reason := self.unready():
+            raise http.Problem(503, reason, retry_after=_RETRY_AFTER_S)
+        if self._at_work >= self.config.limits.concurrent_requests:
+            raise http.Problem(503, f"{self._at_work} requests are at work already", retry_after=1)
+        self._at_work += 1
+        try:
+            yield
+        finally:
+            self._at_work -= 1
+
+    async def record(self, rows: list[dict[str, Any]]) -> None:
+        """Return when the interaction rows are on disk. Raises Problem 503 if that can't be."""
+        with _recording():
+            if len(rows) == 1:
+                await self.journal.append("interactions", rows[0])
+            else:
+                results = await asyncio.gather(
+                    *(self.journal.append("interactions", row) for row in rows), return_exceptions=True
+                )
+                for result in results:
+                    if isinstance(result, BaseException):
+                        raise result
+        metrics = self.metrics
+        metrics.prompt_tokens.inc(len(rows[0]["prompt_token_ids"]))
+        metrics.response_tokens.inc(sum(len(row["response_token_ids"]) for row in rows))
+        if first_token_ms := rows[0]["timings"]["first_token_ms"]:
+            metrics.first_token_seconds.observe(first_token_ms / 1e3)
+        for row in rows:
+            metrics.responses.labels(status=row["status"]).inc()
+
+    async def record_feedback(self, row: dict[str, Any]) -> Verdict:
+        """Return what came of it when that is durable. Raises Problem 503 if that can't be."""
+        with _recording():
+            verdict = await self.ledger.record(row, self.journal)
+        self.metrics.feedback.labels(verdict=verdict).inc()
+        return verdict
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    try:
+        yield
+    except JournalFull as error:
+        raise http.Problem(503, str(error), retry_after=error.retry_after) from error
+    except JournalBroken as error:
+        raise http.Problem(503, str(error), retry_after=_RETRY_AFTER_S) from error
+
+
+def create_app(config: ServeConfig, feedback_config: FeedbackConfig) -> FastAPI:
+    """The application. Its lifespan starts and stops everything; ``app.state.server`` has the parts."""
+    server = Server(config, feedback_config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await server.start()
+        try:
+            yield
+        finally:
+            await server.close()
+
+    app = FastAPI(title="Millrace", version="1", lifespan=lifespan)
+    app.state.server = server
+    http.install(app)
+    for module in (generate, feedback, admin):
+        app.include_router(module.router)
+    paths = frozenset(getattr(route, "path", "") for route in app.routes)
+    app.add_middleware(_Measured, metrics=server.metrics, paths=paths)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what is at work and stop everything.
+
+    Raises what kept the server from starting (PolicyError, EngineError, LakeError …), OSError if the port is taken,
+    ServerDied if the engine died.
+    """
+    if not logging.getLogger().handlers:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    listener = _listen(config.host, config.port)  # before the engine takes its seconds
+    app = create_app(config, feedback_config)
+    server: Server = app.state.server
+    uvicorn_server = _Uvicorn(
+        server,
+        uvicorn.Config(
+            app,
+            loop="uvloop",
+            http="httptools",
+            access_log=config.access_log,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(config.drain_timeout_s) + _CUT_OFF_S,
+        ),
+    )
+    # A failed start is raised below; uvicorn would print its traceback before that.
+    logging.getLogger("uvicorn.error").addFilter(lambda record: not record.getMessage().startswith("Traceback"))
+    try:
+        uvicorn_server.run(sockets=[listener])
+    finally:
+        listener.close()
+    if server.failure is not None:
+        raise server.failure
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that drains: at a signal it finishes the requests at work, within bounds, and returns normally."""
+
+    def __init__(self, server: Server, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._server = server
+        server.on_death = self._stop
+
+    def _stop(self) -> None:
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """As uvicorn's, but without raising the signal again at the end, which would kill what still cleans up."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept nothing more, let requests end, cut off those that take too long (their rows say aborted)."""
+        self._server.draining = True
+        cut_off = asyncio.create_task(self._cut_off())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut_off.cancel()
+
+    async def _cut_off(self) -> None:
+        await asyncio.sleep(self._server.config.drain_timeout_s)
+        requests = list(self._server.engine.requests)
+        log.warning("still %d requests after drain_timeout_s: aborting them", len(requests))
+        for request_id in requests:
+            await self._server.engine.abort(request_id)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise OSError(error.errno, f"can't listen on {host}:{port}: {error.strerror}") from error
+    return listener
+
+
+class _Measured:
+    """ASGI middleware: count each answer by route and code, and time it."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        code = 500
+        started = time.perf_counter()
+
+        async def measured(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, measured)
+        finally:
+            route = scope["path"] if scope["path"] in self.paths else "other"
+            self.metrics.requests.labels(route=route, code=str(code)).inc()
+            self.metrics.seconds.labels(route=route).observe(time.perf_counter() - started)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        components = schema.setdefault("components", {}).setdefault("schemas", {})
+        for model in (generate.GenerateIn, FeedbackIn):
+            for name, definition in (
+                model.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {}).items()
+            ):
+                components.setdefault(name, definition)
+        app.openapi_schema = schema
+    return app.openapi_schema

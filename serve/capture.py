@@ -1,0 +1,101 @@
+"""Engine output -> rows of the ``interactions`` table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from feedback.ids import uuid7
+from serve.engine import Generation, Sampling
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request as it was understood, before the engine saw it."""
+
+    request_id: str
+    endpoint: str
+    replica: str
+    tenant: str
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    prompt: str | None = None
+    messages: str | None = None
+    session_id: str | None = None
+    user: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+
+def answered(asked: Asked, generation: Generation) -> list[dict[str, Any]]:
+    """One row a response, each with an id of its own; a response that was cut off has status ``aborted``."""
+    completed_at = datetime.now(UTC)
+    timings = {
+        "queue_ms": generation.queue_ms,
+        "first_token_ms": generation.first_token_ms,
+        "total_ms": generation.total_ms,
+    }
+    return [
+        _row(
+            asked,
+            completed_at=completed_at,
+            response=response.text,
+            response_token_ids=response.token_ids,
+            logprobs=response.logprobs,
+            policy_spans=[{"start": start, "policy_version": version} for start, version in response.policy_spans],
+            finish_reason=response.finish_reason,
+            status="aborted" if response.finish_reason == "abort" else "complete",
+            timings=timings,
+        )
+        for response in generation.responses
+    ]
+
+
+def failed(asked: Asked) -> list[dict[str, Any]]:
+    """One row for a request that the engine could not answer."""
+    completed_at = datetime.now(UTC)
+    elapsed = (completed_at - asked.created_at).total_seconds() * 1e3
+    return [
+        _row(
+            asked,
+            completed_at=completed_at,
+            response="",
+            response_token_ids=[],
+            logprobs=[],
+            policy_spans=[],
+            finish_reason=None,
+            status="error",
+            timings={"queue_ms": None, "first_token_ms": None, "total_ms": elapsed},
+        )
+    ]
+
+
+def _row(asked: Asked, **outcome: Any) -> dict[str, Any]:
+    sampling = asked.sampling
+    return {
+        "response_id": uuid7(),
+        "request_id": asked.request_id,
+        "session_id": asked.session_id,
+        "user": asked.user,
+        "tenant": asked.tenant,
+        "endpoint": asked.endpoint,
+        "replica": asked.replica,
+        "variant": None,
+        "created_at": asked.created_at,
+        "messages": asked.messages,
+        "prompt": asked.prompt,
+        "prompt_token_ids": asked.prompt_token_ids,
+        "sampling": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "max_tokens": sampling.max_tokens,
+            "n": sampling.n,
+            "seed": sampling.seed,
+            "stop": list(sampling.stop),
+        },
+        "metadata": list(asked.metadata.items()),
+        **outcome,
+    }

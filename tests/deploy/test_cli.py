@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy import cli, describe
+from deploy.config import Settings
+
+COMMANDS = (
+    "init up serve schedule score train evaluate cycle policies promote rollback report doctor".split()  # noqa: SIM905
+)
+
+
+def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = cli.run(list(arguments))
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def test_help_lists_every_setting_with_its_meaning_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("--help", capsys=capsys)
+    assert code == 0
+    words = " ".join(out.split())
+    for setting in describe.settings_of(Settings):
+        assert f"--{setting.key} " in words
+        assert setting.description.replace("`", "").split()[0] in words
+    assert "[default: 8000]" in words
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(command, "--help", capsys=capsys)
+    assert code == 0
+    assert len(out.splitlines()) > 4
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = ["torch", "vllm", "ray", "transformers", "duckdb", "deltalake", "matplotlib", "fastapi", "numpy", "pyarrow"]
+    code = (
+        "import sys; from deploy import cli; cli.run(['--help']);"
+        f"loaded = [m for m in {heavy} if m in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
+    )
+    path = str(Path(cli.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_settings_may_stand_before_and_after_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (
+        ["--print-config", "--serve.port", "81"],
+        ["--serve.port=81", "--print-config"],
+        ["policies", "--serve.port", "81", "--print-config"],
+    ):
+        code, out, _ = run(*line, capsys=capsys)
+        assert code == 0
+        assert yaml.safe_load(out)["serve"]["port"] == 81
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["policies", "--serve.prot", "1"], "did you mean serve.port?"),
+        (["policies", "--serve.port"], "--serve.port needs a value"),
+        (["--config", "nowhere.yaml", "policies"], "nowhere.yaml"),
+        (["polices"], "policies"),
+        (["promote"], "VERSION"),
+        (["promote", "1", "--override"], "--why"),
+        (["promote", "x"], "'x' is not a valid integer"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_message_and_code_2(
+    line: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(*line, capsys=capsys)
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["promote", "7"], "no policy 7"),
+        (["rollback"], "nothing to roll back"),
+        (["up"], "millrace init"),
+        (["init", "--model", "./nowhere"], "no folder ./nowhere"),
+    ],
+)
+def test_what_fails_is_one_line_and_code_1(line: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(*line, capsys=capsys)
+    assert code == 1
+    assert says in err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = run("--debug", "promote", "7", capsys=capsys)
+    assert "Traceback" in err
+
+
+def test_init_makes_policy_1_and_a_config_file_that_loads(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("init", "--model", str(model), "--home", "h", capsys=capsys)
+    assert code == 0, err
+    assert "policy 1" in out
+    code, out, _ = run("policies", "--json", "--home", "h", capsys=capsys)
+    (policy,) = json.loads(out)
+    assert (policy["version"], policy["serves"], policy["parent"]) == (1, True, None)
+    assert policy["lineage"]["architecture"] == "Qwen3ForCausalLM"
+    _, out, _ = run("--print-config", capsys=capsys)  # reads the millrace.yaml that init wrote
+    assert yaml.safe_load(out)["home"] == str(Path("h").absolute())
+    code, _, err = run("init", "--model", str(model), "--home", "h", capsys=capsys)
+    assert code == 1
+    assert "initialised already" in err
+
+
+def test_init_refuses_what_is_no_causal_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    code, _, err = run("init", "--model", str(folder), capsys=capsys)
+    assert code == 1
+    assert "config.json" in err
+    (folder / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    code, _, err = run("init", "--model", str(folder), capsys=capsys)
+    assert code == 1
+    assert "BertForMaskedLM" in err
+
+
+def test_init_converts_pickled_weights(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "pickled"
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    code, _, err = run("init", "--model", str(folder), "--home", "h", capsys=capsys)
+    assert code == 0, err
+    made = load_file("h/policies/v000001/model.safetensors")
+    assert all(torch.equal(made[name], weights[name]) for name in made)
+    assert not list(Path("h/policies/v000001").glob("*.bin"))

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy import config, describe
+from deploy.config import ConfigError, Settings
+
+
+def test_the_command_line_beats_the_environment_which_beats_the_file_which_beats_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("serve: {port: 1001, host: file, replica_name: file}\n")
+    environment = {"MILLRACE__SERVE__PORT": "1002", "MILLRACE__SERVE__HOST": "environment"}
+    settings = config.load(file, [("serve.port", "1003")], environment)
+    assert (settings.serve.port, settings.serve.host) == (1003, "environment")
+    assert settings.serve.replica_name == "file"
+    assert settings.serve.tenant == "default"
+
+
+def test_a_millrace_yaml_of_the_working_folder_is_read_without_being_named(tmp_path: Path) -> None:
+    Path("millrace.yaml").write_text("schedule: {interval_seconds: 5}\n")
+    assert config.load().schedule.interval_seconds == 5
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("serve.prot", "serve.port"),
+        ("servee.port", "serve.port"),
+        ("port", "serve.port"),
+        ("serve.engine.max_seqs", "serve.engine.max_num_seqs"),
+        ("train.algorithm.groupsize", "train.algorithm.group_size"),
+        ("schedul.cron", "schedule.cron"),
+        ("evalution", "evaluation"),
+        ("hom", "home"),
+    ],
+)
+def test_an_unknown_key_is_an_error_that_names_the_nearest_right_one_and_the_source(
+    key: str, near: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "my.yaml"
+    value: object = 1
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    file.write_text(yaml.safe_dump(value))
+    for load, source in (
+        (lambda: config.load(file), str(file)),
+        (lambda: config.load(None, [(key, "1")]), f"--{key}"),
+        (lambda: config.load(None, [], {name: "1"}), name := f"MILLRACE__{key.upper().replace('.', '__')}"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load()
+        assert f"{key} is no setting" in str(error.value)
+        assert f"did you mean {near}?" in str(error.value)
+        assert source in str(error.value)
+
+
+def test_every_unknown_key_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        config.load(None, [("serve.prot", "1")], {"MILLRACE__TRAIN__STEP": "1"})
+    assert "serve.port" in str(error.value)
+    assert "train.steps" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "parts"),
+    [
+        ("serve.port", "abc", ["serve.port", "'abc'", "--serve.port"]),
+        ("serve.port", "70000", ["serve.port", "70000"]),
+        ("train.algorithm.kl_estimator", "k9", ["train.algorithm.kl_estimator", "'k9'", "'k3'"]),
+        ("train.optimizer.betas", "[0.9]", ["train.optimizer.betas"]),
+        ("schedule.interval_seconds", "-1", ["schedule.interval_seconds", "-1"]),
+        ("feedback.scoring.rules.function", "no colon", ["feedback.scoring.rules.function", "no colon"]),
+    ],
+)
+def test_a_bad_value_is_named_with_its_key_and_source(key: str, text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        config.load(None, [(key, text)])
+    for part in parts:
+        assert part in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_text_becomes_the_type_of_its_setting() -> None:
+    settings = config.load(
+        None,
+        [
+            ("train.optimizer.betas", "[0.8, 0.9]"),
+            ("train.optimizer.learning_rate", "3e-4"),
+            ("serve.engine.enforce_eager", "false"),
+            ("serve.engine.max_model_len", "null"),
+            ("serve.replica_name", "1"),
+            ("serve.engine.extra.block_size", "16"),
+            ("evaluation.scorer", "null"),
+        ],
+    )
+    assert settings.train.optimizer.betas == (0.8, 0.9)
+    assert settings.train.optimizer.learning_rate == 3e-4
+    assert settings.serve.engine.enforce_eager is False
+    assert settings.serve.engine.max_model_len is None
+    assert settings.serve.replica_name == "1"
+    assert settings.serve.engine.extra == {"block_size": 16}
+    assert settings.evaluation.scorer is None
+
+
+@pytest.mark.parametrize("content", ["- a list", "a: [", "just text"])
+def test_a_config_file_that_is_no_mapping_is_named(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        config.load(file)
+
+
+def test_a_config_file_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        config.load(Path("nowhere.yaml"))
+
+
+def test_a_section_whose_lines_are_all_commented_out_is_empty() -> None:
+    Path("millrace.yaml").write_text("serve:\n  # port: 1\n  engine:\n    # seed: 1\n")
+    assert config.load().serve.port == Settings().serve.port
+
+
+def test_paths_are_relative_to_home_unless_absolute(tmp_path: Path) -> None:
+    settings = config.load(
+        None, [("home", "there"), ("feedback.lake.uri", "s3://bucket/lake"), ("train.runs", "/elsewhere")]
+    )
+    assert settings.home == tmp_path / "there"
+    resolved = settings.resolved()
+    assert resolved.serve.policies == str(tmp_path / "there" / "policies")
+    assert resolved.feedback.journal.folder == str(tmp_path / "there" / "journal")
+    assert resolved.feedback.lake.uri == "s3://bucket/lake"
+    assert resolved.train.runs == Path("/elsewhere")
+
+
+def test_a_snapshot_holds_everything_and_a_child_reads_the_same_from_it(tmp_path: Path) -> None:
+    settings = config.load(None, [("home", "h"), ("serve.port", "1"), ("train.optimizer.betas", "[0.1, 0.2]")])
+    assert config.load(settings.snapshot(), [], {}) == settings
+    assert settings.snapshot() == settings.snapshot()
+
+
+def test_a_child_is_given_no_settings_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE__SERVE__PORT", "1")
+    monkeypatch.setenv("OTHER", "stays")
+    environment = config.child_environment({"MORE": "x"})
+    assert "MILLRACE__SERVE__PORT" not in environment
+    assert (environment["OTHER"], environment["MORE"]) == ("stays", "x")
+
+
+def test_the_printed_config_loads_as_the_same_settings(tmp_path: Path) -> None:
+    settings = config.load(None, [("serve.port", "1234"), ("evaluation.scorer", "a:b")])
+    file = tmp_path / "printed.yaml"
+    file.write_text(describe.to_yaml(settings, comments=True))
+    assert config.load(file, [], {}) == settings
+    assert "# Port to listen on. (default: 8000)\n  port: 1234" in file.read_text()
+
+
+def test_every_setting_says_what_it_means() -> None:
+    assert [setting.key for setting in describe.settings_of(Settings) if not setting.description] == []
+
+
+@given(st.text(min_size=1).filter(lambda text: not text.startswith("MILLRACE")))
+def test_any_text_given_for_a_text_setting_stays_itself(text: str) -> None:
+    expected = None if text in ("null", "none") else text
+    assert config.load(None, [("train.reward", text)], {}).train.reward == expected

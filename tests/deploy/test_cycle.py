@@ -1,0 +1,143 @@
+"""What is cheap of a cycle: it scores a real lake in a real process. The whole turn is in tests/loop."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from deploy import config, cycle
+from deploy.config import ConfigError, Settings, child_environment
+from deploy.cycle import CycleBusy, CycleRecord, run_cycle
+from deploy.processes import millrace
+
+
+def changed(settings: Settings, *options: tuple[str, str]) -> Settings:
+    return config.load(settings.snapshot(), options, {})
+
+
+def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
+    home_with_policy: Settings, nothing_left: Callable[[], list[str]]
+) -> None:
+    said: list[str] = []
+    record = run_cycle(home_with_policy, say=said.append)
+    assert (record.number, record.status, record.incumbent, record.candidate) == (1, "skipped", 1, None)
+    assert record.reason == "0 new rewards since the last training, cycle.min_new_rewards is 1"
+    assert [(stage.name, stage.ok) for stage in record.stages] == [("score", True)]
+    assert record.seconds["score"] > 0
+    assert any(line.startswith("scored 0 responses") for line in said)  # the stage's own words come through
+    assert cycle.records(home_with_policy) == [record]
+    assert run_cycle(home_with_policy, say=said.append).number == 2
+
+
+def test_without_a_policy_the_cycle_fails_and_says_what_to_do(settings: Settings) -> None:
+    record = run_cycle(settings)
+    assert record.status == "failed"
+    assert "millrace init" in str(record.reason)
+
+
+def test_settings_that_can_not_work_are_refused_before_anything_starts(settings: Settings) -> None:
+    broken = changed(settings, ("evaluation.suite", "nowhere.jsonl"), ("feedback.scoring.rules.function", "null"))
+    with pytest.raises(ConfigError) as error:
+        run_cycle(broken)
+    assert "nowhere.jsonl" in str(error.value)
+    assert "train.reward" in str(error.value)
+    assert cycle.records(broken) == []
+
+
+def test_a_reward_function_that_does_not_exist_is_refused_before_anything_starts(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match="no_such_module"):
+        run_cycle(changed(settings, ("feedback.scoring.rules.function", "no_such_module:f")))
+
+
+def test_a_stage_that_takes_too_long_is_stopped_and_the_cycle_failed(
+    home_with_policy: Settings, nothing_left: Callable[[], list[str]]
+) -> None:
+    record = run_cycle(changed(home_with_policy, ("cycle.score_timeout_s", "0.05")))
+    assert record.status == "failed"
+    assert "cycle.score_timeout_s=0.05" in str(record.reason)
+    assert record.stages[0].ok is False
+    assert nothing_left() == []
+
+
+def test_a_stage_that_fails_is_named_with_its_last_words_and_its_log(home_with_policy: Settings) -> None:
+    home_with_policy.path("file").touch()
+    record = run_cycle(changed(home_with_policy, ("feedback.lake.uri", "file/lake")))
+    assert record.status == "failed"
+    assert "score ended with code 1: " in str(record.reason)
+    assert "cycle-000001-score.log" in str(record.reason)
+
+
+def test_a_cycle_that_died_is_closed_as_failed_by_the_next(home_with_policy: Settings) -> None:
+    folder = home_with_policy.path("cycles")
+    folder.mkdir()
+    stage = cycle.Stage(name="train", started_at=datetime.now(UTC))
+    dead = CycleRecord(number=4, started_at=datetime.now(UTC), stages=[stage])
+    (folder / "000004.json").write_text(dead.model_dump_json())
+    assert run_cycle(home_with_policy).number == 5
+    closed = cycle.records(home_with_policy)[0]
+    assert (closed.status, closed.reason) == ("failed", "its process died in train")
+
+
+def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:
+    folder = home_with_policy.path("cycles")
+    folder.mkdir()
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CycleBusy):
+            run_cycle(home_with_policy)
+    assert run_cycle(home_with_policy).status == "skipped"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_cycle_that_is_stopped_says_so_in_its_record_and_leaves_nothing(
+    number: signal.Signals, home_with_policy: Settings, nothing_left: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    process = _start_cycle(home_with_policy, tmp_path)
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    (record,) = cycle.records(home_with_policy)
+    assert (record.status, record.reason) == ("failed", f"stopped by {number.name}")
+    assert record.finished_at is not None
+    assert nothing_left() == []
+
+
+def test_a_cycle_that_is_killed_leaves_no_process_and_the_next_one_runs(
+    home_with_policy: Settings, nothing_left: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    process = _start_cycle(home_with_policy, tmp_path)
+    process.kill()
+    process.wait(10)
+    deadline = time.monotonic() + 10
+    while nothing_left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert nothing_left() == []
+    assert run_cycle(home_with_policy).status == "skipped"
+    assert [record.status for record in cycle.records(home_with_policy)] == ["failed", "skipped"]
+
+
+def _start_cycle(settings: Settings, folder: Path) -> subprocess.Popen[bytes]:
+    """`millrace cycle` as a process, in the middle of its first stage."""
+    with (folder / "cycle.log").open("wb") as log:
+        process = subprocess.Popen(
+            millrace("--config", settings.snapshot(), "cycle"),
+            stdout=log,
+            stderr=log,
+            env=child_environment({"PYTHONPATH": str(Path(cycle.__file__).parents[1])}),
+        )
+    record = settings.path("cycles") / "000001.json"
+    deadline = time.monotonic() + 20
+    while not (record.exists() and json.loads(record.read_bytes())["stages"]):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, (folder / "cycle.log").read_text()
+        time.sleep(0.02)
+    os.sched_yield()
+    return process

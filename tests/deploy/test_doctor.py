@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from deploy import config, doctor
+from deploy.config import Settings
+
+
+def found(settings: Settings) -> dict[str, doctor.Check]:
+    return {check.name: check for check in doctor.examine(settings)}
+
+
+def test_this_machine_can_run_millrace_and_every_complaint_says_what_to_do(home_with_policy: Settings) -> None:
+    checks = found(home_with_policy)
+    assert [check for check in checks.values() if check.level == "bad"] == []
+    assert all(check.advice for check in checks.values() if check.level != "ok")
+    assert {"python", "torch", "ray", "memory", "cores", "disk", "open files", "port", "home"} <= checks.keys()
+    assert checks["home"].found.endswith("policy 1 serves")
+
+
+def test_a_port_that_is_taken_is_found(settings: Settings) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", settings.serve.port))
+        taken.listen()
+        assert found(settings)["port"].level == "warn"
+
+
+def test_a_home_in_memory_is_found() -> None:
+    assert found(config.load(None, [("home", "/dev/shm/nowhere")]))["fsync"].level == "bad"
+
+
+def test_settings_that_ask_for_more_memory_than_there_is_are_found(settings: Settings) -> None:
+    greedy = config.load(settings.snapshot(), [("serve.engine.kv_cache_bytes", str(2**50))], {})
+    check = found(greedy)["memory"]
+    assert check.level == "warn"
+    assert "serve.engine.kv_cache_bytes" in check.advice
+
+
+def test_the_disk_is_measured_and_nothing_is_left_on_it(tmp_path: Path) -> None:
+    times = doctor.fsync_seconds(tmp_path, rounds=5)
+    assert len(times) == 5
+    assert min(times) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_version_that_the_package_does_not_allow_is_bad() -> None:
+    assert doctor._satisfies("2.60.1", "ray[default]==2.60.*")
+    assert doctor._satisfies("2.13.0+cpu", "torch==2.13.0")
+    assert not doctor._satisfies("2.61.0", "ray[default]==2.60.*")

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from deploy.config import child_environment
+from deploy.processes import Child, Stopped, stop_on_signals
+
+DAEMON = """
+import os, signal, sys, time
+def daemon():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)   # and doesn't listen
+    os.setsid()                                     # in a session of its own
+    if os.fork(): os._exit(0)                       # whose parent is gone
+    time.sleep(600)
+if os.fork() == 0: daemon()
+time.sleep(0.5)
+"""
+
+
+def child(code: str, tmp_path: Path, grace: float = 2.0, **more: object) -> Child:
+    return Child(
+        "test",
+        [sys.executable, "-c", code],
+        log=tmp_path / "test.log",
+        environment=child_environment(),
+        grace=grace,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)])
+def test_a_daemon_that_left_group_and_session_is_gone_when_its_command_has_ended(
+    end: str, code: int, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    assert child(DAEMON + end, tmp_path).wait(30) == code
+    assert nothing_left() == []
+
+
+def test_stop_ends_a_command_that_ignores_sigterm_and_all_it_started(
+    tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    running = child(
+        DAEMON + "signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)", tmp_path, grace=1.0
+    )
+    _until(lambda: "up" in running.tail())
+    assert running.stop() == 137
+    assert nothing_left() == []
+
+
+def test_everything_goes_when_the_parent_is_killed(tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            f"""
+import sys, time
+from pathlib import Path
+from deploy.processes import Child
+from deploy.config import child_environment
+Child("x", [sys.executable, "-c", {DAEMON + "time.sleep(600)"!r}], log=Path({str(tmp_path / "x.log")!r}),
+      environment=child_environment(), grace=1.0)
+time.sleep(600)
+""",
+        ],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    _until(lambda: len(nothing_left()) >= 4)  # parent, warden, command, daemon
+    time.sleep(0.3)
+    parent.kill()
+    parent.wait(10)
+    _until(lambda: nothing_left() == [])
+
+
+def test_everything_goes_when_the_warden_is_killed(tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
+    running = child("import time; print('up', flush=True); time.sleep(600)", tmp_path)
+    _until(lambda: "up" in running.tail())
+    psutil.Process(running.pid).kill()
+    assert running.wait(10) == -signal.SIGKILL
+    _until(lambda: nothing_left() == [])
+
+
+def test_the_output_is_followed_line_by_line_and_kept_in_the_log(tmp_path: Path) -> None:
+    lines: list[str] = []
+    running = child("print('one'); print('a\\rb\\rtwo'); print('three', end='')", tmp_path, follow=lines.append)
+    assert running.wait(30) == 0
+    assert lines == ["one", "two", "three"]
+    assert (tmp_path / "test.log").read_text().startswith("one\n")
+    assert running.tail(2) == "two\nthree"
+
+
+def test_waiting_has_an_end(tmp_path: Path) -> None:
+    running = child("import time; time.sleep(600)", tmp_path)
+    with pytest.raises(TimeoutError, match=r"test still runs after 0 s"):
+        running.wait(0.3)
+    running.stop()
+
+
+def test_a_signal_becomes_stopped_once() -> None:
+    with pytest.raises(Stopped) as stopped, stop_on_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    assert stopped.value.exit_code == 143
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def _until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,114 @@
+"""The packed batch: nothing is padded, lost, doubled or mixed up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from train.batch import PackedBatch, Rollout
+from train.controller import Layout, by_engine, by_tokens, per_token
+
+
+@st.composite
+def rollouts(draw: st.DrawFn) -> list[Rollout]:
+    count = draw(st.integers(1, 12))
+    made = []
+    for i in range(count):
+        prompt = draw(st.lists(st.integers(0, 99), min_size=1, max_size=6))
+        response = draw(st.lists(st.integers(100, 199), min_size=1, max_size=6))
+        log_probs = [-(i + 1) - k / 10 for k in range(len(response))]
+        made.append(Rollout(prompt, response, log_probs, float(i), draw(st.integers(0, 3)), 1.0 + i / 10))
+    return made
+
+
+@given(rollouts())
+def test_packing_keeps_every_token_in_its_place(made: list[Rollout]) -> None:
+    batch = PackedBatch.pack(made)
+    assert len(batch.tokens) == sum(len(r.prompt) + len(r.response) for r in made)
+    for s, r in enumerate(made):
+        part = slice(int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1]))
+        assert batch.tokens[part].tolist() == r.prompt + r.response
+        assert batch.position_ids[part].tolist() == list(range(len(r.prompt) + len(r.response)))
+        assert batch.response_mask[part].tolist() == [False] * len(r.prompt) + [True] * len(r.response)
+        assert batch.behaviour_log_probs[part][len(r.prompt) :].tolist() == pytest.approx(r.log_probs)
+    assert batch.tokens[batch.response_mask].min() >= 100
+
+
+@given(rollouts(), st.randoms())
+def test_a_selection_holds_its_sequences_in_the_order_asked_for(made: list[Rollout], random: object) -> None:
+    order = list(range(len(made)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    order = order[: max(1, len(order) // 2)]
+    batch = PackedBatch.pack(made)
+    picked, wanted = batch.with_(advantages=batch.behaviour_log_probs * 2).select(order), PackedBatch.pack([made[s] for s in order])
+    for name in ("tokens", "cu_seqlens", "prompt_lengths", "temperatures", "rewards", "groups", "behaviour_log_probs"):
+        assert torch.equal(getattr(picked, name), getattr(wanted, name)), name
+    assert picked.advantages is not None
+    assert torch.equal(picked.advantages, wanted.behaviour_log_probs * 2)
+
+
+@given(rollouts(), st.integers(1, 4))
+def test_ranks_get_every_sequence_once_and_about_the_same_number_of_tokens(made: list[Rollout], ranks: int) -> None:
+    batch = PackedBatch.pack(made)
+    if len(batch) < ranks:
+        with pytest.raises(ValueError, match=f"{len(batch)} sequences cannot be split over {ranks} ranks"):
+            batch.balanced(ranks)
+        return
+    parts = batch.balanced(ranks)
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
+    loads = [int(batch.lengths[p].sum()) for p in parts]
+    assert max(loads) - min(loads) <= int(batch.lengths.max())
+
+
+@given(rollouts(), st.integers(2, 20))
+def test_micro_batches_keep_the_budget_and_the_order(made: list[Rollout], budget: int) -> None:
+    batch = PackedBatch.pack(made)
+    groups = batch.micro_batches(budget)
+    assert torch.cat(groups).tolist() == list(range(len(batch)))
+    for group in groups:
+        assert len(group) == 1 or int(batch.lengths[group].sum()) <= budget
+
+
+@given(rollouts(), st.integers(1, 4))
+def test_minibatches_never_split_a_group(made: list[Rollout], count: int) -> None:
+    batch = PackedBatch.pack(made)
+    parts = list(batch.minibatches(count))
+    assert sum(len(p) for p in parts) == len(batch)
+    seen = [set(p.groups.tolist()) for p in parts]
+    assert len(set().union(*seen)) == sum(len(s) for s in seen)
+
+
+@given(rollouts(), st.integers(1, 3))
+def test_what_is_split_per_token_comes_back_in_the_order_of_the_batch(made: list[Rollout], ranks: int) -> None:
+    batch = PackedBatch.pack(made)
+    if len(batch) < ranks:
+        return
+    layout = Layout(ranks, 1)
+    parts, known = per_token.split(layout, batch)
+    answers = [p.behaviour_log_probs for p in parts]
+    assert torch.equal(per_token.join(layout, answers, known), batch.behaviour_log_probs)
+    assert [p.tokens.tolist() for p in by_tokens.split(layout, batch)[0]] == [p.tokens.tolist() for p in parts]
+
+
+@given(st.lists(st.integers()), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]))
+def test_what_is_dealt_out_to_engines_comes_back_in_order(items: list[int], shape: tuple[int, int]) -> None:
+    layout = Layout(*shape)
+    parts, known = by_engine.split(layout, items)
+    for rank in range(layout.ranks):
+        assert parts[rank] == parts[rank // shape[1] * shape[1]], "ranks of one engine must see the same"
+    assert by_engine.join(layout, [[x * 2 for x in p] for p in parts], known) == [x * 2 for x in items]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (Rollout([], [1], [0.0], 0.0, 0), "0 prompt and 1 response"),
+        (Rollout([1], [], [], 0.0, 0), "1 prompt and 0 response"),
+        (Rollout([1], [1, 2], [0.0], 0.0, 0), "1 logprobs for 2 response tokens"),
+    ],
+)
+def test_a_rollout_that_cannot_be_learned_from_is_refused_by_name(rollout: Rollout, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PackedBatch.pack([rollout])

@@ -1,0 +1,59 @@
+"""What a run draws from: logged groups that teach something, and every prompt before any comes again."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pydantic import ValidationError
+
+from train.config import TrainConfig
+from train.data import TrafficGroups, cycled
+
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+
+
+def row(prompt: list[int], reward: float | None, **sampling: Any) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": prompt,
+        "response_token_ids": [5, 6],
+        "logprobs": [-0.1, -0.2],
+        "reward": reward,
+        "sampling": {**SAMPLING, **sampling},
+    }
+
+
+def test_only_groups_with_different_rewards_are_kept() -> None:
+    rows = [row([1], 0.0), row([1], 1.0), row([2], 1.0), row([2], 1.0), row([3], None), row([3], 1.0)]
+    traffic = TrafficGroups.of(pa.Table.from_pylist(rows))
+    assert [[r.prompt for r in g] for g in traffic.groups] == [[[1], [1]]]
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}, {"temperature": 0.0}])
+def test_rows_sampled_below_full_support_are_refused_and_counted(cut: dict[str, float]) -> None:
+    rows = [row([1], 0.0), row([1], 1.0, **cut)]
+    traffic = TrafficGroups.of(pa.Table.from_pylist(rows))
+    assert traffic.groups == []
+    assert traffic.refused == 1
+
+
+def test_every_item_comes_once_before_any_comes_again() -> None:
+    drawn = list(itertools.chain(*itertools.islice(cycled(list(range(10)), 4, random.Random(3)), 5)))
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ranks": 3, "rollout": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2 does not divide train.ranks=3"),
+        ({"algorithm": {"group_size": 1}}, "greater than or equal to 2"),
+        ({"minibatches": 9, "data": {"prompts_per_step": 8}}, "train.minibatches=9 is more than"),
+        ({"stepz": 3}, "stepz"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig.model_validate(settings)
