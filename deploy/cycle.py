@@ -26,11 +26,11 @@ from serve.policies import Pointer, PolicyError, PolicyStore
 SERVER_TIMEOUT_S = 5.0
 
 
-class CycleBusy(RuntimeError):
+class CycleBusy(RuntimeError):  # noqa: N818  the name says what happened
     """Another process is in the middle of a cycle."""
 
 
-class StageFailed(RuntimeError):
+class StageFailed(RuntimeError):  # noqa: N818  the name says what happened
     """A stage of the cycle failed; the text says which and why."""
 
 

@@ -86,13 +86,17 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_descendants(grace: float) -> list[str]:
-    """End every process below this one, SIGTERM first and SIGKILL after ``grace`` seconds; name those killed."""
+def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
+    """End every process below this one, SIGTERM first and SIGKILL after ``grace`` seconds; name those killed.
+
+    spare_trackers: leave multiprocessing's resource trackers, which ignore SIGTERM, clean up and end when this process
+    ends; for a process that has one of its own.
+    """
     own = psutil.Process()
     deadline = time.monotonic() + grace
     asked: set[int] = set()
     while time.monotonic() < deadline:
-        living = _living(own)
+        living = _living(own, spare_trackers)
         if not living:
             return []
         for process in living:
@@ -103,7 +107,7 @@ def end_descendants(grace: float) -> list[str]:
     names: list[str] = []
     # A process can fork while the list is read, so look again until nobody is there.
     for _ in range(100):
-        living = _living(own)
+        living = _living(own, spare_trackers)
         if not living:
             break
         for process in living:
@@ -113,18 +117,23 @@ def end_descendants(grace: float) -> list[str]:
     return sorted(set(names))
 
 
-def _living(own: psutil.Process) -> list[psutil.Process]:
+def _living(own: psutil.Process, spare_trackers: bool) -> list[psutil.Process]:
     """The descendants that still run; those that have ended are reaped on the way, if they are ours to reap."""
     living = []
     for process in own.children(recursive=True):
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
-                living.append(process)
+                if not (spare_trackers and _is_tracker(process)):
+                    living.append(process)
             elif process.ppid() == own.pid:
                 os.waitpid(process.pid, os.WNOHANG)
         except (psutil.NoSuchProcess, ChildProcessError):
             continue
     return living
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def _signal(process: psutil.Process, number: int) -> None:

@@ -19,42 +19,51 @@ class EngineConfig(_Section):
     """The vLLM engine that answers the suite, inside the evaluating process."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Type of the weights in the engine; auto takes the policy's own."
+        default="auto", description="Type of the weights in the engine; auto takes the policy's own."
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt and answer together, in tokens; null fits the model and the KV cache."
+        default=None,
+        ge=2,
+        description="Longest prompt and answer together, in tokens; null fits the model and the KV cache.",
     )
-    max_num_seqs: int = Field(256, ge=1, description="Most responses generated at once.")
-    max_batched_tokens: int = Field(4096, ge=1, description="Most tokens in one engine step.")
-    kv_cache_bytes: int = Field(256 * MIB, ge=MIB, description="Size of the KV cache, in bytes.")
-    tensor_parallel_size: int = Field(1, ge=1, description="Devices that one copy of the policy is split over.")
-    enforce_eager: bool = Field(True, description="Start at once, without compiling; false pays on long suites.")
-    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("ERROR", description="What vLLM logs; what fails raises an error at any level.")
+    max_num_seqs: int = Field(default=256, ge=1, description="Most responses generated at once.")
+    max_batched_tokens: int = Field(default=4096, ge=1, description="Most tokens in one engine step.")
+    kv_cache_bytes: int = Field(default=256 * MIB, ge=MIB, description="Size of the KV cache, in bytes.")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="Devices that one copy of the policy is split over.")
+    enforce_eager: bool = Field(
+        default=True, description="Start at once, without compiling; false pays on long suites."
+    )
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="ERROR", description="What vLLM logs; what fails raises an error at any level."
+    )
 
 
 class GateConfig(_Section):
     """What a candidate must prove on the held-out suite before it may serve."""
 
     metric: Literal["reward", "accuracy"] = Field(
-        "reward", description="What is compared: the mean reward, or the share of items with reward 1."
+        default="reward", description="What is compared: the mean reward, or the share of items with reward 1."
     )
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of every interval (two-sided).")
+    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Level of every interval (two-sided).")
     min_difference: float = Field(
-        0.0, description="The lower end of the interval of candidate less incumbent must lie above this."
+        default=0.0, description="The lower end of the interval of candidate less incumbent must lie above this."
     )
-    min_items: int = Field(50, ge=1, description="Fewest items with a score for both policies.")
+    min_items: int = Field(default=50, ge=1, description="Fewest items with a score for both policies.")
     max_missing: float = Field(
-        0.0, ge=0, lt=1, description="Largest share of items that the scorer may leave without a score."
+        default=0.0, ge=0, lt=1, description="Largest share of items that the scorer may leave without a score."
     )
     max_kl: float | None = Field(
-        None, gt=0, description="Largest KL(incumbent || candidate), in nats a token; null sets no bound."
+        default=None, gt=0, description="Largest KL(incumbent || candidate), in nats a token; null sets no bound."
     )
 
 
 class EvaluationConfig(_Section):
     """Is this policy better than that one?"""
 
-    suite: Path = Field(Path("suite.jsonl"), description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata.")  # noqa: E501
+    suite: Path = Field(
+        Path("suite.jsonl"),
+        description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata.",
+    )
     scorer: str | None = Field(
         None, description="Function that scores responses, as module:name; null compares with each item's answer."
     )

@@ -90,7 +90,7 @@ class OfflineEngine:
             self._llm = None
 
     def _stance(self) -> AbstractContextManager[Any]:
-        """enforce_eager stops vLLM from compiling the model, but not its samplers, which takes up to 8 s on two cores."""
+        """enforce_eager keeps vLLM from compiling the model, but not the sampler: that costs up to 8 s on two cores."""
         import torch
 
         return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()

@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
 
 INK: Final = "#1d2733"
@@ -23,6 +24,9 @@ REWARD: Final = "#4459c9"
 KL: Final = "#b7651b"
 BAD: Final = "#b4233f"  # refused
 SWAP: Final = "#8a63b8"
+
+_WIDE: Final = 10.6  # inches that fill the page, so that text is as large as in half-page pictures of 5.2
+_CROWD: Final = 14  # more marks than this get no words of their own
 
 _STYLE: Final = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be selected
@@ -75,23 +79,27 @@ def by_policy(points: Sequence[Point], *, colour: str, percent: bool, label: str
                 i, value, "o", markersize=7.5, markeredgewidth=2, color=shade, zorder=4,
                 markerfacecolor="white" if refused else shade,
             )  # fmt: skip
-            text = f"{value:.1%}" if percent else f"{value:.3f}"
-            axes.annotate(text, (i, value), xytext=(9, 0), textcoords="offset points", va="center", fontsize=10)
-        axes.set_xticks(places, [f"v{point[0]}" for point in points])
+            words = "" if len(points) > _CROWD else f"{value:.1%}" if percent else f"{value:.3f}"
+            axes.annotate(
+                words, (i, value), xytext=(9, 0), textcoords="offset points", va="center", fontsize=10, zorder=5,
+                path_effects=[withStroke(linewidth=4, foreground="white")],
+            )  # fmt: skip
+        every = len(points) // _CROWD + 1
+        axes.set_xticks(places[::every], [f"v{point[0]}" for point in points[::every]])
         axes.set_xlim(-0.5, len(points) - 0.5 + 0.35)
         axes.grid(axis="x", visible=False)
         ends = [end for point in points for end in (point[2] or (point[1], point[1]))]
         _pad(axes, min(ends), max(ends), floor=0.0 if min(ends) >= 0 else None)
         if percent:
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
         return _svg(figure, label)
 
 
 def gates(rows: Sequence[Mapping[str, Any]], *, percent: bool, label: str) -> str:
     """Difference and interval of each gate, one row each, first on top; the bar to pass is the dark line."""
     with mpl.rc_context(_STYLE):
-        figure, axes = _figure(8.2, 0.9 + 0.44 * len(rows))
+        figure, axes = _figure(_WIDE, 0.9 + 0.46 * len(rows))
         for i, row in enumerate(rows):
             shade = GOOD if row["verdict"] == "pass" else BAD
             axes.plot([row["ci_low"], row["ci_high"]], [i, i], color=shade, linewidth=7, alpha=0.22, zorder=2)
@@ -111,7 +119,7 @@ def gates(rows: Sequence[Mapping[str, Any]], *, percent: bool, label: str) -> st
         axes.set_xlim(min(ends) - 0.06 * span, max(ends) + 0.06 * span)
         axes.grid(axis="y", visible=False)
         axes.spines["left"].set_visible(False)
-        axes.xaxis.set_major_formatter(FuncFormatter(_points if percent else (lambda x, _: f"{x:+.2f}" if x else "0")))
+        axes.xaxis.set_major_formatter(FuncFormatter(_points if percent else _signed))
         axes.set_xlabel("candidate less incumbent" + (", points" if percent else ""))
         return _svg(figure, label)
 
@@ -121,7 +129,7 @@ def training(
 ) -> str:
     """Measures (key, name, colour) over the steps of all runs, one under the other; runs are set apart by lines."""
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(8.2, 2.0 * len(measures) + 0.5), layout="constrained")
+        figure = Figure(figsize=(_WIDE, 1.75 * len(measures) + 0.6), layout="constrained")
         panels = figure.subplots(len(measures), 1, sharex=True, squeeze=False)[:, 0]
         starts, at = [], 0
         for rows in runs.values():
@@ -140,7 +148,8 @@ def training(
             axes.grid(axis="x", visible=False)
             axes.margins(y=0.12)
             axes.set_xlim(0.5, max(at, 1) + 0.5)
-        for start, name in zip(starts, runs, strict=True):
+        every = len(runs) // _CROWD + 1
+        for start, name in list(zip(starts, runs, strict=True))[::every]:
             panels[0].annotate(
                 name, (start + 0.5, 1.0), xycoords=("data", "axes fraction"), xytext=(5, 3),
                 textcoords="offset points", fontsize=9.5, color=MUTED, va="bottom", annotation_clip=False,
@@ -151,12 +160,10 @@ def training(
         return _svg(figure, label)
 
 
-def serving(
-    bins: Mapping[str, Sequence[float]], swaps: Sequence[tuple[float, str]], *, label: str
-) -> str:
+def serving(bins: Mapping[str, Sequence[float]], swaps: Sequence[tuple[float, str]], *, label: str) -> str:
     """Requests/s, tokens/s and latency over time; ``swaps`` are (time, words), at the same clock as ``bins``."""
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(8.2, 5.3), layout="constrained")
+        figure = Figure(figsize=(_WIDE, 6.0), layout="constrained")
         panels = figure.subplots(3, 1, sharex=True)
         time = np.asarray(bins["time"], float)
         origin = time.min()
@@ -176,15 +183,15 @@ def serving(
         panels[2].fill_between(x, p50, p95, color=GOOD, alpha=0.14, linewidth=0)
         panels[2].plot(x, p95, color=GOOD, linewidth=1.2, alpha=0.75, label="95 of 100 are faster")
         panels[2].plot(x, p50, color=GOOD, label="median")
-        panels[2].set_ylim(0, max(float(np.nanmax(p95)) * 1.25, 1e-9) if np.isfinite(p95).any() else 1.0)
+        panels[2].set_ylim(0, max(float(np.nanmax(p95)) * 1.15, 1e-9) if np.isfinite(p95).any() else 1.0)
         panels[2].set_ylabel("latency, ms")
-        panels[2].legend(loc="upper left", ncols=2, borderaxespad=0.1)
+        panels[2].legend(loc="lower right", bbox_to_anchor=(1, 0.94), ncols=2, borderaxespad=0.1)
         for axes in panels:
             axes.yaxis.set_major_locator(MaxNLocator(4))
             axes.grid(axis="x", visible=False)
             for at, _ in swaps:
                 axes.axvline((at - origin) / scale, color=SWAP, linewidth=1.2, linestyle=(0, (4, 3)))
-        for at, words in swaps:
+        for at, words in swaps[:: len(swaps) // _CROWD + 1]:
             panels[0].annotate(
                 words, ((at - origin) / scale, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 4),
                 textcoords="offset points", ha="center", va="bottom", color=SWAP, fontsize=9.5, annotation_clip=False,
@@ -198,7 +205,7 @@ def serving(
 def stages(seconds: Mapping[str, float], *, label: str) -> str:
     """Seconds by stage, one bar each, in the order given."""
     with mpl.rc_context(_STYLE):
-        figure, axes = _figure(8.2, 0.35 + 0.36 * len(seconds))
+        figure, axes = _figure(_WIDE, 0.35 + 0.38 * len(seconds))
         axes.barh(range(len(seconds)), list(seconds.values()), height=0.58, color="#8fa3c8")
         longest = max(seconds.values(), default=0.0) or 1.0
         for i, value in enumerate(seconds.values()):
@@ -258,7 +265,11 @@ def _number(value: Any) -> float:
 
 
 def _points(value: float, _: int) -> str:
-    return f"{100 * value:+.0f}" if round(100 * value) else "0"
+    return _signed(100 * value, 0, digits=0)
+
+
+def _signed(value: float, _: int, *, digits: int = 2) -> str:
+    return f"{value:+.{digits}f}".replace("-", "−") if round(value, digits) else "0"
 
 
 def _time_unit(seconds: float) -> tuple[float, str]:

@@ -24,6 +24,7 @@ _MEASURES: Final = (
     ("response_length", "length, tokens", pictures.MUTED),
 )
 _BINS: Final = 120
+_GATES: Final = 30  # so many of the last verdicts are drawn; the table has all
 
 
 class _Row(BaseModel):
@@ -73,7 +74,7 @@ class GateRow(_Row):
 
 
 class SampleRow(_Row):
-    """One held-out prompt, answered before and after. Scores of 1 are shown as right, others as wrong."""
+    """One held-out prompt, answered before and after. A score of 1 is shown as right, of 0 as wrong."""
 
     prompt: str
     answer: str | None = None
@@ -151,12 +152,15 @@ def traffic(connection: Any, *, bins: int = _BINS) -> pa.Table | None:
     One row a time bin, empty bins too: ``time`` (its start, seconds since 1970), ``seconds`` (its width), ``requests``,
     ``tokens``, ``p50_ms``, ``p95_ms`` (of complete responses, null if none), ``failed`` (responses with status error).
     """
-    low, high = connection.execute("SELECT epoch(min(completed_at)), epoch(max(completed_at)) FROM interactions").fetchone()  # noqa: E501
+    # fetchall, not fetchone: an unfinished result blocks the connection's next query.
+    [(low, high)] = connection.execute(
+        "SELECT epoch(min(completed_at)), epoch(max(completed_at)) FROM interactions"
+    ).fetchall()
     if low is None:
         return None
     width = max((high - low) / bins, 0.5)
     count = int((high - low) / width) + 1
-    return connection.execute(
+    return connection.sql(
         """
         WITH binned AS (
             SELECT least(floor((epoch(completed_at) - $low) / $width)::INT, $count - 1) AS bin,
@@ -172,7 +176,7 @@ def traffic(connection: Any, *, bins: int = _BINS) -> pa.Table | None:
                coalesce(failed, 0)::BIGINT AS failed
         FROM range($count) AS bins(b) LEFT JOIN binned ON bin = b ORDER BY b
         """,
-        {"low": low, "width": width, "count": count},
+        params={"low": low, "width": width, "count": count},
     ).to_arrow_table()
 
 
@@ -202,7 +206,9 @@ def _headline(data: ReportData) -> str:
             f"v{first.version}, which the loop started from, {first.heldout_accuracy:.1%}."
         )
     elif served:
-        parts.append(f"On held-out prompts, policy v{served[0].version} answers {served[0].heldout_accuracy:.1%} right.")
+        parts.append(
+            f"On held-out prompts, policy v{served[0].version} answers {served[0].heldout_accuracy:.1%} right."
+        )
     if data.gates:
         passed = sum(gate.verdict == "pass" for gate in data.gates)
         parts.append(f"Of {_count(len(data.gates), 'candidate')}, {passed} passed the gate.")
@@ -235,7 +241,9 @@ def _tiles(data: ReportData) -> list[dict[str, str]]:
         holds = [swap.hold_ms for swap in data.swaps if swap.ok and swap.hold_ms is not None]
         failures = sum(not swap.ok for swap in data.swaps)
         note = f"held {median(holds):.0f} ms each (median)" if holds else ""
-        add("Swaps", str(len(data.swaps) - failures), f"{failures} failed" if failures else note, "bad" * bool(failures))
+        add(
+            "Swaps", str(len(data.swaps) - failures), f"{failures} failed" if failures else note, "bad" * bool(failures)
+        )
     if (requests := data.totals.get("requests")) is not None:
         failed = data.totals.get("failed_requests")
         note = "" if failed is None else f"{_number(failed)} failed"
@@ -284,7 +292,7 @@ def _pictures(data: ReportData) -> dict[str, str | None]:
         )
     if data.gates:
         percent = all(gate.metric == "accuracy" for gate in data.gates)
-        rows = [gate.model_dump() for gate in data.gates]
+        rows = [gate.model_dump() for gate in data.gates[-_GATES:]]
         made["gates"] = pictures.gates(rows, percent=percent, label="Difference and interval at each gate")
     runs = {name: rows for name, rows in data.training.items() if rows}
     measures = [measure for measure in _MEASURES if any(row.get(measure[0]) is not None for row in _rows(runs))]
@@ -293,7 +301,10 @@ def _pictures(data: ReportData) -> dict[str, str | None]:
     if measures:
         made["training"] = pictures.training(runs, measures, label="Reward and KL over training steps")
     if data.traffic is not None and data.traffic.num_rows:
-        bins = {name: _floats(data.traffic.column(name)) for name in ("time", "seconds", "requests", "tokens", "p50_ms", "p95_ms")}  # noqa: E501
+        bins = {
+            name: _floats(data.traffic.column(name))
+            for name in ("time", "seconds", "requests", "tokens", "p50_ms", "p95_ms")
+        }
         end = bins["time"][-1] + bins["seconds"][-1]
         swaps = [
             (swap.time, f"v{swap.target}" + ("" if swap.ok else " failed"))
@@ -322,7 +333,7 @@ def _template() -> jinja2.Template:
     environment.filters["percent"] = lambda value: f"{value:.1%}"
     environment.filters["number"] = _number
     environment.filters["clock"] = lambda at: datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S")
-    environment.filters["signed"] = lambda value: f"{value:+.3f}"
+    environment.filters["signed"] = lambda value: f"{value:+.3f}".replace("-", "−")
     return environment.get_template("report.html.jinja")
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from evaluation import metrics, responses, statistics
 from evaluation.config import EvaluationConfig
 from evaluation.results import Evaluation, Interval, KlEstimate, PolicyResult, Sample
-from feedback.rewards.rules import load_rule
+from feedback.rewards.rules import Rule, load_rule
 from serve.policies import Policy
 
 Scorer = Callable[[pa.Table], Sequence[float | None]]
@@ -181,8 +181,10 @@ def load_scorer(config: EvaluationConfig) -> Scorer:
 
 
 def scorer_name(scorer: Scorer) -> str:
-    """How an evaluation names its scorer."""
-    return str(getattr(scorer, "name", None) or getattr(scorer, "__qualname__", None) or type(scorer).__name__)
+    """How an evaluation names its scorer: a rule by name and content hash, a function by its name."""
+    if isinstance(scorer, Rule):
+        return f"{scorer.name}@{scorer.digest[:12]}"
+    return str(getattr(scorer, "__qualname__", type(scorer).__name__))
 
 
 def score(suite: Suite, table: pa.Table, scorer: Scorer) -> Scores:

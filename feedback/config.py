@@ -75,7 +75,7 @@ class LakeConfig(Section):
         default=5.0, gt=0, description="Seconds between two seals (closed journal segments become files of the lake)."
     )
     seal_bytes: int = Field(
-        default=256 << 20, gt=0, description="Most bytes of journal segments that one commit to the lake takes."
+        default=64 << 20, gt=0, description="Most bytes of journal segments that one commit to the lake takes."
     )
     lock_timeout_s: float = Field(
         default=60.0, gt=0, description="Longest wait, in seconds, for another process that seals or commits."

@@ -359,17 +359,24 @@ class Journal:
             entries = [*self._queue, *self._waiting]
             self._queue = []
             self._waiting.clear()
-        for segment in self._segments.values():
+        try:
+            self._take_back()
+        finally:
+            _resolve(entries, JournalBroken(reason))
+            with self._condition:
+                self._condition.notify_all()
+
+    def _take_back(self) -> None:
+        """Cut the segments to what was acknowledged, and let go of them: a sealer may recover them."""
+        segments = list(self._segments.values())
+        self._segments.clear()
+        for segment in segments:
             try:
                 os.ftruncate(segment.fd, segment.size)
                 os.fdatasync(segment.fd)
             except OSError as error:
                 log.error("%s: rows that were refused may still be recorded: %s", segment.path, error)
-            os.close(segment.fd)  # and with it the lock: a sealer may recover it
-        self._segments.clear()
-        _resolve(entries, JournalBroken(reason))
-        with self._condition:
-            self._condition.notify_all()
+            os.close(segment.fd)
 
     def _forget_in_child(self) -> None:
         # A forked child would hold the segments' locks after its parent died, and so keep them from recovery.

@@ -48,9 +48,12 @@ class Lake:
     """Three Delta tables below one folder or object-store address."""
 
     def __init__(self, uri: str, config: LakeConfig) -> None:
+        """``uri`` is an absolute folder or an object store's address. Raises LakeError for one that can't work."""
         self.uri = uri.removeprefix("file://").rstrip("/")
         self.config = config
         self.local = "://" not in self.uri
+        if self.local and "%" in self.uri:
+            raise LakeError(f"lake folder {self.uri!r}: deltalake can't use a path with '%' in it; choose another")
 
     def create(self) -> None:
         """Make the tables that are missing; on a local disk, repair a log that a power loss tore."""
@@ -132,6 +135,11 @@ class Lake:
         try:
             return self._commit(table, snapshot, actions, transactions, metadata or {})
         except CommitFailedError as error:
+            # A commit may have been made before something behind it failed: its files must not go then.
+            after = self.table(table)
+            committed = set(after.get_add_actions().column("path").to_pylist())
+            if actions and committed.issuperset(action.path for action in actions):
+                raise LakeError(f"{self.table_uri(table)}: the commit was made, but {error}") from error
             files.delete([action.path for action in actions])
             raise LakeConflictError(f"{self.table_uri(table)}: {error}") from error
 

@@ -18,6 +18,7 @@ from typing import Final
 
 import duckdb
 import pyarrow as pa
+from deltalake.exceptions import DeltaError
 
 from feedback.config import ScoringConfig
 from feedback.lake import Lake, LakeConflictError
@@ -164,26 +165,42 @@ class _Run:
     def _find_new(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Table ``candidates``: ids of responses that are new or have new votes."""
         connection.execute("CREATE TABLE candidates (response_id VARCHAR)")
-        sources = [("interactions", "status = 'complete'", "status")]
-        if self.config.human.weight > 0 and self._scored_until("interactions") is not None:
-            kinds = ", ".join(f"'{kind}'" for kind in human.KINDS)
-            sources.append(("feedback", f"kind IN ({kinds})", "kind"))
-        for table, condition, column in sources:
-            since = self._scored_until(table)
-            if since is None:  # never scored: all of it is new
-                connection.execute(f"INSERT INTO candidates SELECT response_id FROM {table} WHERE {condition}")
-            elif since < self.versions[table]:
-                changes = self.tables[table].load_cdf(
-                    starting_version=since + 1,
-                    ending_version=self.versions[table],
-                    columns=["response_id", column, "_change_type"],
-                )
-                connection.register("changes", changes)
-                connection.execute(
-                    "INSERT INTO candidates SELECT response_id FROM changes "
-                    f"WHERE {condition} AND _change_type = 'insert'"
-                )
-                connection.unregister("changes")
+        kinds = ", ".join(f"'{kind}'" for kind in human.KINDS)
+        if self._scored_until("interactions") is None:  # never scored: everything is new
+            connection.execute("INSERT INTO candidates SELECT response_id FROM interactions WHERE status = 'complete'")
+            return
+        unscored = f"response_id NOT IN (SELECT response_id FROM rewards WHERE scorer = '{self.scorer}')"
+        self._add_changes(connection, "interactions", "status", "status = 'complete'", otherwise=unscored)
+        if self.config.human.weight > 0:
+            self._add_changes(connection, "feedback", "kind", f"kind IN ({kinds})", otherwise="true")
+
+    def _add_changes(
+        self, connection: duckdb.DuckDBPyConnection, table: str, column: str, condition: str, *, otherwise: str
+    ) -> None:
+        """Add the rows since the last run that meet ``condition`` (on ``column``) to the candidates.
+
+        The change feed tells which they are. Where its log or files are gone (they are kept for a limited time), all
+        rows that also meet ``otherwise`` are added: more than needed, never less.
+        """
+        since = self._scored_until(table) or 0
+        if since == self.versions[table]:
+            return
+        try:
+            changes = self.tables[table].load_cdf(
+                starting_version=since + 1,
+                ending_version=self.versions[table],
+                columns=["response_id", column, "_change_type"],
+            )
+            connection.register("changes", changes)
+            connection.execute(
+                f"INSERT INTO candidates SELECT response_id FROM changes WHERE {condition} AND _change_type = 'insert'"
+            )
+            connection.unregister("changes")
+        except (DeltaError, duckdb.Error) as error:
+            log.warning("the changes of %s since version %d are cleaned up (%s): reading all", table, since, error)
+            connection.execute(
+                f"INSERT INTO candidates SELECT response_id FROM {table} WHERE {condition} AND {otherwise}"
+            )
 
     def _find_touched(self, connection: duckdb.DuckDBPyConnection) -> None:
         """Table ``touched``, the complete responses among the candidates, once each, and views for their rows.

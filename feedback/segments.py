@@ -195,10 +195,7 @@ def decode(data: bytes, name: SegmentName, found: Scan) -> pa.Table:
     target = TABLES[name.table]
     if not found.messages:
         return target.empty_table()
-    # Where the schema is damaged, the table's own is what the segment was written with.
-    stream = [encode_schema(name) if found.schema is None else data[slice(*found.schema)]]
-    stream += [data[start:end] for start, end in found.messages]
-    with pa.ipc.open_stream(pa.py_buffer(b"".join(stream))) as reader:
+    with pa.ipc.open_stream(_stream(data, name, found)) as reader:
         rows = reader.read_all()
     # A segment of an older Millrace may lack a column that has been added since.
     columns = [
@@ -206,6 +203,15 @@ def decode(data: bytes, name: SegmentName, found: Scan) -> pa.Table:
         for field in target
     ]
     return pa.Table.from_arrays(columns, schema=target)
+
+
+def _stream(data: bytes, name: SegmentName, found: Scan) -> pa.Buffer:
+    """An Arrow stream of the whole messages, without a copy if nothing is damaged."""
+    if found.schema is not None and not found.damaged:
+        return pa.py_buffer(memoryview(data)[: found.end])
+    # Where the schema is damaged, the table's own is what the segment was written with.
+    schema = encode_schema(name) if found.schema is None else data[slice(*found.schema)]
+    return pa.py_buffer(b"".join([schema, *(data[start:end] for start, end in found.messages)]))
 
 
 def list_segments(folder: Path) -> list[Segment]:

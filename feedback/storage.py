@@ -8,10 +8,11 @@ deltalake (conflict detection, checkpoints), and the log is fsynced before anyon
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
-from datetime import date
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from feedback.ids import uuid7
 from feedback.schema import TIME_COLUMN
 
 _ROW_GROUP_ROWS = 65_536
-_STATISTICS = ("response_id", "feedback_id")
+_BOUND_LENGTH = 64  # characters of a text bound: ids are whole, prompts do not fill the log
+_LAST_CHARACTER = "\U0010ffff"
 
 
 class TableFiles:
@@ -90,14 +92,17 @@ class _FileWriter:
         self.path = path
         self._writer = pq.ParquetWriter(path, schema, filesystem=filesystem, compression="zstd", compression_level=3)
         self._rows = 0
-        self._bounds: dict[str, tuple[str, str]] = {}
+        self._nulls = {field.name: 0 for field in schema if not pa.types.is_nested(field.type)}
+        self._bounds: dict[str, tuple[Any, Any]] = {}
 
     def write(self, rows: pa.Table) -> None:
         self._writer.write_table(rows, row_group_size=_ROW_GROUP_ROWS)
         self._rows += rows.num_rows
-        for name in _STATISTICS:
-            if name in rows.column_names:
-                bounds = pc.min_max(rows.column(name)).as_py()
+        for name in self._nulls:
+            column = rows.column(name)
+            self._nulls[name] += column.null_count
+            bounds = pc.min_max(column).as_py()
+            if bounds["min"] is not None:
                 low, high = self._bounds.get(name, (bounds["min"], bounds["max"]))
                 self._bounds[name] = (min(low, bounds["min"]), max(high, bounds["max"]))
 
@@ -105,13 +110,45 @@ class _FileWriter:
         self._writer.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Delta's per-file statistics: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#per-file-statistics"""
+        """Delta's per-file statistics: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#per-file-statistics
+
+        Bounds are given for every column that is not nested and has a value, or for none: deltalake 1.6's
+        ``to_pyarrow_dataset`` takes a column without bounds, in a file that has some, for one that no filter matches.
+        """
+        bounds = {name: (_lower(low), _upper(high)) for name, (low, high) in self._bounds.items()}
+        if any(low is None or high is None for low, high in bounds.values()):
+            return {"numRecords": self._rows}
         return {
             "numRecords": self._rows,
-            "minValues": {name: low for name, (low, _) in self._bounds.items()},
-            "maxValues": {name: high for name, (_, high) in self._bounds.items()},
-            "nullCount": dict.fromkeys(self._bounds, 0),
+            "minValues": {name: low for name, (low, _) in bounds.items()},
+            "maxValues": {name: high for name, (_, high) in bounds.items()},
+            "nullCount": self._nulls,
         }
+
+
+def _lower(value: Any) -> str | float | None:
+    """A bound that is not above ``value``, as JSON has it; None if JSON has none."""
+    if isinstance(value, str):
+        return value[:_BOUND_LENGTH]
+    if isinstance(value, datetime):
+        return _milliseconds(value)
+    return value if math.isfinite(value) else None
+
+
+def _upper(value: Any) -> str | float | None:
+    """A bound that is not below ``value``, as JSON has it; None if JSON has none."""
+    if isinstance(value, str):
+        length = _BOUND_LENGTH
+        while value[length : length + 1] == _LAST_CHARACTER:
+            length += 1
+        return value if len(value) <= length else value[:length] + _LAST_CHARACTER
+    if isinstance(value, datetime):
+        return _milliseconds(value + timedelta(microseconds=999))
+    return value if math.isfinite(value) else None
+
+
+def _milliseconds(value: datetime) -> str:
+    return value.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 
 def _chunks(data: pa.Table | pa.RecordBatchReader) -> Iterator[pa.Table]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
+from urllib.parse import unquote
 
 import duckdb
 import pyarrow as pa
@@ -27,7 +29,7 @@ def scan_sql(
 ) -> str:
     """A SELECT over some data files of a table, or over none. ``name`` is for what it registers."""
     if files and local:
-        names = ", ".join(quoted(file) for file in files)
+        names = ", ".join(quoted(_escaped(unquote(file))) for file in files)
         return f"SELECT * FROM read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}})"
     empty = pa.schema(snapshot.schema().to_arrow()).empty_table()
     connection.register(f"sealed_{name}", snapshot.to_pyarrow_dataset() if files else empty)
@@ -52,6 +54,11 @@ def create_view_between(
     connection.execute(
         f"CREATE VIEW {name} AS {scan_sql(connection, name, snapshot, files, local=local)} WHERE {condition}"
     )
+
+
+def _escaped(path: str) -> str:
+    # DuckDB takes a file name for a pattern.
+    return re.sub(r"([*?\[])", r"[\1]", path)
 
 
 def quoted(text: str) -> str:

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 5.0
 _WATCH_SECONDS = 1.0
-_CUT_OFF_S = 20  # for requests that were aborted at the end of the drain to record what they have
+_CUT_OFF_S = 10  # for requests that were aborted at the end of the drain to record what they have
 
 
 class ServerDied(RuntimeError):  # noqa: N818
@@ -237,6 +237,9 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     logging.getLogger("uvicorn.error").addFilter(lambda record: not record.getMessage().startswith("Traceback"))
     try:
         uvicorn_server.run(sockets=[listener])
+    except SystemExit:  # uvicorn's way to tell of a failed start
+        if server.failure is None:
+            raise
     finally:
         listener.close()
     if server.failure is not None:

@@ -89,7 +89,7 @@ class ServeConfig(_Section):
     model_name: str = Field("millrace", min_length=1, description="What answers call the model.")
     tenant: str = Field("default", min_length=1, description="Tenant that rows are recorded under.")
     access_log: bool = Field(False, description="Log a line for every request.")
-    drain_timeout_s: float = Field(30, ge=0, description="When stopping, wait this long for requests at work.")
+    drain_timeout_s: float = Field(20, ge=0, description="When stopping, wait this long for requests at work.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="vLLM.")
     swap: SwapConfig = Field(default_factory=SwapConfig, description="Following the serving pointer.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one request may ask for.")

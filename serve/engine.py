@@ -95,7 +95,8 @@ class Engine:
         self._llm: AsyncLLM | None = None
         self._salt = ""
         self._loads = 0
-        self._pids: list[int] = []
+        self.processes: list[int] = []
+        """Ids of the worker processes."""
 
     # Life
 
@@ -104,12 +105,12 @@ class Engine:
         started = time.monotonic()
         try:
             # In a thread: it takes seconds, and signals should be noticed meanwhile.
-            self._llm = await asyncio.to_thread(self._build, policy.path)
+            await asyncio.to_thread(self._build, policy.path)
         except Exception as error:
             raise EngineError(f"vLLM can't start on policy {policy.version} ({policy.path}): {error}") from error
         remaining = max(1.0, self.config.start_timeout_s - (time.monotonic() - started))
         async with asyncio.timeout(remaining):
-            self._pids = await self._running.collective_rpc("millrace_adopt", args=(os.getpid(),))
+            self.processes = await self._running.collective_rpc("millrace_adopt", args=(os.getpid(),))
             await self._running.update_weight_version(str(policy.version))
             self._set_version(policy.version)
             # The first steps make kernels, which takes seconds; no user should wait for them.
@@ -157,6 +158,7 @@ class Engine:
 
         Raises EngineDead when the process is gone, EngineError when vLLM refuses the request.
         """
+        from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -170,7 +172,7 @@ class Engine:
                 final = output
         except EngineDeadError as error:
             raise EngineDead("the engine's process has died") from error
-        except ValueError as error:
+        except (VLLMClientError, ValueError) as error:
             raise EngineRefused(f"vLLM refuses the request: {error}") from error
         except EngineGenerateError as error:
             raise EngineError(f"vLLM failed: {error.__cause__ or error}") from error
@@ -224,20 +226,26 @@ class Engine:
     async def load(self, policy: Policy, timeout_s: float) -> None:
         """Load the prefetched policy into the held engine and label what follows with its version.
 
-        Raises EngineError when what was loaded is not what the manifest names.
+        Raises EngineError when what was loaded is not what the manifest names. After any failure the engine's weights
+        are undefined: load another policy before it goes on.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self._running
-        async with asyncio.timeout(timeout_s):
-            await llm.start_weight_update()
-            await llm.update_weights(WeightTransferUpdateRequest(update_info={"folder": str(policy.path)}))
-            await llm.finish_weight_update()
-            expected = {path.name: policy.files[path.name]["sha256"] for path in policy.weight_files}
-            for loaded in await llm.collective_rpc("millrace_loaded"):
-                if loaded != expected:
-                    raise EngineError(f"the engine loaded {loaded}, policy {policy.version} is {expected}")
-            await llm.update_weight_version(str(policy.version))
+        expected = {path.name: policy.files[path.name]["sha256"] for path in policy.weight_files}
+        try:
+            async with asyncio.timeout(timeout_s):
+                await llm.start_weight_update()
+                await llm.update_weights(WeightTransferUpdateRequest(update_info={"folder": str(policy.path)}))
+                await llm.finish_weight_update()
+                for loaded in await llm.collective_rpc("millrace_loaded"):
+                    if loaded != expected:
+                        raise EngineError(f"the engine loaded {loaded}, policy {policy.version} is {expected}")
+                await llm.update_weight_version(str(policy.version))
+        except BaseException:
+            async with asyncio.timeout(timeout_s):
+                await llm.collective_rpc("millrace_abandon")
+            raise
         self._set_version(policy.version)
 
     async def resume(self, timeout_s: float) -> None:
@@ -261,7 +269,7 @@ class Engine:
         self._loads += 1
         self._salt = f"{version}.{self._loads}"
 
-    def _build(self, path: Path) -> AsyncLLM:
+    def _build(self, path: Path) -> None:
         config = self.config
         with _environment(config):
             from vllm.engine.arg_utils import AsyncEngineArgs
@@ -289,7 +297,7 @@ class Engine:
             }
             if config.tensor_parallel_size == 1:
                 arguments["distributed_executor_backend"] = "uni"
-            return AsyncLLM.from_engine_args(
+            self._llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**(arguments | config.extra)),
                 usage_context=UsageContext.ENGINE_CONTEXT,
                 stat_loggers=[self._stat_logger],

@@ -1,9 +1,10 @@
 """New weights into a live vLLM engine: the weight-transfer backend ``millrace_mapped``.
 
 This module runs inside vLLM's worker process, which imports it because ``worker_extension_cls`` names
-``MillraceWorker``. A load has two parts. ``millrace_prefetch`` maps a policy's safetensors and checks their sha256 in a thread, while the
-engine serves. The weight update itself (vLLM's start, update, finish) then only copies from the mapping, between two
-engine steps, through vLLM's layerwise reload, which knows about fused, sharded, padded and prepacked weights.
+``MillraceWorker``. A load has two parts. ``millrace_prefetch`` maps a policy's safetensors and checks their sha256 in
+a thread, while the engine serves. The weight update itself (vLLM's start, update, finish) then only copies from the
+mapping, between two engine steps, through vLLM's layerwise reload, which knows about fused, sharded, padded and
+prepacked weights.
 
 Format of the files: https://huggingface.co/docs/safetensors.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -137,8 +139,6 @@ class MappedWeights(WeightTransferEngine[MappedInitInfo, MappedUpdateInfo]):
 
     def start_weight_update(self) -> None:
         """Lay the model out as a checkpoint has it, ready to be loaded."""
-        if self._open:
-            self._drop_partial_load()
         self._open = True
         initialize_layerwise_reload(self.model)
 
@@ -191,8 +191,13 @@ class MappedWeights(WeightTransferEngine[MappedInitInfo, MappedUpdateInfo]):
             if isinstance(method, QuantizeMethodBase):
                 method.process_weights_after_loading(layer)
 
-    def _drop_partial_load(self) -> None:
-        """Undo what a failed update left: forget what it buffered, put the kernels' own tensors back."""
+    def abandon(self) -> None:
+        """Undo what a failed update left: forget what it buffered, put the kernels' own tensors back.
+
+        Their values are those of the old policy in some layers and of the new one in others.
+        """
+        if not self._open:
+            return
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -206,6 +211,7 @@ class MillraceWorker:
     """What Millrace adds to vLLM's worker; called through ``collective_rpc``."""
 
     weight_transfer_engine: MappedWeights
+    vllm_config: Any
 
     def millrace_adopt(self, parent: int) -> int:
         """Tie this process to the API process: die with it, leave Ctrl-C to it. Returns this process's id."""
@@ -223,6 +229,13 @@ class MillraceWorker:
         """{"done": bool, "error": text or None} of the prefetch under way."""
         prefetch = self.weight_transfer_engine.prefetch
         return {"done": prefetch is not None and prefetch.done, "error": prefetch.error if prefetch else None}
+
+    def millrace_abandon(self) -> None:
+        """End a weight update that failed, wherever it did, so that another one can start."""
+        with set_current_vllm_config(self.vllm_config):
+            self.weight_transfer_engine.abandon()
+        self.weight_transfer_engine.reset_weight_update_target()
+        self._weight_update_active = False  # vLLM's worker itself ends an update only where update_weights failed
 
     def millrace_loaded(self) -> dict[str, str]:
         """sha256, by file, of the bytes that the last whole weight update was made of."""

@@ -105,9 +105,13 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 
 
 def test_a_signal_becomes_stopped_once() -> None:
-    with pytest.raises(Stopped) as stopped, stop_on_signals():
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)
+    def stopped_in_the_middle() -> None:
+        with stop_on_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+
+    with pytest.raises(Stopped) as stopped:
+        stopped_in_the_middle()
     assert stopped.value.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -117,3 +121,32 @@ def _until(condition: Callable[[], bool], timeout: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+RAY = """
+import os, ray, time
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, logging_level="ERROR")
+@ray.remote
+class Worker:
+    def sleep(self): time.sleep(600)
+Worker.remote().sleep.remote()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("by", ["stop", "kill of the driver", "kill of the warden"])
+def test_no_process_of_ray_survives(by: str, tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
+    running = child(RAY, tmp_path, grace=10.0)
+    _until(lambda: "up" in running.tail(), timeout=90)
+    daemons = [p.name() for p in psutil.Process(running.pid).children(recursive=True)]
+    assert {"raylet", "gcs_server"} <= set(daemons)
+    (driver,) = psutil.Process(running.pid).children()
+    if by == "stop":
+        running.stop()
+    elif by == "kill of the driver":
+        driver.kill()
+    else:
+        psutil.Process(running.pid).kill()
+    _until(lambda: nothing_left() == [], timeout=30)
+    assert running.wait(30) != 0

@@ -19,7 +19,9 @@ def store(tmp_path: Path, model: Path) -> PolicyStore:
     return store
 
 
-def judge(store: PolicyStore, version: int, incumbent: int, verdict: str = "pass", reasons: tuple[str, ...] = ()) -> None:
+def judge(
+    store: PolicyStore, version: int, incumbent: int, verdict: str = "pass", reasons: tuple[str, ...] = ()
+) -> None:
     store.record_gate(version, {"verdict": verdict, "incumbent": incumbent, "reasons": list(reasons)})
 
 

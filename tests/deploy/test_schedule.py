@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import time
@@ -33,16 +34,14 @@ def test_runs_that_are_due_while_one_runs_become_one_and_none_overlap(
 ) -> None:
     # A cycle on an empty lake takes a second or two, which is several intervals.
     log = tmp_path / "schedule.log"
-    settings = changed(
-        home_with_policy, ("schedule.interval_seconds", "0.3"), ("schedule.first_after_seconds", "0")
-    )
+    settings = changed(home_with_policy, ("schedule.interval_seconds", "0.3"), ("schedule.first_after_seconds", "0"))
     process = start(settings, log)
     _until(lambda: sum(r.status == "skipped" for r in cycle.records(settings)) >= 2, process, log)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0, log.read_text()
     assert nothing_left() == []
     found = cycle.records(settings)
-    for before, after in zip(found, found[1:], strict=False):
+    for before, after in itertools.pairwise(found):
         assert before.finished_at is not None
         assert before.finished_at <= after.started_at
     assert "they become one" in log.read_text()

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from serve.policies import PolicyStore
+from feedback.config import LakeConfig
+from feedback.lake import Lake
+from serve.policies import Pointer, PolicyStore
 
 CONTEXT = 256
 
@@ -51,19 +63,21 @@ def make_model_folder(folder: Path, seed: int, *, hidden: int = 64, layers: int 
     return folder
 
 
+@cache
+def reference_model(folder: Path) -> Any:
+    """The policy by transformers, in float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 @torch.no_grad()
 def reference_logprobs(
     folder: Path, prompt: list[int], response: list[int], *, temperature: float = 1.0, start: int = 0
 ) -> list[float]:
     """Logprobs by transformers, in float32, of the response tokens from ``start`` on."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    logits = model(torch.tensor([prompt + response])).logits[0] / temperature
+    logits = reference_model(folder)(torch.tensor([prompt + response])).logits[0] / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
     at = len(prompt) - 1
     return [logprobs[at + i, token].item() for i, token in enumerate(response) if i >= start]
-
-
-MakeModel = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
@@ -77,3 +91,118 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def store(tmp_path: Path) -> PolicyStore:
     """An empty policy store."""
     return PolicyStore(tmp_path / "policies")
+
+
+SERVER = """
+import json, sys
+from feedback.config import FeedbackConfig
+from serve.app import run
+from serve.config import ServeConfig
+settings = json.loads(sys.argv[1])
+run(ServeConfig(**settings["serve"]), FeedbackConfig(**settings["feedback"]))
+"""
+
+
+@dataclass
+class LiveServer:
+    """A server process, its home and a way to look into its lake."""
+
+    home: Path
+    url: str
+    process: subprocess.Popen[bytes]
+    store: PolicyStore
+    log: Path
+
+    def rows(self, table: str, where: str = "true") -> list[dict[str, Any]]:
+        """Rows of a table, sealed or still in the journal."""
+        with Lake(str(self.home / "lake"), LakeConfig()).connect(self.home / "journal") as connection:
+            return connection.sql(f"SELECT * FROM {table} WHERE {where}").to_arrow_table().to_pylist()
+
+    def promote(self, version: int) -> Pointer:
+        """Move the pointer."""
+        pointer = self.store.serving()
+        return self.store.promote(version, expected=pointer.version if pointer else None, who="test", why="test")
+
+    def settle(self, pointer: Pointer, timeout: float = 30) -> dict[str, Any]:
+        """Wait until the server has acted on the pointer, well or not; returns ``GET /policy``."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            policy: dict[str, Any] = httpx.get(f"{self.url}/policy").json()
+            if (
+                policy["generation"] == pointer.generation
+                or (policy["failed"] or {}).get("generation") == pointer.generation
+            ):
+                return policy
+            time.sleep(0.02)
+        raise TimeoutError(f"generation {pointer.generation} was not acted on; {self.log.read_text()[-2000:]}")
+
+
+def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
+    """Start a server process on a free port and wait until it is ready."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        "serve": {
+            "port": port,
+            "policies": str(store.root),
+            "replicas": str(home / "replicas"),
+            "engine": {"kv_cache_bytes": 64 << 20, "threads": 1},
+            "swap": {"poll_seconds": 0.05},
+            **serve,
+        },
+        "feedback": {
+            "journal": {"folder": str(home / "journal"), "segment_seconds": 1},
+            "lake": {"uri": str(home / "lake"), "seal_seconds": 1},
+        },
+    }
+    log = home / "server.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER, json.dumps(settings)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=Path(__file__).parents[2],
+        )
+    server = LiveServer(home, f"http://127.0.0.1:{port}", process, store, log)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{server.url}/ready", timeout=2).status_code == 200:
+                return server
+        except httpx.HTTPError:
+            time.sleep(0.1)
+    process.kill()
+    raise RuntimeError(f"the server did not get ready:\n{log.read_text()[-4000:]}")
+
+
+def stop_server(server: LiveServer) -> int:
+    """SIGTERM; returns the exit code."""
+    if server.process.poll() is None:
+        server.process.send_signal(signal.SIGTERM)
+    try:
+        return server.process.wait(60)
+    except subprocess.TimeoutExpired:
+        server.process.kill()
+        raise
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path]) -> Iterator[LiveServer]:
+    """The session's server. Policies 1 to 3 are there; 1 serves at first."""
+    home = tmp_path_factory.mktemp("home")
+    store = PolicyStore(home / "policies")
+    for number, folder in enumerate(model_folders):
+        store.publish(folder, parent=number or None, lineage={"test": True}, metrics={})
+    store.promote(1, expected=None, who="test", why="first")
+    live = start_server(home, store)
+    yield live
+    stop_server(live)
+
+
+@pytest.fixture
+async def client(server: LiveServer) -> AsyncIterator[httpx.AsyncClient]:
+    """An HTTP client of the session's server."""
+    limits = httpx.Limits(max_connections=128)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
+        yield http

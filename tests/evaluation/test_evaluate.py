@@ -1,0 +1,214 @@
+"""Real vLLM on tiny real policies, checked against transformers."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evaluation import responses
+from evaluation.config import EvaluationConfig
+from evaluation.engine import EngineError, OfflineEngine
+from evaluation.results import Evaluation
+from evaluation.suites import Suite, compare_samples, evaluate, measure
+from serve.policies import Policy
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("evaluations")
+
+
+@pytest.fixture(scope="module")
+def evaluation(policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path) -> Evaluation:
+    """Policy 2 against policy 1."""
+    return evaluate(policies[1], policies[0], suite, config, folder)
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("evaluation.responses.OfflineEngine", refuse)
+
+
+def reference_logprobs(policy: Policy, prompt: list[int], response: list[int]) -> np.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy.path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0].double()
+    logprobs = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0].numpy()
+
+
+def test_responses_are_the_greedy_ones_of_transformers(
+    evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path
+):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for policy in policies[:2]:
+        table = responses.cached(policy, suite, config, folder)
+        assert table is not None
+        model = AutoModelForCausalLM.from_pretrained(policy.path, dtype=torch.float32)
+        for row in table.slice(5, 6).to_pylist():
+            expected = model.generate(
+                torch.tensor([row["prompt_token_ids"]]), do_sample=False, max_new_tokens=config.max_tokens
+            )[0].tolist()[len(row["prompt_token_ids"]) :]
+            assert row["response_token_ids"] == expected
+            assert row["finish_reason"] == ("stop" if expected[-1] == 1 else "length")
+
+
+def test_chat_messages_go_through_the_policys_template(
+    evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path
+):
+    table = responses.cached(policies[0], suite, config, folder)
+    assert table is not None
+    prompts = table.column("prompt_token_ids").to_pylist()
+    plain = prompts[[item.id for item in suite.items].index("sum-1-2")]
+    assert prompts[[item.id for item in suite.items].index("chat")] == plain  # both are 1+2=
+
+
+def test_both_policies_logprobs_of_the_incumbents_samples_are_those_of_transformers(
+    evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, no_engine
+):
+    kl = responses.answer(policies[1], suite, config, folder, incumbent=policies[0]).kl
+    table = responses.cached(policies[0], suite, config, folder)
+    assert kl is not None
+    assert table is not None
+    assert len(kl.item) == len(suite.items) * config.kl_samples
+    for sample in (0, 30, 100, 239):
+        row = table.column("samples").to_pylist()[kl.item[sample]][sample % config.kl_samples]
+        prompt = table.column("prompt_token_ids").to_pylist()[kl.item[sample]]
+        for policy, found in ((policies[0], kl.incumbent[sample]), (policies[1], kl.candidate[sample])):
+            assert found == pytest.approx(reference_logprobs(policy, prompt, row["token_ids"]), abs=1e-4)
+
+
+def test_kl_is_that_of_the_full_distributions_on_the_sampled_prefixes(
+    evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path
+):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    table = responses.cached(policies[0], suite, config, folder)
+    assert table is not None
+    assert evaluation.kl is not None
+    rows = [(row["prompt_token_ids"], sample["token_ids"]) for row in table.to_pylist() for sample in row["samples"]]
+    width = max(len(prompt) + len(response) for prompt, response in rows)
+    # What is padded on the right doesn't change what stands before it.
+    ids = torch.tensor([prompt + response + [0] * (width - len(prompt) - len(response)) for prompt, response in rows])
+    with torch.no_grad():
+        p, q = (
+            AutoModelForCausalLM.from_pretrained(policy.path)(ids).logits.double().log_softmax(-1)
+            for policy in policies[:2]
+        )
+    mask = torch.zeros(ids.shape, dtype=torch.float64)
+    for i, (prompt, response) in enumerate(rows):
+        mask[i, len(prompt) - 1 : len(prompt) + len(response) - 1] = 1
+    tokens = int(mask.sum())
+    forward = float(((p.exp() * (p - q)).sum(-1) * mask).sum())
+    reverse = float(((q.exp() * (q - p)).sum(-1) * mask).sum())
+    assert evaluation.kl.tokens == tokens
+    # The estimates come from the sampled tokens alone; the interval is at 95 %, so it gets some room.
+    for estimate, exact in (
+        (evaluation.kl.incumbent_candidate, forward / tokens),
+        (evaluation.kl.candidate_incumbent, reverse / tokens),
+    ):
+        room = estimate.high - estimate.low
+        assert estimate.low - room < exact < estimate.high + room
+
+
+def test_an_evaluation_counts_what_it_says(evaluation: Evaluation, suite: Suite, config: EvaluationConfig):
+    assert (evaluation.candidate.version, evaluation.incumbent.version) == (2, 1)
+    assert evaluation.n == len(suite.items) == 60
+    assert evaluation.accuracy.value == pytest.approx(
+        evaluation.candidate.accuracy.value - evaluation.incumbent.accuracy.value
+    )
+    assert 1 <= evaluation.candidate.length_mean <= config.max_tokens
+    assert len(evaluation.samples) == config.samples
+    assert evaluation.scorer == "exact_match"
+
+
+def test_a_second_evaluation_starts_no_engine_and_finds_the_same(
+    evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, no_engine
+):
+    again = evaluate(policies[1], policies[0], suite, config, folder)
+    assert again.seconds["candidate"] == again.seconds["incumbent"] == 0.0
+    assert again.model_dump(exclude={"seconds", "created_at"}) == evaluation.model_dump(
+        exclude={"seconds", "created_at"}
+    )
+
+
+def test_the_former_candidate_is_not_answered_again_when_it_is_the_incumbent(
+    evaluation: Evaluation,
+    policies: list[Policy],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    started: list[Path] = []
+
+    def start(path: Path, settings: object) -> OfflineEngine:
+        started.append(path)
+        return OfflineEngine(path, config.engine)
+
+    monkeypatch.setattr("evaluation.responses.OfflineEngine", start)
+    found = evaluate(policies[2], policies[1], suite, config, folder)
+    assert started == [policies[2].path]
+    assert found.kl is not None
+    assert found.kl.incumbent_candidate.value > 0.01
+
+
+def test_the_same_weights_are_no_better_and_zero_kl_apart(
+    evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path
+):
+    found = evaluate(policies[2], policies[0], suite, config, folder)
+    assert (found.accuracy.value, found.accuracy.low, found.accuracy.high) == (0.0, 0.0, 0.0)
+    assert found.kl is not None
+    assert found.kl.incumbent_candidate.value == pytest.approx(0.0, abs=1e-6)
+
+
+def test_one_policy_alone_and_samples_come_from_the_same_answers(
+    evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, no_engine
+):
+    assert measure(policies[0], suite, config, folder) == evaluation.incumbent
+    samples = compare_samples(policies[1], policies[0], suite, config, folder)
+    assert len(samples) == 60
+    assert tuple(samples[: config.samples]) == evaluation.samples
+    other = config.model_copy(update={"max_tokens": 3})
+    assert compare_samples(policies[1], policies[0], suite, other, folder) == []
+
+
+def test_a_damaged_cache_is_answered_anew(
+    evaluation: Evaluation,
+    policies: list[Policy],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    caplog: pytest.LogCaptureFixture,
+):
+    before = responses.cached(policies[0], suite, config, folder)
+    paths = (folder / "cache").glob(f"{policies[0].sha256[:16]}-*.arrow")
+    path = next(path for path in paths if ".on-" not in path.name)
+    path.write_bytes(path.read_bytes()[:100])
+    with caplog.at_level(logging.WARNING):
+        assert responses.cached(policies[0], suite, config, folder) is None
+    assert "can't be read" in caplog.text
+    answered = responses.answer(policies[0], suite, config, folder).table
+    assert before is not None
+    assert answered.column("response_token_ids") == before.column("response_token_ids")
+
+
+def test_a_prompt_that_the_policy_cannot_take_is_named_with_both_lengths(
+    policies: list[Policy], tmp_path: Path, config: EvaluationConfig
+):
+    path = tmp_path / "long.jsonl"
+    path.write_text('{"id": "long one", "prompt": "' + "1" * 200 + '", "answer": "2"}\n')
+    with pytest.raises(EngineError, match="item 'long one' has 200 tokens, policy 1 takes 1 to 127"):
+        measure(policies[0], Suite.load(path), config, tmp_path)

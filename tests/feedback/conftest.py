@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from feedback.config import JournalConfig, LakeConfig
+from feedback.journal import Journal
+from feedback.lake import Lake
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A journal folder that does not exist yet."""
+    return tmp_path / "journal"
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    made = Lake(str(tmp_path / "lake"), LakeConfig(lock_timeout_s=20))
+    made.create()
+    return made
+
+
+@pytest.fixture
+def journal(folder: Path) -> Iterator[Journal]:
+    opened = Journal(folder, JournalConfig(segment_seconds=60), "replica-0")
+    opened.open()
+    yield opened
+    opened.close()

@@ -1,0 +1,51 @@
+"""Rows to test with."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from feedback.events import FeedbackIn
+from feedback.lake import Lake
+from feedback.rows import to_batch
+from feedback.schema import TABLES
+
+NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+def interaction(response_id: str, **columns: Any) -> dict[str, Any]:
+    return {
+        "response_id": response_id,
+        "request_id": f"request-of-{response_id}",
+        "tenant": "default",
+        "endpoint": "generate",
+        "replica": "replica-0",
+        "created_at": NOON,
+        "completed_at": NOON,
+        "prompt": "two and two",
+        "prompt_token_ids": [2, 4, 2],
+        "response": "four",
+        "response_token_ids": [4, 0],
+        "logprobs": [-0.25, -0.5],
+        "policy_spans": [{"start": 0, "policy_version": 1}],
+        "sampling": {"temperature": 1.0, "max_tokens": 8, "n": 1, "stop": []},
+        "finish_reason": "stop",
+        "status": "complete",
+        "timings": {"queue_ms": 0.5, "first_token_ms": 3.0, "total_ms": 9.0},
+        "metadata": {"answer": "four"},
+    } | columns
+
+
+def thumb(response_id: str, value: float, **columns: Any) -> dict[str, Any]:
+    fields = {key: columns.pop(key) for key in ("feedback_id", "source") if key in columns}
+    return FeedbackIn(response_id=response_id, kind="thumb", value=value, **fields).to_row("default") | columns
+
+
+def table_of(table: str, rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_batches([to_batch(rows, TABLES[table])])
+
+
+def put(lake: Lake, table: str, rows: list[dict[str, Any]]) -> None:
+    lake.append(table, table_of(table, rows))

@@ -1,0 +1,127 @@
+"""Swaps in the running server, under load, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve.policies import PolicyStore
+from tests.serve.conftest import LiveServer, reference_logprobs, start_server, stop_server
+
+
+async def keep_asking(client: httpx.AsyncClient, name: str, stop: asyncio.Event) -> list[dict[str, Any]]:
+    answers = []
+    while not stop.is_set():
+        response = await client.post("/generate", json={"prompt": name, "max_tokens": 60, "user": "swapping"})
+        assert response.status_code == 200, response.text
+        answers.append(response.json())
+    return answers
+
+
+async def test_swaps_under_load_fail_nobody_and_every_token_is_the_policys_it_says(
+    client: httpx.AsyncClient, server: LiveServer
+) -> None:
+    stop = asyncio.Event()
+    askers = [asyncio.create_task(keep_asking(client, f"asker {i}", stop)) for i in range(16)]
+    for version in (2, 3, 2, 1):
+        await asyncio.sleep(0.4)
+        policy = await asyncio.to_thread(server.settle, server.promote(version))
+        assert (policy["version"], policy["failed"]) == (version, None)
+    stop.set()
+    answers = [answer for answers in await asyncio.gather(*askers) for answer in answers]
+
+    rows = {row["response_id"]: row for row in server.rows("interactions", "\"user\" = 'swapping'")}
+    assert len(rows) == len(answers)
+    crossed = [row for row in rows.values() if len(row["policy_spans"]) > 1]
+    assert crossed
+    for answer in answers:
+        (response,) = answer["responses"]
+        row = rows[response["response_id"]]
+        assert row["status"] == "complete"
+        assert row["policy_spans"] == response["policy_spans"]
+        assert answer["policy_version"] == response["policy_spans"][-1]["policy_version"]
+        assert response["finish_reason"] == "stop" or len(row["response_token_ids"]) == 60
+    for row in (crossed + list(rows.values()))[:40]:
+        starts = [span["start"] for span in row["policy_spans"]] + [len(row["response_token_ids"])]
+        for span, end in zip(row["policy_spans"], starts[1:], strict=True):
+            expected = reference_logprobs(
+                server.store.get(span["policy_version"]).path, row["prompt_token_ids"], row["response_token_ids"]
+            )
+            assert row["logprobs"][span["start"] : end] == pytest.approx(expected[span["start"] : end], abs=1e-4)
+
+    swaps = [json.loads(line) for line in (server.home / "replicas/replica-0.jsonl").read_text().splitlines()][-4:]
+    assert [(swap["from"], swap["to"], swap["ok"]) for swap in swaps] == [
+        (1, 2, True),
+        (2, 3, True),
+        (3, 2, True),
+        (2, 1, True),
+    ]
+    assert all(0 < swap["load_ms"] <= swap["hold_ms"] for swap in swaps)
+    assert any(swap["in_flight"] for swap in swaps)
+    assert swaps == (await client.get("/policy")).json()["swaps"][-4:]
+
+
+async def test_a_damaged_policy_is_refused_once_and_the_old_one_serves_on(
+    client: httpx.AsyncClient, server: LiveServer, model_folders: list[Path]
+) -> None:
+    damaged = server.store.publish(model_folders[1], parent=1, lineage={}, metrics={})
+    weights = damaged.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"evil")
+    serving = (await client.get("/policy")).json()["version"]
+    policy = await asyncio.to_thread(server.settle, server.promote(damaged.version))
+    assert policy["version"] == serving
+    assert policy["failed"]["version"] == damaged.version
+    assert "model.safetensors" in policy["failed"]["error"]
+    response = await client.post("/generate", json={"prompt": "still there?", "max_tokens": 4})
+    assert response.json()["policy_version"] == serving
+    assert (await client.get("/ready")).status_code == 200
+    swaps = (server.home / "replicas/replica-0.jsonl").read_text().splitlines()
+    await asyncio.sleep(0.3)
+    assert (server.home / "replicas/replica-0.jsonl").read_text().splitlines() == swaps  # not tried again
+    last = json.loads(swaps[-1])
+    assert (last["ok"], last["hold_ms"]) == (False, 0)
+    back = await asyncio.to_thread(server.settle, server.promote(serving))
+    assert (back["version"], back["failed"]) == (serving, None)
+
+
+def test_a_server_without_a_policy_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="promote one first"):
+        start_server(tmp_path, PolicyStore(tmp_path / "policies"))
+    assert 'Traceback (most recent call last):\n  File "<string>"' in (tmp_path / "server.log").read_text()
+
+
+async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
+    client: httpx.AsyncClient, server: LiveServer
+) -> None:
+    """The last test of the session's server: it stops it."""
+    children = descendants(server.process.pid)
+    assert children
+    body = {"prompt": "the end", "max_tokens": 240, "n": 4, "user": "last"}
+    at_work = [asyncio.create_task(client.post("/generate", json=body)) for _ in range(4)]
+    await asyncio.sleep(0.3)
+    code = await asyncio.to_thread(stop_server, server)
+    answers = [await task for task in at_work]
+    assert code == 0, server.log.read_text()[-3000:]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    deadline = time.monotonic() + 5  # multiprocessing's resource tracker sees that its parent is gone, and goes
+    while (left := [child for child in children if Path(f"/proc/{child}").exists()]) and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    assert not left
+    assert not list((server.home / "journal").glob("interactions*"))  # all of it is sealed
+    recorded = {row["response_id"] for row in server.rows("interactions", "\"user\" = 'last'")}
+    assert recorded == {r["response_id"] for answer in answers for r in answer.json()["responses"]}
+    assert "Traceback" not in server.log.read_text()
+
+
+def descendants(process: int) -> list[int]:
+    found = []
+    for child in Path(f"/proc/{process}/task/{process}/children").parent.parent.glob("*/children"):
+        for pid in map(int, child.read_text().split()):
+            found += [pid, *descendants(pid)]
+    return found
