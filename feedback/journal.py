@@ -15,13 +15,13 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from feedback.config import JournalConfig
+from feedback.entries import Entry, State, resolve
 from feedback.files import fsync_path, make_folder, try_lock, write_all
 from feedback.ids import uuid7
 from feedback.recovery import recover
@@ -30,8 +30,6 @@ from feedback.schema import TABLES
 from feedback.segments import CLOSED, END_MARK, OPEN, SegmentName, encode_batch, encode_schema
 
 log = logging.getLogger(__name__)
-
-_WAITING, _QUEUED, _TAKEN, _WITHDRAWN = range(4)
 
 
 class JournalError(RuntimeError):
@@ -48,16 +46,6 @@ class JournalFull(JournalError):  # noqa: N818 the name says what to do
 
 class JournalBroken(JournalError):  # noqa: N818
     """The disk refused a write; nothing is acknowledged until the journal is opened again."""
-
-
-@dataclass(eq=False, slots=True)
-class _Entry:
-    table: str
-    row: dict[str, Any]
-    waiter: asyncio.Future[None] | Future[None]
-    loop: asyncio.AbstractEventLoop | None
-    state: int = _WAITING
-    error: Exception | None = None
 
 
 @dataclass(eq=False)
@@ -97,8 +85,8 @@ class Journal:
         self.writer = writer
         self._incarnation = uuid.UUID(uuid7()).hex
         self._condition = threading.Condition()
-        self._queue: list[_Entry] = []
-        self._waiting: dict[_Entry, None] = {}  # callers beyond the queue's bound, first come first served
+        self._queue: list[Entry] = []
+        self._waiting: dict[Entry, None] = {}  # callers beyond the queue's bound, first come first served
         self._segments: dict[str, _OpenSegment] = {}
         self._numbers: dict[str, int] = dict.fromkeys(TABLES, 0)
         self._counters = _Counters()
@@ -127,7 +115,7 @@ class Journal:
         loop = asyncio.get_running_loop()
         check_row(table, row)
         waiter: asyncio.Future[None] = loop.create_future()
-        entry = _Entry(table, row, waiter, loop)
+        entry = Entry(table, row, waiter, loop)
         if not self._offer(entry):
             await asyncio.wait([waiter], timeout=self.config.append_timeout_s)
             self._refuse_if_waiting(entry)
@@ -141,12 +129,12 @@ class Journal:
         """The same for a thread without an event loop."""
         check_row(table, row)
         waiter: Future[None] = Future()
-        entry = _Entry(table, row, waiter, None)
+        entry = Entry(table, row, waiter, None)
         if not self._offer(entry):
             deadline = time.monotonic() + self.config.append_timeout_s
             with self._condition:
                 self._condition.wait_for(
-                    lambda: entry.state != _WAITING or waiter.done(), max(0.0, deadline - time.monotonic())
+                    lambda: entry.state != State.WAITING or waiter.done(), max(0.0, deadline - time.monotonic())
                 )
             self._refuse_if_waiting(entry)
         try:
@@ -198,7 +186,7 @@ class Journal:
 
     # Callers' side: never more than a few microseconds under the lock.
 
-    def _offer(self, entry: _Entry) -> bool:
+    def _offer(self, entry: Entry) -> bool:
         """Queue the entry, or let it wait for room (False)."""
         with self._condition:
             if self._failure is not None:
@@ -208,15 +196,15 @@ class Journal:
             if self._waiting or len(self._queue) >= self.config.max_queued_rows:
                 self._waiting[entry] = None
                 return False
-            entry.state = _QUEUED
+            entry.state = State.QUEUED
             self._queue.append(entry)
             if len(self._queue) == 1:
                 self._condition.notify_all()
             return True
 
-    def _refuse_if_waiting(self, entry: _Entry) -> None:
+    def _refuse_if_waiting(self, entry: Entry) -> None:
         with self._condition:
-            if entry.state != _WAITING or entry.waiter.done():
+            if entry.state != State.WAITING or entry.waiter.done():
                 return
             self._withdraw(entry)
         raise JournalFull(
@@ -225,15 +213,15 @@ class Journal:
             retry_after=self.config.append_timeout_s,
         )
 
-    def _withdraw(self, entry: _Entry) -> None:
-        entry.state = _WITHDRAWN
+    def _withdraw(self, entry: Entry) -> None:
+        entry.state = State.WITHDRAWN
         self._waiting.pop(entry, None)
         self._counters.refused += 1
 
-    def _stall(self, entry: _Entry) -> JournalBroken:
+    def _stall(self, entry: Entry) -> JournalBroken:
         """The disk has not answered in time. The row is withdrawn if it still can be."""
         with self._condition:
-            withdrawn = entry.state in (_WAITING, _QUEUED)
+            withdrawn = entry.state in (State.WAITING, State.QUEUED)
             if withdrawn:
                 self._withdraw(entry)
             self._stalled = True  # until a commit succeeds
@@ -258,29 +246,29 @@ class Journal:
             self._break(f"journal {self.folder}: the writer thread ended: {error!r}")
             raise
 
-    def _take(self) -> tuple[list[_Entry], bool]:
+    def _take(self) -> tuple[list[Entry], bool]:
         """All entries that wait; none when it is time to close a segment or the journal."""
         with self._condition:
             while not self._queue and not self._closing:
                 if not self._condition.wait(self._seconds_to_rotation()):
                     break
-            entries = [entry for entry in self._queue if entry.state == _QUEUED]
+            entries = [entry for entry in self._queue if entry.state == State.QUEUED]
             for entry in entries:
-                entry.state = _TAKEN
+                entry.state = State.TAKEN
             self._queue = []
             while self._waiting and len(self._queue) < self.config.max_queued_rows:
                 entry = next(iter(self._waiting))
                 del self._waiting[entry]
-                entry.state = _QUEUED
+                entry.state = State.QUEUED
                 self._queue.append(entry)
             if self._queue:
                 self._condition.notify_all()
             return entries, self._closing and not self._queue
 
-    def _commit(self, entries: list[_Entry]) -> None:
+    def _commit(self, entries: list[Entry]) -> None:
         """Make the entries durable and wake their callers. Raises OSError after having failed them."""
         started = time.perf_counter()
-        by_table: dict[str, list[_Entry]] = {}
+        by_table: dict[str, list[Entry]] = {}
         for entry in entries:
             by_table.setdefault(entry.table, []).append(entry)
         try:
@@ -288,7 +276,7 @@ class Journal:
             for segment, _ in written:
                 os.fdatasync(segment.fd)
         except BaseException as error:
-            _resolve(entries, JournalBroken(f"journal {self.folder}: the disk refused a write: {error!r}"))
+            resolve(entries, JournalBroken(f"journal {self.folder}: the disk refused a write: {error!r}"))
             raise
         # Only now is any of it acknowledged: until here a failure takes all of it back.
         for segment, length in written:
@@ -303,9 +291,9 @@ class Journal:
         counters.last_commit_ms = elapsed_ms
         counters.commit_ms_total += elapsed_ms
         self._stalled = False
-        _resolve(entries, None)
+        resolve(entries, None)
 
-    def _write(self, table: str, entries: list[_Entry]) -> tuple[_OpenSegment, int]:
+    def _write(self, table: str, entries: list[Entry]) -> tuple[_OpenSegment, int]:
         """Write the entries as one message; returns its segment and length. A row that does not fit is left out."""
         batch, errors = convert(table, [entry.row for entry in entries])
         for position, error in errors.items():
@@ -362,7 +350,7 @@ class Journal:
         try:
             self._take_back()
         finally:
-            _resolve(entries, JournalBroken(reason))
+            resolve(entries, JournalBroken(reason))
             with self._condition:
                 self._condition.notify_all()
 
@@ -395,33 +383,3 @@ def _forget_all_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all_in_child)
-
-
-def _resolve(entries: Iterable[_Entry], error: Exception | None) -> None:
-    """Tell every caller; one wake-up for each event loop, whatever the number of its tasks."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[_Entry]] = {}
-    for entry in entries:
-        entry.error = entry.error or error
-        if entry.loop is not None:
-            by_loop.setdefault(entry.loop, []).append(entry)
-        else:
-            _set(entry)
-    for loop, group in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_set_all, group)
-        except RuntimeError as closed:  # the loop has ended, and its callers with it
-            log.warning("%d rows are recorded, but their event loop is gone: %s", len(group), closed)
-
-
-def _set_all(entries: list[_Entry]) -> None:
-    for entry in entries:
-        _set(entry)
-
-
-def _set(entry: _Entry) -> None:
-    if entry.waiter.done():  # a caller that was cancelled
-        return
-    if entry.error is None:
-        entry.waiter.set_result(None)
-    else:
-        entry.waiter.set_exception(entry.error)

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from serve.policies import Policy, PolicyError, safetensors_header
+from serve.model_folder import safetensors_header
+from serve.policies import Policy, PolicyError
 
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _CHUNK_BYTES: Final = 64 << 20

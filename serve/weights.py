@@ -35,7 +35,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from serve.policies import safetensors_header
+from serve.model_folder import safetensors_header
 
 BACKEND: Final = "millrace_mapped"
 

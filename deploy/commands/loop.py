@@ -11,6 +11,7 @@ from deploy import lineage
 from deploy.commands.common import hand_on, json_out, pass_settings
 from deploy.config import ConfigError, Settings
 from deploy.processes import no_leftovers, stop_on_signals
+from serve.policies import PolicyStore
 
 
 @click.command()
@@ -93,7 +94,6 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     from evaluation.gate import decide
     from evaluation.suites import Suite
     from evaluation.suites import evaluate as compare
-    from serve.policies import PolicyStore
 
     store = PolicyStore(settings.path(settings.serve.policies))
     candidate, incumbent = _which(store, candidate, incumbent)
@@ -148,7 +148,7 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
     return 1 if record.status == "failed" else 0
 
 
-def _which(store, candidate: int | None, incumbent: int | None) -> tuple[int, int]:  # type: ignore[no-untyped-def]
+def _which(store: PolicyStore, candidate: int | None, incumbent: int | None) -> tuple[int, int]:
     """The two versions to compare. Raises click.UsageError if that can't be known."""
     if incumbent is None:
         pointer = store.serving()

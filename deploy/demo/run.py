@@ -134,7 +134,9 @@ def free_port() -> int:
 
 def seed_policy(folder: Path, say: Callable[[str], None]) -> None:
     command = [sys.executable, "-m", "deploy.demo.seed", str(folder / "seed"), "--skip", str(HELD_OUT + TRAFFIC)]
-    finish(Child("seed", command, log=folder / "seed.log", environment=child_environment(), grace=5.0, follow=say))
+    # Two threads that spin while they wait for each other are slow on a machine that does something else too.
+    environment = child_environment({"OMP_WAIT_POLICY": "PASSIVE"})
+    finish(Child("seed", command, log=folder / "seed.log", environment=environment, grace=5.0, follow=say))
 
 
 def call(name: str, settings: Settings, say: Callable[[str], None], file: Path, *arguments: str) -> None:

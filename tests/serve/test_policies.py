@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from serve.model_folder import safetensors_header
 from serve.policies import (
     PolicyCorrupt,
     PolicyError,
@@ -21,7 +22,6 @@ from serve.policies import (
     PolicyNotFound,
     PolicyStore,
     StalePointer,
-    safetensors_header,
 )
 
 
@@ -98,6 +98,18 @@ def test_copying_a_folder_leaves_out_pickles_beside_safetensors(store: PolicySto
     (source / "model.safetensors").unlink()
     with pytest.raises(PolicyInvalid, match="convert"):
         store.publish(source, parent=None, lineage={}, metrics={})
+
+
+def test_a_copied_policy_folder_does_not_bring_its_manifest_and_verdict(store: PolicyStore) -> None:
+    first = store.publish(write_model, parent=None, lineage={"of": 1}, metrics={}, gate={"verdict": "pass"})
+
+    def write(folder: Path) -> None:
+        for path in first.path.iterdir():
+            (folder / path.name).write_bytes(path.read_bytes())
+
+    second = store.publish(write, parent=1, lineage={"of": 2}, metrics={})
+    assert (second.version, second.gate, second.lineage) == (2, None, {"of": 2})
+    assert store.verify(2).files == first.files
 
 
 def test_an_unknown_parent_and_a_metric_that_is_not_json_are_refused(store: PolicyStore) -> None:

@@ -1,0 +1,64 @@
+"""A row on its way through the journal, and the waking of the caller that waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class State(Enum):
+    """How far a row is. It changes under the journal's lock only."""
+
+    WAITING = "for room in the queue"
+    QUEUED = "for the writer"
+    TAKEN = "by the writer: it can't be withdrawn any more"
+    WITHDRAWN = "by its caller: it is never written"
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """A row, and who waits for it: a task of ``loop``, or a thread if there is none."""
+
+    table: str
+    row: dict[str, Any]
+    waiter: asyncio.Future[None] | Future[None]
+    loop: asyncio.AbstractEventLoop | None
+    state: State = State.WAITING
+    error: Exception | None = None
+
+
+def resolve(entries: Iterable[Entry], error: Exception | None) -> None:
+    """Tell every caller; one wake-up for each event loop, whatever the number of its tasks."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Entry]] = {}
+    for entry in entries:
+        entry.error = entry.error or error
+        if entry.loop is not None:
+            by_loop.setdefault(entry.loop, []).append(entry)
+        else:
+            _set(entry)
+    for loop, group in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_set_all, group)
+        except RuntimeError as closed:  # the loop has ended, and its callers with it
+            log.warning("nobody is left to be told of %d rows: %s", len(group), closed)
+
+
+def _set_all(entries: list[Entry]) -> None:
+    for entry in entries:
+        _set(entry)
+
+
+def _set(entry: Entry) -> None:
+    if entry.waiter.done():  # a caller that was cancelled
+        return
+    if entry.error is None:
+        entry.waiter.set_result(None)
+    else:
+        entry.waiter.set_exception(entry.error)

@@ -1,0 +1,117 @@
+"""What a policy's folder holds: a Hugging Face model with a tokenizer, its weights in safetensors and nothing else.
+
+Imports neither torch nor vLLM. Format of the weights: https://huggingface.co/docs/safetensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Final
+
+PICKLE_SUFFIXES: Final = frozenset(
+    {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".h5", ".msgpack"}
+)
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+class PolicyError(RuntimeError):
+    """A policy or the store can't be used as asked; the text names what is wrong."""
+
+
+class PolicyInvalid(PolicyError):  # noqa: N818
+    """A folder is not a policy: a file is missing, is pickle, or isn't what its name says."""
+
+
+def check_folder(folder: Path) -> None:
+    """Raise PolicyInvalid unless ``folder`` is a Hugging Face model with a tokenizer and whole safetensors weights."""
+    files = regular_files(folder)
+    names = {path.relative_to(folder).as_posix() for path in files}
+    for name in sorted(names):
+        if Path(name).suffix.lower() in PICKLE_SUFFIXES:
+            raise PolicyInvalid(f"{name}: weights of a policy are safetensors; {Path(name).suffix} files can run code")
+    if "config.json" not in names:
+        raise PolicyInvalid(f"{folder} has no config.json")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        if name in names:
+            _check_json(folder / name)
+    if not names & set(TOKENIZER_FILES):
+        raise PolicyInvalid(f"{folder} has no tokenizer (one of {', '.join(TOKENIZER_FILES)})")
+    weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if not weights:
+        raise PolicyInvalid(f"{folder} has no *.safetensors weights")
+    held: dict[str, str] = {}
+    for name in weights:
+        for tensor in safetensors_header(folder / name):
+            if tensor in held:
+                raise PolicyInvalid(f"{name}: tensor {tensor} is in {held[tensor]} too")
+            held[tensor] = name
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        for tensor, name in _check_json(index).get("weight_map", {}).items():
+            if held.get(tensor) != name:
+                raise PolicyInvalid(f"{index.name} says that {name} holds {tensor}, which it doesn't")
+
+
+def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Tensor name -> {dtype, shape, data_offsets}, from the file's header alone. Raises PolicyInvalid naming the file.
+
+    Format: https://huggingface.co/docs/safetensors (8 bytes length, JSON, data).
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise PolicyInvalid(f"{path.name} is not a whole safetensors file ({size} bytes)")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PolicyInvalid(f"{path.name} has no safetensors header: {error}") from error
+    if 8 + length + end != size:
+        raise PolicyInvalid(f"{path.name} has {size} bytes, its header says {8 + length + end}")
+    return header
+
+
+def sha256_file(path: Path) -> str:
+    """Hex sha256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def copy_model(source: Path, target: Path, leave_out: Collection[str]) -> None:
+    """Copy what a policy consists of: the folder's own files, links followed, nothing hidden, no pickle."""
+    if not source.is_dir():
+        raise PolicyInvalid(f"{source} is not a folder")
+    entries = [entry for entry in sorted(source.iterdir()) if entry.is_file() and not entry.name.startswith(".")]
+    pickled = [entry.name for entry in entries if entry.suffix.lower() in PICKLE_SUFFIXES]
+    if pickled and not any(entry.suffix == ".safetensors" for entry in entries):
+        raise PolicyInvalid(f"{source} has pickled weights only ({pickled[0]}): convert them to safetensors first")
+    for entry in entries:
+        if entry.name not in {*pickled, *leave_out}:
+            shutil.copyfile(entry, target / entry.name)
+
+
+def regular_files(folder: Path) -> list[Path]:
+    """All files below a folder, by name. Raises PolicyInvalid on a link, which could lead outside."""
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise PolicyInvalid(f"{path} is a symbolic link")
+        if path.is_file():
+            files.append(path)
+    return files
+
+
+def _check_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise PolicyInvalid(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise PolicyInvalid(f"{path.name} is not a JSON object")
+    return value
