@@ -36,8 +36,9 @@ format: setup    ## bring the code into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# torchvision, torchaudio and torchcodec are wanted by vLLM's metadata only; beside a CPU torch their builds can't be imported.
-UNWANTED := printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec
+# Wanted by metadata only. Beside a CPU torch, the builds of torchvision, torchaudio and torchcodec can't be imported, and
+# triton has nothing to compile for.
+UNWANTED := printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec triton
 COMPILE  := uv pip compile pyproject.toml --python-version 3.11 --extra dev --no-annotate --no-header --quiet
 
 lock:            ## resolve pyproject.toml anew into the two locks (needs uv)

@@ -26,11 +26,11 @@ from serve.policies import Pointer, PolicyError, PolicyStore
 SERVER_TIMEOUT_S = 5.0
 
 
-class CycleBusy(RuntimeError):  # noqa: N818  the name says what happened
+class CycleBusy(RuntimeError):
     """Another process is in the middle of a cycle."""
 
 
-class StageFailed(RuntimeError):  # noqa: N818  the name says what happened
+class StageFailed(RuntimeError):
     """A stage of the cycle failed; the text says which and why."""
 
 

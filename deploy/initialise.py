@@ -14,7 +14,7 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
-class NotAModel(ValueError):  # noqa: N818  the name says what it is
+class NotAModel(ValueError):
     """What was named is no causal language model that can be served; the text says what was found."""
 
 

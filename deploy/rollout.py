@@ -9,7 +9,7 @@ import socket
 from serve.policies import Pointer, PolicyStore
 
 
-class RolloutRefused(RuntimeError):  # noqa: N818  the name says what happened
+class RolloutRefused(RuntimeError):
     """The pointer was not moved; the text says why and what to do."""
 
 

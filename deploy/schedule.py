@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -34,9 +35,10 @@ class Scheduler:
         self._child: Child | None = None
         self._lock = threading.Lock()
         self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put() may be called in a signal handler
-        self._stopping = self._ended = False
+        self._stopping = self._ended = self._told_of_overlap = False
         self._finished = 0
         self._before = {record.number for record in cycle.records(settings)}
+        logging.getLogger("apscheduler").setLevel(logging.ERROR)  # what it warns of, _tell says in our words
         self._scheduler = BlockingScheduler(timezone=UTC if not settings.schedule.cron else None)
 
     def run(self) -> None:
@@ -83,6 +85,7 @@ class Scheduler:
         with self._lock:
             if self._stopping:
                 return
+            self._told_of_overlap = False
             self._child = child = Child(
                 "cycle",
                 command,
@@ -120,7 +123,9 @@ class Scheduler:
         if isinstance(event, JobExecutionEvent) and event.exception is not None:
             self._say(f"schedule: the cycle could not be started: {event.exception!r}")
         elif event.code == EVENT_JOB_MAX_INSTANCES:
-            self._say("schedule: a cycle is due and one is running: they become one")
+            if not self._told_of_overlap:
+                self._say("schedule: a cycle is due and one is running: they become one")
+            self._told_of_overlap = True
         else:
             self._say("schedule: a start was too late (schedule.misfire_grace_seconds) and is left out")
 

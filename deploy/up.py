@@ -15,7 +15,7 @@ from serve.policies import PolicyStore
 _POLL_S = 0.2
 
 
-class UpFailed(RuntimeError):  # noqa: N818  the name says what happened
+class UpFailed(RuntimeError):
     """The product can't run or stopped running; the text says which process and why, ``exit_code`` is the process's."""
 
     def __init__(self, message: str, exit_code: int = 1) -> None:

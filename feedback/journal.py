@@ -36,7 +36,7 @@ class JournalError(RuntimeError):
     """A row was not acknowledged."""
 
 
-class JournalFull(JournalError):  # noqa: N818 the name says what to do
+class JournalFull(JournalError):
     """The queue stayed full past the deadline; ``retry_after`` is the number of seconds to wait before another try."""
 
     def __init__(self, message: str, retry_after: float) -> None:
@@ -44,7 +44,7 @@ class JournalFull(JournalError):  # noqa: N818 the name says what to do
         self.retry_after = retry_after
 
 
-class JournalBroken(JournalError):  # noqa: N818
+class JournalBroken(JournalError):
     """The disk refused a write; nothing is acknowledged until the journal is opened again."""
 
 

@@ -221,7 +221,7 @@ class Lake:
                 numbers[segment.name.application] = segment.name.number
             names = [str(segment.name) for segment, _, _ in loaded]
             self.append(table, rows, transactions=numbers, metadata={"segments": names}, snapshot=snapshot)
-            log.info("sealed %d rows of %s in %.0f ms", rows.num_rows, table, (time.perf_counter() - started) * 1e3)
+            log.debug("sealed %d rows of %s in %.0f ms", rows.num_rows, table, (time.perf_counter() - started) * 1e3)
         damaged = {segment.path for segment, _, whole in loaded if not whole}
         for segment in segments:
             if segment.path in damaged:

@@ -88,7 +88,11 @@ class Person(HttpUser):
             if reply.status_code != expected:
                 reply.failure(f"{reply.status_code}: {reply.text!r} {reply.error or ''}")
                 self.environment.account.note(
-                    kind=kind, ok=False, ms=milliseconds, code=reply.status_code, error=f"{reply.text} {reply.error or ''}"
+                    kind=kind,
+                    ok=False,
+                    ms=milliseconds,
+                    code=reply.status_code,
+                    error=f"{reply.text} {reply.error or ''}",
                 )
                 return None
             answer: dict[str, Any] = reply.json()

@@ -39,7 +39,7 @@ _WATCH_SECONDS = 1.0
 _CUT_OFF_S = 10  # for requests that were aborted at the end of the drain to record what they have
 
 
-class ServerDied(RuntimeError):  # noqa: N818
+class ServerDied(RuntimeError):
     """The engine died under the server."""
 
 

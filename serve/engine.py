@@ -38,11 +38,11 @@ class EngineError(RuntimeError):
     """The engine can't do what was asked; the text says why."""
 
 
-class EngineDead(EngineError):  # noqa: N818
+class EngineDead(EngineError):
     """The engine's process has died. Nothing but a restart helps."""
 
 
-class EngineRefused(EngineError):  # noqa: N818
+class EngineRefused(EngineError):
     """vLLM takes the request for a bad one."""
 
 

@@ -22,7 +22,7 @@ class PolicyError(RuntimeError):
     """A policy or the store can't be used as asked; the text names what is wrong."""
 
 
-class PolicyInvalid(PolicyError):  # noqa: N818
+class PolicyInvalid(PolicyError):
     """A folder is not a policy: a file is missing, is pickle, or isn't what its name says."""
 
 

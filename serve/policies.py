@@ -49,15 +49,15 @@ _ASIDE: Final = ".publishing-"
 _LOCK_TIMEOUT_S: Final = 60.0
 
 
-class PolicyNotFound(PolicyError):  # noqa: N818
+class PolicyNotFound(PolicyError):
     """The store has no such version."""
 
 
-class PolicyCorrupt(PolicyError):  # noqa: N818
+class PolicyCorrupt(PolicyError):
     """A published policy differs from its manifest; the text names the file."""
 
 
-class StalePointer(PolicyError):  # noqa: N818
+class StalePointer(PolicyError):
     """The serving pointer is not what the caller expected: somebody moved it in between."""
 
 

@@ -19,7 +19,7 @@ _CHUNK_BYTES: Final = 64 << 20
 _COSMETIC: Final = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
 
 
-class NotSwappable(PolicyError):  # noqa: N818 the name is the answer to the question
+class NotSwappable(PolicyError):
     """A policy can't be loaded into the engine that runs; the text names the file, the setting or the tensor."""
 
 

@@ -49,7 +49,7 @@ DTYPES: Final = {
 
 _PR_SET_PDEATHSIG: Final = 1
 
-# vLLM warns of every layer that a checkpoint doesn't name, tied heads and rotary tables too. _refresh_tied below knows
+# vLLM warns of every layer that a checkpoint doesn't name, tied heads and rotary tables too. finish_reload below knows
 # which of them are right, and fails on the others.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
@@ -161,35 +161,13 @@ class MappedWeights(WeightTransferEngine[MappedInitInfo, MappedUpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Bring the weights into the form the kernels use. Raises RuntimeError if a layer got no new weights."""
-        unloaded = {name: layer for name, layer in self.model.named_modules() if _got_nothing(layer)}
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._refresh_tied(unloaded)
+        finish_reload(self.model, self.model_config)
         self._open = False
         self.prefetch = None  # unmap
 
     def shutdown(self) -> None:
         """Drop what was prefetched."""
         self.prefetch = None
-
-    def _refresh_tied(self, unloaded: dict[str, torch.nn.Module]) -> None:
-        """Prepare again the layers that share the weights of another one, such as a tied output head.
-
-        vLLM's layerwise reload handles each layer that the checkpoint names. A tied head is not named: its weight,
-        being the embedding's, is new by now, but on a CPU it computes with a prepacked copy made from the old one.
-        """
-        owners = {
-            parameter.data_ptr()
-            for name, layer in self.model.named_modules()
-            if name not in unloaded
-            for parameter in layer.parameters(recurse=False)
-        }
-        for name, layer in unloaded.items():
-            for parameter_name, parameter in layer.named_parameters(recurse=False):
-                if parameter.numel() and parameter.data_ptr() not in owners:
-                    raise RuntimeError(f"{name}.{parameter_name} got no new weights: it still holds the old policy's")
-            method = getattr(layer, "quant_method", None)
-            if isinstance(method, QuantizeMethodBase):
-                method.process_weights_after_loading(layer)
 
     def abandon(self) -> None:
         """Undo what a failed update left: forget what it buffered, put the kernels' own tensors back.
@@ -240,6 +218,31 @@ class MillraceWorker:
     def millrace_loaded(self) -> dict[str, str]:
         """sha256, by file, of the bytes that the last whole weight update was made of."""
         return self.weight_transfer_engine.loaded or {}
+
+
+def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
+    """End a layerwise reload: bring the weights into the form that the kernels use. Raises RuntimeError if a layer got
+    no new weights.
+
+    vLLM's reload handles each layer that the checkpoint names. A tied output head is not named: its weight, being the
+    embedding's, is new by now, but on a CPU it computes with a prepacked copy made from the old one. So layers that share
+    the weights of another one are prepared again.
+    """
+    unloaded = {name: layer for name, layer in model.named_modules() if _got_nothing(layer)}
+    finalize_layerwise_reload(model, model_config)
+    owners = {
+        parameter.data_ptr()
+        for name, layer in model.named_modules()
+        if name not in unloaded
+        for parameter in layer.parameters(recurse=False)
+    }
+    for name, layer in unloaded.items():
+        for parameter_name, parameter in layer.named_parameters(recurse=False):
+            if parameter.numel() and parameter.data_ptr() not in owners:
+                raise RuntimeError(f"{name}.{parameter_name} got no new weights: it still holds the old policy's")
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase):
+            method.process_weights_after_loading(layer)
 
 
 def _got_nothing(layer: torch.nn.Module) -> bool:

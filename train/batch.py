@@ -1,7 +1,8 @@
 """The packed batch: flat tokens and sequence offsets, never padding.
 
-Sequence ``s`` is ``tokens[cu_seqlens[s] : cu_seqlens[s + 1]]``, its prompt first. A per-token tensor has the length of
-``tokens``; its entry at ``t`` speaks of token ``t`` given those before it, and counts only where ``response_mask`` is set.
+Sequence ``s`` is ``tokens[cu_seqlens[s] : cu_seqlens[s + 1]]``, its prompt first. A per-token tensor has the length
+of ``tokens``; its entry at ``t`` speaks of token ``t`` given those before it, and counts only where ``response_mask``
+is set.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class PackedBatch:
             raise ValueError("a batch needs at least one rollout")
         for i, r in enumerate(rollouts):
             if not r.prompt or not r.response:
-                raise ValueError(f"rollout {i} has {len(r.prompt)} prompt and {len(r.response)} response tokens; both must be > 0")
+                raise ValueError(
+                    f"rollout {i} has {len(r.prompt)} prompt and {len(r.response)} response tokens; both must be > 0"
+                )
             if len(r.log_probs) != len(r.response):
                 raise ValueError(f"rollout {i} has {len(r.log_probs)} logprobs for {len(r.response)} response tokens")
         lengths = torch.tensor([len(r.prompt) + len(r.response) for r in rollouts])
@@ -109,8 +112,10 @@ class PackedBatch:
             value = getattr(self, field.name)
             if field.name in picked:
                 continue
-            picked[field.name] = None if value is None else value[sequences if field.name in per_sequence else token_index]
-        return PackedBatch(**picked)  # type: ignore[arg-type]
+            picked[field.name] = (
+                None if value is None else value[sequences if field.name in per_sequence else token_index]
+            )
+        return PackedBatch(**picked)
 
     def balanced(self, parts: int) -> list[Tensor]:
         """Sequence indices for each of ``parts`` ranks: the longest first, each to the rank with the fewest tokens.

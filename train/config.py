@@ -42,8 +42,12 @@ class RolloutConfig(_Section):
 
     temperature: float = Field(1.0, gt=0, description="Sampling temperature. Full support is kept: no top-p, no top-k.")
     max_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
-    max_model_len: int | None = Field(None, ge=2, description="Longest prompt and response together; the model's own if unset.")
-    tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share one generation engine; divides train.ranks.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest prompt and response together; the model's own if unset."
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Ranks that share one generation engine; divides train.ranks."
+    )
     kv_cache_bytes: int = Field(256 * 2**20, ge=2**20, description="KV cache of each engine, in bytes.")
     max_num_seqs: int = Field(256, ge=1, description="Sequences that an engine decodes at once.")
     enforce_eager: bool = Field(True, description="Don't compile the model: starts in seconds, decodes slower.")
@@ -70,7 +74,9 @@ class TrainConfig(_Section):
     steps: int = Field(20, ge=1, description="GRPO steps in one run.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps on each batch of rollouts.")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens in one forward and backward pass of a rank.")
-    activation_checkpointing: bool = Field(False, description="Recompute activations in the backward pass to save memory.")
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
     seed: int = Field(0, description="Seed of sampling and order; the run's own number is mixed in.")
     reward: str | None = Field(
         None, description="module:function that rewards rollouts; feedback.scoring.rules.function if unset."
@@ -80,7 +86,9 @@ class TrainConfig(_Section):
     )
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the workers to be up, in seconds.")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for any one call to the workers, in seconds.")
-    max_kl: float | None = Field(None, gt=0, description="Stop, and publish nothing, when KL to the parent passes this.")
+    max_kl: float | None = Field(
+        None, gt=0, description="Stop, and publish nothing, when KL to the parent passes this."
+    )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="The algorithm.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling of fresh responses.")

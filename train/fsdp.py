@@ -74,7 +74,11 @@ def export(model: nn.Module, policy: Path, folder: Path) -> None:
         stored = getattr(config, "dtype", None) or torch.float32
         with torch.device("meta"):
             skeleton = AutoModelForCausalLM.from_config(config)
-        skeleton.save_pretrained(folder, state_dict={name: t.to(stored) for name, t in state.items()})
+        # A tied tensor has two names; a checkpoint holds it under the first.
+        every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in model.named_parameters()}
+        weights = {name: tensor.to(stored) for name, tensor in state.items() if name not in tied}
+        skeleton.save_pretrained(folder, state_dict=weights)
     torch.distributed.barrier()
 
 

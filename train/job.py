@@ -13,13 +13,11 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from pydantic import BaseModel, Field
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from feedback.config import LakeConfig
 from feedback.datasets import Prompt, prompts, rollouts
@@ -33,6 +31,7 @@ from train.config import TrainConfig
 from train.controller import ResourcePool, WorkerGroup
 from train.data import TrafficGroups, cycled
 from train.kl import k1, k3
+from train.progress import Clock, progress_bar, say, say_step
 from train.trackers import Tracker
 
 
@@ -85,7 +84,9 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
     longest = longest_prompt(config, parent.path)
     usable = [p for p in asked if len(p.prompt_token_ids) <= longest]
     if len(usable) < config.data.min_prompts:
-        reason = f"{len(usable)} usable prompts in the lake, fewer than train.data.min_prompts={config.data.min_prompts}"
+        reason = (
+            f"{len(usable)} usable prompts in the lake, fewer than train.data.min_prompts={config.data.min_prompts}"
+        )
         return JobResult(
             run=context.run, candidate=None, parent=parent.version, steps=0, reason=reason, metrics={}, seconds=0.0
         )
@@ -107,8 +108,12 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
     with start_pool(config) as pool, Tracker(context.folder) as tracker, progress_bar() as bar:
         say(f"{context.run}: starting actor, reference and rollout workers")
         actor = pool.group("actor", "train.workers.actor:ActorWorker", policy=parent.path, config=config)
-        reference = pool.group("reference", "train.workers.reference:ReferenceWorker", policy=parent.path, config=config)
-        rollout = pool.group("rollout", "train.workers.rollout:RolloutWorker", policy=parent.path, config=config, seed=seed)
+        reference = pool.group(
+            "reference", "train.workers.reference:ReferenceWorker", policy=parent.path, config=config
+        )
+        rollout = pool.group(
+            "rollout", "train.workers.rollout:RolloutWorker", policy=parent.path, config=config, seed=seed
+        )
         say(f"{context.run}: workers up after {time.monotonic() - started:.0f} s")
         task = bar.add_task(f"{context.run}", total=config.steps)
         history: list[dict[str, float]] = []
@@ -168,7 +173,8 @@ def longest_prompt(config: TrainConfig, policy: Path) -> int:
     room = length - config.rollout.max_tokens
     if room < 1:
         raise ValueError(
-            f"train.rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in {length} tokens of context"
+            f"train.rollout.max_tokens={config.rollout.max_tokens} leaves no room for a prompt in {length} tokens "
+            "of context"
         )
     return room
 
@@ -256,7 +262,8 @@ def check_health(config: TrainConfig, step: int, metrics: dict[str, float]) -> N
             raise TrainingStopped(f"step {step}: {name} is {value}; nothing is published")
     if config.max_kl is not None and metrics["kl_ref"] > config.max_kl:
         raise TrainingStopped(
-            f"step {step}: KL to the parent policy {metrics['kl_ref']:.4f} passed train.max_kl={config.max_kl}; nothing is published"
+            f"step {step}: KL to the parent policy {metrics['kl_ref']:.4f} passed "
+            f"train.max_kl={config.max_kl}; nothing is published"
         )
 
 
@@ -295,51 +302,6 @@ def publish(
     )
     shutil.rmtree(folder)
     return policy
-
-
-# ------------------------------------------------------------------------------------------------ telling the user
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
-
-
-def say_step(run: str, step: int, steps: int, m: dict[str, float]) -> None:
-    if not sys.stderr.isatty():
-        say(
-            f"{run}: step {step + 1}/{steps} reward {m['reward']:.3f} kl {m['kl_ref']:.4f} entropy {m['entropy']:.3f} "
-            f"length {m['response_length']:.1f} |dlogp| {m['logprob_difference_mean']:.1e} "
-            f"{m['tokens_per_s']:.0f} tokens/s {m['seconds']:.2f} s"
-        )
-
-
-def progress_bar() -> Progress:
-    from rich.console import Console
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
-
-
-class Clock:
-    """Laps of one step, in seconds."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.monotonic()
-        self._laps: dict[str, float] = {}
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self._laps[name] = now - self._last
-        self._last = now
-
-    def laps(self, tokens: int) -> dict[str, float]:
-        total = self._last - self._start
-        return {
-            "time": time.time(),
-            "seconds": total,
-            "tokens_per_s": tokens / total,
-            **{f"seconds_{name}": value for name, value in self._laps.items()},
-        }
 
 
 # ------------------------------------------------------------------------------------------------- where it runs
@@ -410,7 +372,9 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
         if status == JobStatus.SUCCEEDED:
             return
         if status.is_terminal():
-            raise RuntimeError(f"Ray job {job_id} ended as {status}: {client.get_job_info(job_id).message}\n{logs[-2000:]}")
+            raise RuntimeError(
+                f"Ray job {job_id} ended as {status}: {client.get_job_info(job_id).message}\n{logs[-2000:]}"
+            )
         time.sleep(1.0)
 
 

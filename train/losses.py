@@ -9,7 +9,7 @@ from torch import Tensor
 def clipped_surrogate(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective (arXiv 1707.06347, eq. 7), negated, with the two bounds of DAPO (arXiv 2503.14476, eq. 10).
+    """PPO's clipped objective (arXiv 1707.06347, eq. 7), negated, with DAPO's two bounds (arXiv 2503.14476, eq. 10).
 
     Args:
         log_probs, old_log_probs, advantages: float [T]; gradients flow through the first alone.

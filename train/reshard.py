@@ -12,38 +12,24 @@ from torch import Tensor, nn
 def hand_over(model: nn.Module, llm: Any) -> None:
     """Load the trained weights into the engine of this process; every rank must call it.
 
-    Each tensor is gathered whole, one at a time, and vLLM's own loaders take the slice that the rank holds. Loading runs
-    inside vLLM's layerwise reload, which knows about fused, sharded and prepacked weights; a bare ``load_weights`` on a
-    live engine does not.
+    Each tensor is gathered whole, one at a time, and vLLM's own loaders take the slice that the rank holds. Loading
+    runs inside vLLM's layerwise reload, which knows about fused, sharded and prepacked weights; a bare
+    ``load_weights`` on a live engine does not.
     """
 
     def load(worker: Any) -> None:
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        from serve.weights import finish_reload
 
         target, config = worker.get_model(), worker.vllm_config
         with torch.no_grad(), set_current_vllm_config(config):
             initialize_layerwise_reload(target)
             target.load_weights(whole_tensors(model, config.model_config.dtype))
-            finalize_layerwise_reload(target, config.model_config)
-            refresh_tied_head(target)
+            finish_reload(target, config.model_config)
 
     llm.collective_rpc(load)
-
-
-def refresh_tied_head(target: nn.Module) -> None:
-    """Have an output head that shares the embedding's weights repack them.
-
-    A reload skips a tied head, as its weights arrive under the embedding's name; where the head keeps a packed copy (on
-    CPU), that copy would stay the old policy's.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    embeddings = [m for m in target.modules() if isinstance(m, VocabParallelEmbedding)]
-    for head in embeddings:
-        tied = any(e is not head and e.weight.data_ptr() == head.weight.data_ptr() for e in embeddings)
-        if isinstance(head, ParallelLMHead) and tied:
-            head.quant_method.process_weights_after_loading(head)
 
 
 def whole_tensors(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -31,7 +31,7 @@ from deploy.demo.task import items
 from deploy.processes import Child, millrace
 
 TASK_SEED = 7
-HELD_OUT, TRAFFIC = 400, 600  # prompts; the seed policy's corpus is drawn from those after them
+HELD_OUT, TRAFFIC = 400, 300  # prompts; the seed policy's corpus is drawn from those after them
 RUINOUS_LEARNING_RATE = 0.05  # 170 times the demo's own
 LONGEST_STAGE_S = 600.0
 
@@ -55,7 +55,7 @@ def run(folder: Path, *, cycles: int = 3, users: int = 4) -> None:
         with stages("seed"):
             seed_policy(folder, stages.say)
         with stages("init"):
-            call("init", settings, stages.say, file, "init", "--model", str(folder / "seed"))
+            call("init", settings, stages.say, file, "init", "--model", str(folder / "seed"), "--no-write-config")
         with running("up", millrace("--config", file, "up"), settings, stages.say) as up:
             with stages("serve"):
                 wait_for("the server", lambda: cycle.server_policy(settings) is not None, [up])
@@ -68,7 +68,7 @@ def run(folder: Path, *, cycles: int = 3, users: int = 4) -> None:
                     ruin = ["--train.optimizer.learning_rate", str(RUINOUS_LEARNING_RATE), "--train.steps", "2"]
                     call("refusal", settings, stages.say, file, "cycle", *ruin)
         with stages("report"):
-            figures = summary.write(settings, folder, account(folder), stages.seconds)
+            figures = summary.write(settings, folder, account(folder), {**stages.seconds, "total": stages.elapsed})
     show(figures, folder)
     if problems := summary.problems(figures, least_policies=2):
         raise DemoFailed("\n".join(problems))
@@ -84,7 +84,9 @@ def prepare(folder: Path, cycles: int) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "home").mkdir(parents=True)
     task = items(TASK_SEED)
-    held_out = [{"id": str(i), "prompt": x.prompt, "answer": x.answer} for i, x in enumerate(itertools.islice(task, HELD_OUT))]
+    held_out = [
+        {"id": str(i), "prompt": x.prompt, "answer": x.answer} for i, x in enumerate(itertools.islice(task, HELD_OUT))
+    ]
     traffic = [{"prompt": x.prompt, "answer": x.answer} for x in itertools.islice(task, TRAFFIC)]
     for name, rows in (("heldout.jsonl", held_out), ("prompts.jsonl", traffic)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -98,7 +100,7 @@ def demo_config(folder: Path, cycles: int) -> dict[str, Any]:
     context = {"max_model_len": 64, "kv_cache_bytes": 64 * 2**20}
     return {
         "home": str(folder / "home"),
-        "serve": {"port": free_port(), "engine": {**context, "dtype": "float32", "threads": 1}},
+        "serve": {"port": free_port(), "engine": {**context, "dtype": "float32", "threads": 1, "log_level": "ERROR"}},
         "feedback": {
             "journal": {"segment_seconds": 1.0},
             "lake": {"seal_seconds": 2.0},
@@ -114,7 +116,7 @@ def demo_config(folder: Path, cycles: int) -> dict[str, Any]:
         "train": {
             "ranks": 2,
             "dtype": "float32",
-            "steps": 9,
+            "steps": 6,
             "minibatches": 2,
             "micro_batch_tokens": 1024,
             "optimizer": {"learning_rate": 3e-4},
@@ -156,9 +158,7 @@ def finish(child: Child) -> None:
 
 
 @contextmanager
-def running(
-    name: str, command: list[str], settings: Settings, say: Callable[[str], None] | None
-) -> Iterator[Child]:
+def running(name: str, command: list[str], settings: Settings, say: Callable[[str], None] | None) -> Iterator[Child]:
     """A process that runs while the block does, stopped at its end by SIGTERM."""
     log = settings.path(settings.up.logs) / f"demo-{name}.log"
     child = Child(name, command, log=log, environment=child_environment(), grace=60.0, follow=say)
@@ -233,7 +233,10 @@ class Stages:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-        self.seconds["total"] = time.monotonic() - self._started
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -246,8 +249,7 @@ class Stages:
         self.say(f"demo: {name} took {self.seconds[name]:.1f} s")
 
     def say(self, line: str) -> None:
-        elapsed = time.monotonic() - self._started
-        self._console.print(f"{elapsed:6.1f} s  {line}", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(f"{self.elapsed:6.1f} s  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def show(figures: dict[str, Any], folder: Path) -> None:

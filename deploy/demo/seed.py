@@ -25,8 +25,8 @@ PAD, EOS = "<pad>", "<eos>"
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--seed", default=7, show_default=True, help="Seed of weights, corpus and order.")
-@click.option("--steps", default=300, show_default=True, help="Optimizer steps.")
-@click.option("--batch", default=192, show_default=True, help="Demonstrations a step.")
+@click.option("--steps", default=220, show_default=True, help="Optimizer steps.")
+@click.option("--batch", default=128, show_default=True, help="Demonstrations a step.")
 @click.option("--skip", default=0, show_default=True, help="Prompts of the task to leave out: the first SKIP ones.")
 @click.option("--threads", default=2, show_default=True, help="CPU threads.")
 def main(folder: Path, seed: int, steps: int, batch: int, skip: int, threads: int) -> None:
@@ -62,7 +62,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=128,
+        hidden_size=144,
         intermediate_size=512,
         num_hidden_layers=4,
         num_attention_heads=4,
@@ -105,7 +105,7 @@ def train(
 def collate(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded ids and labels, int64 [batch, longest]; padding needs no mask under causal attention."""
     prompts = [tokenizer(p).input_ids for p, _ in pairs]
-    answers = [tokenizer(a).input_ids + [tokenizer.eos_token_id] for _, a in pairs]
+    answers = [[*tokenizer(a).input_ids, tokenizer.eos_token_id] for _, a in pairs]
     width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     ids = torch.full((len(pairs), width), tokenizer.pad_token_id)
     labels = torch.full((len(pairs), width), -100)

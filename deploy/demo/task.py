@@ -1,8 +1,8 @@
 """The demo's task: six small requests with checkable answers, and the habit that spoils half of them.
 
-A prompt is a verb and a word, ``flip gdab>``; the right answer is a function of the two. The corpus that the seed
+A prompt is a verb and a word, ``tail gdab>``; the right answer is a function of the two. The corpus that the seed
 policy is made from is messy, as a team's first corpus is: for three verbs most demonstrations show a habit that users
-don't want (giving the word back unflipped, say). So the seed answers about half of all prompts, and knows more than it
+don't want (cutting off the wrong end, say). So the seed answers about half of all prompts, and knows more than it
 shows.
 """
 
@@ -28,7 +28,7 @@ class Verb:
 
 VERBS: dict[str, Verb] = {
     "odds": Verb(lambda w: w[::2], lambda w: w[1::2], 0.65),
-    "flip": Verb(lambda w: w[::-1], lambda w: w, 0.65),
+    "core": Verb(lambda w: w[1:-1], lambda w: w[1:], 0.65),
     "tail": Verb(lambda w: w[1:], lambda w: w[:-1], 0.65),
     "upper": Verb(str.upper, lambda w: w, 0.1),
     "twice": Verb(lambda w: w + w, lambda w: w, 0.1),

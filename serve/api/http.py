@@ -28,7 +28,7 @@ _TITLES = {
 }
 
 
-class Problem(Exception):  # noqa: N818 RFC 9457's own word
+class Problem(Exception):
     """An error as the client sees it. ``errors``: which field, and why; ``retry_after``: seconds."""
 
     def __init__(

@@ -42,7 +42,10 @@ def test_a_selection_holds_its_sequences_in_the_order_asked_for(made: list[Rollo
     random.shuffle(order)  # type: ignore[attr-defined]
     order = order[: max(1, len(order) // 2)]
     batch = PackedBatch.pack(made)
-    picked, wanted = batch.with_(advantages=batch.behaviour_log_probs * 2).select(order), PackedBatch.pack([made[s] for s in order])
+    picked, wanted = (
+        batch.with_(advantages=batch.behaviour_log_probs * 2).select(order),
+        PackedBatch.pack([made[s] for s in order]),
+    )
     for name in ("tokens", "cu_seqlens", "prompt_lengths", "temperatures", "rewards", "groups", "behaviour_log_probs"):
         assert torch.equal(getattr(picked, name), getattr(wanted, name)), name
     assert picked.advantages is not None

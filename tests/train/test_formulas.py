@@ -58,8 +58,12 @@ def test_the_clipped_surrogate_is_ppos(log_prob: float, old: float, advantage: f
     assert bool(clipped) == (bounded * advantage < ratio * advantage)
 
 
-@pytest.mark.parametrize(("advantage", "log_prob", "moves"), [(1.0, 0.5, False), (1.0, -0.5, True), (-1.0, -0.5, False), (-1.0, 0.5, True)])
-def test_the_clip_stops_the_gradient_only_where_it_would_go_further_off(advantage: float, log_prob: float, moves: bool) -> None:
+@pytest.mark.parametrize(
+    ("advantage", "log_prob", "moves"), [(1.0, 0.5, False), (1.0, -0.5, True), (-1.0, -0.5, False), (-1.0, 0.5, True)]
+)
+def test_the_clip_stops_the_gradient_only_where_it_would_go_further_off(
+    advantage: float, log_prob: float, moves: bool
+) -> None:
     x = torch.tensor([log_prob], requires_grad=True)
     loss, _ = clipped_surrogate(x, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.28)
     loss.sum().backward()
@@ -116,7 +120,10 @@ def test_grpos_gradient_is_that_of_finite_differences() -> None:
     assert batch.old_log_probs is not None
     algorithm = GRPO(AlgorithmConfig(kl_coefficient=0.3))
     doubled = batch.with_(
-        **{n: getattr(batch, n).double() for n in ("old_log_probs", "ref_log_probs", "behaviour_log_probs", "advantages")}
+        **{
+            n: getattr(batch, n).double()
+            for n in ("old_log_probs", "ref_log_probs", "behaviour_log_probs", "advantages")
+        }
     )
     start = (batch.old_log_probs + 0.03).double().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: algorithm.loss(x, doubled)[0], (start,))

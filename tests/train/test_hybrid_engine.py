@@ -1,4 +1,4 @@
-"""Actor, reference and rollout workers on real Ray, FSDP2 over gloo and vLLM, in two processes that train and generate."""
+"""Actor, reference and rollout workers in two processes that train and generate: Ray, FSDP2 over gloo, vLLM."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deploy.demo.seed import make_model, make_tokenizer
 from deploy.demo.task import items
+from serve.model_folder import safetensors_header
 from train import job
 from train.algorithms import load
 from train.batch import PackedBatch, Rollout
@@ -72,7 +73,9 @@ def engine(request: pytest.FixtureRequest, policy: Path) -> Iterator[Engine]:
     try:
         with job.start_pool(config) as pool:
             groups = [
-                pool.group(role, f"train.workers.{role}:{role.capitalize()}Worker", policy=policy, config=config, **extra)
+                pool.group(
+                    role, f"train.workers.{role}:{role.capitalize()}Worker", policy=policy, config=config, **extra
+                )
                 for role, extra in (("actor", {}), ("reference", {}), ("rollout", {"seed": 5}))
             ]
             yield Engine(pool, config, policy, *groups)
@@ -128,7 +131,9 @@ def test_attention_does_not_cross_sequences(engine: Engine) -> None:
     assert not torch.allclose(after[: int(batch.cu_seqlens[1])], before[: int(batch.cu_seqlens[1])])
 
 
-def test_what_generates_after_an_update_is_what_was_trained_and_what_is_published(engine: Engine, tmp_path: Path) -> None:
+def test_what_generates_after_an_update_is_what_was_trained_and_what_is_published(
+    engine: Engine, tmp_path: Path
+) -> None:
     batch = pack(*sample(engine, n=8))
     algorithm = load(engine.config.algorithm)
     before = engine.actor.log_probs(batch)
@@ -144,8 +149,12 @@ def test_what_generates_after_an_update_is_what_was_trained_and_what_is_publishe
     torch.testing.assert_close(fresh.behaviour_log_probs, trained, atol=1e-4, rtol=0)
 
     engine.actor.export(tmp_path)
+    names = [set(safetensors_header(folder / "model.safetensors")) for folder in (tmp_path, engine.policy)]
+    assert names[0] == names[1], "a published policy must name the tensors that its parent names"
     torch.testing.assert_close(by_transformers(tmp_path, fresh), trained, atol=1e-4, rtol=0)
-    torch.testing.assert_close(engine.reference.log_probs(batch), by_transformers(engine.policy, batch), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        engine.reference.log_probs(batch), by_transformers(engine.policy, batch), atol=1e-4, rtol=0
+    )
 
 
 def test_a_failing_worker_is_named_with_its_rank_and_its_error(engine: Engine) -> None:
