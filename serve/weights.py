@@ -225,8 +225,8 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     no new weights.
 
     vLLM's reload handles each layer that the checkpoint names. A tied output head is not named: its weight, being the
-    embedding's, is new by now, but on a CPU it computes with a prepacked copy made from the old one. So layers that share
-    the weights of another one are prepared again.
+    embedding's, is new by now, but on a CPU it computes with a prepacked copy made from the old one. So layers that
+    share the weights of another one are prepared again.
     """
     unloaded = {name: layer for name, layer in model.named_modules() if _got_nothing(layer)}
     finalize_layerwise_reload(model, model_config)

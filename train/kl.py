@@ -1,4 +1,4 @@
-"""Estimators of KL(policy || reference) from the policy's samples (J. Schulman, "Approximating KL Divergence", 2020)."""
+"""Estimators of KL(policy || reference) from its samples (J. Schulman, "Approximating KL Divergence", 2020)."""
 
 from __future__ import annotations
 
