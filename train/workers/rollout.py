@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,14 @@ class RolloutWorker(Worker):
 
         r = config.rollout
         self.config = config
+        job = [uuid.uuid4().hex]
+        torch.distributed.broadcast_object_list(job, src=0)
         self.llm = LLM(
             model=str(policy),
             dtype=config.dtype,
             seed=seed + self.rank // r.tensor_parallel_size,
             tensor_parallel_size=r.tensor_parallel_size,
-            distributed_executor_backend="external_launcher",
+            distributed_executor_backend=launched_executor(job[0]),
             max_model_len=r.max_model_len,
             max_num_seqs=r.max_num_seqs,
             kv_cache_memory_bytes=r.kv_cache_bytes,
@@ -47,6 +50,10 @@ class RolloutWorker(Worker):
             generation_config="vllm",
             disable_log_stats=True,
         )
+        torch.distributed.barrier()
+        # Every rank has mapped its engine's shared memory; without a name it goes with the last process.
+        for segment in Path("/dev/shm").glob(f"*{job[0]}*"):
+            segment.unlink(missing_ok=True)
 
     @dispatch(to_all)
     def load_actor_weights(self, _: None = None) -> None:
@@ -62,6 +69,22 @@ class RolloutWorker(Worker):
         params = SamplingParams(n=n, temperature=r.temperature, max_tokens=r.max_tokens, logprobs=0)
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [[to_sample(c) for c in output.outputs] for output in outputs]
+
+
+def launched_executor(job: str) -> type:
+    """vLLM's executor for processes that somebody else launched, its shared memory named after this job.
+
+    vLLM takes that name from the last part of the init method, which is otherwise unused here: the process group
+    exists. With its own ``env://``, all jobs of a machine would share one name, and a second one would not start.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class LaunchedExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            _, rank, local_rank = super()._distributed_args()
+            return f"env://:{job}", rank, local_rank
+
+    return LaunchedExecutor
 
 
 def to_sample(completion: Any) -> Sample:
