@@ -378,6 +378,8 @@ def _environment(config: EngineConfig) -> Iterator[None]:
     wanted = {
         "VLLM_LOGGING_LEVEL": config.log_level,
         "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.start_timeout_s)),
         "OMP_WAIT_POLICY": "PASSIVE",  # OpenMP threads that have no work sleep, the cores are shared with training
     }
@@ -385,6 +387,9 @@ def _environment(config: EngineConfig) -> Iterator[None]:
         # On a CPU, vLLM runs one rank inside the engine's process only with this; else it starts a third process.
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if config.enforce_eager:
+        # Eager engines still compile a few helpers, which takes seconds and a C++ compiler.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
     if config.threads is not None:
         wanted["OMP_NUM_THREADS"] = str(config.threads)
     before = {name: os.environ.get(name) for name in wanted}
