@@ -20,7 +20,7 @@ from typing import Literal
 
 import psutil
 
-from deploy.config import Settings
+from deploy.config import ConfigError, Settings
 
 GIB = 2**30
 PACKAGES = ("torch", "transformers", "ray", "pyarrow", "duckdb", "deltalake", "fastapi", "pydantic", "apscheduler")
@@ -50,6 +50,7 @@ def examine(settings: Settings) -> list[Check]:
         ("open files", _open_files),
         ("port", lambda: _port(settings)),
         ("home", lambda: _home(settings)),
+        ("loop", lambda: _loop(settings)),
     ]
     checks: list[Check] = []
     for name, make in makers:
@@ -251,6 +252,21 @@ def _home(settings: Settings) -> Iterable[Check]:
         yield Check("home", "warn", f"{settings.home}: no policy yet", "run `millrace init --model NAME_OR_FOLDER`")
     else:
         yield Check("home", "ok", f"{settings.home}: policy {pointer.version} serves")
+
+
+def _loop(settings: Settings) -> Iterable[Check]:
+    from deploy import cycle
+    from deploy.schedule import trigger
+
+    advice = "serving works without it; for the loop, set it"
+    try:
+        cycle.check(settings)
+        trigger(settings.schedule)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            yield Check("loop", "warn", line, advice)
+    else:
+        yield Check("loop", "ok", "reward, held-out suite and schedule can be used")
 
 
 def _nearest_folder(path: Path) -> Path:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from deploy import cycle
 from deploy.config import Settings, child_environment
 from deploy.processes import Child, millrace
+from deploy.schedule import trigger
 from serve.policies import PolicyStore
 
 _POLL_S = 0.2
@@ -41,6 +42,7 @@ def up(
         raise UpFailed(f"no policy serves in {settings.home}: run `millrace init --model NAME_OR_FOLDER` first")
     if schedule:
         cycle.check(settings)
+        trigger(settings.schedule)
     with _only_one(settings):
         children: list[Child] = []
         try:

@@ -84,7 +84,8 @@ def rollback(settings: Settings, to: int | None, why: str) -> None:
 
 
 def _tell(pointer: Pointer) -> None:
-    click.echo(f"policy {pointer.version} serves (before: {pointer.previous}); running servers follow")
+    before = f" (before: {pointer.previous})" if pointer.previous is not None else ""
+    click.echo(f"policy {pointer.version} serves{before}; running servers follow")
 
 
 def _gate(policy: Policy) -> str:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 from feedback.ids import uuid7
 from serve import capture
-from serve.api.http import Problem, body_of, field_problem, json_response, problems, read_body
+from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, body_of, field_problem, json_response, problems, read_body
 from serve.engine import EngineError, EngineRefused, Generation, Sampling
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ router = APIRouter()
 _LONG_PROMPT_CHARACTERS = 8192  # past this, tokenising takes long enough to be done beside the event loop
 _MAX_SEED = 2**63 - 1 - 4096  # vLLM counts up from it for n > 1
 
-_CLIENT_CLOSED_REQUEST = 499  # nginx's code
 
 Label = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 
@@ -49,7 +48,7 @@ class GenerateIn(BaseModel):
     prompt_token_ids: list[int] | None = Field(None, min_length=1, description="The prompt as token ids.")
     n: int = Field(1, ge=1, description="Number of responses.")
     max_tokens: int | None = Field(None, ge=1, description="Most tokens of a response; the server has a default.")
-    temperature: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="0 is greedy; else 0.01 or more.")
+    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False, description="0 is greedy; else 0.01 or more.")
     top_p: float = Field(
         1.0, gt=0, le=1, allow_inf_nan=False, description="Sample from the likeliest tokens that make up this much."
     )
@@ -135,7 +134,7 @@ async def generate(request: Request) -> Response:
         rows = capture.answered(asked, generation)
         await server.record(rows)
     if ending == "gone":
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
+        return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
     if ending == "timeout":
         raise Problem(504, f"the request was aborted after {server.config.limits.timeout_s:g} s")
     if any(row["status"] != "complete" for row in rows):

@@ -10,10 +10,13 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's code
 
 _TITLES = {
     400: "Bad request",
@@ -105,12 +108,16 @@ def install(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
+
     async def unexpected(request: Request, error: Exception) -> Response:
         log.error("%s %s failed", request.method, request.url.path, exc_info=error)
         return Problem(500, f"{type(error).__name__}; the server's log has the details").response()
 
     app.add_exception_handler(Problem, problem)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(Exception, unexpected)
 
 

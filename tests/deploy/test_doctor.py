@@ -19,6 +19,20 @@ def test_this_machine_can_run_millrace_and_every_complaint_says_what_to_do(home_
     assert checks["home"].found.endswith("policy 1 serves")
 
 
+def test_what_the_loop_still_lacks_is_found_before_it_is_started(settings: Settings) -> None:
+    wrong = [("schedule.cron", "0 99 * * *"), ("feedback.scoring.rules.function", "deploy.demo.task:reward")]
+    bare = config.load(None, [("home", str(settings.home))], {})
+    missing = [check.found for check in doctor.examine(bare) if check.name == "loop"]
+    assert any("evaluation.suite" in line for line in missing)
+    suite = settings.home / "suite.jsonl"
+    suite.parent.mkdir(parents=True, exist_ok=True)
+    suite.write_text('{"id": "1", "prompt": "a", "answer": "b"}\n')
+    told = config.load(settings.snapshot(), [*wrong, ("evaluation.suite", str(suite))], {})
+    assert "0 99 * * *" in found(told)["loop"].found
+    right = config.load(told.snapshot(), [("schedule.cron", "0 9 * * *")], {})
+    assert found(right)["loop"].level == "ok"
+
+
 def test_a_port_that_is_taken_is_found(settings: Settings) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", settings.serve.port))

@@ -237,3 +237,24 @@ async def test_the_openapi_page_describes_bodies_and_errors(client: httpx.AsyncC
     references = {part.split('"')[0] for part in json.dumps(schema).split("#/components/schemas/")[1:]}
     assert references <= schema["components"]["schemas"].keys()
     assert "422" in schema["paths"]["/feedback"]["post"]["responses"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/feedback"])
+async def test_a_client_that_goes_in_the_middle_of_its_body_is_no_error_of_the_server(
+    client: httpx.AsyncClient, server: LiveServer, path: str
+) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for _ in range(3):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: {host}\r\ncontent-length: 500\r\n\r\n{{".encode())
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.close()
+        await writer.wait_closed()
+    counted = f'millrace_requests_total{{code="499",route="{path}"}}'
+    deadline = asyncio.get_running_loop().time() + 5
+    while counted not in (metrics := (await client.get("/metrics")).text):
+        assert asyncio.get_running_loop().time() < deadline, metrics
+        await asyncio.sleep(0.05)
+    assert 'code="500"' not in metrics
+    assert "ClientDisconnect" not in server.log.read_text()
