@@ -355,7 +355,7 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
     Raises:
         RuntimeError: the job failed; the message ends with its last lines.
     """
-    from ray.job_submission import JobStatus, JobSubmissionClient
+    from ray.job_submission import JobSubmissionClient
 
     client = JobSubmissionClient(config.ray_address)
     environment = {"env_vars": {"PYTHONPATH": ":".join(context.python_path)}} if context.python_path else {}
@@ -363,18 +363,26 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
         entrypoint=f"{sys.executable} -m train.job {spec}", runtime_env=environment, metadata={"run": context.run}
     )
     say(f"{context.run}: submitted as {job_id} to {config.ray_address}")
+    try:
+        follow(client, job_id)
+    except BaseException:
+        client.stop_job(job_id)  # whoever stops waiting for the job wants no candidate of it
+        raise
+
+
+def follow(client: Any, job_id: str) -> None:
+    """Print a job's output until it ends. Raises RuntimeError if it doesn't succeed."""
     printed = 0
     while True:
         status = client.get_job_status(job_id)
         logs = client.get_job_logs(job_id)
         print(logs[printed:], end="", flush=True)
         printed = len(logs)
-        if status == JobStatus.SUCCEEDED:
+        if status == "SUCCEEDED":
             return
         if status.is_terminal():
-            raise RuntimeError(
-                f"Ray job {job_id} ended as {status}: {client.get_job_info(job_id).message}\n{logs[-2000:]}"
-            )
+            message = client.get_job_info(job_id).message
+            raise RuntimeError(f"Ray job {job_id} ended as {status}: {message}\n{logs[-2000:]}")
         time.sleep(1.0)
 
 
