@@ -94,7 +94,8 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
     traffic = TrafficGroups.of(rollouts(lake, versions=versions)) if wants_traffic else TrafficGroups([], 0)
     say(
         f"{context.run}: from policy {parent.version}, {len(usable)} prompts ({len(asked) - len(usable)} too long), "
-        f"{len(traffic.groups)} groups of traffic, {config.ranks} ranks"
+        f"{len(traffic.groups)} groups of traffic ({traffic.refused} responses sampled below full support left out), "
+        f"{config.ranks} ranks"
     )
 
     seed = config.seed * 1_000_003 + parent.version
