@@ -23,8 +23,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from feedback.config import FeedbackConfig
 from feedback.events import FeedbackIn
 from feedback.journal import Journal, JournalBroken, JournalFull
-from feedback.lake import Lake, Sealer
+from feedback.lake import Lake
 from feedback.ledger import FeedbackLedger, Verdict
+from feedback.sealing import Sealer
 from serve.api import admin, feedback, generate, http
 from serve.config import ServeConfig
 from serve.engine import Engine

@@ -21,11 +21,12 @@ def score(settings: Settings, json_out: Path | None) -> None:
     """Turn new interactions and feedback into rewards."""
     from feedback.lake import Lake
     from feedback.scoring import score as score_lake
+    from feedback.sealing import seal
 
     feedback = settings.resolved().feedback
     lake = Lake(feedback.lake.uri, feedback.lake)
     lake.create()
-    sealed = lake.seal(Path(feedback.journal.folder))
+    sealed = seal(lake, Path(feedback.journal.folder))
     result = score_lake(lake, feedback.scoring)
     click.echo(
         f"scored {result.scored} responses in {result.seconds:.2f} s, {result.missing} of them without a reward "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from feedback.config import LakeConfig
 from feedback.lake import Lake
+from feedback.sealing import seal
 
 WRITER = """
 import asyncio, sys
@@ -41,9 +42,10 @@ import sys
 from pathlib import Path
 from feedback.config import LakeConfig
 from feedback.lake import Lake
+from feedback.sealing import seal
 
 while True:
-    Lake(sys.argv[2], LakeConfig()).seal(Path(sys.argv[1]))
+    seal(Lake(sys.argv[2], LakeConfig()), Path(sys.argv[1]))
 """
 
 
@@ -105,7 +107,7 @@ def test_killed_writers_and_sealers_lose_and_double_nothing(tmp_path):
         rows = [row for [row] in found]
         assert len(rows) == len(set(rows))
         assert told <= set(rows)
-        lake.seal(folder)
+        seal(lake, folder)
         folder_is_empty = not list(folder.glob("*.open")) and not list(folder.glob("*.arrows"))
         assert folder_is_empty
     assert lake.counts()["interactions"] + lake.counts()["feedback"] == len(rows)

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
 from feedback.files import LockTimeoutError, locked
 from feedback.journal import Journal
-from feedback.lake import Lake, LakeConflictError, LakeError, Sealer
+from feedback.lake import Lake, LakeConflictError, LakeError
 from feedback.scoring import score
+from feedback.sealing import Sealer, seal
 from feedback.segments import list_segments
 from feedback.storage import _lower, _upper
 
@@ -154,11 +155,11 @@ def test_a_failing_stream_leaves_no_file_and_no_commit(lake):
 def test_sealing_moves_every_row_once_and_repeating_it_does_nothing(folder, lake):
     fill(folder, [f"r{i}" for i in range(5)])
     assert count(lake, folder) == (5, 5)
-    assert len(lake.seal(folder)) == 5
+    assert len(seal(lake, folder)) == 5
     assert lake.counts()["feedback"] == 5
     assert lake.versions()["feedback"] == 1, "segments of a table share a commit"
     assert list_segments(folder) == []
-    assert lake.seal(folder) == []
+    assert seal(lake, folder) == []
     assert count(lake, folder) == (5, 5)
 
 
@@ -167,12 +168,12 @@ def test_a_seal_killed_before_the_files_are_removed_is_finished_without_doubling
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            lake.seal(folder)
+            seal(lake, folder)
     assert len(list_segments(folder)) == 2
     assert lake.counts()["feedback"] == 2
     assert count(lake, folder) == (2, 2), "the view sees each row once between commit and removal"
     fill(folder, ["c"])
-    assert len(lake.seal(folder)) == 3
+    assert len(seal(lake, folder)) == 3
     assert count(lake, folder) == (3, 3)
 
 
@@ -181,9 +182,9 @@ def test_a_seal_killed_before_the_commit_loses_nothing(folder, lake, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(DeltaTable, "create_write_transaction", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            lake.seal(folder)
+            seal(lake, folder)
     assert count(lake, folder) == (2, 2)
-    lake.seal(folder)
+    seal(lake, folder)
     assert count(lake) == (2, 2)
 
 
@@ -207,7 +208,7 @@ def test_files_are_fsynced_before_the_commit_names_them_and_the_log_before_segme
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(DeltaTable, "create_write_transaction", commit)
     monkeypatch.setattr(Path, "unlink", unlink)
-    lake.seal(folder)
+    seal(lake, folder)
     committed, removed = steps.index("commit"), steps.index("unlink")
     before, between = steps[:committed], steps[committed:removed]
     assert any(step.endswith(".parquet") for step in before)
@@ -219,7 +220,7 @@ def test_files_are_fsynced_before_the_commit_names_them_and_the_log_before_segme
 def test_two_sealers_at_once_seal_each_row_once(folder, lake):
     fill(folder, [f"r{i}" for i in range(30)])
     with ThreadPoolExecutor(4) as pool:
-        sealed = list(pool.map(lambda _: Lake(lake.uri, lake.config).seal(folder), range(4)))
+        sealed = list(pool.map(lambda _: seal(Lake(lake.uri, lake.config), folder), range(4)))
     assert sorted(len(names) for names in sealed) == [0, 0, 0, 30]
     assert count(lake, folder) == count(lake) == (30, 30)
 
@@ -228,12 +229,12 @@ def test_a_sealer_that_is_kept_waiting_too_long_says_so(folder, lake):
     fill(folder, ["a"])
     impatient = Lake(lake.uri, LakeConfig(lock_timeout_s=0.1))
     with locked(folder / ".seal.lock", 5), pytest.raises(LockTimeoutError, match=r"\.seal\.lock.*0\.1 s"):
-        impatient.seal(folder)
+        seal(impatient, folder)
 
 
 def test_a_living_writers_open_segment_is_read_but_not_sealed(folder, lake, journal):
     journal.append_sync("feedback", thumb("a", 1))
-    assert lake.seal(folder) == []
+    assert seal(lake, folder) == []
     assert count(lake, folder) == (1, 1)
     assert count(lake) == (0, 0)
 
@@ -243,16 +244,16 @@ def test_segments_behind_an_open_one_wait_for_it(folder, lake):
     first, second, _ = list_segments(folder)
     os.rename(second.path, second.path.with_suffix(".open"))
     with locked(second.path.with_suffix(".open"), 5):  # as its living writer holds it
-        assert lake.seal(folder) == [str(first.name)]
+        assert seal(lake, folder) == [str(first.name)]
         assert count(lake, folder) == (3, 3)
-    assert len(lake.seal(folder)) == 2
+    assert len(seal(lake, folder)) == 2
     assert count(lake, folder) == (3, 3)
 
 
 def test_many_segments_are_sealed_in_bounded_commits(folder, lake):
     fill(folder, [f"r{i}" for i in range(6)])
     size = list_segments(folder)[0].path.stat().st_size
-    Lake(lake.uri, LakeConfig(seal_bytes=2 * size)).seal(folder)
+    seal(Lake(lake.uri, LakeConfig(seal_bytes=2 * size)), folder)
     assert lake.versions()["feedback"] == 3
     assert count(lake) == (6, 6)
 
@@ -264,12 +265,12 @@ def test_a_damaged_segment_gives_its_whole_rows_and_is_kept_aside(folder, lake, 
     data[data.index(b"b", len(data) // 2) - 1] ^= 0x40
     segment.path.write_bytes(bytes(data))
     with caplog.at_level(logging.ERROR):
-        lake.seal(folder)
+        seal(lake, folder)
     found = count(lake)
     assert found[0] == found[1] == 2
     assert [path.name for path in (folder / "damaged").iterdir()] == [segment.path.name]
     assert "damaged" in caplog.text
-    assert lake.seal(folder) == []
+    assert seal(lake, folder) == []
 
 
 async def test_every_row_is_in_the_view_once_at_every_moment_of_a_seal(folder, lake):
@@ -279,7 +280,7 @@ async def test_every_row_is_in_the_view_once_at_every_moment_of_a_seal(folder, l
 
     def seal_again_and_again() -> None:
         while not stop.is_set():
-            lake.seal(folder)
+            seal(lake, folder)
 
     sealing = asyncio.create_task(asyncio.to_thread(seal_again_and_again))
     try:
@@ -291,7 +292,7 @@ async def test_every_row_is_in_the_view_once_at_every_moment_of_a_seal(folder, l
         stop.set()
         await asyncio.wait_for(sealing, 30)
         journal.close()
-    lake.seal(folder)
+    seal(lake, folder)
     assert count(lake) == (40, 40)
 
 
@@ -345,14 +346,14 @@ def test_a_commit_torn_by_a_power_loss_is_put_aside_and_its_rows_are_sealed_agai
     fill(folder, ["a"])
     [segment] = list_segments(folder)
     data = segment.path.read_bytes()
-    lake.seal(folder)
+    seal(lake, folder)
     # Power fails before the log is on disk, so before the segment is removed.
     segment.path.write_bytes(data)
     (Path(lake.table_uri("feedback")) / "_delta_log" / f"{2:020d}.json").write_bytes(remains)
     again = Lake(lake.uri, lake.config)
     again.create()
     assert count(again, folder) == (2, 2)
-    again.seal(folder)
+    seal(again, folder)
     assert count(again) == (2, 2)
 
 
@@ -396,7 +397,7 @@ def test_the_object_store_path_writes_seals_and_reads_the_same(folder, tmp_path)
     lake.local = False
     lake.create()
     fill(folder, ["a", "b"])
-    assert len(lake.seal(folder)) == 2
+    assert len(seal(lake, folder)) == 2
     put(lake, "interactions", [interaction("a"), interaction("b")])
     assert count(lake, folder) == (2, 2)
     mine, others = lake.table("feedback"), lake.table("feedback")
