@@ -15,7 +15,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from deploy import config, describe
-from deploy.commands import demo, inspect, loop, policy, service
+from deploy.commands import demo, inspect, lake, loop, policy, service
 from deploy.config import ConfigError, Settings
 from deploy.processes import Stopped
 
@@ -78,6 +78,7 @@ for command in (
     *service.COMMANDS,
     *loop.COMMANDS,
     *policy.COMMANDS[1:],
+    *lake.COMMANDS,
     *inspect.COMMANDS,
     *demo.COMMANDS,
 ):
