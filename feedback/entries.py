@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+from feedback.streams import Stream
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +27,21 @@ class State(Enum):
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A row, and who waits for it: a task of ``loop``, or a thread if there is none."""
+    """A row, and who waits for it: a task of ``loop``, or a thread if there is none.
+
+    ``begins`` and ``ends`` are the stream that the row is the first, or the last, record of. ``since`` is the time of
+    ``time.monotonic`` at which it came.
+    """
 
     table: str
     row: dict[str, Any]
     waiter: asyncio.Future[None] | Future[None]
     loop: asyncio.AbstractEventLoop | None
+    begins: Stream | None = None
+    ends: Stream | None = None
     state: State = State.WAITING
     error: Exception | None = None
+    since: float = field(default_factory=time.monotonic)
 
 
 def resolve(entries: Iterable[Entry], error: Exception | None) -> None:
@@ -56,7 +66,7 @@ def _set_all(entries: list[Entry]) -> None:
 
 
 def _set(entry: Entry) -> None:
-    if entry.waiter.done():  # a caller that was cancelled
+    if entry.waiter.done():  # a caller that was cancelled, or was told already that the disk hangs
         return
     if entry.error is None:
         entry.waiter.set_result(None)

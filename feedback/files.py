@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -38,6 +39,30 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         fsync_path(folder.parent)
+
+
+def prove_disk(path: Path, size: int) -> None:
+    """Write ``size`` bytes to a file beside ``path``, make them and its name durable, read them back, remove it.
+
+    Raises OSError if the disk can't do any of that.
+    """
+    aside = path.with_name(f"{path.name}.aside")
+    data = os.urandom(size)
+    try:
+        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.rename(aside, path)
+        fsync_path(path.parent)
+        if path.read_bytes() != data:
+            raise OSError(errno.EIO, "what was written is not what is read back", str(path))
+    finally:
+        aside.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    fsync_path(path.parent)
 
 
 def try_lock(fd: int) -> bool:

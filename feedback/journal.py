@@ -1,9 +1,12 @@
 """The durable append log: a row is acknowledged when the disk has it, and not before.
 
 Any number of tasks and threads append; one writer thread turns all rows that wait into one Arrow message a table,
-writes it, calls fdatasync once, and wakes them all (group commit). Segments are closed by size and age; the lake
-seals closed segments. After a crash ``open`` (or a sealer) cuts what was torn, keeps every whole message, and closes
-the segment, so that nothing acknowledged is lost.
+writes it, calls fdatasync once, and wakes them all (group commit). Segments are closed by size and age; sealing moves
+closed segments into the lake. After a crash ``open`` (or a sealer) cuts what was torn, keeps every whole message, and
+closes the segment, so that nothing acknowledged is lost.
+
+A write or fsync that fails is final: its segments get no further row, and nothing is acknowledged until the disk has
+been proven by a file that was written, fsynced, renamed and read back.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ import logging
 import os
 import threading
 import time
-import uuid
 import weakref
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,14 +24,16 @@ from typing import Any
 
 from feedback.config import JournalConfig
 from feedback.entries import Entry, State, resolve
-from feedback.files import fsync_path, make_folder, try_lock, write_all
-from feedback.ids import uuid7
+from feedback.files import make_folder, prove_disk
 from feedback.recovery import recover
-from feedback.rows import check_row, convert
-from feedback.schema import TABLES
-from feedback.segments import CLOSED, END_MARK, OPEN, SegmentName, encode_batch, encode_schema
+from feedback.rows import check_row
+from feedback.segments import SegmentName
+from feedback.streams import STARTED, SoFar, Stream
+from feedback.writing import Life
 
 log = logging.getLogger(__name__)
+
+_PROOF_BYTES = 4 << 20  # written to prove that a disk takes rows again
 
 
 class JournalError(RuntimeError):
@@ -45,33 +49,18 @@ class JournalFull(JournalError):
 
 
 class JournalBroken(JournalError):
-    """The disk refused a write; nothing is acknowledged until the journal is opened again."""
-
-
-@dataclass(eq=False)
-class _OpenSegment:
-    name: SegmentName
-    path: Path
-    fd: int
-    opened: float
-    size: int = 0  # bytes that are durable
-    messages: int = 0
-
-    @property
-    def closed_path(self) -> Path:
-        return self.path.with_suffix(CLOSED)
+    """The disk refused a write or hangs; nothing is acknowledged until it has been proven again."""
 
 
 @dataclass
 class _Counters:
     rows: int = 0
     commits: int = 0
-    bytes: int = 0
-    segments: int = 0
     refused: int = 0
     last_commit_ms: float = 0.0
     last_commit_rows: int = 0
     commit_ms_total: float = 0.0
+    failures: int = 0
 
 
 class Journal:
@@ -83,16 +72,17 @@ class Journal:
         self.folder = folder
         self.config = config
         self.writer = writer
-        self._incarnation = uuid.UUID(uuid7()).hex
         self._condition = threading.Condition()
         self._queue: list[Entry] = []
         self._waiting: dict[Entry, None] = {}  # callers beyond the queue's bound, first come first served
-        self._segments: dict[str, _OpenSegment] = {}
-        self._numbers: dict[str, int] = dict.fromkeys(TABLES, 0)
+        self._taken: list[Entry] = []  # what the writer is about to make durable
+        self._life = Life(folder, config, writer)
+        self._past: list[Life] = []  # ended by a failing disk
         self._counters = _Counters()
         self._failure: str | None = None
         self._stalled = False
         self._closing = False
+        self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
     def open(self) -> list[Path]:
@@ -104,29 +94,55 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name=f"journal-{self.writer}", daemon=True)
         _live.add(self)
         self._thread.start()
+        threading.Thread(target=self._watch, name=f"journal-{self.writer} watch", daemon=True).start()
         return recovered
 
     async def append(self, table: str, row: dict[str, Any]) -> None:
         """Return when ``row`` is on disk.
 
         Raises RowError for a row that does not fit, JournalFull if the queue stays full, JournalBroken if the disk
-        fails. After JournalFull the row is not recorded. A caller that is cancelled leaves its row to be recorded.
+        fails or hangs. After JournalFull the row is not recorded. A caller that is cancelled leaves its row to be
+        recorded.
         """
-        loop = asyncio.get_running_loop()
         check_row(table, row)
+        await self._append(table, row)
+
+    async def begin(self, row: dict[str, Any], so_far: SoFar) -> Stream:
+        """Record the start of a response that goes out while it is made; return when that is on disk.
+
+        ``row`` is its interaction as it is, ``so_far`` gives it as it is later; it is called in another thread, at
+        each change of segment. A stream that is never ended is recorded as aborted, with the tokens of the last such
+        call. Raises as ``append`` does.
+        """
+        row = row | {"status": STARTED}
+        check_row("interactions", row)
+        stream = Stream(row["response_id"], row, so_far)
+        await self._append("interactions", row, begins=stream)
+        return stream
+
+    async def end(self, stream: Stream, row: dict[str, Any]) -> None:
+        """Record how a stream ended; return when that is on disk. ``row`` is its whole interaction.
+
+        Raises as ``append`` does, and JournalBroken if the disk failed since it began: then it is recorded as aborted.
+        """
+        if row.get("response_id") != stream.response_id:
+            raise ValueError(f"the row of response {row.get('response_id')} can't end the stream {stream.response_id}")
+        check_row("interactions", row)
+        await self._append("interactions", row, ends=stream)
+
+    async def _append(
+        self, table: str, row: dict[str, Any], *, begins: Stream | None = None, ends: Stream | None = None
+    ) -> None:
+        loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
-        entry = Entry(table, row, waiter, loop)
+        entry = Entry(table, row, waiter, loop, begins, ends)
         if not self._offer(entry):
             await asyncio.wait([waiter], timeout=self.config.append_timeout_s)
             self._refuse_if_waiting(entry)
-        try:
-            async with asyncio.timeout(self.config.commit_timeout_s):
-                await waiter
-        except TimeoutError as error:
-            raise self._stall(entry) from error
+        await waiter  # the watch ends it if the disk hangs
 
     def append_sync(self, table: str, row: dict[str, Any]) -> None:
-        """The same for a thread without an event loop."""
+        """``append`` for a thread without an event loop."""
         check_row(table, row)
         waiter: Future[None] = Future()
         entry = Entry(table, row, waiter, None)
@@ -137,10 +153,7 @@ class Journal:
                     lambda: entry.state != State.WAITING or waiter.done(), max(0.0, deadline - time.monotonic())
                 )
             self._refuse_if_waiting(entry)
-        try:
-            waiter.result(self.config.commit_timeout_s)
-        except TimeoutError as error:
-            raise self._stall(entry) from error
+        waiter.result()
 
     def close(self) -> None:
         """Write what is queued, close the segments, stop the thread. Later appends raise JournalBroken."""
@@ -153,6 +166,7 @@ class Journal:
                 raise JournalBroken(
                     f"journal {self.folder}: the disk did not finish in {self.config.commit_timeout_s:g} s"
                 )
+        self._closed.set()
         _live.discard(self)
 
     @property
@@ -170,18 +184,21 @@ class Journal:
     def stats(self) -> dict[str, float]:
         """Counters since ``open`` and gauges, times in milliseconds."""
         counters = self._counters
+        lives = (*self._past, self._life)
         return {
             "healthy": float(self.healthy),
             "queued_rows": len(self._queue),
             "waiting_rows": len(self._waiting),
             "rows": counters.rows,
             "commits": counters.commits,
-            "bytes": counters.bytes,
-            "segments": counters.segments,
+            "bytes": sum(life.bytes for life in lives),
+            "segments": sum(life.closed_segments for life in lives),
             "refused": counters.refused,
             "last_commit_ms": counters.last_commit_ms,
             "last_commit_rows": counters.last_commit_rows,
             "commit_ms_total": counters.commit_ms_total,
+            "open_streams": len(self._life.streams),
+            "failures": counters.failures,
         }
 
     # Callers' side: never more than a few microseconds under the lock.
@@ -218,44 +235,75 @@ class Journal:
         self._waiting.pop(entry, None)
         self._counters.refused += 1
 
-    def _stall(self, entry: Entry) -> JournalBroken:
-        """The disk has not answered in time. The row is withdrawn if it still can be."""
-        with self._condition:
-            withdrawn = entry.state in (State.WAITING, State.QUEUED)
-            if withdrawn:
-                self._withdraw(entry)
-            self._stalled = True  # until a commit succeeds
-        fate = "the row is not recorded" if withdrawn else "the row may or may not be recorded"
-        return JournalBroken(f"journal {self.folder}: no commit within {self.config.commit_timeout_s:g} s; {fate}")
+    def _watch(self) -> None:
+        """Tell callers whose row has waited too long that the disk hangs; rows not yet written are withdrawn."""
+        limit = self.config.commit_timeout_s
+        while not self._closed.wait(min(1.0, limit / 4)):
+            overdue = time.monotonic() - limit
+            with self._condition:
+                queued = [entry for entry in self._queue if entry.state == State.QUEUED and entry.since < overdue]
+                taken = [entry for entry in self._taken if entry.since < overdue and not entry.waiter.done()]
+                for entry in queued:
+                    self._withdraw(entry)
+                self._stalled = self._stalled or bool(queued or taken)  # until a commit succeeds
+            for entries, fate in ((queued, "is not"), (taken, "may or may not be")):
+                reason = f"journal {self.folder}: no commit within {limit:g} s; the row {fate} recorded"
+                resolve(entries, JournalBroken(reason))
 
     # The writer thread's side.
 
     def _run(self) -> None:
         try:
+            while not self._write_until_closed():
+                if not self._wait_for_disk():
+                    return
+        except BaseException as error:
+            self._break(f"journal {self.folder}: the writer thread ended: {error!r}")
+            raise
+
+    def _write_until_closed(self) -> bool:
+        """Serve callers until the journal closes (True) or the disk refuses a write (False)."""
+        try:
             while True:
                 entries, closing = self._take()
                 if entries:
                     self._commit(entries)
-                self._close_segments(everything=closing and not entries)
+                self._life.close_segments(everything=closing and not entries)
                 if closing and not entries:
-                    return
+                    return True
         except OSError as error:
             log.error("journal %s is broken: %s", self.folder, error)
             self._break(f"journal {self.folder}: the disk refused a write: {error}")
-        except BaseException as error:
-            self._break(f"journal {self.folder}: the writer thread ended: {error!r}")
-            raise
+            return False
+
+    def _wait_for_disk(self) -> bool:
+        """Refuse everything until the disk is proven (True) or the journal closes (False)."""
+        while True:
+            with self._condition:
+                if self._condition.wait_for(lambda: self._closing, self.config.probe_seconds):
+                    return False
+            try:
+                prove_disk(self.folder / f".{self.writer}.proof", _PROOF_BYTES)
+            except OSError as error:
+                log.warning("journal %s is still broken: %s", self.folder, error)
+                continue
+            if all(life.cut() for life in self._past):
+                break
+        with self._condition:
+            self._failure = None
+        log.warning("journal %s: the disk is proven again; rows are taken", self.folder)
+        return True
 
     def _take(self) -> tuple[list[Entry], bool]:
         """All entries that wait; none when it is time to close a segment or the journal."""
         with self._condition:
             while not self._queue and not self._closing:
-                if not self._condition.wait(self._seconds_to_rotation()):
+                if not self._condition.wait(self._life.seconds_to_rotation()):
                     break
             entries = [entry for entry in self._queue if entry.state == State.QUEUED]
             for entry in entries:
                 entry.state = State.TAKEN
-            self._queue = []
+            self._queue, self._taken = [], entries
             while self._waiting and len(self._queue) < self.config.max_queued_rows:
                 entry = next(iter(self._waiting))
                 del self._waiting[entry]
@@ -270,19 +318,23 @@ class Journal:
         started = time.perf_counter()
         by_table: dict[str, list[Entry]] = {}
         for entry in entries:
-            by_table.setdefault(entry.table, []).append(entry)
+            if entry.ends is not None and entry.ends.lost:
+                entry.error = JournalBroken(entry.ends.lost)
+            else:
+                by_table.setdefault(entry.table, []).append(entry)
         try:
-            written = [self._write(table, group) for table, group in by_table.items()]
-            for segment, _ in written:
-                os.fdatasync(segment.fd)
+            for table, group in by_table.items():
+                for position, error in self._life.write(table, [entry.row for entry in group]).items():
+                    group[position].error = error
+            self._life.sync()
         except BaseException as error:
             resolve(entries, JournalBroken(f"journal {self.folder}: the disk refused a write: {error!r}"))
             raise
-        # Only now is any of it acknowledged: until here a failure takes all of it back.
-        for segment, length in written:
-            segment.size += length
-            segment.messages += 1
-            self._counters.bytes += length
+        for entry in entries:
+            if entry.begins is not None and entry.error is None:
+                self._life.streams[entry.begins.response_id] = entry.begins
+            if entry.ends is not None:
+                self._life.streams.pop(entry.ends.response_id, None)
         elapsed_ms = (time.perf_counter() - started) * 1e3
         counters = self._counters
         counters.rows += len(entries)
@@ -291,86 +343,29 @@ class Journal:
         counters.last_commit_ms = elapsed_ms
         counters.commit_ms_total += elapsed_ms
         self._stalled = False
+        self._taken = []
         resolve(entries, None)
-
-    def _write(self, table: str, entries: list[Entry]) -> tuple[_OpenSegment, int]:
-        """Write the entries as one message; returns its segment and length. A row that does not fit is left out."""
-        batch, errors = convert(table, [entry.row for entry in entries])
-        for position, error in errors.items():
-            entries[position].error = error
-        segment = self._segments.get(table) or self._create_segment(table)
-        message = encode_batch(batch, segment.name, segment.messages + 1)
-        write_all(segment.fd, message)
-        return segment, len(message)
-
-    def _create_segment(self, table: str) -> _OpenSegment:
-        self._numbers[table] += 1
-        name = SegmentName(table, self.writer, self._incarnation, self._numbers[table])
-        path = self.folder / f"{name}{OPEN}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        if not try_lock(fd) or os.fstat(fd).st_nlink == 0:
-            # Another process recovered the file, empty as it was, before it was locked: take the next number.
-            os.close(fd)
-            return self._create_segment(table)
-        segment = _OpenSegment(name, path, fd, time.monotonic())
-        self._segments[table] = segment
-        header = encode_schema(name)
-        write_all(fd, header)
-        os.fdatasync(fd)
-        fsync_path(self.folder)
-        segment.size = len(header)
-        return segment
-
-    def _seconds_to_rotation(self) -> float | None:
-        if not self._segments:
-            return None
-        oldest = min(segment.opened for segment in self._segments.values())
-        return max(0.0, oldest + self.config.segment_seconds - time.monotonic())
-
-    def _close_segments(self, *, everything: bool) -> None:
-        now = time.monotonic()
-        for table, segment in list(self._segments.items()):
-            old = now - segment.opened >= self.config.segment_seconds
-            if everything or old or segment.size >= self.config.segment_bytes:
-                write_all(segment.fd, END_MARK)
-                os.fdatasync(segment.fd)
-                os.rename(segment.path, segment.closed_path)
-                fsync_path(self.folder)
-                os.close(segment.fd)
-                del self._segments[table]
-                self._counters.segments += 1
 
     def _break(self, reason: str) -> None:
         """Refuse everything from here on, and take back from the files what was written but not acknowledged."""
+        self._counters.failures += 1
         with self._condition:
             self._failure = reason
             entries = [*self._queue, *self._waiting]
-            self._queue = []
+            self._queue, self._taken = [], []
             self._waiting.clear()
-        try:
-            self._take_back()
-        finally:
-            resolve(entries, JournalBroken(reason))
-            with self._condition:
-                self._condition.notify_all()
-
-    def _take_back(self) -> None:
-        """Cut the segments to what was acknowledged, and let go of them: a sealer may recover them."""
-        segments = list(self._segments.values())
-        self._segments.clear()
-        for segment in segments:
-            try:
-                os.ftruncate(segment.fd, segment.size)
-                os.fdatasync(segment.fd)
-            except OSError as error:
-                log.error("%s: rows that were refused may still be recorded: %s", segment.path, error)
-            os.close(segment.fd)
+        self._life.abandon(reason)
+        self._life.cut()
+        self._past.append(self._life)
+        self._life = Life(self.folder, self.config, self.writer)
+        resolve(entries, JournalBroken(reason))
+        with self._condition:
+            self._condition.notify_all()
 
     def _forget_in_child(self) -> None:
         # A forked child would hold the segments' locks after its parent died, and so keep them from recovery.
-        for segment in self._segments.values():
-            os.close(segment.fd)
-        self._segments = {}
+        for life in (*self._past, self._life):
+            life.forget()
         self._thread = None
 
 

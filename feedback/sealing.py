@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 import pyarrow as pa
-from deltalake.exceptions import DeltaError
 
-from feedback.files import LockTimeoutError, fsync_path, locked
-from feedback.lake import Lake, LakeError, is_sealed
+from feedback.files import fsync_path, locked
+from feedback.lake import Lake, is_sealed
 from feedback.recovery import load, put_aside, recover
 from feedback.schema import TABLES
 from feedback.segments import Segment, list_segments
+from feedback.streams import has_started, settle
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ def seal(lake: Lake, journal_folder: Path) -> list[str]:
         listing = list_segments(journal_folder)
         for table, segments in groupby(listing, key=lambda segment: segment.name.table):
             for group in _sealable(list(segments), lake.config.seal_bytes):
-                _seal_group(lake, table, group)
+                _seal_group(lake, table, group, listing)
                 sealed += [str(segment.name) for segment in group]
         return sealed
 
@@ -58,11 +57,12 @@ def _sealable(segments: list[Segment], most_bytes: int) -> Iterator[list[Segment
         yield group
 
 
-def _seal_group(lake: Lake, table: str, segments: list[Segment]) -> None:
+def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[Segment]) -> None:
     snapshot = lake.table(table)
     fresh = [segment for segment in segments if not is_sealed(segment, snapshot)]
     loaded = [(segment, *found) for segment in fresh if (found := load(segment)) is not None]
-    rows = pa.concat_tables([TABLES[table].empty_table(), *(rows for _, rows, _ in loaded)])
+    settled = (_settled(segment, rows, listing) for segment, rows, _ in loaded)
+    rows = pa.concat_tables([TABLES[table].empty_table(), *settled])
     if rows.num_rows:
         started = time.perf_counter()
         numbers: dict[str, int] = {}
@@ -80,40 +80,17 @@ def _seal_group(lake: Lake, table: str, segments: list[Segment]) -> None:
     fsync_path(segments[0].path.parent)
 
 
-class Sealer:
-    """A thread that seals a journal at a steady pace while it is written."""
-
-    def __init__(self, lake: Lake, journal_folder: Path) -> None:
-        self.lake = lake
-        self.journal_folder = journal_folder
-        self.error: str | None = None
-        self.sealed_segments = 0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the thread lives and its last seal succeeded. Rows are safe in the journal either way."""
-        return self._thread is not None and self._thread.is_alive() and self.error is None
-
-    def start(self) -> None:
-        """Start sealing every ``LakeConfig.seal_seconds``."""
-        self._thread = threading.Thread(target=self._run, name="sealer", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Stop the thread and seal what is closed. Close the journal before. Raises what ``seal`` raises."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(self.lake.config.lock_timeout_s)
-        self.sealed_segments += len(seal(self.lake, self.journal_folder))
-
-    def _run(self) -> None:
-        while not self._stop.wait(self.lake.config.seal_seconds):
-            try:
-                self.sealed_segments += len(seal(self.lake, self.journal_folder))
-                self.error = None
-            except (LakeError, LockTimeoutError, OSError, DeltaError, pa.ArrowException) as error:
-                # The rows stay in the journal, and the next round tries again.
-                self.error = f"{type(error).__name__}: {error}"
-                log.error("can't seal %s into %s: %s", self.journal_folder, self.lake.uri, self.error)
+def _settled(segment: Segment, rows: pa.Table, listing: list[Segment]) -> pa.Table:
+    """The segment's rows without streams in flight; those that nobody goes on with are aborted."""
+    if segment.name.table != "interactions" or not has_started(rows):
+        return rows
+    # A writer makes the next segment, with all open streams in it, before it closes one.
+    later = (
+        other
+        for other in listing
+        if other.name.application == segment.name.application
+        and other.name.table == segment.name.table
+        and other.name.number > segment.name.number
+    )
+    continued = any((found := load(other)) is not None and found[0].num_rows > 0 for other in later)
+    return settle(rows, continued=continued)

@@ -16,6 +16,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,7 @@ _SEAL_PATTERN: Final = re.compile(rb"crc32c=([0-9a-f]{8}) bytes=(\d{12}) message
 _CRC_AT: Final = len("crc32c=")
 _NAME: Final = re.compile(r"(?P<table>[a-z]+)\.(?P<writer>[\w-]+)\.(?P<incarnation>[0-9a-f]{32})\.(?P<number>\d{10})")
 _MAX_METADATA: Final = 16 << 20
+_SEAL_ROOM: Final = 512  # for the seal, and the padding around it
 _WRITER: Final = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 
@@ -101,36 +103,49 @@ class Scan:
 def encode_schema(name: SegmentName) -> bytes:
     """The schema message that begins a segment."""
     sealed = TABLES[name.table].with_metadata({"millrace": _SEAL.format(crc=0, length=0, number=0)})
-    return _seal(sealed.serialize().to_pybytes(), name, 0)
+    message = sealed.serialize()
+    buffer = pa.allocate_buffer(message.size)
+    memoryview(buffer).cast("B")[:] = memoryview(message).cast("B")
+    return _seal(buffer, 0, message.size, name, 0).to_pybytes()
 
 
-def encode_batch(batch: pa.RecordBatch, name: SegmentName, number: int) -> bytes:
+def encode_batch(batch: pa.RecordBatch, name: SegmentName, number: int) -> pa.Buffer:
     """One record batch as the ``number``-th message (the first is 1) of a segment."""
-    sink = pa.BufferOutputStream()
+    start = len(_schema_message(batch.schema))  # the segment has the schema already
+    buffer = pa.allocate_buffer(start + pa.ipc.get_record_batch_size(batch) + _SEAL_ROOM)
+    sink = pa.FixedSizeBufferWriter(buffer)
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch, custom_metadata={"millrace": _SEAL.format(crc=0, length=0, number=0)})
-    stream = sink.getvalue().to_pybytes()
-    start = 8 + _metadata_length(stream, 0)  # past the schema, which the segment has already
-    return _seal(stream[start : -len(END_MARK)], name, number)
+        end = sink.tell()
+    return _seal(buffer, start, end, name, number)
 
 
-def _seal(message: bytes, name: SegmentName, number: int) -> bytes:
-    """The message with its length, number and checksum (taken with the checksum's own digits as zeros) written in."""
-    match = _SEAL_PATTERN.search(message, 8, 8 + _metadata_length(message, 0))
+@lru_cache(maxsize=16)
+def _schema_message(schema: pa.Schema) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, schema):
+        pass
+    return sink.getvalue().to_pybytes()[: -len(END_MARK)]
+
+
+def _seal(buffer: pa.Buffer, start: int, end: int, name: SegmentName, number: int) -> pa.Buffer:
+    """The message in ``buffer``, with its length, number and checksum (taken with its own digits as zeros) put in."""
+    message = buffer.slice(start, end - start)
+    view = memoryview(buffer).cast("B")[start:end]
+    match = _SEAL_PATTERN.search(view, 8, 8 + _metadata_length(view, 0))
     if match is None:
         raise AssertionError("an Arrow message lost its custom metadata")
-    sealed = bytearray(message)
-    sealed[match.start() : match.end()] = _SEAL.format(crc=0, length=len(message), number=number).encode()
-    crc = _checksum(name, bytes(sealed))
-    sealed[match.start() + _CRC_AT : match.start() + _CRC_AT + 8] = f"{crc:08x}".encode()
-    return bytes(sealed)
+    view[match.start() : match.end()] = _SEAL.format(crc=0, length=len(view), number=number).encode()
+    crc_start = match.start() + _CRC_AT
+    view[crc_start : crc_start + 8] = f"{_checksum(name, message):08x}".encode()
+    return message
 
 
-def _metadata_length(data: bytes, start: int) -> int:
+def _metadata_length(data: bytes | memoryview, start: int) -> int:
     return int(struct.unpack_from("<i", data, start + 4)[0])
 
 
-def _checksum(name: SegmentName, *parts: bytes) -> int:
+def _checksum(name: SegmentName, *parts: bytes | pa.Buffer) -> int:
     # Seeded with the segment's name: a message of another file, left in a reused block of the disk, is not taken.
     crc = google_crc32c.value(str(name).encode())
     for part in parts:

@@ -25,7 +25,7 @@ from feedback.events import FeedbackIn
 from feedback.journal import Journal, JournalBroken, JournalFull
 from feedback.lake import Lake
 from feedback.ledger import FeedbackLedger, Verdict
-from feedback.sealing import Sealer
+from feedback.sealer import Sealer
 from serve.api import admin, feedback, generate, http
 from serve.config import ServeConfig
 from serve.engine import Engine
@@ -88,6 +88,7 @@ class Server:
             await self.close()
             raise
         self.metrics.watch("journal", self.journal.stats)
+        self.metrics.watch("sealer", self.sealer.stats)
         self.metrics.watch("engine", lambda: self.engine.stats | {"in_flight": self.engine.in_flight})
         self.metrics.policy_version.set(self.engine.version)
         self._watch = asyncio.create_task(self._watch_engine(), name="engine watch")

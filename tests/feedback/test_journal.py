@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
+import subprocess
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +14,7 @@ from feedback_rows import interaction, thumb
 
 from feedback.config import JournalConfig
 from feedback.journal import Journal, JournalBroken, JournalError, JournalFull
-from feedback.recovery import rows
+from feedback.recovery import recover, rows
 from feedback.rows import RowError
 from feedback.segments import list_segments
 
@@ -40,7 +42,7 @@ def disk(monkeypatch):
             REAL_FDATASYNC(fd)
 
     made = Disk()
-    monkeypatch.setattr("feedback.journal.os.fdatasync", made.fdatasync)
+    monkeypatch.setattr("feedback.writing.os.fdatasync", made.fdatasync)
     yield made
     made.free.set()
 
@@ -162,7 +164,7 @@ async def test_past_the_bound_callers_wait_are_refused_with_a_time_and_leave_no_
 
 
 async def test_a_failed_fsync_is_final_and_what_was_refused_is_not_recorded(folder, disk):
-    journal = opened(folder)
+    journal = opened(folder, probe_seconds=60)
     await journal.append("feedback", thumb("kept", 1))
     await journal.append("interactions", interaction("kept"))
     disk.error = OSError(errno.EIO, "the disk is gone")
@@ -184,8 +186,104 @@ async def test_a_failed_fsync_is_final_and_what_was_refused_is_not_recorded(fold
     assert rows(folder, "interactions").num_rows == 1
 
 
+async def test_after_a_failed_fsync_nothing_is_acknowledged_until_the_disk_is_proven(folder, disk, monkeypatch):
+    real, proofs = os.fsync, []
+
+    def fsync(fd: int) -> None:
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        if "proof" in name:
+            proofs.append(name)
+            if disk.error is not None:
+                raise disk.error
+        real(fd)
+
+    monkeypatch.setattr("feedback.files.os.fsync", fsync)
+    journal = opened(folder, probe_seconds=0.05)
+    await journal.append("feedback", thumb("kept", 1))
+    disk.error = OSError(errno.EIO, "the disk is gone")
+    with pytest.raises(JournalBroken, match="the disk is gone"):
+        await journal.append("feedback", thumb("refused", 1))
+    await until(lambda: len(proofs) >= 2)
+    assert not journal.healthy
+    with pytest.raises(JournalBroken, match="the disk is gone"):
+        await journal.append("feedback", thumb("refused-later", 1))
+    disk.error = None
+    await until(lambda: journal.healthy)
+    await journal.append("feedback", thumb("afterwards", 1))
+    assert journal.stats()["failures"] == 1
+    journal.close()
+    assert rows(folder, "feedback").column("response_id").to_pylist() == ["kept", "afterwards"]
+    assert len({segment.name.incarnation for segment in list_segments(folder)}) == 2, (
+        "the old segment got no further row"
+    )
+    assert not list(folder.glob(".*proof*"))
+
+
+async def test_rows_that_a_failing_disk_keeps_from_being_cut_are_not_sealed_before_they_are_cut(
+    folder, disk, monkeypatch
+):
+    journal = opened(folder, probe_seconds=0.05)
+    await journal.append("feedback", thumb("kept", 1))
+
+    def failing(fd: int, size: int) -> None:
+        raise OSError(errno.EIO, "no way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.writing.os.ftruncate", failing)
+        disk.error = OSError(errno.EIO, "the disk is gone")
+        with pytest.raises(JournalBroken, match="the disk is gone"):
+            await journal.append("feedback", thumb("refused", 1))
+        disk.error = None
+        await asyncio.sleep(0.3)
+        assert not journal.healthy
+        assert recover(folder) == [], "it is locked still"
+    await until(lambda: journal.healthy)
+    journal.close()
+    assert len(recover(folder)) == 1
+    assert rows(folder, "feedback").column("response_id").to_pylist() == ["kept"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 16 MiB."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", mounted], check=False).returncode != 0:
+        pytest.skip("no right to mount a file system here")
+    yield mounted
+    subprocess.run(["umount", "-l", mounted], check=True)
+
+
+async def test_a_disk_that_is_really_full_refuses_and_recovers_when_there_is_room(small_disk):
+    folder = small_disk / "journal"
+    journal = opened(folder, probe_seconds=0.05, segment_seconds=0.2)
+    kept = []
+
+    async def write(rows: int) -> None:
+        for _ in range(rows):
+            await journal.append("interactions", interaction(f"r{len(kept)}", response="x" * 10_000))
+            kept.append(f"r{len(kept)}")
+
+    await write(100)
+    filler = small_disk / "filler"
+    with filler.open("wb") as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 65536)
+    with pytest.raises(JournalBroken, match="No space left"):
+        await write(10_000)
+    with pytest.raises(JournalBroken, match="No space left"):
+        await journal.append("interactions", interaction("refused"))
+    assert not journal.healthy
+    filler.unlink()
+    await until(lambda: journal.healthy)
+    await journal.append("interactions", interaction("afterwards"))
+    await asyncio.to_thread(journal.close)
+    recover(folder)
+    assert rows(folder, "interactions").column("response_id").to_pylist() == [*kept, "afterwards"]
+
+
 async def test_a_full_disk_refuses_and_keeps_what_is_there(folder, monkeypatch):
-    journal = opened(folder)
+    journal = opened(folder, probe_seconds=60)
     await journal.append("feedback", thumb("kept", 1))
     real = os.write
 

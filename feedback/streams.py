@@ -1,0 +1,64 @@
+"""Responses that go out while they are made: a record when they start, a record when they end.
+
+The record of a start is a row of ``interactions`` with status ``started``; it is in the journal only. While a stream is
+open, every segment that is closed repeats it, with the tokens so far, at the head of the next one. So a segment's
+started rows matter only if no later segment of the same writer follows: then the writer ended, or was killed, with
+these streams open, and they are sealed as aborted, with the tokens of the last repetition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+STARTED: Final = "started"
+ABORTED: Final = "aborted"
+
+SoFar = Callable[[], dict[str, Any]]
+"""The interaction's row as it is at the moment of the call; called in the journal's thread."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """A response that is going out. ``last``: its newest record; ``lost``: why its end can't be recorded any more."""
+
+    response_id: str
+    last: dict[str, Any]
+    so_far: SoFar
+    lost: str | None = None
+
+    def row(self) -> dict[str, Any]:
+        """The row that repeats its start, with what there is by then."""
+        return self.so_far() | {"status": STARTED}
+
+
+def has_started(rows: pa.Table) -> bool:
+    """Whether any of a segment's rows of ``interactions`` records a start."""
+    return bool(pc.any(pc.equal(rows["status"], STARTED)).as_py())
+
+
+def settle(rows: pa.Table, *, continued: bool) -> pa.Table:
+    """A segment's rows of ``interactions`` as the lake keeps them: without started ones, which may become aborted ones.
+
+    ``continued``: whether a later segment of the same writer repeats those that were open at the end of this one.
+    """
+    started = pc.equal(rows["status"], STARTED)
+    ended = rows.filter(pc.invert(started))
+    if continued:
+        return ended
+    last: dict[str, int] = {}
+    ids = rows["response_id"].to_pylist()
+    for position, is_started in enumerate(started.to_pylist()):
+        if is_started:
+            last[ids[position]] = position
+        else:
+            last.pop(ids[position], None)
+    aborted = rows.take(pa.array(sorted(last.values()), pa.int64()))
+    for column, value in (("status", ABORTED), ("finish_reason", "abort")):
+        at = rows.schema.get_field_index(column)
+        aborted = aborted.set_column(at, rows.schema.field(at), pa.array([value] * aborted.num_rows, pa.string()))
+    return pa.concat_tables([ended, aborted])
