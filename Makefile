@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint format lock clean
+.PHONY: help setup demo test lint bench-capture crash-test format lock clean
 
 help:            ## show this
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(VENV)/.installed-$(LOCK)   ## install everything into .venv, from the pinned lock
 
@@ -32,6 +32,16 @@ lint: setup      ## style, types, and the layers of the house
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+bench-capture: setup   ## measure the journal, the lake and scoring: about 6 minutes; the last line is JSON
+	$(BIN)/python -m loadtests.bench_capture $(ARGS)
+
+# How many processes of a real server to kill.
+N ?= 20
+
+crash-test: setup      ## cut the power behind every I/O call, then kill a real server N times; the last line is JSON
+	POWER_LOSS_EVERY=1 $(BIN)/python -m pytest -q -s tests/feedback/test_power_loss.py
+	$(BIN)/python -m loadtests.crash --kills $(N)
 
 format: setup    ## bring the code into shape
 	$(BIN)/ruff check --fix .

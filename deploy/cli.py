@@ -15,7 +15,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from deploy import config, describe
-from deploy.commands import demo, inspect, lake, loop, policy, service
+from deploy.commands import bench, demo, inspect, lake, loop, policy, service
 from deploy.config import ConfigError, Settings
 from deploy.processes import Stopped
 
@@ -80,6 +80,7 @@ for command in (
     *policy.COMMANDS[1:],
     *lake.COMMANDS,
     *inspect.COMMANDS,
+    *bench.COMMANDS,
     *demo.COMMANDS,
 ):
     millrace.add_command(command)

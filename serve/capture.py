@@ -28,8 +28,8 @@ class Asked:
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
-def answered(asked: Asked, generation: Generation) -> list[dict[str, Any]]:
-    """One row a response, each with an id of its own; a response that was cut off has status ``aborted``."""
+def answered(asked: Asked, generation: Generation, response_ids: list[str] | None = None) -> list[dict[str, Any]]:
+    """One row a response, with the ids given or ids of its own; one that was cut off has status ``aborted``."""
     completed_at = datetime.now(UTC)
     timings = {
         "queue_ms": generation.queue_ms,
@@ -39,6 +39,7 @@ def answered(asked: Asked, generation: Generation) -> list[dict[str, Any]]:
     return [
         _row(
             asked,
+            response_id=response_id,
             completed_at=completed_at,
             response=response.text,
             response_token_ids=response.token_ids,
@@ -48,33 +49,36 @@ def answered(asked: Asked, generation: Generation) -> list[dict[str, Any]]:
             status="aborted" if response.finish_reason == "abort" else "complete",
             timings=timings,
         )
-        for response in generation.responses
+        for response_id, response in zip(
+            response_ids or [uuid7() for _ in generation.responses], generation.responses, strict=True
+        )
     ]
 
 
-def failed(asked: Asked) -> list[dict[str, Any]]:
-    """One row for a request that the engine could not answer."""
+def failed(asked: Asked, response_ids: list[str] | None = None, status: str = "error") -> list[dict[str, Any]]:
+    """A row without a token for each response id, or one row, for a request that the engine did not answer."""
     completed_at = datetime.now(UTC)
     elapsed = (completed_at - asked.created_at).total_seconds() * 1e3
     return [
         _row(
             asked,
+            response_id=response_id,
             completed_at=completed_at,
             response="",
             response_token_ids=[],
             logprobs=[],
             policy_spans=[],
-            finish_reason=None,
-            status="error",
+            finish_reason="abort" if status == "aborted" else None,
+            status=status,
             timings={"queue_ms": None, "first_token_ms": None, "total_ms": elapsed},
         )
+        for response_id in response_ids or [uuid7()]
     ]
 
 
 def _row(asked: Asked, **outcome: Any) -> dict[str, Any]:
     sampling = asked.sampling
     return {
-        "response_id": uuid7(),
         "request_id": asked.request_id,
         "session_id": asked.session_id,
         "user": asked.user,

@@ -15,7 +15,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,20 +156,50 @@ class Engine:
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Generation:
         """Sample ``sampling.n`` responses. Cut short by ``abort``, it returns what there is by then.
 
-        Raises EngineDead when the process is gone, EngineError when vLLM refuses the request.
+        Raises EngineDead when the process is gone, EngineRefused when vLLM refuses the request, EngineError when it
+        fails.
         """
+        started = time.monotonic()
+        final: RequestOutput | None = None
+        async for output in self._outputs(request_id, prompt_token_ids, _sampling_params(sampling)):
+            final = output
+        if final is None:
+            raise EngineError("vLLM ended the request without an answer")
+        responses = [
+            self._read(output, output.text if sampling.stop else self._text(output, prompt_token_ids))
+            for output in final.outputs
+        ]
+        return self._generation(responses, final, started)
+
+    async def stream(
+        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling
+    ) -> AsyncIterator[Generation]:
+        """The same, with what there is by then at every turn; a response that goes on has finish_reason "abort".
+
+        vLLM tells which policy made which token at a response's end. Until then the spans are those of the versions
+        that served when its tokens came, which around a swap can be a step off.
+        """
+        started = time.monotonic()
+        responses = [Generated("", [], [], [], "abort")] * sampling.n
+        async for output in self._outputs(request_id, prompt_token_ids, _sampling_params(sampling, streaming=True)):
+            for made in output.outputs:
+                before = responses[made.index]
+                spans = before.policy_spans
+                if made.token_ids and (not spans or spans[-1][1] != self.version):
+                    spans = [*spans, (len(before.token_ids), self.version)]
+                responses[made.index] = self._read(made, made.text, spans)
+            yield self._generation(list(responses), output, started)
+
+    async def _outputs(self, request_id: str, prompt_token_ids: list[int], params: Any) -> AsyncIterator[RequestOutput]:
         from vllm.exceptions import VLLMClientError
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        llm = self._running
-        started = time.monotonic()
-        final: RequestOutput | None = None
         self.requests.add(request_id)
         try:
             prompt = tokens_input(prompt_token_ids, cache_salt=self._salt)
-            async for output in llm.generate(prompt, _sampling_params(sampling), request_id):
-                final = output
+            async for output in self._running.generate(prompt, params, request_id):
+                yield output
         except EngineDeadError as error:
             raise EngineDead("the engine's process has died") from error
         except (VLLMClientError, ValueError) as error:
@@ -178,10 +208,9 @@ class Engine:
             raise EngineError(f"vLLM failed: {error.__cause__ or error}") from error
         finally:
             self.requests.discard(request_id)
-        if final is None:
-            raise EngineError("vLLM ended the request without an answer")
-        metrics = final.metrics
-        responses = [self._read(output, prompt_token_ids, sampling) for output in final.outputs]
+
+    def _generation(self, responses: list[Generated], output: RequestOutput, started: float) -> Generation:
+        metrics = output.metrics
         return Generation(
             responses=responses,
             policy_version=max((r.policy_spans[-1][1] for r in responses if r.policy_spans), default=self.version),
@@ -326,19 +355,21 @@ class Engine:
 
         return Newest(vllm_config, engine_index)
 
-    def _read(self, output: CompletionOutput, prompt: list[int], sampling: Sampling) -> Generated:
+    def _read(self, output: CompletionOutput, text: str, so_far: list[tuple[int, int]] | None = None) -> Generated:
+        """A response; ``so_far``: its policy spans if it goes on, which vLLM does not tell then."""
         token_ids = list(output.token_ids)
         logprobs = list(output.logprobs.logprobs) if output.logprobs is not None else []
         spans = [(span.start, int(span.version)) for span in output.weight_versions or []]
+        if so_far is not None and output.finish_reason is None:
+            spans = so_far
         if len(logprobs) != len(token_ids) or (token_ids and not spans):
             raise EngineError(f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens")
-        if sampling.stop:
-            text = output.text
-        else:
-            # The token that ended the response is part of it, but not of its text.
-            ended = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-            text = self._decode(prompt, token_ids[:-1] if ended else token_ids)
         return Generated(text, token_ids, logprobs, spans, output.finish_reason or "abort")
+
+    def _text(self, output: CompletionOutput, prompt: list[int]) -> str:
+        # The token that ended the response is part of it, but not of its text.
+        ended = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        return self._decode(prompt, list(output.token_ids[:-1] if ended else output.token_ids))
 
     def _decode(self, prompt: list[int], token_ids: list[int]) -> str:
         """Text of a response, decoded once and with the end of its prompt, since some tokenizers join over the seam."""
@@ -352,7 +383,7 @@ class Engine:
         return str(tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-def _sampling_params(sampling: Sampling) -> Any:
+def _sampling_params(sampling: Sampling, *, streaming: bool = False) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -366,8 +397,9 @@ def _sampling_params(sampling: Sampling) -> Any:
         seed=sampling.seed,
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
-        detokenize=bool(sampling.stop),  # without stop strings one decode at the end does, instead of one a token
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        # Without stop strings, one decode at the end does for a response that is not streamed, instead of one a token.
+        detokenize=streaming or bool(sampling.stop),
+        output_kind=RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
     )
 

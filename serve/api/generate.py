@@ -1,9 +1,11 @@
-"""``POST /generate``: a prompt in, responses out, every one of them recorded before the answer goes out."""
+"""``POST /generate``: a prompt in, responses out, every one of them recorded before its end goes out."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request, Response
@@ -13,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from feedback.ids import uuid7
 from serve import capture
 from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, body_of, field_problem, json_response, problems, read_body
+from serve.api.streaming import stream
 from serve.engine import EngineError, EngineRefused, Generation, Sampling
 
 if TYPE_CHECKING:
@@ -58,6 +61,11 @@ class GenerateIn(BaseModel):
     )
     stop: str | list[str] | None = Field(None, description="End a response before any of these texts.")
     seed: int | None = Field(None, ge=0, le=_MAX_SEED, description="Makes the sampling repeatable.")
+    stream: bool = Field(
+        False,
+        description="Send the responses while they are made, as server-sent events: `delta` (response_id, index, text) "
+        "and, at the end, one `done` with the body of the plain response, or `error` with a problem.",
+    )
     session_id: Label | None = Field(None, description="Your name for the conversation.")
     user: Label | None = Field(None, description="Your name for the person.")
     metadata: dict[Label, Annotated[str, StringConstraints(max_length=10_000)]] = Field(
@@ -127,9 +135,12 @@ class GenerateOut(BaseModel):
 async def generate(request: Request) -> Response:
     """Sample responses to a prompt."""
     server: Server = request.app.state.server
-    with server.admitted():
+    async with AsyncExitStack() as admitted:
+        admitted.enter_context(server.admitted())
         body = await read_body(request, GenerateIn, server.config.limits.body_bytes)
         asked = await _understand(body, server)
+        if body.stream:
+            return await stream(server, asked, admitted, partial(_answer, server, asked))
         generation, ending = await _sample(server, asked, request)
         rows = capture.answered(asked, generation)
         await server.record(rows)

@@ -17,50 +17,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from feedback.config import LakeConfig
 from feedback.lake import Lake
+from loadtests.tiny_model import make_model_folder
 from serve.policies import Pointer, PolicyStore
-
-CONTEXT = 256
-
-
-def make_model_folder(folder: Path, seed: int, *, hidden: int = 64, layers: int = 2, tied: bool = True) -> Path:
-    """A random Qwen3 in float32 with a byte tokenizer; large weights, so that two seeds differ visibly."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        clean_up_tokenization_spaces=False,
-        chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
-    ).save_pretrained(folder)
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(vocabulary),
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            max_position_embeddings=CONTEXT,
-            initializer_range=0.15,
-            tie_word_embeddings=tied,
-            eos_token_id=1,
-            pad_token_id=0,
-            bos_token_id=None,
-        )
-    )
-    model.save_pretrained(folder)
-    return folder
 
 
 @cache
@@ -152,6 +114,7 @@ def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
             **serve,
         },
         "feedback": {
+            "kinds": {"metrics": {"clicked": {"type": "boolean"}}},
             "journal": {"folder": str(home / "journal"), "segment_seconds": 1},
             "lake": {"uri": str(home / "lake"), "seal_seconds": 1},
         },

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.conftest import CONTEXT, LiveServer, reference_logprobs
+from loadtests.tiny_model import CONTEXT
+from tests.serve.conftest import LiveServer, reference_logprobs
 
 
 async def generate(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:

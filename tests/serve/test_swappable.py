@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from loadtests.tiny_model import make_model_folder
 from serve.policies import Policy, PolicyStore
 from serve.swappable import NotSwappable, require_finite, require_swappable
-from tests.serve.conftest import make_model_folder
 
 Edit = Callable[[dict[str, torch.Tensor]], object]
 

@@ -1,0 +1,62 @@
+"""Rows to measure with."""
+
+from __future__ import annotations
+
+import random
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from feedback.ids import uuid7
+from feedback.rows import to_batch
+from feedback.schema import TABLES
+
+_VOCABULARY = 150_000
+_WORDS = 20_000
+
+
+def interactions(count: int, *, tokens: int = 200, seed: int = 0) -> list[dict[str, Any]]:
+    """Interactions with ``tokens`` tokens of prompt, as many of response with logprobs, and texts as long as English."""
+    chance, numbers = random.Random(seed), np.random.default_rng(seed)
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    words = ["".join(chance.choices(letters, k=chance.randint(2, 8))) for _ in range(_WORDS)]
+
+    def text() -> str:
+        return " ".join(chance.choices(words, k=tokens * 3 // 4))  # three words are about four tokens
+
+    def token_ids() -> list[int]:
+        return [int(token) for token in numbers.integers(_VOCABULARY, size=tokens)]
+
+    now = datetime.now(UTC)
+    return [
+        {
+            "response_id": uuid7(),
+            "request_id": uuid7(),
+            "session_id": f"session-{chance.randrange(1000)}",
+            "user": f"user-{chance.randrange(1000)}",
+            "tenant": "default",
+            "endpoint": "/generate",
+            "replica": "replica-0",
+            "created_at": now,
+            "completed_at": now,
+            "prompt": text(),
+            "prompt_token_ids": token_ids(),
+            "response": text(),
+            "response_token_ids": token_ids(),
+            "logprobs": [-float(value) for value in numbers.exponential(size=tokens)],
+            "policy_spans": [{"start": 0, "policy_version": 1}],
+            "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": tokens, "n": 1},
+            "finish_reason": "length",
+            "status": "complete",
+            "timings": {"queue_ms": 1.0, "first_token_ms": 20.0, "total_ms": 900.0},
+            "metadata": [("answer", "42")],
+        }
+        for _ in range(count)
+    ]
+
+
+def table(name: str, rows: list[dict[str, Any]]) -> pa.Table:
+    """Rows as an Arrow table of the lake's schema."""
+    return pa.Table.from_batches([to_batch(rows, TABLES[name])])

@@ -1,0 +1,118 @@
+"""Scoring under load: its rate, and whether it stays flat as history grows."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from feedback.config import FeedbackConfig
+from feedback.lake import Lake
+from feedback.schema import TABLES
+from feedback.scoring import score
+
+_COMMIT_ROWS = 250_000
+_THUMBED = 3  # one response in so many has a thumb
+_START = datetime(2026, 1, 1, tzinfo=UTC)
+
+# Ids as UUIDv7 has them: they grow with time, and no two have the same random part.
+_ID = "printf('%08x-%04x-7%03x-8123-%012x', i // 65536, i & 65535, i & 4095, hash(i) >> 16)"
+_INTERACTIONS = """
+SELECT {id} AS response_id, {id} AS request_id, NULL::VARCHAR AS session_id, 'user-' || i % 1000 AS user,
+       'default' AS tenant, '/generate' AS endpoint, 'replica-0' AS replica, NULL::VARCHAR AS variant,
+       TIMESTAMPTZ '{at}' + to_microseconds(i * 1000) AS created_at,
+       TIMESTAMPTZ '{at}' + to_microseconds(i * 1000 + 500) AS completed_at,
+       NULL::VARCHAR AS messages, i % 90 || ' + ' || i % 7 || ' =' AS prompt,
+       [11, 12, 13, 14, 15, 16]::INTEGER[] AS prompt_token_ids, (i % 90 + i % 7 + i % 2)::VARCHAR AS response,
+       [21, 22]::INTEGER[] AS response_token_ids, [-0.5, -0.25]::FLOAT[] AS logprobs,
+       [{{'start': 0::INTEGER, 'policy_version': 1::BIGINT}}] AS policy_spans,
+       {{'temperature': 1::FLOAT, 'top_p': 1::FLOAT, 'top_k': 0::INTEGER, 'min_p': 0::FLOAT,
+         'max_tokens': 8::INTEGER, 'n': 1::INTEGER, 'seed': NULL::BIGINT, 'stop': []::VARCHAR[]}} AS sampling,
+       'stop' AS finish_reason, 'complete' AS status,
+       {{'queue_ms': 1::FLOAT, 'first_token_ms': 2::FLOAT, 'total_ms': 3::FLOAT}} AS timings,
+       MAP {{'answer': (i % 90 + i % 7)::VARCHAR}} AS metadata
+FROM range({low}, {high}) AS numbers(i)
+"""
+_FEEDBACK = """
+SELECT 'f-' || i AS feedback_id, {id} AS response_id, 'thumb' AS kind, (i % 2)::DOUBLE AS value,
+       NULL::VARCHAR AS text, NULL::VARCHAR AS name, NULL::VARCHAR AS rejected_response_id, 'user' AS source,
+       'default' AS tenant, TIMESTAMPTZ '{at}' + to_microseconds(i * 1000 + 900) AS created_at
+FROM range({low}, {high}) AS numbers(i) WHERE i % {thumbed} = 0
+"""
+
+
+def scoring(
+    folder: Path, config: FeedbackConfig, *, history: int, small: int, fresh: int, turns: int
+) -> dict[str, Any]:
+    """Score a history at once, then ``fresh`` new rows beside it and beside a ``small`` one, in turns.
+
+    ``late``: the same with thumbs on a hundred responses from all over the history among the new rows.
+    """
+    sizes = {"large": history, "small": small}
+    lakes = {name: Lake(str(folder / name), config.lake) for name in sizes}
+    first: dict[str, float] = {}
+    for name, lake in lakes.items():
+        lake.create()
+        _fill(lake, 0, sizes[name])
+        started = time.perf_counter()
+        scored = score(lake, config.scoring, config.kinds).scored
+        first[name] = time.perf_counter() - started
+        _expect(scored, sizes[name])
+    seconds: dict[str, list[float]] = {f"{name} {kind}": [] for kind in ("new", "late") for name in sizes}
+    ends = dict(sizes)
+    for turn in range(turns):
+        for kind in ("new", "late"):
+            for name, lake in lakes.items():
+                _fill(lake, ends[name], ends[name] + fresh)
+                late = _late(lake, sizes[name], turn) if kind == "late" else 0
+                ends[name] += fresh
+                started = time.perf_counter()
+                scored = score(lake, config.scoring, config.kinds).scored
+                seconds[f"{name} {kind}"].append(time.perf_counter() - started)
+                _expect(scored, fresh + late)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    return {
+        "history": history,
+        "scoring_rows_per_s": history / first["large"],
+        "fresh_rows": fresh,
+        "fresh_ms": {name: 1e3 * value for name, value in median.items()},
+        "history_ratio": median["large new"] / median["small new"],
+        "late_history_ratio": median["large late"] / median["small late"],
+        "memory_limit": config.scoring.memory_limit,
+    }
+
+
+def _fill(lake: Lake, low: int, high: int) -> None:
+    """Rows ``low`` to ``high`` of the traffic, in commits of a compacted file's size."""
+    for at in range(low, high, _COMMIT_ROWS):
+        end = min(high, at + _COMMIT_ROWS)
+        for table, sql in (("interactions", _INTERACTIONS), ("feedback", _FEEDBACK)):
+            lake.append(table, _made(table, sql, at, end))
+
+
+def _late(lake: Lake, history: int, turn: int) -> int:
+    """Thumbs on a hundred old responses that had none."""
+    wanted = sorted({at - at % _THUMBED + 1 for at in range(turn, history - _THUMBED, max(1, history // 100))})
+    thumbs = [_made("feedback", _FEEDBACK.replace("i % {thumbed} = 0", "true"), at, at + 1) for at in wanted]
+    at = TABLES["feedback"].get_field_index("feedback_id")
+    table = pa.concat_tables(thumbs)
+    ids = pa.array([f"late-{turn}-{number}" for number in range(table.num_rows)])
+    lake.append("feedback", table.set_column(at, TABLES["feedback"].field(at), ids))
+    return table.num_rows
+
+
+def _made(table: str, sql: str, low: int, high: int) -> pa.Table:
+    at = _START.isoformat(sep=" ", timespec="seconds")
+    with duckdb.connect() as connection:
+        made = connection.sql(sql.format(id=_ID, at=at, low=low, high=high, thumbed=_THUMBED)).to_arrow_table()
+    return pa.Table.from_arrays([made[field.name].cast(field.type) for field in TABLES[table]], schema=TABLES[table])
+
+
+def _expect(scored: int, wanted: int) -> None:
+    if scored != wanted:
+        raise AssertionError(f"{scored} responses were scored, not {wanted}")

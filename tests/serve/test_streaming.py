@@ -1,0 +1,116 @@
+"""``/generate`` with ``stream: true``, over HTTP, on a real engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+
+def events(lines: Any) -> list[tuple[str, dict[str, Any]]]:
+    """(event, data) of a stream of server-sent events."""
+    found = []
+    name = ""
+    for line in lines:
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            found.append((name, json.loads(line.removeprefix("data: "))))
+    return found
+
+
+def streamed(url: str, **body: Any) -> list[tuple[str, dict[str, Any]]]:
+    with httpx.stream("POST", f"{url}/generate", json={"stream": True} | body, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        return events(answer.iter_lines())
+
+
+def wait_for_row(server: Any, where: str) -> dict[str, Any]:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if rows := server.rows("interactions", where):
+            return rows[0]
+        time.sleep(0.05)
+    raise TimeoutError(where)
+
+
+def test_the_deltas_are_the_text_of_the_final_event_and_the_row_is_there_by_then(server):
+    found = streamed(server.url, prompt="tell me", max_tokens=30, seed=4)
+    name, body = found[-1]
+    assert name == "done"
+    assert [kind for kind, _ in found[:-1]] == ["delta"] * (len(found) - 1)
+    assert len(found) > 3
+    [response] = body["responses"]
+    assert "".join(data["text"] for _, data in found[:-1]) == response["text"]
+    assert {data["response_id"] for _, data in found[:-1]} == {response["response_id"]}
+    [row] = server.rows("interactions", f"response_id = '{response['response_id']}'")
+    assert (row["status"], row["response"]) == ("complete", response["text"])
+    assert len(row["logprobs"]) == len(row["response_token_ids"]) == body["usage"]["completion_tokens"]
+
+
+def test_a_streamed_response_is_that_of_a_plain_request(server):
+    body = {"prompt": "the same", "max_tokens": 12, "seed": 9, "stop": ["q"]}
+    plain = httpx.post(f"{server.url}/generate", json=body, timeout=60).json()
+    _, last = streamed(server.url, **body)[-1]
+    assert last.keys() == plain.keys()
+    assert last["responses"][0]["text"] == plain["responses"][0]["text"]
+    assert last["usage"] == plain["usage"]
+
+
+def test_several_responses_are_streamed_side_by_side(server):
+    found = streamed(server.url, prompt="three", max_tokens=10, n=3, seed=1)
+    _, body = found[-1]
+    texts = ["", "", ""]
+    for _, data in found[:-1]:
+        texts[data["index"]] += data["text"]
+    assert texts == [response["text"] for response in body["responses"]]
+    assert len(set(texts)) > 1
+    assert len(server.rows("interactions", f"request_id = '{body['request_id']}' AND status = 'complete'")) == 3
+
+
+def test_a_client_that_leaves_has_an_aborted_row_with_the_tokens_so_far(server):
+    with httpx.stream(
+        "POST",
+        f"{server.url}/generate",
+        json={"prompt": "long", "max_tokens": 200, "stream": True, "metadata": {"who": "leaver"}},
+        timeout=60,
+    ) as answer:
+        pieces = answer.iter_lines()
+        for line in pieces:
+            if line.startswith("data: "):
+                break
+    row = wait_for_row(server, "metadata['who'] = 'leaver'")
+    assert (row["status"], row["finish_reason"]) == ("aborted", "abort")
+    assert 1 <= len(row["response_token_ids"]) < 200
+    assert len(row["logprobs"]) == len(row["response_token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        ({"prompt": ""}, 422, "prompt"),
+        ({"prompt": "a", "n": 0}, 422, "n"),
+        ({"prompt": "x" * 300}, 400, "prompt"),
+        ({"prompt": "a", "stream": "yes"}, 422, "stream"),
+    ],
+)
+def test_what_can_t_be_streamed_is_a_plain_problem(server, body, status, field):
+    answer = httpx.post(f"{server.url}/generate", json={"stream": True} | body, timeout=60)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["errors"][0]["field"] == field
+
+
+def test_nothing_of_a_stream_stays_at_work(server):
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        text = httpx.get(f"{server.url}/metrics").text
+        gauges = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("millrace_"))
+        if float(gauges["millrace_journal_open_streams"]) == float(gauges["millrace_engine_in_flight"]) == 0:
+            return
+        time.sleep(0.05)
+    raise AssertionError("streams are open still")
