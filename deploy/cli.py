@@ -6,8 +6,11 @@ line on stderr: exit code 2 for a wrong command or configuration, 1 for everythi
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +92,7 @@ for command in (
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the process's exit code says how it went."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    sys.exit(run(arguments))
+    _leave(run(arguments))
 
 
 def run(arguments: list[str]) -> int:
@@ -114,6 +117,22 @@ def run(arguments: list[str]) -> int:
         return 141
     except Exception as error:  # noqa: BLE001  the last line of defence: everything ends as one line and an exit code
         return _fail(error, arguments, code=getattr(error, "exit_code", 1))
+
+
+def _leave(code: int) -> None:
+    """End the process, without taking Python down if it used an object store.
+
+    Arrow's threads go on reading ahead through Python for a moment, and one that comes back into an interpreter that
+    is being taken down ends the process by a signal, whatever the command did.
+    """
+    lake_module = sys.modules.get("feedback.lake")
+    if lake_module is None or not lake_module.uses_object_store:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+            stream.flush()
+    os._exit(code)
 
 
 def _fail(error: Exception, arguments: list[str], *, code: int) -> int:

@@ -70,6 +70,14 @@ class ScheduleConfig(Section):
     misfire_grace_seconds: PositiveFloat | None = Field(
         None, description="A start that is later than this is left out; null: late is better than never."
     )
+    maintenance_seconds: PositiveFloat | None = Field(
+        3600.0,
+        description="Seconds between two runs of `millrace lake maintain` (compaction, retention, vacuum; one at a "
+        "time, also beside a cycle); null: never.",
+    )
+    maintenance_timeout_s: PositiveFloat = Field(
+        14400.0, description="Maintenance that takes longer is stopped (seconds); the next one goes on."
+    )
     max_cycles: PositiveInt | None = Field(
         None, description="Stop scheduling after so many cycles (skipped ones don't count); null: go on."
     )
@@ -120,11 +128,12 @@ class Settings(BaseSettings):
         feedback, serve, evaluation = self.feedback, self.serve, self.evaluation
         journal = feedback.journal.model_copy(update={"folder": str(self.path(feedback.journal.folder))})
         lake = feedback.lake.model_copy(update={"uri": self.uri(feedback.lake.uri)})
+        scoring = feedback.scoring.resolved(self.path)
         folders = {"policies": str(self.path(serve.policies)), "replicas": str(self.path(serve.replicas))}
         judged = {"suite": self.path(evaluation.suite), "folder": self.path(evaluation.folder)}
         return self.model_copy(
             update={
-                "feedback": feedback.model_copy(update={"journal": journal, "lake": lake}),
+                "feedback": feedback.model_copy(update={"journal": journal, "lake": lake, "scoring": scoring}),
                 "serve": serve.model_copy(update=folders),
                 "evaluation": evaluation.model_copy(update=judged),
                 "train": self.train.model_copy(update={"runs": self.path(self.train.runs)}),
@@ -140,15 +149,19 @@ class Settings(BaseSettings):
         return f"http://{host}:{self.serve.port}"
 
     def snapshot(self) -> Path:
-        """Write these settings, whole, to ``home/configs/<hash>.yaml``, for child processes; return the file."""
+        """Write these settings, whole, to ``home/configs/<hash>.yaml``, for child processes; return the file.
+
+        Secrets stand in it in clear, so only this user may read it.
+        """
         import hashlib
 
-        text = describe.to_yaml(self)
+        text = describe.to_yaml(self, secrets=True)
         path = self.path("configs") / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.with_name(f".{path.name}.{os.getpid()}")
-            aside.write_text(text)
+            with open(aside, "w", opener=_private) as file:
+                file.write(text)
             aside.replace(path)
         return path
 
@@ -196,6 +209,10 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a child that is given a snapshot: ours without the settings, which the snapshot holds."""
     kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(ENV_PREFIX)}
     return kept | dict(extra or {})
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class _Layer(PydanticBaseSettingsSource):
@@ -305,6 +322,6 @@ def _explain(detail: Any, layers: list[_Layer]) -> str:
         key, source = ".".join(parts), None
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "missing":
-        return f"{key or 'the settings'}: {message}"
+        return f"{'.'.join(parts) or 'the settings'}: {message}"
     given = "" if isinstance(detail["input"], (dict, BaseModel)) else f", not {detail['input']!r}"
     return f"{'.'.join(parts) or 'the settings'}: {message}{given}" + (f" (from {source})" if source else "")

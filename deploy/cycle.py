@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
@@ -20,10 +21,15 @@ from deploy import rollout
 from deploy.config import ConfigError, Settings, child_environment
 from deploy.processes import Child, Stopped, millrace
 from evaluation.results import write_whole
-from feedback.rewards.rules import RuleError, load_rule
+from feedback.config import RuleConfig
+from feedback.rewards.rules import RuleError, configured, load_rule
 from serve.policies import Pointer, PolicyError, PolicyStore
 
 SERVER_TIMEOUT_S = 5.0
+NO_REWARD = (
+    "train.reward is null, and feedback.scoring.rules has no rule with a weight: training needs something that rewards "
+    "its responses (a module:function, or a rule)"
+)
 
 
 class CycleBusy(RuntimeError):
@@ -79,32 +85,34 @@ def run_cycle(settings: Settings, number: int | None = None, *, say: Callable[[s
 
 def check(settings: Settings) -> None:
     """Raise ConfigError, before anything is started, for what would fail an hour later."""
+    from evaluation.suites import load_scorer
+
     problems = []
     suite = settings.path(settings.evaluation.suite)
     if not suite.is_file():
         problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
-    if not reward_function(settings):
-        problems.append(
-            "train.reward and feedback.scoring.rules.function are both null: training needs a function that rewards "
-            "its responses (module:function)"
-        )
-    for key, function in {
-        "train.reward": settings.train.reward,
-        "feedback.scoring.rules.function": settings.feedback.scoring.rules.function,
-        "evaluation.scorer": settings.evaluation.scorer,
-    }.items():
+    if not reward_of(settings):
+        problems.append(NO_REWARD)
+    rules = settings.feedback.scoring.rules
+    loads: dict[str, Callable[[], object]] = {
+        f"feedback.scoring.rules.{name}": partial(configured, name, rule) for name, rule in rules.items()
+    }
+    if settings.train.reward:
+        loads["train.reward"] = partial(load_rule, settings.train.reward)
+    loads["evaluation.scorer"] = partial(load_scorer, settings.evaluation)
+    for key, load in loads.items():
         try:
-            if function:
-                load_rule(function)
+            load()
         except RuleError as error:
             problems.append(f"{key}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def reward_function(settings: Settings) -> str | None:
-    """module:function that rewards rollouts."""
-    return settings.train.reward or settings.feedback.scoring.rules.function
+def reward_of(settings: Settings) -> str | dict[str, RuleConfig] | None:
+    """What rewards rollouts: a function by name, or the rules that have a weight; None if there is neither."""
+    rules = {name: rule for name, rule in settings.feedback.scoring.rules.items() if rule.weight > 0}
+    return settings.train.reward or rules or None
 
 
 def records(settings: Settings) -> list[CycleRecord]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -28,7 +28,10 @@ class Setting:
 
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """Every setting of a model and of the models in it, in the order of their definition."""
+    """Every setting of a model and of the models in it, in the order of their definition.
+
+    Those below a mapping of sections have NAME where the key of one stands.
+    """
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if section := section_of(field.annotation):
@@ -37,6 +40,8 @@ def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
             default = field.get_default(call_default_factory=True, validated_data={})
             required = default is PydanticUndefined
             yield Setting(key, meaning(field.description or ""), None if required else default, required)
+            if section := mapped_section(field.annotation):
+                yield from settings_of(section, f"{key}.NAME.")
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -45,11 +50,22 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return models[0] if len(models) == 1 and not takes_text(annotation) else None
 
 
+def mapped_section(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field that is a mapping of sections by name, else None."""
+    for part in _members(annotation):
+        if _is_mapping(part) and len(typing.get_args(part)) == 2:
+            return section_of(typing.get_args(part)[1])
+    return None
+
+
 def annotation_of(key: str, model: type[BaseModel]) -> Any:
     """The type of a dotted key; Any below a mapping; None if there is no such key."""
     annotation: Any = model
     for part in key.split("."):
         section = section_of(annotation)
+        if section is None and (mapped := mapped_section(annotation)):
+            annotation = mapped
+            continue
         if section is None:
             return Any if _is_mapping(annotation) else None
         field = _field(section, part)
@@ -63,7 +79,7 @@ def takes_text(annotation: Any) -> bool:
     """Whether a text is a value of that type as it stands, so that it must not be read as YAML."""
     return any(
         part is str
-        or (isinstance(part, type) and issubclass(part, Path))
+        or (isinstance(part, type) and issubclass(part, Path | SecretStr))
         or (typing.get_origin(part) is typing.Literal and all(isinstance(arg, str) for arg in typing.get_args(part)))
         for part in _members(annotation)
     )
@@ -81,6 +97,10 @@ def unknown_keys(values: Mapping[str, Any], model: type[BaseModel], prefix: str 
             yield from (f"{prefix}{name}{rest}" for rest in _leaves(value))
         elif (section := section_of(field.annotation)) and isinstance(value, Mapping):
             yield from unknown_keys(value, section, f"{prefix}{name}.")
+        elif (section := mapped_section(field.annotation)) and isinstance(value, Mapping):
+            for key, below in value.items():
+                if isinstance(below, Mapping):
+                    yield from unknown_keys(below, section, f"{prefix}{name}.{key}.")
 
 
 def _leaves(value: Any) -> Iterator[str]:
@@ -127,10 +147,14 @@ def drop_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> dict[
     return kept
 
 
-def to_yaml(settings: BaseModel, *, comments: bool = False) -> str:
-    """The values as YAML; with ``comments``, each under its meaning (and the default where it differs)."""
+def to_yaml(settings: BaseModel, *, comments: bool = False, secrets: bool = False) -> str:
+    """The values as YAML; with ``comments``, each under its meaning (and the default where it differs).
+
+    Secrets are masked unless ``secrets`` says that they are to be written in clear.
+    """
     if not comments:
-        return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        values = settings.model_dump(mode="json", context={"secrets": secrets})
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return "\n".join(_commented(type(settings), settings.model_dump(mode="json"), "")) + "\n"
 
 
@@ -138,9 +162,12 @@ def show(value: Any) -> str:
     """A value on one line, as it would be written in YAML's flow style."""
     if isinstance(value, Path):
         value = str(value)
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
-    return "null" if value is None else value if isinstance(value, str) and value else json.dumps(value, default=str)
+    return "null" if value is None else value if isinstance(value, str) and value else json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has no word for, also inside lists and mappings: a model as its values, anything else as text."""
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
 def meaning(description: str) -> str:

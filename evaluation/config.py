@@ -64,8 +64,10 @@ class EvaluationConfig(_Section):
         Path("suite.jsonl"),
         description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata.",
     )
-    scorer: str | None = Field(
-        None, description="Function that scores responses, as module:name; null compares with each item's answer."
+    scorer: str = Field(
+        "exact_match",
+        description="What scores responses: a function, as module:name, or a ready rule (exact_match or "
+        "numeric_equality with each item's answer, repetition_penalty).",
     )
     max_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
     kl_samples: int = Field(

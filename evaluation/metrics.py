@@ -5,23 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
-
-ANSWER = "answer"  # the metadata key under which a scorer finds an item's answer
-
-
-def exact_match(batch: pa.Table) -> list[float | None]:
-    """1 if a response is its item's answer, 0 if not, None if the item has none; space around both is ignored.
-
-    ``batch`` is what every scorer gets: columns ``response`` and ``metadata`` (map<string, string>) are read.
-    """
-    responses = batch.column("response").to_pylist()
-    answers = [dict(metadata).get(ANSWER) for metadata in batch.column("metadata").to_pylist()]
-    return [
-        None if answer is None else float(response.strip() == answer.strip())
-        for response, answer in zip(responses, answers, strict=True)
-    ]
 
 
 def distinct_n(responses: Sequence[Sequence[int]], n: int) -> float:

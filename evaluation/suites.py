@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from evaluation import metrics, responses, statistics
 from evaluation.config import EvaluationConfig
 from evaluation.results import Evaluation, Interval, KlEstimate, PolicyResult, Sample
-from feedback.rewards.rules import Rule, load_rule
+from feedback.config import RuleConfig
+from feedback.rewards.ready import DEFAULT_REFERENCE
+from feedback.rewards.rules import Rule, RuleError, configured, load_rule
 from serve.policies import Policy
 
 Scorer = Callable[[pa.Table], Sequence[float | None]]
@@ -64,7 +66,7 @@ class Item(BaseModel):
 
     def scorer_metadata(self) -> dict[str, str]:
         """``metadata``, with ``answer`` under that key."""
-        return self.metadata if self.answer is None else {**self.metadata, metrics.ANSWER: self.answer}
+        return self.metadata if self.answer is None else {**self.metadata, DEFAULT_REFERENCE: self.answer}
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,16 @@ def compare_samples(
 
 
 def load_scorer(config: EvaluationConfig) -> Scorer:
-    """The function that ``config.scorer`` names, or exact match with each item's answer."""
-    return load_rule(config.scorer) if config.scorer else metrics.exact_match
+    """The function or ready rule that ``config.scorer`` names. Raises RuleError if there is none, or it needs more."""
+    if ":" in config.scorer:
+        return load_rule(config.scorer)
+    try:
+        return configured(config.scorer, RuleConfig(ready=config.scorer))
+    except ValidationError as error:
+        raise RuleError(
+            f"scorer {config.scorer!r} is neither module:name nor a ready rule that works without settings "
+            "(exact_match, numeric_equality, repetition_penalty)"
+        ) from error
 
 
 def scorer_name(scorer: Scorer) -> str:
@@ -296,7 +306,7 @@ def _samples(suite: Suite, after: pa.Table, before: pa.Table, new: Scores, old: 
         Sample(
             id=item.id,
             prompt=item.shown,
-            answer=item.answer if item.answer is not None else item.metadata.get(metrics.ANSWER),
+            answer=item.answer if item.answer is not None else item.metadata.get(DEFAULT_REFERENCE),
             candidate=candidate,
             incumbent=incumbent,
             candidate_score=candidate_score,

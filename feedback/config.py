@@ -2,38 +2,34 @@
 
 from __future__ import annotations
 
-import re
-from typing import Annotated
+import math
+from typing import Final, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import Field, model_validator
 
-_SIZE = re.compile(r"\d+(\.\d+)?\s*(KB|MB|GB|TB|KiB|MiB|GiB|TiB)")
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+from feedback.rewards.config import HumanConfig, JudgeConfig, ModelConfig, RuleConfig, ScoringConfig
+from feedback.section import Finite, FunctionName, Identifier, MemorySize, Section
 
+__all__ = [
+    "DEFAULT_SCALE",
+    "FeedbackConfig",
+    "FunctionName",
+    "HumanConfig",
+    "Identifier",
+    "JournalConfig",
+    "JudgeConfig",
+    "KindsConfig",
+    "LakeConfig",
+    "MetricConfig",
+    "ModelConfig",
+    "RatingConfig",
+    "RuleConfig",
+    "ScoringConfig",
+    "Section",
+]
 
-def _memory_size(value: str) -> str:
-    if not _SIZE.fullmatch(value):
-        raise ValueError(f"{value!r} is not an amount of memory; write for example '1GB' or '512MiB'")
-    return value
-
-
-def _function_name(value: str) -> str:
-    if not _FUNCTION.fullmatch(value):
-        raise ValueError(f"{value!r} does not name a function; write 'module:name', for example 'my_rewards:exact'")
-    return value
-
-
-MemorySize = Annotated[str, AfterValidator(_memory_size)]
-"""An amount of memory as DuckDB writes it: ``1GB``, ``512MiB``."""
-
-FunctionName = Annotated[str, AfterValidator(_function_name)]
-"""``module:name`` of a Python function."""
-
-
-class Section(BaseModel):
-    """A group of settings; a key that is not one of them is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+DEFAULT_SCALE: Final = "stars"
+"""The scale of a rating that names none, where several are declared."""
 
 
 class JournalConfig(Section):
@@ -61,6 +57,9 @@ class JournalConfig(Section):
         gt=0,
         description="Longest wait for the disk, in seconds, before the journal is held to be broken.",
     )
+    probe_seconds: float = Field(
+        default=1.0, gt=0, description="Seconds between two tries to prove a disk that has refused a write."
+    )
 
 
 class LakeConfig(Section):
@@ -69,7 +68,10 @@ class LakeConfig(Section):
     uri: str = Field(default="lake", description="Folder, or s3://, gs:// or az:// address, of the Delta tables.")
     storage_options: dict[str, str] = Field(
         default_factory=dict,
-        description="Options of the object store (region, endpoint, keys), as deltalake names them.",
+        description="Options of the object store (region, endpoint, keys), as deltalake names them. Two writers can't "
+        "overwrite each other's commits because the store refuses to write a name that is there (aws_conditional_put, "
+        "which is etag unless it is set; leave it). An S3-compatible server needs aws_endpoint_url, and without TLS "
+        "aws_allow_http: 'true'.",
     )
     seal_seconds: float = Field(
         default=5.0, gt=0, description="Seconds between two seals (closed journal segments become files of the lake)."
@@ -84,39 +86,109 @@ class LakeConfig(Section):
         default="1GB", description="Memory that DuckDB may use for a query before it spills."
     )
     threads: int = Field(default=2, gt=0, description="Threads that DuckDB may use for a query.")
-
-
-class HumanConfig(Section):
-    """The reward component `human`: what users said of a response."""
-
-    weight: float = Field(default=1.0, ge=0, description="Weight of users' votes in the reward; 0 leaves them out.")
-
-
-class RulesConfig(Section):
-    """The reward component `rules`: what a Python function says of a response."""
-
-    function: FunctionName | None = Field(
+    compact_target_bytes: int = Field(
+        default=128 << 20,
+        gt=0,
+        description="Size of the files that compaction makes; files of less than half of it are merged.",
+    )
+    retain_days: int | None = Field(
         default=None,
-        description="Reward function, as module:name, over an Arrow table of responses. None: no rule.",
+        gt=0,
+        description="Keep rows of today (UTC) and this many days before it, by a row's own date; null: keep all.",
     )
-    weight: float = Field(default=1.0, ge=0, description="Weight of the rule in the reward; 0 leaves it out.")
-
-
-class ScoringConfig(Section):
-    """The batch that turns interactions and feedback into rewards."""
-
-    human: HumanConfig = Field(default_factory=HumanConfig, description="Users' votes.")
-    rules: RulesConfig = Field(default_factory=RulesConfig, description="A rule in Python.")
-    batch_rows: int = Field(default=8192, gt=0, description="Responses that are handed to the rule at a time.")
-    memory_limit: MemorySize = Field(
-        default="1GB", description="Memory that DuckDB may use for scoring before it spills."
+    retain_bytes: int | None = Field(
+        default=None,
+        gt=0,
+        description="Most bytes of the three tables together: the oldest dates are dropped, never today; null: no "
+        "limit. Files that a vacuum has yet to remove do not count.",
     )
-    threads: int = Field(default=2, gt=0, description="Threads that DuckDB may use for scoring.")
+    vacuum_hours: int = Field(
+        default=72,
+        gt=0,
+        description="Versions of the tables can be read for this long after they were replaced. Scoring, training runs "
+        "and readers that name a version must be done within it. Each 1,000 commits that it keeps cost about 3 ms "
+        "whenever a table is opened.",
+    )
+    orphan_hours: int = Field(
+        default=24,
+        gt=0,
+        description="A data file that no version names is removed when it is this old: a killed writer left it. "
+        "Longer than any write takes.",
+    )
+
+    @model_validator(mode="after")
+    def _a_living_writers_file_is_no_orphan(self) -> Self:
+        if self.orphan_hours * 3600 <= self.lock_timeout_s:
+            raise ValueError(
+                f"orphan_hours ({self.orphan_hours}) must be longer than lock_timeout_s ({self.lock_timeout_s:g} s): a "
+                "writer that waits for a lock would lose its file"
+            )
+        return self
+
+
+class RatingConfig(Section):
+    """A rating scale: every value from low to high may be given, ends included."""
+
+    low: Finite = Field(description="The worst rating.")
+    high: Finite = Field(description="The best rating.")
+
+    @model_validator(mode="after")
+    def _low_is_below_high(self) -> Self:
+        _check_range(self.low, self.high)
+        return self
+
+
+class MetricConfig(Section):
+    """Something that is measured of a response, such as a click or a latency."""
+
+    type: Literal["number", "boolean"] = Field(
+        default="number", description="number: any from low to high; boolean: true and false, or 1 and 0."
+    )
+    low: Finite = Field(default=0.0, description="The smallest value.")
+    high: Finite = Field(default=1.0, description="The greatest value.")
+    direction: Literal["higher", "lower"] = Field(default="higher", description="Which values are the better ones.")
+    description: str = Field(default="", description="What is measured.")
+
+    @model_validator(mode="after")
+    def _its_range_fits_its_type(self) -> Self:
+        _check_range(self.low, self.high)
+        if self.type == "boolean" and (self.low, self.high) != (0.0, 1.0):
+            raise ValueError(f"a boolean goes from 0 to 1, not from {self.low:g} to {self.high:g}")
+        return self
+
+
+def _check_range(low: float, high: float) -> None:
+    if low >= high:
+        raise ValueError(f"low ({low:g}) must be less than high ({high:g})")
+    if not math.isfinite(high - low):
+        raise ValueError(f"from {low:g} to {high:g} is too far for a double")
+
+
+class KindsConfig(Section):
+    """What may be said of a response beyond thumbs and texts: the rating scales and metrics by name."""
+
+    ratings: dict[Identifier, RatingConfig] = Field(
+        default_factory=lambda: {DEFAULT_SCALE: RatingConfig(low=1, high=5)},
+        description="Rating scales by name, each {low, high}; a rating that names none means the only one, or 'stars'.",
+    )
+    metrics: dict[Identifier, MetricConfig] = Field(
+        default_factory=dict,
+        description="Metrics by name, each {type: number or boolean, low, high, direction: higher or lower, "
+        "description}; a metric that is not declared is refused.",
+    )
+
+    @property
+    def default_scale(self) -> str | None:
+        """The scale of a rating that names none; None if it must name one."""
+        if len(self.ratings) == 1:
+            return next(iter(self.ratings))
+        return DEFAULT_SCALE if DEFAULT_SCALE in self.ratings else None
 
 
 class FeedbackConfig(Section):
     """What happened: how it is recorded, kept and scored."""
 
+    kinds: KindsConfig = Field(default_factory=KindsConfig, description="Rating scales and metrics.")
     journal: JournalConfig = Field(default_factory=JournalConfig, description="The durable append log.")
     lake: LakeConfig = Field(default_factory=LakeConfig, description="The Delta tables.")
     scoring: ScoringConfig = Field(default_factory=ScoringConfig, description="From feedback to rewards.")

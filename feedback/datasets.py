@@ -1,15 +1,25 @@
-"""From the lake to training data. Reading the same Delta versions twice gives the same data in the same order."""
+"""From the lake to training data. Reading the same Delta versions twice gives the same data in the same order.
+
+Only complete responses take part, and only sealed ones. Prompts are the same if their token ids are.
+``feedback.opinions`` says which feedback counts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
+import duckdb
 import pyarrow as pa
 
-from feedback.lake import Lake
-from feedback.schema import INTERACTIONS
+from feedback.lake import Lake, LakeFileGoneError
+from feedback.opinions import TIE, make_pairs, resolve
+from feedback.schema import INTERACTIONS, TIMESTAMP
+
+_T = TypeVar("_T")
+
+_READ_ATTEMPTS: Final = 3
 
 _PROMPTS: Final = """
 WITH complete AS (
@@ -37,6 +47,32 @@ WHERE i.status = 'complete' AND r.reward IS NOT NULL AND {condition}
 ORDER BY i.created_at, i.response_id
 """
 
+_PREFERENCE_PAIRS: Final = """
+SELECT kind, feedback_id, pairs.tenant, chosen_id AS chosen_response_id, rejected_id AS rejected_response_id,
+       r.prompt, r.messages, r.prompt_token_ids,
+       coalesce(text, c.response) AS chosen, c.response_token_ids AS chosen_token_ids, c.logprobs AS chosen_logprobs,
+       r.response AS rejected, r.response_token_ids AS rejected_token_ids, r.logprobs AS rejected_logprobs,
+       pairs.created_at
+FROM pairs
+JOIN interactions r ON r.tenant = pairs.tenant AND r.response_id = rejected_id
+LEFT JOIN interactions c ON c.tenant = pairs.tenant AND c.response_id = chosen_id
+ORDER BY pairs.created_at, kind, rejected_id, chosen_id, feedback_id
+"""
+
+_THUMBS: Final = """
+SELECT response_id, tenant, prompt, messages, prompt_token_ids, response, response_token_ids, logprobs,
+       up > down AS desirable, up, down, voted_at AS created_at
+FROM thumbs JOIN interactions USING (tenant, response_id)
+WHERE up <> down
+ORDER BY voted_at, response_id
+"""
+
+_DEMONSTRATIONS: Final = """
+SELECT feedback_id, c.response_id, c.tenant, prompt, messages, prompt_token_ids, c.text, c.source, c.created_at
+FROM corrections c JOIN interactions i USING (tenant, response_id)
+ORDER BY c.created_at, c.feedback_id
+"""
+
 _LOGGED: Final = (
     "response_id",
     "prompt_token_ids",
@@ -54,6 +90,72 @@ ROLLOUTS: Final = pa.schema(
     + [INTERACTIONS.field(name) for name in _LOGGED[5:]]
 )
 """The columns of ``rollouts``."""
+
+_TEXT: Final = pa.string()
+_TOKENS: Final = pa.list_(pa.int32())
+_LOGPROBS: Final = pa.list_(pa.float32())
+_PROMPT: Final = [
+    pa.field("prompt", _TEXT),  # the text that was tokenised; null if token ids came in
+    pa.field("messages", _TEXT),  # JSON text of the chat messages, if the request had them
+    pa.field("prompt_token_ids", _TOKENS, nullable=False),
+]
+
+PAIRS: Final = pa.schema(
+    [
+        pa.field("kind", _TEXT, nullable=False),  # preference, correction, thumbs: what the pair was made of
+        pa.field("feedback_id", _TEXT),  # null for thumbs, where it is many
+        pa.field("tenant", _TEXT, nullable=False),
+        pa.field("chosen_response_id", _TEXT),  # null for a correction, as are the next tokens and logprobs
+        pa.field("rejected_response_id", _TEXT, nullable=False),
+        *_PROMPT,
+        pa.field("chosen", _TEXT, nullable=False),
+        pa.field("chosen_token_ids", _TOKENS),
+        pa.field("chosen_logprobs", _LOGPROBS),  # behaviour, nats, one a token
+        pa.field("rejected", _TEXT, nullable=False),
+        pa.field("rejected_token_ids", _TOKENS, nullable=False),
+        pa.field("rejected_logprobs", _LOGPROBS, nullable=False),
+        pa.field("created_at", TIMESTAMP, nullable=False),  # of the last feedback that made it
+    ]
+)
+"""The columns of ``preference_pairs``."""
+
+THUMBS: Final = pa.schema(
+    [
+        pa.field("response_id", _TEXT, nullable=False),
+        pa.field("tenant", _TEXT, nullable=False),
+        *_PROMPT,
+        pa.field("response", _TEXT, nullable=False),
+        pa.field("response_token_ids", _TOKENS, nullable=False),
+        pa.field("logprobs", _LOGPROBS, nullable=False),  # behaviour, nats, one a token
+        pa.field("desirable", pa.bool_(), nullable=False),
+        pa.field("up", pa.int32(), nullable=False),  # sources
+        pa.field("down", pa.int32(), nullable=False),
+        pa.field("created_at", TIMESTAMP, nullable=False),  # of the last vote
+    ]
+)
+"""The columns of ``thumbs``."""
+
+DEMONSTRATIONS: Final = pa.schema(
+    [
+        pa.field("feedback_id", _TEXT, nullable=False),
+        pa.field("response_id", _TEXT, nullable=False),  # the response that was corrected
+        pa.field("tenant", _TEXT, nullable=False),
+        *_PROMPT,
+        pa.field("text", _TEXT, nullable=False),  # what somebody wrote in its place
+        pa.field("source", _TEXT, nullable=False),
+        pa.field("created_at", TIMESTAMP, nullable=False),
+    ]
+)
+"""The columns of ``demonstrations``."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Training data, the Delta versions that give it again, and how much was left out, by reason."""
+
+    table: pa.Table
+    versions: dict[str, int]
+    left_out: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -77,10 +179,10 @@ def prompts(
     """
     if max_per_prompt < 1 or (limit is not None and limit < 1):
         raise ValueError(f"limit ({limit}) and max_per_prompt ({max_per_prompt}) must be at least 1")
-    with lake.connect(versions=versions) as connection:
-        rows = connection.sql(_PROMPTS.format(limit="ALL" if limit is None else limit)).to_arrow_table().to_pylist()
+    query = _PROMPTS.format(limit="ALL" if limit is None else limit)
+    table, _ = _read(lake, versions, ("interactions",), lambda connection: connection.sql(query).to_arrow_table())
     found: list[Prompt] = []
-    for row in rows:
+    for row in table.to_pylist():
         prompt = Prompt(
             row["prompt"], row["messages"], row["prompt_token_ids"], dict(row["metadata"] or ()), row["asked"]
         )
@@ -101,6 +203,90 @@ def rollouts(lake: Lake, *, versions: Mapping[str, int] | None = None, policy_ve
             "len(i.policy_spans) > 0 AND "
             f"len(list_filter(i.policy_spans, lambda span : span.policy_version <> {int(policy_version)})) = 0"
         )
-    with lake.connect(versions=versions) as connection:
-        rows = connection.sql(_ROLLOUTS.format(condition=condition)).to_arrow_table()
-    return pa.Table.from_arrays([rows.column(f.name).cast(f.type) for f in ROLLOUTS], schema=ROLLOUTS)
+    query = _ROLLOUTS.format(condition=condition)
+    table, _ = _read(
+        lake, versions, ("interactions", "rewards"), lambda connection: _table(connection, query, ROLLOUTS)
+    )
+    return table
+
+
+def preference_pairs(
+    lake: Lake, *, versions: Mapping[str, int] | None = None, max_thumb_pairs_per_prompt: int = 8
+) -> Dataset:
+    """Pairs of a better and a worse response to the same prompt, oldest first, with the columns of ``PAIRS``.
+
+    From explicit preferences, one pair for two responses (left out if their prompts differ: such a pair teaches which
+    prompt is better); from corrections, the correction against the response; and from responses voted up against ones
+    voted down on the same prompt of the same tenant, the newest first, at most ``max_thumb_pairs_per_prompt`` of them.
+    ``left_out`` counts feedback that counts for nothing, and pairs. Raises ValueError if the cap is negative.
+    """
+    cap = max_thumb_pairs_per_prompt
+    if cap < 0:
+        raise ValueError(f"max_thumb_pairs_per_prompt ({cap}) must be at least 0")
+
+    def read(connection: duckdb.DuckDBPyConnection) -> tuple[pa.Table, dict[str, int]]:
+        left_out = resolve(connection, ("preference", "correction", "thumb")) | make_pairs(connection, cap)
+        return _table(connection, _PREFERENCE_PAIRS, PAIRS), left_out
+
+    return _dataset(lake, versions, read)
+
+
+def thumbs(lake: Lake, *, versions: Mapping[str, int] | None = None) -> Dataset:
+    """Responses that most of their voters found desirable, or not, by their last vote, with the columns of ``THUMBS``.
+
+    ``left_out`` counts votes that count for nothing, and responses with as many for as against.
+    """
+
+    def read(connection: duckdb.DuckDBPyConnection) -> tuple[pa.Table, dict[str, int]]:
+        left_out = resolve(connection, ("thumb",))
+        [[ties]] = connection.execute("SELECT count(*) FROM thumbs WHERE up = down").fetchall()
+        return _table(connection, _THUMBS, THUMBS), left_out | {TIE: ties}
+
+    return _dataset(lake, versions, read)
+
+
+def demonstrations(lake: Lake, *, versions: Mapping[str, int] | None = None) -> Dataset:
+    """What people wrote in place of a response, with its prompt, oldest first, with the columns of ``DEMONSTRATIONS``.
+
+    Of the corrections of one response by one source the last counts; the same text from several stands once.
+    """
+
+    def read(connection: duckdb.DuckDBPyConnection) -> tuple[pa.Table, dict[str, int]]:
+        left_out = resolve(connection, ("correction",))
+        return _table(connection, _DEMONSTRATIONS, DEMONSTRATIONS), left_out
+
+    return _dataset(lake, versions, read)
+
+
+def _dataset(
+    lake: Lake,
+    versions: Mapping[str, int] | None,
+    read: Callable[[duckdb.DuckDBPyConnection], tuple[pa.Table, dict[str, int]]],
+) -> Dataset:
+    (table, left_out), read_at = _read(lake, versions, ("interactions", "feedback"), read)
+    return Dataset(table, read_at, left_out)
+
+
+def _read(
+    lake: Lake,
+    versions: Mapping[str, int] | None,
+    tables: Iterable[str],
+    work: Callable[[duckdb.DuckDBPyConnection], _T],
+) -> tuple[_T, dict[str, int]]:
+    """(what ``work`` returns of the views, the versions they are of): the latest of each table that has none given."""
+    for attempt in range(1, _READ_ATTEMPTS + 1):
+        pinned = {
+            table: versions[table] if versions and table in versions else lake.table(table).version()
+            for table in tables
+        }
+        try:
+            return lake.read(work, versions=pinned, tables=pinned), pinned
+        except LakeFileGoneError:  # a vacuum was quicker; the latest versions are others by then
+            if versions or attempt == _READ_ATTEMPTS:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _table(connection: duckdb.DuckDBPyConnection, query: str, schema: pa.Schema) -> pa.Table:
+    rows = connection.sql(query).to_arrow_table()
+    return pa.Table.from_arrays([rows.column(column.name).cast(column.type) for column in schema], schema=schema)

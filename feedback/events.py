@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from feedback.config import Identifier, KindsConfig, MetricConfig, RatingConfig
 from feedback.ids import uuid7
 
-Identifier = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
-"""An id: 1 to 200 printable ASCII characters without spaces."""
+Kind = Literal["thumb", "rating", "preference", "correction", "comment", "metric"]
 
-_NEEDS: dict[str, tuple[str, ...]] = {
+_NEEDS: Final[dict[str, tuple[str, ...]]] = {
     "thumb": ("value",),
     "rating": ("value",),
     "preference": ("rejected_response_id",),
@@ -20,7 +23,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
     "comment": ("text",),
     "metric": ("name", "value"),
 }
-_MAY_HAVE: dict[str, tuple[str, ...]] = {
+_MAY_HAVE: Final[dict[str, tuple[str, ...]]] = {
     "thumb": ("text",),
     "rating": ("text", "name"),
     "preference": ("text",),
@@ -28,7 +31,31 @@ _MAY_HAVE: dict[str, tuple[str, ...]] = {
     "comment": (),
     "metric": ("text",),
 }
-_CONTENT = ("value", "text", "name", "rejected_response_id")
+_CONTENT: Final = ("value", "text", "name", "rejected_response_id")
+
+
+class FeedbackError(ValueError):
+    """Feedback that fits its kind's form, but not what is declared; ``field`` is the one that is wrong."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+def _number_or_boolean(value: object) -> float | bool:
+    """What JSON writes as a number or a boolean; a text is neither, whatever it says."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, int | float):
+        raise ValueError(f"a value is a number, true or false, not {_shown(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"a value is a finite number, not {_shown(value)}")
+    return number + 0.0  # -0 says the same as 0
 
 
 class FeedbackIn(BaseModel):
@@ -37,22 +64,25 @@ class FeedbackIn(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     response_id: Identifier = Field(description="The response that this is about, as /generate returned it.")
-    kind: Literal["thumb", "rating", "preference", "correction", "comment", "metric"] = Field(
-        description="thumb (value 1 is up, 0 is down), rating (value), preference (response_id is preferred over "
-        "rejected_response_id), correction (text is what the response should have been), comment (text), "
-        "metric (name, value)."
+    kind: Kind = Field(
+        description="thumb (value 1 or true is up, 0 or false is down), rating (value, on the scale that name names), "
+        "preference (response_id is preferred over rejected_response_id), correction (text is what the response "
+        "should have been), comment (text), metric (name, value)."
     )
-    value: Annotated[float, Field(allow_inf_nan=False)] | None = Field(
-        default=None, description="The number of a thumb, a rating or a metric."
+    value: Annotated[float | bool, PlainValidator(_number_or_boolean, json_schema_input_type=float | bool)] | None = (
+        Field(default=None, description="The number, or true or false, of a thumb, a rating or a metric.")
     )
     text: Annotated[str, StringConstraints(min_length=1, max_length=100_000)] | None = Field(
         default=None, description="The text of a correction or comment; an optional remark with the other kinds."
     )
-    name: Identifier | None = Field(default=None, description="Which metric, or which rating scale.")
+    name: Identifier | None = Field(
+        default=None, description="Which of the declared metrics, or which of the declared rating scales."
+    )
     rejected_response_id: Identifier | None = Field(default=None, description="The response that a preference rejects.")
     feedback_id: Identifier | None = Field(
         default=None,
-        description="The caller's own id, which makes a repeated request harmless. Made here if none is given.",
+        description="The caller's own id, which makes a repeated request harmless. Made here if none is given; "
+        "sent again without an id, it is recorded again.",
     )
     source: Identifier = Field(
         default="user", description="Who says it; a later thumb of the same source replaces an earlier."
@@ -60,29 +90,105 @@ class FeedbackIn(BaseModel):
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
-        for field in _NEEDS[self.kind]:
-            if getattr(self, field) is None:
-                raise ValueError(f"kind {self.kind!r} needs {field!r}")
+        wrong = {}
         for field in _CONTENT:
-            if getattr(self, field) is not None and field not in _NEEDS[self.kind] + _MAY_HAVE[self.kind]:
-                raise ValueError(f"kind {self.kind!r} takes no {field!r}")
-        if self.kind == "thumb" and self.value not in (0.0, 1.0):
-            raise ValueError(f"a thumb's value is 1 (up) or 0 (down), got {self.value:g}")
-        if self.kind == "preference" and self.rejected_response_id == self.response_id:
-            raise ValueError("a preference needs two different responses")
+            given = getattr(self, field) is not None
+            if not given and field in _NEEDS[self.kind]:
+                wrong[field] = f"kind {self.kind!r} needs {field!r}"
+            if given and field not in _NEEDS[self.kind] + _MAY_HAVE[self.kind]:
+                wrong[field] = f"kind {self.kind!r} takes no {field!r}"
+        if not wrong and self.kind == "thumb" and self.value not in (0, 1):
+            wrong["value"] = f"a thumb's value is 1 (up) or 0 (down), true or false, got {_shown(self.value)}"
+        if not wrong and self.kind == "preference" and self.rejected_response_id == self.response_id:
+            wrong["rejected_response_id"] = f"a preference needs two different responses, both are {self.response_id}"
+        if wrong:
+            raise ValidationError.from_exception_data(
+                type(self).__name__,
+                [
+                    InitErrorDetails(
+                        type=PydanticCustomError("feedback", "{reason}", {"reason": reason}),
+                        loc=(field,),
+                        input=getattr(self, field),
+                    )
+                    for field, reason in wrong.items()
+                ],
+            )
         return self
 
-    def to_row(self, tenant: str) -> dict[str, Any]:
-        """A row of the ``feedback`` table, with the time of this call and a new UUIDv7 if the caller gave no id."""
+    def to_row(self, tenant: str, kinds: KindsConfig | None = None) -> dict[str, Any]:
+        """A row of the ``feedback`` table, with the time of this call and a new UUIDv7 if the caller gave no id.
+
+        A rating's row names its scale, also when the caller did not. ``kinds``: what is declared; by default what the
+        default settings declare. Raises FeedbackError for a scale or metric that is not, or a value that it has not.
+        """
+        name, value = _declared(self, kinds or KindsConfig())
         return {
             "feedback_id": self.feedback_id or uuid7(),
             "response_id": self.response_id,
             "kind": self.kind,
-            "value": self.value,
+            "value": value,
             "text": self.text,
-            "name": self.name,
+            "name": name,
             "rejected_response_id": self.rejected_response_id,
             "source": self.source,
             "tenant": tenant,
             "created_at": datetime.now(UTC),
         }
+
+
+def _declared(feedback: FeedbackIn, kinds: KindsConfig) -> tuple[str | None, float | None]:
+    """(name, value) as they are recorded. Raises FeedbackError."""
+    if feedback.kind == "rating":
+        scale = feedback.name or _default_scale(kinds)
+        if scale not in kinds.ratings:
+            raise FeedbackError("name", f"there is no rating scale {scale!r}; {_listed('rating scale', kinds.ratings)}")
+        return scale, _in_range(feedback.value, f"rating scale {scale!r}", kinds.ratings[scale])
+    if feedback.kind == "metric":
+        metric = feedback.name
+        if metric not in kinds.metrics:
+            raise FeedbackError("name", f"there is no metric {metric!r}; {_listed('metric', kinds.metrics)}")
+        return metric, _in_range(feedback.value, f"metric {metric!r}", kinds.metrics[metric])
+    return feedback.name, None if feedback.value is None else float(feedback.value)
+
+
+def _default_scale(kinds: KindsConfig) -> str:
+    if kinds.default_scale is None:
+        raise FeedbackError("name", f"a rating must name its scale; {_listed('rating scale', kinds.ratings)}")
+    return kinds.default_scale
+
+
+def _in_range(value: float | bool | None, what: str, declared: RatingConfig | MetricConfig) -> float:
+    assert value is not None, "the kinds that have a range need a value"
+    if isinstance(declared, MetricConfig) and declared.type == "boolean":
+        if value not in (0, 1):
+            raise FeedbackError("value", f"{what} takes true or false (or 1 or 0), got {_shown(value)}")
+    elif isinstance(value, bool):
+        raise FeedbackError("value", f"{what} takes a number {_range(declared)}, got {_shown(value)}")
+    elif not declared.low <= value <= declared.high:
+        raise FeedbackError("value", f"{what} goes {_range(declared)}, got {_shown(value)}")
+    return float(value)
+
+
+def _listed(what: str, declared: Mapping[str, RatingConfig | MetricConfig]) -> str:
+    if not declared:
+        return f"no {what} is declared (feedback.kinds)"
+    described = (f"{name} ({_type(config)})" for name, config in sorted(declared.items()))
+    return f"declared (feedback.kinds): {', '.join(described)}"
+
+
+def _type(declared: RatingConfig | MetricConfig) -> str:
+    return "boolean" if isinstance(declared, MetricConfig) and declared.type == "boolean" else _range(declared)
+
+
+def _range(declared: RatingConfig | MetricConfig) -> str:
+    return f"from {_shown(declared.low)} to {_shown(declared.high)}"
+
+
+def _shown(value: object) -> str:
+    """A value for a message, as JSON would write it, not at any length."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:.15g}"
+    text = repr(value) if not isinstance(value, int) or value.bit_length() < 128 else "so large a number"
+    return text if len(text) <= 80 else f"{text[:80]}…"

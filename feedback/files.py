@@ -65,25 +65,27 @@ def prove_disk(path: Path, size: int) -> None:
     fsync_path(path.parent)
 
 
-def try_lock(fd: int) -> bool:
-    """Take the exclusive lock on an open file if nobody has it."""
+def try_lock(fd: int, *, shared: bool = False) -> bool:
+    """Take the lock on an open file if nobody has it, or a share in it if nobody has it alone."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
 @contextmanager
-def locked(path: Path, timeout_s: float) -> Iterator[None]:
+def locked(path: Path, timeout_s: float, *, shared: bool = False) -> Iterator[None]:
     """Hold an exclusive lock, between processes and threads, on a lock file that stays where it is.
+
+    ``shared``: hold it with all others who share it, and with nobody who holds it alone.
 
     Raises LockTimeoutError if another holds it for all of ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        while not try_lock(fd):
+        while not try_lock(fd, shared=shared):
             if time.monotonic() >= deadline:
                 raise LockTimeoutError(f"{path}: another process has held this lock for {timeout_s:g} s")
             time.sleep(_LOCK_POLL_S)

@@ -1,90 +1,176 @@
 """Which feedback is recorded already, so that a repeated request is recorded once.
 
-The ledger knows every ``feedback_id`` of the lake and the journal, with a hash of what it said.
+What the lake holds is looked up in the index of ``feedback.sealed_ids``, which the sealer keeps up to date for all
+replicas' feedback. What this process acknowledged and the lake may not hold yet is in a private SQLite file without a
+name: it needs no durability, because a start reads it from the journal. Both are on disk but for a small cache, so that
+memory does not grow with history, nor with a lake that can't be reached.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
+import logging
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from feedback.files import LockTimeoutError
 from feedback.journal import Journal
-from feedback.lake import Lake
-from feedback.schema import FEEDBACK
+from feedback.lake import Lake, LakeError
+from feedback.recovery import load
+from feedback.sealed_ids import IdsError, SealedIds, content_of, key_of, keys_and_contents, take_in
+from feedback.segments import list_segments
+
+log = logging.getLogger(__name__)
 
 Verdict = Literal["new", "same", "conflict"]
 
-_CONTENT = tuple(name for name in FEEDBACK.names if name not in ("feedback_id", "created_at"))
+_CACHE_KIB: Final = 4096
+_FORGET_ROWS: Final = 200  # looked up between two turns of the event loop: about a millisecond
 
 
-def content_hash(row: dict[str, Any]) -> bytes:
-    """16 bytes for everything that a feedback row says: all of it but its id and its time."""
-    content = json.dumps([row.get(name) for name in _CONTENT], ensure_ascii=True, separators=(",", ":"))
-    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+class LedgerError(RuntimeError):
+    """Whether an id is known can't be said; nothing was recorded."""
 
 
 class FeedbackLedger:
     """Every feedback id that this server knows. One event loop uses it; it is not for several threads."""
 
-    def __init__(self) -> None:
-        self._recorded: dict[str, bytes] = {}
-        self._pending: dict[str, tuple[bytes, asyncio.Future[bool]]] = {}
+    def __init__(self, lake: Lake, journal_folder: Path) -> None:
+        self.lake = lake
+        self.journal_folder = journal_folder
+        self.error: str | None = None
+        """Why ids can't be looked up, or the last one not be remembered; None if all is well."""
+        self._sealed = SealedIds(journal_folder)
+        self._unsealed = _private_file()
+        self._unsealed_rows = 0
+        self._forgotten_until = -1
+        self._pending: dict[bytes, tuple[bytes, asyncio.Future[bool]]] = {}
 
-    @classmethod
-    def load(cls, lake: Lake, journal_folder: Path) -> FeedbackLedger:
-        """All that lake and journal hold. Blocks while it reads; call it before serving."""
-        ledger = cls()
-        with lake.connect(journal_folder) as connection:
-            columns = ", ".join(("feedback_id", *_CONTENT))
-            for batch in connection.sql(f"SELECT {columns} FROM feedback").to_arrow_reader(8192):
-                for row in batch.to_pylist():
-                    ledger._recorded[row["feedback_id"]] = content_hash(row)
-        return ledger
+    def open(self) -> None:
+        """Learn what the journal and the lake hold. Blocks while it reads; call it before serving.
 
-    def __len__(self) -> int:
-        return len(self._recorded)
+        Raises LakeError, LockTimeoutError or OSError.
+        """
+        # The journal is read before the lake: what is sealed in between is known twice, never missed.
+        for segment in list_segments(self.journal_folder) if self.journal_folder.exists() else ():
+            if segment.name.table == "feedback" and (found := load(segment)) is not None:
+                for key, content in keys_and_contents(found[0]):
+                    self._remember(key, content)
+        take_in(self.lake, self.journal_folder)
+        self._sealed.reopen()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._sealed.close()
+        self._unsealed.close()
 
     def check(self, row: dict[str, Any]) -> Verdict:
-        """What recording ``row`` would be: new, the same again, or another content under a known id."""
-        known = self._recorded.get(row["feedback_id"])
-        if known is None:
-            return "new"
-        return "same" if known == content_hash(row) else "conflict"
+        """What recording ``row`` would be: new, the same again, or another content under a known id.
 
-    async def record(self, row: dict[str, Any], journal: Journal) -> Verdict:
+        Raises LedgerError if that can't be looked up.
+        """
+        return self._verdict(key_of(row["tenant"], row["feedback_id"]), content_of(row))
+
+    async def record(self, row: dict[str, Any], journal: Journal, *, made_here: bool = False) -> Verdict:
         """Append ``row`` to the journal unless its id is known; return when the verdict is durable.
 
-        Of several requests at once with the same id one appends, the others wait for it. Raises what
-        ``Journal.append`` raises; the row's id is then free again.
+        ``made_here``: the id is a UUID that this server just made, which needs no look-up. Of several requests at once
+        with the same id one appends, the others wait for it. Raises LedgerError, and what ``Journal.append`` raises;
+        the row's id is then free again.
         """
-        feedback_id, content = row["feedback_id"], content_hash(row)
-        while feedback_id in self._pending:
-            other, done = self._pending[feedback_id]
+        key, content = key_of(row["tenant"], row["feedback_id"]), content_of(row)
+        while key in self._pending:
+            other, done = self._pending[key]
             if await asyncio.shield(done):
                 return "same" if other == content else "conflict"
-        verdict = self.check(row)
+        verdict = "new" if made_here else self._verdict(key, content)
         if verdict != "new":
             return verdict
         done = asyncio.get_running_loop().create_future()
-        self._pending[feedback_id] = (content, done)
+        self._pending[key] = (content, done)
         append = asyncio.ensure_future(journal.append("feedback", row))
         # The append outlives a caller that goes away, so that the ledger always learns how it ended.
-        append.add_done_callback(self._settler(feedback_id, content, done))
+        append.add_done_callback(self._settler(key, content, done))
         await asyncio.shield(append)
         return "new"
 
+    async def follow(self) -> None:
+        """Until cancelled, forget by and by what has come into the index, and mend an index that is damaged."""
+        while True:
+            await asyncio.sleep(self.lake.config.seal_seconds)
+            try:
+                if self._sealed.damaged:
+                    await asyncio.to_thread(take_in, self.lake, self.journal_folder, anew=True)
+                self._sealed.reopen()
+                await self._forget_sealed()
+                self.error = None
+            except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
+                self.error = str(error)
+                log.error("the feedback ledger does not follow the lake: %s", error)
+
+    def stats(self) -> dict[str, float]:
+        """Gauges for monitoring."""
+        return {"healthy": float(self.error is None), "unsealed": self._unsealed_rows, "pending": len(self._pending)}
+
+    def _verdict(self, key: bytes, content: bytes) -> Verdict:
+        try:
+            known = self._sealed.get(key) or self._recorded(key)
+        except (IdsError, sqlite3.Error) as error:
+            self.error = str(error)
+            raise LedgerError(f"feedback can't be held against what is recorded: {error}") from error
+        if known is None:
+            return "new"
+        return "same" if known == content else "conflict"
+
+    def _recorded(self, key: bytes) -> bytes | None:
+        found = self._unsealed.execute("SELECT content FROM ids WHERE key = ?", (key,)).fetchall()
+        return found[0][0] if found else None
+
+    def _remember(self, key: bytes, content: bytes) -> None:
+        self._unsealed_rows += self._unsealed.execute(
+            "INSERT OR IGNORE INTO ids VALUES (?, ?)", (key, content)
+        ).rowcount
+
     def _settler(
-        self, feedback_id: str, content: bytes, done: asyncio.Future[bool]
+        self, key: bytes, content: bytes, done: asyncio.Future[bool]
     ) -> Callable[[asyncio.Future[None]], None]:
         def settle(append: asyncio.Future[None]) -> None:
             recorded = not append.cancelled() and append.exception() is None
             if recorded:
-                self._recorded[feedback_id] = content
-            del self._pending[feedback_id]
+                try:
+                    self._remember(key, content)
+                except sqlite3.Error as error:
+                    # The row is durable, and sealing leaves out what is recorded twice.
+                    self.error = f"a recorded id can't be remembered: {error}"
+                    log.error("%s", self.error)
+            del self._pending[key]
             done.set_result(recorded)
 
         return settle
+
+    async def _forget_sealed(self) -> None:
+        """Drop from the private file what the index has; a few ids at a time, between requests."""
+        version = self._sealed.version()
+        if version == self._forgotten_until:
+            return
+        last = b""
+        while rows := self._unsealed.execute(
+            "SELECT key FROM ids WHERE key > ? ORDER BY key LIMIT ?", (last, _FORGET_ROWS)
+        ).fetchall():
+            sealed = [(key,) for (key,) in rows if self._sealed.get(key) is not None]
+            self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", sealed).rowcount
+            last = rows[-1][0]
+            await asyncio.sleep(0)
+        self._forgotten_until = version
+
+
+def _private_file() -> sqlite3.Connection:
+    """A database that only this connection sees, in memory until it outgrows its cache, and gone with it."""
+    connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = OFF")
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+    connection.execute("CREATE TABLE ids (key BLOB PRIMARY KEY, content BLOB NOT NULL) WITHOUT ROWID")
+    return connection

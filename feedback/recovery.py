@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -88,15 +89,16 @@ def read_segment(path: Path) -> pa.Table:
     return rows
 
 
-def load_all(folder: Path) -> list[tuple[Segment, pa.Table]]:
-    """Every segment of a journal folder with its rows, in the order in which they are sealed."""
-    listing = list_segments(folder) if folder.exists() else []
+def load_all(folder: Path, tables: Iterable[str] = tuple(TABLES)) -> list[tuple[Segment, pa.Table]]:
+    """Every segment of a journal folder that is of these tables, with its rows, in the order of sealing."""
+    wanted = set(tables)
+    listing = [segment for segment in list_segments(folder) if segment.name.table in wanted] if folder.exists() else []
     return [(segment, found[0]) for segment in listing if (found := load(segment)) is not None]
 
 
 def rows(folder: Path, table: str) -> pa.Table:
     """All rows of ``table`` that the journal holds and the lake may not, in the order in which they were written."""
-    found = [rows for segment, rows in load_all(folder) if segment.name.table == table]
+    found = [rows for _, rows in load_all(folder, [table])]
     return pa.concat_tables([TABLES[table].empty_table(), *found])
 
 

@@ -2,39 +2,52 @@
 
 What was scored up to which Delta version stands in the commit of the rewards themselves, as application transactions
 of the rewards table. So a run that is killed anywhere and repeated gives each response one reward, and two runs at once
-can't both commit. A response is scored when it appears, and again when new feedback on it changes its reward.
+can't both commit. A response is scored when it appears, again when new feedback on it counts, and again while its
+judge's verdict is missing for a reason that may pass.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 import duckdb
 import pyarrow as pa
-from deltalake.exceptions import DeltaError
+import pyarrow.compute as pc
 
-from feedback.config import ScoringConfig
-from feedback.lake import Lake, LakeConflictError
-from feedback.rewards import human, rules
-from feedback.rewards.rules import Rule, load_rule
+from feedback import retries
+from feedback.candidates import Candidates, find
+from feedback.config import KindsConfig, ScoringConfig
+from feedback.lake import Lake, LakeConflictError, LakeFileGoneError
+from feedback.rewards import human
+from feedback.rewards.compose import compose
+from feedback.rewards.rules import COLUMNS
+from feedback.rewards.sources import Source, load_sources, scorer_name
 from feedback.schema import REWARDS
+from feedback.views import connect, is_file_gone
 
 log = logging.getLogger(__name__)
 
-Progress = Callable[[int, int], None]
-"""Called with (responses done, responses in all)."""
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, responses done, responses in all)."""
 
+_READ: Final = ("interactions", "feedback")
 _CLOCK: Final = "score.clock"
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _ATTEMPTS: Final = 3
-_RULE_COLUMNS: Final = ("prompt", "messages", "response", "response_token_ids", "metadata")
+_BATCH_ROWS: Final = 65_536
+_MOST_REASONS: Final = 1000
+_OUT_OF_MEMORY: Final = "Out of Memory"
+
+
+class ScoringError(RuntimeError):
+    """Scoring can't work with these settings. The message says which."""
 
 
 @dataclass(frozen=True)
@@ -42,239 +55,210 @@ class ScoreResult:
     """What a run did.
 
     ``scored`` responses got a row in ``rewards``; ``missing`` of them have no reward, because every component is
-    missing. ``versions`` are the Delta versions that were read (interactions, feedback) and written (rewards).
+    missing. ``components`` counts the values of each; ``reasons`` counts, for each, why it is missing, the commonest
+    first. Of ``retried`` responses a later run will ask the judge again. ``versions`` are the Delta versions that were
+    read (interactions, feedback) and written (rewards).
     """
 
     scored: int
     missing: int
+    components: dict[str, int]
+    reasons: dict[str, dict[str, int]]
+    retried: int
     versions: dict[str, int]
     seconds: float
     scorer: str
 
 
-@dataclass(frozen=True)
-class Component:
-    """One term of the weighted mean; ``value`` and ``reason`` are SQL over the joined row."""
-
-    name: str
-    weight: float
-    value: str
-    reason: str
-
-
-def score(lake: Lake, config: ScoringConfig, *, progress: Progress | None = None) -> ScoreResult:
+def score(
+    lake: Lake, config: ScoringConfig, kinds: KindsConfig | None = None, *, progress: Progress | None = None
+) -> ScoreResult:
     """Score all that is new since this scorer's last run.
 
-    Raises RuleError if the rule can't be loaded, ValueError if no source has a weight, LakeConflictError if other
-    runs commit in between again and again.
+    ``kinds``: the scales and metrics that are declared; by default those of the default settings. Raises RuleError,
+    RewardModelError or VerdictsError if a source can't be used, ValueError if none has a weight, ScoringError if memory
+    does not do, LakeConflictError if other runs commit in between again and again.
     """
-    rule = load_rule(config.rules.function) if config.rules.function and config.rules.weight > 0 else None
-    scorer = scorer_name(config, rule)
+    kinds = kinds or KindsConfig()
+    sources = load_sources(config, kinds)
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return _Run(lake, config, rule, scorer, progress).run()
-        except LakeConflictError:
+            return _Run(lake, config, kinds, sources, progress or (lambda *_: None)).run()
+        except (LakeConflictError, LakeFileGoneError) as error:
             if attempt == _ATTEMPTS:
                 raise
-            log.info("another scoring run committed meanwhile; starting over from its state")
+            log.info("%s; starting over from the tables as they are", error)
     raise AssertionError("unreachable")
-
-
-def scorer_name(config: ScoringConfig, rule: Rule | None) -> str:
-    """``human+rules@<hash>``: the sources and a hash of all that decides a reward, the rule's source included."""
-    content = {
-        "human": config.human.weight,
-        "rules": None if rule is None else [rule.name, rule.digest, config.rules.weight],
-    }
-    names = [component.name for component in components(config, rule)]
-    if not names:
-        raise ValueError("no reward source has a weight: set scoring.human.weight, or scoring.rules.function")
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return f"{'+'.join(names)}@{digest[:16]}"
-
-
-def components(config: ScoringConfig, rule: Rule | None) -> list[Component]:
-    """The sources that take part."""
-    found = []
-    if config.human.weight > 0:
-        found.append(Component(human.NAME, config.human.weight, "votes.human", f"'{human.MISSING}'"))
-    if rule is not None:
-        found.append(Component(rules.NAME, config.rules.weight, "rule_scores.value", "rule_scores.reason"))
-    return found
-
-
-def rewards_sql(parts: list[Component]) -> str:
-    """SQL for (response_id, reward, components, missing): the weighted mean of the components that are present."""
-    total = " + ".join(f"coalesce({part.weight!r} * {part.value}, 0)" for part in parts)
-    weight = " + ".join(f"CASE WHEN {part.value} IS NULL THEN 0 ELSE {part.weight!r} END" for part in parts)
-    values = ", ".join(f"{{'key': '{part.name}', 'value': {part.value}}}" for part in parts)
-    reasons = ", ".join(
-        f"{{'key': '{part.name}', 'value': CASE WHEN {part.value} IS NULL THEN {part.reason} END}}" for part in parts
-    )
-    return f"""
-        SELECT
-            touched.response_id,
-            ({total}) / nullif({weight}, 0) AS reward,
-            map_from_entries(list_filter([{values}], lambda entry : entry.value IS NOT NULL)) AS components,
-            map_from_entries(list_filter([{reasons}], lambda entry : entry.value IS NOT NULL)) AS missing
-        FROM touched
-        LEFT JOIN votes USING (tenant, response_id)
-        LEFT JOIN rule_scores USING (response_id)
-    """
 
 
 class _Run:
     """One attempt, against the tables as they are when it begins."""
 
     def __init__(
-        self, lake: Lake, config: ScoringConfig, rule: Rule | None, scorer: str, progress: Progress | None
+        self, lake: Lake, config: ScoringConfig, kinds: KindsConfig, sources: list[Source], progress: Progress
     ) -> None:
         self.lake = lake
         self.config = config
-        self.rule = rule
-        self.scorer = scorer
+        self.kinds = kinds
+        self.sources = sources
+        self.scorer = scorer_name(sources)
         self.progress = progress
         # Rewards are read first: whatever the other tables hold beyond it is new.
         self.rewards = lake.table("rewards")
-        self.tables = {name: lake.table(name) for name in ("interactions", "feedback")}
-        self.versions = {name: table.version() for name, table in self.tables.items()}
-        self.missing = 0
+        with ThreadPoolExecutor(len(_READ)) as pool:
+            self.snapshots = dict(zip(_READ, pool.map(lake.table, _READ), strict=True))
+        self.versions = {name: table.version() for name, table in self.snapshots.items()}
+        self.since = {name: self.rewards.transaction_version(self._application(name)) for name in self.snapshots}
+        self.scored = self.missing = self.retried = 0
+        self.values: Counter[str] = Counter()
+        self.reasons: dict[str, Counter[str]] = {source.name: Counter() for source in sources}
 
     def run(self) -> ScoreResult:
         started = time.perf_counter()
-        scored = 0
-        if any(self._scored_until(name) != version for name, version in self.versions.items()):
-            with self.lake.connect(
-                versions=self.versions, memory_limit=self.config.memory_limit, threads=self.config.threads
-            ) as connection:
-                self._find_new(connection)
-                self._find_touched(connection)
-                scored = _count(connection, "touched")
-                connection.execute(f"CREATE TABLE votes AS {human.votes_sql('touched_feedback')}")
-                self._apply_rule(connection, scored)
-                self._commit(connection)
-        versions = self.versions | {"rewards": self.rewards.version()}
-        return ScoreResult(scored, self.missing, versions, time.perf_counter() - started, self.scorer)
-
-    def _application(self, table: str) -> str:
-        return f"score.{self.scorer}.{table}"
-
-    def _scored_until(self, table: str) -> int | None:
-        return self.rewards.transaction_version(self._application(table))
-
-    def _find_new(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Table ``candidates``: ids of responses that are new or have new votes."""
-        connection.execute("CREATE TABLE candidates (response_id VARCHAR)")
-        kinds = ", ".join(f"'{kind}'" for kind in human.KINDS)
-        if self._scored_until("interactions") is None:  # never scored: everything is new
-            connection.execute("INSERT INTO candidates SELECT response_id FROM interactions WHERE status = 'complete'")
-            return
-        unscored = f"response_id NOT IN (SELECT response_id FROM rewards WHERE scorer = '{self.scorer}')"
-        self._add_changes(connection, "interactions", "status", "status = 'complete'", otherwise=unscored)
-        if self.config.human.weight > 0:
-            self._add_changes(connection, "feedback", "kind", f"kind IN ({kinds})", otherwise="true")
-
-    def _add_changes(
-        self, connection: duckdb.DuckDBPyConnection, table: str, column: str, condition: str, *, otherwise: str
-    ) -> None:
-        """Add the rows since the last run that meet ``condition`` (on ``column``) to the candidates.
-
-        The change feed tells which they are. Where its log or files are gone (they are kept for a limited time), all
-        rows that also meet ``otherwise`` are added: more than needed, never less.
-        """
-        since = self._scored_until(table) or 0
-        if since == self.versions[table]:
-            return
-        try:
-            changes = self.tables[table].load_cdf(
-                starting_version=since + 1,
-                ending_version=self.versions[table],
-                columns=["response_id", column, "_change_type"],
-            )
-            connection.register("changes", changes)
-            connection.execute(
-                f"INSERT INTO candidates SELECT response_id FROM changes WHERE {condition} AND _change_type = 'insert'"
-            )
-            connection.unregister("changes")
-        except (DeltaError, duckdb.Error) as error:
-            log.warning("the changes of %s since version %d are cleaned up (%s): reading all", table, since, error)
-            connection.execute(
-                f"INSERT INTO candidates SELECT response_id FROM {table} WHERE {condition} AND {otherwise}"
-            )
-
-    def _find_touched(self, connection: duckdb.DuckDBPyConnection) -> None:
-        """Table ``touched``, the complete responses among the candidates, once each, and views for their rows.
-
-        Response ids grow with time, so the files that can hold the candidates are few: the log's statistics tell.
-        """
-        low, high = connection.execute("SELECT min(response_id), max(response_id) FROM candidates").fetchall()[0]
-        for table in ("interactions", "feedback"):
-            self.lake.add_view(
-                connection, f"touched_{table}", self.tables[table], between=("response_id", low or "", high or "")
-            )
-        connection.execute(
-            "CREATE TABLE touched AS SELECT DISTINCT tenant, response_id FROM touched_interactions "
-            "SEMI JOIN candidates USING (response_id) WHERE status = 'complete'"
+        pending = self._pending()
+        if len(pending) or self.since != self.versions:
+            try:
+                with connect(self.config.memory_limit, self.config.threads) as connection:
+                    self._score(connection, pending)
+            except (duckdb.Error, OSError, pa.ArrowException) as error:
+                if is_file_gone(error):
+                    raise LakeFileGoneError(f"{self.lake.uri}: a vacuum removed a file meanwhile: {error}") from error
+                if _OUT_OF_MEMORY in str(error):
+                    raise ScoringError(
+                        f"scoring needs more memory than feedback.scoring.memory_limit={self.config.memory_limit} "
+                        f"with feedback.scoring.threads={self.config.threads}: raise the limit, or take fewer threads"
+                    ) from error
+                raise
+        return ScoreResult(
+            scored=self.scored,
+            missing=self.missing,
+            components={source.name: self.values[source.name] for source in self.sources},
+            reasons={name: dict(reasons.most_common()) for name, reasons in self.reasons.items()},
+            retried=self.retried,
+            versions=self.versions | {"rewards": self.rewards.version()},
+            seconds=time.perf_counter() - started,
+            scorer=self.scorer,
         )
 
-    def _apply_rule(self, connection: duckdb.DuckDBPyConnection, total: int) -> None:
-        """Table ``rule_scores``: (response_id, value, reason), by the Python rule, a batch at a time."""
-        connection.execute("CREATE TABLE rule_scores (response_id VARCHAR, value DOUBLE, reason VARCHAR)")
-        if self.rule is None:
+    def _score(self, connection: duckdb.DuckDBPyConnection, pending: pa.Table) -> None:
+        connection.execute("SET preserve_insertion_order = false")
+        found = find(
+            connection,
+            self.lake,
+            self.snapshots | {"rewards": self.rewards},
+            self.since,
+            scorer=self.scorer,
+            is_vote=human.counts_sql(self.config.human, self.kinds) if self.config.human.weight > 0 else "false",
+            retry=pending,
+        )
+        self._score_batches(connection, found, pending)
+        self._commit(connection, found)
+
+    def _pending(self) -> pa.Table:
+        if not self.rewards.transaction_version(self._application("pending")):
+            return retries.nothing()
+        time = self.rewards.transaction_version(self._application("time"))
+        return retries.pending(self.lake, self.rewards, self.scorer, _EPOCH + timedelta(microseconds=time))
+
+    def _application(self, name: str) -> str:
+        return f"score.{self.scorer}.{name}"
+
+    def _score_batches(self, connection: duckdb.DuckDBPyConnection, found: Candidates, pending: pa.Table) -> None:
+        """Table ``scores``: (response_id, a value and a reason for each source that is no SQL), a batch at a time."""
+        sources = [source for source in self.sources if source.by_row is not None]
+        if not sources:
             return
-        columns = ", ".join(_RULE_COLUMNS)
+        columns = ", ".join(f"value_{source.name} DOUBLE, reason_{source.name} VARCHAR" for source in sources)
+        connection.execute(f"CREATE TABLE scores (response_id VARCHAR, {columns})")
+        connection.register("pending", pending)
         reader = connection.sql(
-            f"SELECT response_id, {columns} FROM touched_interactions SEMI JOIN touched USING (response_id)"
-        ).to_arrow_reader(self.config.batch_rows)
-        done = failed = 0
+            f"SELECT response_id, {', '.join(COLUMNS)}, coalesce(tries, 0) AS tries "
+            "FROM responses LEFT JOIN pending USING (response_id)"
+        ).to_arrow_reader(min([self.config.batch_rows, *(s.batch_rows for s in sources if s.batch_rows)]))
+        done = 0
         with connection.cursor() as writer:  # the reader occupies the connection
             for batch in reader:
-                table = pa.Table.from_batches([batch])
-                values, reasons = self.rule.by_row(table.drop_columns("response_id"))
-                failed += sum(reason is not None for reason in reasons)
-                scores = pa.table(
-                    {
-                        "response_id": table["response_id"],
-                        "value": pa.array(values, pa.float64()),
-                        "reason": pa.array(reasons, pa.string()),
-                    }
-                )
-                writer.register("scores", scores)
-                writer.execute("INSERT INTO rule_scores SELECT * FROM scores")
-                writer.unregister("scores")
+                rows = pa.Table.from_batches([batch])
+                scores: dict[str, Any] = {"response_id": rows["response_id"]}
+                for source in sources:
+                    assert source.by_row is not None
+                    values, reasons = source.by_row(rows)
+                    scores[f"value_{source.name}"] = pa.array(values, pa.float64())
+                    scores[f"reason_{source.name}"] = pa.array(reasons, pa.string())
+                writer.register("batch", pa.table(scores))
+                writer.execute("INSERT INTO scores SELECT * FROM batch")
+                writer.unregister("batch")
                 done += batch.num_rows
-                if self.progress is not None:
-                    self.progress(done, total)
-        if failed:
-            log.warning("rule %s gave no reward for %d of %d responses", self.rule.name, failed, done)
+                self.progress("asking " + ", ".join(source.name for source in sources), done, found.count)
 
-    def _commit(self, connection: duckdb.DuckDBPyConnection) -> None:
+    def _commit(self, connection: duckdb.DuckDBPyConnection, found: Candidates) -> None:
         scored_at = self._time()
-        result = connection.sql(rewards_sql(components(self.config, self.rule))).to_arrow_reader(65_536)
-        stream = pa.RecordBatchReader.from_batches(REWARDS, self._rewards(result, scored_at))
+        microseconds = (scored_at - _EPOCH) // timedelta(microseconds=1)
         transactions = {self._application(name): version for name, version in self.versions.items()}
-        transactions[_CLOCK] = (scored_at - _EPOCH) // timedelta(microseconds=1)
+        transactions |= {self._application("time"): microseconds, self._application("pending"): 0, _CLOCK: microseconds}
+        result = connection.sql(self._components_sql(found)).to_arrow_reader(_BATCH_ROWS)
+
+        def rows() -> Iterator[pa.RecordBatch]:
+            yield from self._rows(result, scored_at, found.count)
+            # The commit takes the transactions when all rows are written.
+            transactions[self._application("pending")] = self.retried
+
+        stream = pa.RecordBatchReader.from_batches(REWARDS, rows())
         metadata = {"scorer": self.scorer, "read": self.versions}
         self.lake.append("rewards", stream, transactions=transactions, metadata=metadata, snapshot=self.rewards)
+
+    def _components_sql(self, found: Candidates) -> str:
+        """SQL for (response_id, a value and a reason for each source)."""
+        inner, outer, joins = [], [], []
+        for source in self.sources:
+            value, reason = f"value_{source.name}", f"reason_{source.name}"
+            if source.rule is not None:
+                inner += [f"{source.rule.value} AS {value}", f"{source.rule.reason} AS {reason}"]
+                outer += [value, f"CASE WHEN {value} IS NULL THEN {reason} END"]
+            elif source.by_row is not None:
+                outer += [value, reason]
+            else:
+                outer += [human.NAME, f"CASE WHEN {human.NAME} IS NULL THEN '{human.MISSING}' END"]
+        if self.config.human.weight > 0:
+            among = "touched" if found.some else None
+            votes = human.votes_sql("feedback_on", self.config.human, self.kinds, among=among)
+            joins.append(f"LEFT JOIN ({votes}) USING (tenant, response_id)")
+        if any(source.by_row is not None for source in self.sources):
+            joins.append("LEFT JOIN scores USING (response_id)")
+        return (
+            f"SELECT response_id, {', '.join(outer)} "
+            f"FROM (SELECT {', '.join(['tenant', 'response_id', *inner])} FROM responses) {' '.join(joins)}"
+        )
 
     def _time(self) -> datetime:
         """The time of this run, later than that of every run before also if the clock was set back."""
         last = self.rewards.transaction_version(_CLOCK) or 0
         return max(datetime.now(UTC), _EPOCH + timedelta(microseconds=last + 1))
 
-    def _rewards(self, result: pa.RecordBatchReader, scored_at: datetime) -> Iterator[pa.RecordBatch]:
+    def _rows(self, result: pa.RecordBatchReader, scored_at: datetime, total: int) -> Iterator[pa.RecordBatch]:
+        names = [source.name for source in self.sources]
+        weights = [source.weight for source in self.sources]
         for batch in result:
-            self.missing += batch.column("reward").null_count
-            rows = batch.num_rows
+            response_id, *columns = batch.columns
+            composed = compose(names, weights, columns[::2], columns[1::2])
+            self._count(batch.num_rows, composed.reward, columns[::2], columns[1::2])
             yield pa.RecordBatch.from_arrays(
                 [
-                    *(batch.column(name).cast(REWARDS.field(name).type) for name in REWARDS.names[:4]),
-                    pa.repeat(self.scorer, rows),
-                    pa.repeat(pa.scalar(scored_at, REWARDS.field("scored_at").type), rows),
+                    *(response_id, composed.reward, composed.components, composed.missing),
+                    pa.repeat(self.scorer, batch.num_rows),
+                    pa.repeat(pa.scalar(scored_at, REWARDS.field("scored_at").type), batch.num_rows),
                 ],
                 schema=REWARDS,
             )
+            self.progress("rewards", self.scored, total)
 
-
-def _count(connection: duckdb.DuckDBPyConnection, table: str) -> int:
-    return int(connection.execute(f"SELECT count(*) FROM {table}").fetchall()[0][0])
+    def _count(self, rows: int, reward: pa.Array, values: list[pa.Array], reasons: list[pa.Array]) -> None:
+        self.scored += rows
+        self.missing += reward.null_count
+        for source, value, reason in zip(self.sources, values, reasons, strict=True):
+            self.values[source.name] += rows - value.null_count
+            counts = self.reasons[source.name]
+            for each in pc.value_counts(reason).to_pylist():
+                if each["values"] is not None and (each["values"] in counts or len(counts) < _MOST_REASONS):
+                    counts[each["values"]] += each["counts"]
+                self.retried += each["counts"] if retries.is_transient(each["values"]) else 0

@@ -15,6 +15,7 @@ import select
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,7 @@ import pyarrow as pa
 from deltalake.exceptions import DeltaError
 
 from feedback.config import LakeConfig
+from feedback.deduplication import take_counts
 from feedback.files import LockTimeoutError
 from feedback.lake import Lake, LakeError
 from feedback.sealing import seal
@@ -42,6 +44,8 @@ class Sealer:
         self.error: str | None = "not started"
         """Why the last turn failed; None if it did not. Rows are safe in the journal either way."""
         self.sealed_segments = 0
+        self.left_out: Counter[str] = Counter()
+        """Feedback rows that were not sealed because the lake had their ids, by the reason."""
         self._stop = threading.Event()
         self._child: subprocess.Popen[str] | None = None
         self._thread: threading.Thread | None = None
@@ -74,7 +78,12 @@ class Sealer:
 
     def stats(self) -> dict[str, float]:
         """Gauges for monitoring."""
-        return {"healthy": float(self.healthy), "sealed_segments": self.sealed_segments}
+        return {
+            "healthy": float(self.healthy),
+            "sealed_segments": self.sealed_segments,
+            "repeated_feedback": self.left_out["repeated_feedback"],
+            "conflicting_feedback": self.left_out["conflicting_feedback"],
+        }
 
     def _spawn(self) -> subprocess.Popen[str]:
         child = subprocess.Popen(
@@ -116,6 +125,7 @@ class Sealer:
             for line in lines:
                 told = json.loads(line)
                 self.sealed_segments += told["sealed"]
+                self.left_out.update(told["left_out"])
                 if told["error"] and told["error"] != self.error:
                     log.error("can't seal %s into %s: %s", self.journal_folder, self.lake.uri, told["error"])
                 self.error = told["error"]
@@ -134,7 +144,8 @@ def main(task: IO[str] = sys.stdin, answers: IO[str] = sys.stdout) -> None:
         except (LakeError, LockTimeoutError, OSError, DeltaError, pa.ArrowException) as failure:
             # The rows stay in the journal, and the next turn tries again.
             error = f"{type(failure).__name__}: {failure}"
-        print(json.dumps({"sealed": sealed, "error": error}), file=answers, flush=True)
+        told = {"sealed": sealed, "error": error, "left_out": take_counts()}
+        print(json.dumps(told), file=answers, flush=True)
 
 
 def _parent_ended(task: IO[str], parent: int, seconds: float) -> bool:

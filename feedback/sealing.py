@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from feedback.deduplication import append_feedback
+from feedback.erased import drop_erased
 from feedback.files import fsync_path, locked
 from feedback.lake import Lake, is_sealed
 from feedback.recovery import load, put_aside, recover
 from feedback.schema import TABLES
+from feedback.sealed_ids import take_in_if_used
 from feedback.segments import Segment, list_segments
 from feedback.streams import has_started, settle
 
@@ -37,6 +40,7 @@ def seal(lake: Lake, journal_folder: Path) -> list[str]:
             for group in _sealable(list(segments), lake.config.seal_bytes):
                 _seal_group(lake, table, group, listing)
                 sealed += [str(segment.name) for segment in group]
+        take_in_if_used(lake, journal_folder)
         return sealed
 
 
@@ -62,14 +66,18 @@ def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[S
     fresh = [segment for segment in segments if not is_sealed(segment, snapshot)]
     loaded = [(segment, *found) for segment in fresh if (found := load(segment)) is not None]
     settled = (_settled(segment, rows, listing) for segment, rows, _ in loaded)
-    rows = pa.concat_tables([TABLES[table].empty_table(), *settled])
+    rows = drop_erased(lake, table, pa.concat_tables([TABLES[table].empty_table(), *settled]))
     if rows.num_rows:
         started = time.perf_counter()
         numbers: dict[str, int] = {}
         for segment, _, _ in loaded:
             numbers[segment.name.application] = segment.name.number
-        names = [str(segment.name) for segment, _, _ in loaded]
-        lake.append(table, rows, transactions=numbers, metadata={"segments": names}, snapshot=snapshot)
+        told = {"segments": [str(segment.name) for segment, _, _ in loaded]}
+        if table == "feedback":
+            folder = segments[0].path.parent
+            append_feedback(lake, folder, rows, transactions=numbers, metadata=told, snapshot=snapshot)
+        else:
+            lake.append(table, rows, transactions=numbers, metadata=told, snapshot=snapshot)
         log.debug("sealed %d rows of %s in %.0f ms", rows.num_rows, table, (time.perf_counter() - started) * 1e3)
     damaged = {segment.path for segment, _, whole in loaded if not whole}
     for segment in segments:

@@ -2,7 +2,7 @@
 
 deltalake's own writer leaves a local file and the commit that names it to the kernel's cache. A segment may only be
 removed when its rows would survive a power loss, so Parquet files are written and fsynced here, committed through
-deltalake (conflict detection, checkpoints), and the log is fsynced before anyone is told.
+deltalake (conflict detection, checkpoints), and the log is fsynced before anyone is told (``delta_log.py``).
 """
 
 from __future__ import annotations
@@ -11,29 +11,43 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.fs as pa_fs
 import pyarrow.parquet as pq
+from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction
 
-from feedback.files import fsync_path, make_folder
+from feedback.files import fsync_path, make_folder, write_all
 from feedback.ids import uuid7
-from feedback.schema import TIME_COLUMN
+from feedback.schema import TABLES, TIME_COLUMN
 
-_ROW_GROUP_ROWS = 65_536
-_BOUND_LENGTH = 64  # characters of a text bound: ids are whole, prompts do not fill the log
-_LAST_CHARACTER = "\U0010ffff"
+_ROW_GROUP_ROWS: Final = 65_536
+_ROW_GROUP_BYTES: Final = 64 << 20  # rows of long responses are large; memory must not grow with them
+_READ_ROWS: Final = 4096
+_BOUND_LENGTH: Final = 64  # characters of a text bound: ids are whole, prompts do not fill the log
+_LAST_CHARACTER: Final = "\U0010ffff"
+_UPLOAD_BYTES: Final = 1 << 20
 
 
-class TableFiles:
-    """Writes the data files of one Delta table, on a local disk or an object store."""
+@dataclass(frozen=True)
+class StoredFile:
+    """A file as a listing saw it; ``path`` is below the listed address."""
+
+    path: str
+    size: int
+    modified: datetime
+
+
+class Store:
+    """Files below one address, on a local disk or an object store."""
 
     def __init__(self, uri: str, storage_options: dict[str, str], *, local: bool) -> None:
         self.folder = Path(uri) if local else None
@@ -42,6 +56,53 @@ class TableFiles:
             if local
             else pa_fs.PyFileSystem(DeltaStorageHandler(uri, storage_options))
         )
+
+    def list(self, folder: str) -> list[StoredFile]:
+        """The files in a folder and the folders below it, by path; none if there is no such folder."""
+        if self.folder is not None and not (self.folder / folder).exists():
+            return []
+        found = self._filesystem.get_file_info(pa_fs.FileSelector(folder, recursive=True, allow_not_found=True))
+        files = [StoredFile(info.path, info.size, info.mtime) for info in found if info.type == pa_fs.FileType.File]
+        return sorted(files, key=lambda file: file.path)
+
+    def read_bytes(self, path: str) -> bytes:
+        """All of a file. Raises FileNotFoundError."""
+        with self._filesystem.open_input_file(path) as file:
+            return bytes(file.read())
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Write a file, or replace it: whole or not at all, durable on return. A replaced file keeps its time."""
+        if self.folder is None:
+            # deltalake's stream takes plain bytes only, which Arrow's own buffering hands it.
+            with self._filesystem.open_output_stream(path, buffer_size=_UPLOAD_BYTES) as stream:
+                for start in range(0, len(data), _UPLOAD_BYTES // 2):
+                    stream.write(data[start : start + _UPLOAD_BYTES // 2])
+            return
+        target = self.folder / path
+        make_folder(target.parent)
+        aside = target.with_name(f".{target.name}.{uuid7()}.tmp")
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            write_all(fd, data)
+            if target.exists():
+                os.utime(fd, ns=(target.stat().st_atime_ns, target.stat().st_mtime_ns))
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(aside, target)
+        fsync_path(target.parent)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Remove files; one that is not there is no error."""
+        for path in paths:
+            try:
+                self._filesystem.delete_file(path)
+            except FileNotFoundError:
+                continue
+
+
+class TableFiles(Store):
+    """The files of one Delta table: writes and reads its data files."""
 
     def write(self, table: str, data: pa.Table | pa.RecordBatchReader) -> list[AddAction]:
         """Write the rows, one Parquet file a date, durable on return. The rows' own time decides the date (UTC)."""
@@ -59,10 +120,16 @@ class TableFiles:
             raise
         return [self._finish(day, writer) for day, writer in writers.items()]
 
-    def delete(self, paths: list[str]) -> None:
-        """Remove files that no commit names."""
-        for path in paths:
-            self._filesystem.delete_file(path)
+    def batches(self, table: str, path: str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
+        """The rows of one data file in their order, a few thousand at a time, in the table's schema.
+
+        A column that the file lacks (an older Millrace wrote it) is null. Raises FileNotFoundError.
+        """
+        schema = TABLES[table] if columns is None else pa.schema([TABLES[table].field(name) for name in columns])
+        with self._filesystem.open_input_file(path) as source, pq.ParquetFile(source) as file:
+            there = [name for name in schema.names if name in file.schema_arrow.names]
+            for batch in file.iter_batches(_READ_ROWS, columns=there):
+                yield conform(batch, schema)
 
     def _start(self, day: date, schema: pa.Schema) -> _FileWriter:
         folder = f"date={day.isoformat()}"
@@ -151,19 +218,68 @@ def _milliseconds(value: datetime) -> str:
     return value.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 
+@dataclass(frozen=True)
+class DataFile:
+    """A data file of a snapshot, as far as the log tells.
+
+    ``bounds``: of a column its lowest and highest value; ``empty``: columns of which it has nulls only.
+    """
+
+    path: str
+    size: int
+    day: date
+    modified: datetime
+    rows: int | None
+    bounds: dict[str, tuple[Any, Any]]
+    empty: frozenset[str]
+
+
+def data_files(snapshot: DeltaTable, bounds: Sequence[str] = ()) -> list[DataFile]:
+    """The data files of a snapshot, with the bounds of some columns, by date and path (so by time of writing)."""
+    actions = pa.table(snapshot.get_add_actions(flatten=True))
+    known = [name for name in bounds if f"min.{name}" in actions.column_names]
+    columns = ["path", "size_bytes", "partition.date", "modification_time", "num_records"]
+    columns += [f"{end}.{name}" for name in known for end in ("min", "max", "null_count")]
+    files = [
+        DataFile(
+            row["path"],
+            row["size_bytes"],
+            row["partition.date"],
+            datetime.fromtimestamp(row["modification_time"] / 1e3, UTC),
+            row["num_records"],
+            {name: (row[f"min.{name}"], row[f"max.{name}"]) for name in known if row[f"min.{name}"] is not None},
+            frozenset(name for name in known if row[f"null_count.{name}"] == row["num_records"] is not None),
+        )
+        for row in actions.select(columns).to_pylist()
+    ]
+    return sorted(files, key=lambda file: (file.day, file.path))
+
+
+def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """The batch's columns in the types and order of ``schema``; one that is missing is null."""
+    columns = [
+        batch.column(field.name).cast(field.type)
+        if field.name in batch.schema.names
+        else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
 def _chunks(data: pa.Table | pa.RecordBatchReader) -> Iterator[pa.Table]:
     """The rows in tables of a row group's size, so that a stream of small batches does not become tiny row groups."""
     if isinstance(data, pa.Table):
         yield data
         return
     batches: list[pa.RecordBatch] = []
-    rows = 0
+    rows = size = 0
     for batch in data:
         batches.append(batch)
         rows += batch.num_rows
-        if rows >= _ROW_GROUP_ROWS:
+        size += batch.nbytes
+        if rows >= _ROW_GROUP_ROWS or size >= _ROW_GROUP_BYTES:
             yield pa.Table.from_batches(batches)
-            batches, rows = [], 0
+            batches, rows, size = [], 0, 0
     if batches:
         yield pa.Table.from_batches(batches)
 
@@ -178,65 +294,3 @@ def _by_date(rows: pa.Table, time_column: str) -> Iterator[tuple[date, pa.Table]
     distinct = pc.unique(days).to_pylist()
     for day in distinct:
         yield day, rows if len(distinct) == 1 else rows.filter(pc.equal(days, day))
-
-
-def make_log_durable(table_folder: Path, since: int, until: int) -> None:
-    """Fsync what the commits ``since`` < version <= ``until`` wrote to a local table's log."""
-    log = table_folder / "_delta_log"
-    for version in range(since + 1, until + 1):
-        for path in log.glob(f"{version:020d}.*"):
-            fsync_path(path)
-    if (log / "_last_checkpoint").exists():
-        fsync_path(log / "_last_checkpoint")
-    fsync_path(log)
-
-
-def drop_torn_commits(table_folder: Path) -> list[Path]:
-    """Put aside the end of a local table's log where a power loss tore it; returns what was put aside.
-
-    Commits are made one at a time and fsynced before anyone is told of them, so a commit that is not whole is the last
-    one, and what it would have added is in the journal still. The caller holds the table's lock.
-    """
-    log = table_folder / "_delta_log"
-    torn = []
-    versions = sorted(log.glob("[0-9]*.json"), reverse=True)
-    for path in versions[:1]:
-        if not _is_whole_commit(path):
-            torn.append(path)
-    last = log / "_last_checkpoint"
-    if last.exists() and not _is_json(last.read_bytes()):
-        torn.append(last)
-    for path in sorted(log.glob("*.checkpoint*.parquet"), reverse=True)[:1]:
-        if not _is_whole_parquet(path):
-            torn.append(path)
-            if last.exists() and last not in torn:
-                torn.append(last)
-    for path in torn:
-        aside = table_folder / "_torn"
-        make_folder(aside)
-        os.rename(path, aside / f"{uuid7()}-{path.name}")
-        fsync_path(aside)
-    if torn:
-        fsync_path(log)
-    return torn
-
-
-def _is_whole_commit(path: Path) -> bool:
-    lines = path.read_bytes().splitlines()
-    return bool(lines) and all(_is_json(line) for line in lines)
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_whole_parquet(path: Path) -> bool:
-    try:
-        pq.read_metadata(path)
-    except (pa.ArrowInvalid, OSError):
-        return False
-    return True

@@ -79,14 +79,35 @@ class Client:
             "n": self.chance.choice((1, 1, 1, 3)),
             "metadata": {"mark": mark},
         }
+        if self.chance.random() < 0.3:
+            return await self.ask_for_a_stream(mark, body | {"stream": True})
         answer = await self.http.post("/generate", json=body)
         self.account.codes[f"generate {answer.status_code}"] += 1
-        if answer.status_code == 200:
-            for response in answer.json()["responses"]:
-                self.account.responses[response["response_id"]] = mark
-                self.mine.append(response["response_id"])
-        else:
+        self.told(mark, answer.json() if answer.status_code == 200 else None)
+
+    async def ask_for_a_stream(self, mark: str, body: dict[str, Any]) -> None:
+        async with self.http.stream("POST", "/generate", json=body) as answer:
+            name = ""
+            async for line in answer.aiter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line.startswith("data: ") and name in ("done", "error"):
+                    self.account.codes[f"stream {name}"] += 1
+                    self.told(mark, json.loads(line.removeprefix("data: ")) if name == "done" else None)
+                elif name == "delta" and self.chance.random() < 0.02:
+                    self.account.codes["stream left"] += 1
+                    return
+            if answer.status_code != 200:
+                self.account.codes[f"stream {answer.status_code}"] += 1
+                self.told(mark, None)
+
+    def told(self, mark: str, body: dict[str, Any] | None) -> None:
+        """Note the answer to a request, or that it was refused."""
+        if body is None:
             self.account.refused_requests.add(mark)
+        for response in body["responses"] if body else ():
+            self.account.responses[response["response_id"]] = mark
+            self.mine.append(response["response_id"])
 
     async def judge(self) -> None:
         size = self.chance.choice((1, 1, 1, 20))

@@ -21,11 +21,11 @@ from fastapi.openapi.utils import get_openapi
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from feedback.config import FeedbackConfig
-from feedback.events import FeedbackIn
 from feedback.journal import Journal, JournalBroken, JournalFull
 from feedback.lake import Lake
-from feedback.ledger import FeedbackLedger, Verdict
+from feedback.ledger import FeedbackLedger, LedgerError, Verdict
 from feedback.sealer import Sealer
+from feedback.streams import SoFar, Stream
 from serve.api import admin, feedback, generate, http
 from serve.config import ServeConfig
 from serve.engine import Engine
@@ -62,14 +62,18 @@ class Server:
         self.journal = Journal(self._journal_folder, feedback_config.journal, config.replica_name)
         self.lake = Lake(feedback_config.lake.uri, feedback_config.lake)
         self.sealer = Sealer(self.lake, self._journal_folder)
-        self.ledger = FeedbackLedger()
+        self.ledger = FeedbackLedger(self.lake, self._journal_folder)
+        self.kinds = feedback_config.kinds
         self.draining = False
         self.failure: Exception | None = None
         """Why the server could not start, or had to stop."""
         self.on_death: Callable[[], None] = lambda: None
+        self.work: set[asyncio.Task[None]] = set()
+        """Tasks that may outlive the request that began them; the journal is closed after them."""
         self._at_work = 0
         self._sealing = False
         self._watch: asyncio.Task[None] | None = None
+        self._follow: asyncio.Task[None] | None = None
 
     # Life
 
@@ -79,7 +83,7 @@ class Server:
             await asyncio.to_thread(self.lake.create)
             if recovered := await asyncio.to_thread(self.journal.open):
                 log.info("recovered %d journal segments", len(recovered))
-            self.ledger = await asyncio.to_thread(FeedbackLedger.load, self.lake, self._journal_folder)
+            await asyncio.to_thread(self.ledger.open)
             self.sealer.start()
             self._sealing = True
             await self.swapper.start()
@@ -89,19 +93,25 @@ class Server:
             raise
         self.metrics.watch("journal", self.journal.stats)
         self.metrics.watch("sealer", self.sealer.stats)
+        self.metrics.watch("ledger", self.ledger.stats)
         self.metrics.watch("engine", lambda: self.engine.stats | {"in_flight": self.engine.in_flight})
         self.metrics.policy_version.set(self.engine.version)
         self._watch = asyncio.create_task(self._watch_engine(), name="engine watch")
+        self._follow = asyncio.create_task(self.ledger.follow(), name="ledger")
         log.info("policy %d serves as %s", self.engine.version, self.config.replica_name)
 
     async def close(self) -> None:
         """Stop the engine, write and seal what was recorded. May be called after a failed start."""
         self.draining = True
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in (self._watch, self._follow):
+            if task is not None:
+                task.cancel()
         await self.swapper.close()
+        if self.work:
+            await asyncio.wait(self.work, timeout=_CUT_OFF_S)
         await self.engine.close()
         await asyncio.to_thread(self.journal.close)
+        self.ledger.close()
         if self._sealing:
             self._sealing = False
             await asyncio.to_thread(self.sealer.close)
@@ -162,6 +172,26 @@ class Server:
                 for result in results:
                     if isinstance(result, BaseException):
                         raise result
+        self._count(rows)
+
+    async def begin(self, row: dict[str, Any], so_far: SoFar) -> Stream:
+        """Return when a response's start is on disk. Raises Problem 503 if that can't be."""
+        with _recording():
+            return await self.journal.begin(row, so_far)
+
+    async def end(self, streams: list[Stream], rows: list[dict[str, Any]]) -> None:
+        """Return when the responses' ends are on disk. Raises Problem 503 if that can't be."""
+        with _recording():
+            results = await asyncio.gather(
+                *(self.journal.end(stream, row) for stream, row in zip(streams, rows, strict=True)),
+                return_exceptions=True,
+            )
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+        self._count(rows)
+
+    def _count(self, rows: list[dict[str, Any]]) -> None:
         metrics = self.metrics
         metrics.prompt_tokens.inc(len(rows[0]["prompt_token_ids"]))
         metrics.response_tokens.inc(sum(len(row["response_token_ids"]) for row in rows))
@@ -170,12 +200,10 @@ class Server:
         for row in rows:
             metrics.responses.labels(status=row["status"]).inc()
 
-    async def record_feedback(self, row: dict[str, Any]) -> Verdict:
-        """Return what came of it when that is durable. Raises Problem 503 if that can't be."""
+    async def record_feedback(self, row: dict[str, Any], *, made_here: bool) -> Verdict:
+        """Return what came of it when that is durable. ``made_here``: its id is new. Raises Problem 503 if it can't."""
         with _recording():
-            verdict = await self.ledger.record(row, self.journal)
-        self.metrics.feedback.labels(verdict=verdict).inc()
-        return verdict
+            return await self.ledger.record(row, self.journal, made_here=made_here)
 
 
 @contextmanager
@@ -184,7 +212,7 @@ def _recording() -> Iterator[None]:
         yield
     except JournalFull as error:
         raise http.Problem(503, str(error), retry_after=error.retry_after) from error
-    except JournalBroken as error:
+    except (JournalBroken, LedgerError) as error:
         raise http.Problem(503, str(error), retry_after=_RETRY_AFTER_S) from error
 
 
@@ -331,7 +359,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         components = schema.setdefault("components", {}).setdefault("schemas", {})
-        for model in (generate.GenerateIn, FeedbackIn):
+        for model in (generate.GenerateIn, feedback.FeedbackIn, feedback.FeedbackBatchIn):
             for name, definition in (
                 model.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {}).items()
             ):

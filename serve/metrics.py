@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _SWAP_SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+_BATCH_ITEMS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 Numbers = Callable[[], dict[str, float]]
 
@@ -40,7 +41,16 @@ class Metrics:
             "millrace_responses", "Responses recorded, by how they ended.", ("status",), registry=self.registry
         )
         self.feedback = Counter(
-            "millrace_feedback", "Feedback received, by verdict.", ("verdict",), registry=self.registry
+            "millrace_feedback",
+            "Feedback received, by kind and by what came of it: new, same, conflict, invalid, refused.",
+            ("kind", "verdict"),
+            registry=self.registry,
+        )
+        self.feedback_batch = Histogram(
+            "millrace_feedback_batch",
+            "Items of a feedback batch.",
+            buckets=_BATCH_ITEMS,
+            registry=self.registry,
         )
         self.swaps = Counter("millrace_swaps", "Policy swaps.", ("ok",), registry=self.registry)
         self.hold_seconds = Histogram(

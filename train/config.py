@@ -79,7 +79,7 @@ class TrainConfig(_Section):
     )
     seed: int = Field(0, description="Seed of sampling and order; the run's own number is mixed in.")
     reward: str | None = Field(
-        None, description="module:function that rewards rollouts; feedback.scoring.rules.function if unset."
+        None, description="module:function that rewards rollouts; the mean of feedback.scoring.rules if unset."
     )
     ray_address: str | None = Field(
         None, description="Ray's job API, http://host:8265, of the cluster to train on; a local Ray if unset."

@@ -19,10 +19,10 @@ from typing import Any
 import pyarrow as pa
 from pydantic import BaseModel, Field
 
-from feedback.config import LakeConfig
+from feedback.config import LakeConfig, RuleConfig
 from feedback.datasets import Prompt, prompts, rollouts
 from feedback.lake import Lake
-from feedback.rewards.rules import load_rule
+from feedback.rewards.rules import load_reward
 from serve.policies import Policy, PolicyStore
 from train import algorithms
 from train.advantages import uninformative
@@ -47,7 +47,9 @@ class JobContext(BaseModel):
     policies: Path
     lake_uri: str
     lake: LakeConfig = Field(default_factory=LakeConfig)
-    reward: str = Field(description="module:function that rewards rollouts.")
+    reward: str | dict[str, RuleConfig] = Field(
+        description="What rewards rollouts: module:function, or rules by name, of which it is the weighted mean."
+    )
     parent: int | None = Field(None, description="Policy to start from; the serving one if unset.")
     python_path: list[str] = Field(default_factory=list, description="Folders that the reward's module is found in.")
     lineage: dict[str, Any] = Field(default_factory=dict, description="More to keep in the policy's manifest.")
@@ -100,7 +102,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
 
     seed = config.seed * 1_000_003 + parent.version
     rng = random.Random(seed)
-    reward = load_rule(context.reward)
+    reward = load_reward(context.reward)
     algorithm = algorithms.load(config.algorithm)
     next_prompts = cycled(usable, config.data.prompts_per_step, rng)
     traffic_count = min(config.data.traffic_groups_per_step, len(traffic.groups))
@@ -296,7 +298,7 @@ def publish(
             "run": context.run,
             "lake_versions": versions,
             "prompts": prompt_count,
-            "reward": context.reward,
+            "reward": context.model_dump(mode="json")["reward"],
             "train": config.model_dump(mode="json"),
         },
         metrics={"first": history[0], "last": history[-1], "steps": len(history)},

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -12,6 +16,13 @@ from deploy.commands.common import hand_on, json_out, pass_settings
 from deploy.config import ConfigError, Settings
 from deploy.processes import no_leftovers, stop_on_signals
 from serve.policies import PolicyStore
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+_LINE_SECONDS: Final = 5.0
+_REASONS_SHOWN: Final = 3
+_REASONS_KEPT: Final = 20
 
 
 @click.command()
@@ -25,17 +36,29 @@ def score(settings: Settings, json_out: Path | None) -> None:
 
     feedback = settings.resolved().feedback
     lake = Lake(feedback.lake.uri, feedback.lake)
-    lake.create()
-    sealed = seal(lake, Path(feedback.journal.folder))
-    result = score_lake(lake, feedback.scoring)
+    with stop_on_signals():
+        lake.create()
+        sealed = seal(lake, Path(feedback.journal.folder))
+        with _scoring_progress() as progress:
+            result = score_lake(lake, feedback.scoring, feedback.kinds, progress=progress)
     click.echo(
         f"scored {result.scored} responses in {result.seconds:.2f} s, {result.missing} of them without a reward "
         f"({len(sealed)} journal segments sealed first)"
     )
+    for name, count in result.components.items():
+        reasons = [f"{times} {reason}" for reason, times in list(result.reasons[name].items())[:_REASONS_SHOWN]]
+        more = "; …" if len(result.reasons[name]) > _REASONS_SHOWN else ""
+        if result.scored:
+            click.echo(f"  {name}: {count}" + (f", missing: {'; '.join(reasons)}{more}" if reasons else ""))
+    if result.retried:
+        click.echo(f"  the next run asks again about {result.retried}")
     hand_on(
         {
             "scored": result.scored,
             "missing": result.missing,
+            "components": result.components,
+            "reasons": {name: dict(list(why.items())[:_REASONS_KEPT]) for name, why in result.reasons.items()},
+            "retried": result.retried,
             "scorer": result.scorer,
             "versions": result.versions,
             "counts": lake.counts(),
@@ -45,6 +68,27 @@ def score(settings: Settings, json_out: Path | None) -> None:
     )
 
 
+@contextmanager
+def _scoring_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """What scoring calls as it goes: a bar on a terminal, a line every few seconds without one."""
+    from train.progress import progress_bar
+
+    said = time.monotonic()
+    tasks: dict[str, TaskID] = {}
+    with progress_bar() as bar:
+
+        def progress(what: str, done: int, total: int) -> None:
+            nonlocal said
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+            if bar.disable and time.monotonic() - said >= _LINE_SECONDS:
+                said = time.monotonic()
+                click.echo(f"{what}: {done} of {total} responses")
+
+        yield progress
+
+
 @click.command()
 @click.option("--run", "name", metavar="NAME", help="Name of the run: its folder under train.runs.")
 @click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one if not given.")
@@ -52,11 +96,11 @@ def score(settings: Settings, json_out: Path | None) -> None:
 @pass_settings
 def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> None:
     """Train a candidate from what traffic brought, and publish it. It serves only once it is promoted."""
-    from deploy.cycle import reward_function
+    from deploy.cycle import NO_REWARD, reward_of
 
-    reward = reward_function(settings)
+    reward = reward_of(settings)
     if reward is None:
-        raise ConfigError("train.reward and feedback.scoring.rules.function are both null: set one to module:function")
+        raise ConfigError(NO_REWARD)
     resolved = settings.resolved()
     name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     with no_leftovers(), stop_on_signals():

@@ -104,7 +104,7 @@ def demo_config(folder: Path, cycles: int) -> dict[str, Any]:
         "feedback": {
             "journal": {"segment_seconds": 1.0},
             "lake": {"seal_seconds": 2.0},
-            "scoring": {"rules": {"function": "deploy.demo.task:reward"}},
+            "scoring": {"rules": {"task": {"function": "deploy.demo.task:reward"}}},
         },
         "evaluation": {
             "suite": str(folder / "heldout.jsonl"),

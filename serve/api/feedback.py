@@ -1,25 +1,67 @@
-"""``POST /feedback``: what somebody said of a response."""
+"""``POST /feedback`` and ``POST /feedback/batch``: what somebody said of responses."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from feedback.events import FeedbackIn
-from serve.api.http import Problem, body_of, field_problem, json_response, problems, read_body
+from feedback.events import FeedbackError, FeedbackIn, Kind
+from serve.api.http import Problem, body_of, field_problem, invalid, json_response, problems, read_body
 
 if TYPE_CHECKING:
     from serve.app import Server
 
+log = logging.getLogger(__name__)
+
 router = APIRouter()
+
+_MOST_ITEMS: Final = 1000
+_ITEMS_A_TURN: Final = 50  # checked between two turns of the event loop
+_KINDS: Final = frozenset(get_args(Kind))
 
 
 class FeedbackOut(BaseModel):
     """The id under which the feedback is recorded."""
 
     feedback_id: str
+
+
+class FeedbackBatchIn(BaseModel):
+    """The body of ``POST /feedback/batch``. Each item is checked by itself."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    feedback: Annotated[
+        list[Any],
+        WithJsonSchema({"type": "array", "maxItems": _MOST_ITEMS, "items": FeedbackIn.model_json_schema()}),
+    ] = Field(description=f"Up to {_MOST_ITEMS} bodies of ``POST /feedback``.")
+
+
+class FieldError(BaseModel):
+    """Which field is wrong, and why."""
+
+    field: str
+    reason: str
+
+
+class FeedbackResult(BaseModel):
+    """What came of one item: the status that ``POST /feedback`` would have answered, and what it would have said."""
+
+    status: int = Field(description="201 recorded, 200 recorded before, 409, 422, or 503: not recorded, send it again.")
+    feedback_id: str | None = Field(None, description="The id it is recorded under, or the one that it came with.")
+    detail: str | None = Field(None, description="What is wrong.")
+    errors: list[FieldError] | None = Field(None, description="Which fields are wrong.")
+    retry_after: float | None = Field(None, description="With 503: seconds to wait before sending it again.")
+
+
+class FeedbackBatchOut(BaseModel):
+    """One result an item, in the items' order."""
+
+    results: list[FeedbackResult]
 
 
 @router.post(
@@ -33,13 +75,93 @@ class FeedbackOut(BaseModel):
     openapi_extra=body_of(FeedbackIn),
 )
 async def feedback(request: Request) -> Response:
-    """Record feedback; with a feedback_id of yours, sending it again is harmless."""
+    """Record feedback; with a feedback_id of yours, sending it again is harmless. Without one it is recorded again."""
     server: Server = request.app.state.server
+    _refuse_if_draining(server)
+    try:
+        body = await read_body(request, FeedbackIn, server.config.limits.body_bytes)
+    except Problem:
+        server.metrics.feedback.labels(kind="unknown", verdict="invalid").inc()
+        raise
+    status, feedback_id = await _record(server, body)
+    return json_response({"feedback_id": feedback_id}, status)
+
+
+@router.post(
+    "/feedback/batch",
+    responses={
+        200: {"model": FeedbackBatchOut, "description": "What came of each item"},
+        **problems(413, 422, 503),
+    },
+    openapi_extra=body_of(FeedbackBatchIn),
+)
+async def feedback_batch(request: Request) -> Response:
+    """Record up to 1,000 feedbacks, each for itself: a bad one does not keep the others from being recorded.
+
+    With feedback_ids of yours, sending a whole batch again is harmless: what is recorded answers 200. An item without
+    one is recorded again each time it is sent.
+    """
+    server: Server = request.app.state.server
+    _refuse_if_draining(server)
+    items = (await read_body(request, FeedbackBatchIn, server.config.limits.body_bytes)).feedback
+    if len(items) > _MOST_ITEMS:
+        raise field_problem(422, "feedback", f"{len(items)} items are more than the {_MOST_ITEMS} that are allowed")
+    server.metrics.feedback_batch.observe(len(items))
+    results: list[asyncio.Task[dict[str, Any]]] = []
+    for start in range(0, len(items), _ITEMS_A_TURN):
+        results += [asyncio.create_task(_result(server, item)) for item in items[start : start + _ITEMS_A_TURN]]
+        await asyncio.sleep(0)
+    return json_response({"results": await asyncio.gather(*results)})
+
+
+def _refuse_if_draining(server: Server) -> None:
     if server.draining:
         raise Problem(503, "the server is stopping", retry_after=5)
-    body = await read_body(request, FeedbackIn, server.config.limits.body_bytes)
-    row = body.to_row(server.config.tenant)
-    verdict = await server.record_feedback(row)
+
+
+async def _record(server: Server, body: FeedbackIn) -> tuple[int, str]:
+    """(201 or 200, the id), when that is durable. Raises Problem 409, 422 or 503."""
+    counted = server.metrics.feedback
+    try:
+        row = body.to_row(server.config.tenant, server.kinds)
+        verdict = await server.record_feedback(row, made_here=body.feedback_id is None)
+    except FeedbackError as error:
+        counted.labels(kind=body.kind, verdict="invalid").inc()
+        raise field_problem(422, error.field, error.reason) from None
+    except Problem:
+        counted.labels(kind=body.kind, verdict="refused").inc()
+        raise
+    counted.labels(kind=body.kind, verdict=verdict).inc()
     if verdict == "conflict":
         raise field_problem(409, "feedback_id", f"{row['feedback_id']} is recorded already, with other content")
-    return json_response({"feedback_id": row["feedback_id"]}, 201 if verdict == "new" else 200)
+    return 201 if verdict == "new" else 200, row["feedback_id"]
+
+
+async def _result(server: Server, item: Any) -> dict[str, Any]:
+    """What came of one item of a batch, whatever that is."""
+    try:
+        status, feedback_id = await _record(server, _parsed(server, item))
+    except Problem as problem:
+        return _failed(item, problem)
+    except Exception as error:
+        log.error("an item of a feedback batch failed", exc_info=error)
+        return _failed(item, Problem(500, f"{type(error).__name__}; the server's log has the details"))
+    return {"status": status, "feedback_id": feedback_id}
+
+
+def _parsed(server: Server, item: Any) -> FeedbackIn:
+    try:
+        return FeedbackIn.model_validate(item)
+    except ValidationError as error:
+        kind = item.get("kind") if isinstance(item, dict) else None
+        known = isinstance(kind, str) and kind in _KINDS
+        server.metrics.feedback.labels(kind=kind if known else "unknown", verdict="invalid").inc()
+        raise invalid(error) from None
+
+
+def _failed(item: Any, problem: Problem) -> dict[str, Any]:
+    given = item.get("feedback_id") if isinstance(item, dict) else None
+    result = {"status": problem.status, "feedback_id": given if isinstance(given, str) else None}
+    return result | {
+        name: value for name in ("detail", "errors", "retry_after") if (value := getattr(problem, name)) is not None
+    }

@@ -48,8 +48,8 @@ class Problem(Exception):
         self.errors = errors
         self.retry_after = retry_after
 
-    def response(self) -> Response:
-        """application/problem+json."""
+    def body(self) -> dict[str, Any]:
+        """What the client reads."""
         body: dict[str, Any] = {
             "type": "about:blank",
             "title": _TITLES.get(self.status, "Error"),
@@ -58,8 +58,12 @@ class Problem(Exception):
         }
         if self.errors:
             body["errors"] = self.errors
+        return body
+
+    def response(self) -> Response:
+        """application/problem+json."""
         headers = {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
-        return Response(orjson.dumps(body), self.status, headers, "application/problem+json")
+        return Response(orjson.dumps(self.body()), self.status, headers, "application/problem+json")
 
 
 def field_problem(status: int, field: str, reason: str) -> Problem:
@@ -84,15 +88,19 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
     try:
         return model.model_validate_json(b"".join(chunks))
     except ValidationError as error:
-        errors = [
-            {
-                "field": ".".join(str(part) for part in item["loc"]) or "body",
-                "reason": item["msg"].removeprefix("Value error, "),
-            }
-            for item in error.errors(include_url=False, include_context=False, include_input=False)[:20]
-        ]
-        detail = "; ".join(f"{item['field']}: {item['reason']}" for item in errors[:3])
-        raise Problem(422, detail, errors=errors) from None
+        raise invalid(error) from None
+
+
+def invalid(error: ValidationError) -> Problem:
+    """A problem 422 that names the fields."""
+    errors = [
+        {
+            "field": ".".join(str(part) for part in item["loc"]) or "body",
+            "reason": item["msg"].removeprefix("Value error, "),
+        }
+        for item in error.errors(include_url=False, include_context=False, include_input=False)[:20]
+    ]
+    return Problem(422, "; ".join(f"{item['field']}: {item['reason']}" for item in errors[:3]), errors=errors)
 
 
 def install(app: FastAPI) -> None:

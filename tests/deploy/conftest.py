@@ -74,7 +74,7 @@ def settings(tmp_path: Path) -> Settings:
         [
             ("home", str(home)),
             ("serve.port", str(free_port())),
-            ("feedback.scoring.rules.function", "evaluation.metrics:exact_match"),
+            ("feedback.scoring.rules.exact.ready", "exact_match"),
             ("cycle.stop_grace_s", "2"),
         ],
     )

@@ -74,7 +74,7 @@ def test_every_unknown_key_is_named_at_once() -> None:
         ("train.algorithm.kl_estimator", "k9", ["train.algorithm.kl_estimator", "'k9'", "'k3'"]),
         ("train.optimizer.betas", "[0.9]", ["train.optimizer.betas"]),
         ("schedule.interval_seconds", "-1", ["schedule.interval_seconds", "-1"]),
-        ("feedback.scoring.rules.function", "no colon", ["feedback.scoring.rules.function", "no colon"]),
+        ("feedback.scoring.rules.mine.function", "no colon", ["feedback.scoring.rules.mine.function", "no colon"]),
     ],
 )
 def test_a_bad_value_is_named_with_its_key_and_source(key: str, text: str, parts: list[str]) -> None:
@@ -95,7 +95,6 @@ def test_text_becomes_the_type_of_its_setting() -> None:
             ("serve.engine.max_model_len", "null"),
             ("serve.replica_name", "1"),
             ("serve.engine.extra.block_size", "16"),
-            ("evaluation.scorer", "null"),
         ],
     )
     assert settings.train.optimizer.betas == (0.8, 0.9)
@@ -104,7 +103,6 @@ def test_text_becomes_the_type_of_its_setting() -> None:
     assert settings.serve.engine.max_model_len is None
     assert settings.serve.replica_name == "1"
     assert settings.serve.engine.extra == {"block_size": 16}
-    assert settings.evaluation.scorer is None
 
 
 @pytest.mark.parametrize("content", ["- a list", "a: [", "just text"])

@@ -45,7 +45,7 @@ def test_without_a_policy_the_cycle_fails_and_says_what_to_do(settings: Settings
 
 
 def test_settings_that_can_not_work_are_refused_before_anything_starts(settings: Settings) -> None:
-    broken = changed(settings, ("evaluation.suite", "nowhere.jsonl"), ("feedback.scoring.rules.function", "null"))
+    broken = changed(settings, ("evaluation.suite", "nowhere.jsonl"), ("feedback.scoring.rules.exact.weight", "0"))
     with pytest.raises(ConfigError) as error:
         run_cycle(broken)
     assert "nowhere.jsonl" in str(error.value)
@@ -55,7 +55,7 @@ def test_settings_that_can_not_work_are_refused_before_anything_starts(settings:
 
 def test_a_reward_function_that_does_not_exist_is_refused_before_anything_starts(settings: Settings) -> None:
     with pytest.raises(ConfigError, match="no_such_module"):
-        run_cycle(changed(settings, ("feedback.scoring.rules.function", "no_such_module:f")))
+        run_cycle(changed(settings, ("feedback.scoring.rules.mine.function", "no_such_module:f")))
 
 
 def test_a_stage_that_takes_too_long_is_stopped_and_the_cycle_failed(

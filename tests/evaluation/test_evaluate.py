@@ -131,7 +131,7 @@ def test_an_evaluation_counts_what_it_says(evaluation: Evaluation, suite: Suite,
     )
     assert 1 <= evaluation.candidate.length_mean <= config.max_tokens
     assert len(evaluation.samples) == config.samples
-    assert evaluation.scorer == "exact_match"
+    assert evaluation.scorer.startswith("exact_match@")
 
 
 def test_a_second_evaluation_starts_no_engine_and_finds_the_same(

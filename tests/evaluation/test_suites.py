@@ -100,9 +100,21 @@ def test_a_scorer_that_gives_the_wrong_number_of_scores_or_no_number_is_named(pa
         score(pair, answers(["2", "ho"]), broken)
 
 
-def test_a_scorer_named_in_config_is_loaded_as_a_rule_and_recorded_with_its_hash(pair: Suite):
-    scorer = load_scorer(EvaluationConfig(scorer="evaluation.metrics:exact_match"))
-    assert score(pair, answers(["2", "ho"]), scorer)[0] == 1.0
-    assert scorer_name(scorer).startswith("evaluation.metrics:exact_match@")
+def test_a_scorer_named_in_config_is_loaded_as_a_rule_and_recorded_with_its_hash(pair: Suite, tmp_path, monkeypatch):
+    source = "def long(batch): return [float(len(text)) for text in batch['response'].to_pylist()]"
+    (tmp_path / "scorer_to_test.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    scorer = load_scorer(EvaluationConfig(scorer="scorer_to_test:long"))
+    assert score(pair, answers(["2", "ho"]), scorer).tolist() == [1.0, 2.0]
+    assert scorer_name(scorer).startswith("scorer_to_test:long@")
     with pytest.raises(RuleError, match="nowhere"):
-        load_scorer(EvaluationConfig(scorer="evaluation.metrics:nowhere"))
+        load_scorer(EvaluationConfig(scorer="scorer_to_test:nowhere"))
+
+
+def test_a_ready_rule_scores_by_its_name_if_it_needs_no_settings(pair: Suite):
+    scorer = load_scorer(EvaluationConfig(scorer="numeric_equality"))
+    assert score(pair, answers(["it is 2.0", "ho"]), scorer)[0] == 1.0
+    assert scorer_name(scorer).startswith("numeric_equality@")
+    for name in ("regex", "exactmatch"):
+        with pytest.raises(RuleError, match=name):
+            load_scorer(EvaluationConfig(scorer=name))

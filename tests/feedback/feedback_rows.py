@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
@@ -41,6 +41,30 @@ def interaction(response_id: str, **columns: Any) -> dict[str, Any]:
 def thumb(response_id: str, value: float, **columns: Any) -> dict[str, Any]:
     fields = {key: columns.pop(key) for key in ("feedback_id", "source") if key in columns}
     return FeedbackIn(response_id=response_id, kind="thumb", value=value, **fields).to_row("default") | columns
+
+
+def said(feedback_id: str, response_id: str, kind: str, *, minute: int = 0, **columns: Any) -> dict[str, Any]:
+    """A row of feedback, by its columns."""
+    return {
+        "feedback_id": feedback_id,
+        "response_id": response_id,
+        "kind": kind,
+        "source": "ann",
+        "tenant": "default",
+        "created_at": NOON + timedelta(minutes=minute),
+    } | columns
+
+
+def reward(response_id: str, value: float | None, *, minute: int = 0, **columns: Any) -> dict[str, Any]:
+    """A row of rewards, by its columns."""
+    return {
+        "response_id": response_id,
+        "reward": value,
+        "components": {} if value is None else {"human": value},
+        "missing": {"human": "no vote"} if value is None else {},
+        "scorer": "human@0",
+        "scored_at": NOON + timedelta(minutes=minute),
+    } | columns
 
 
 def table_of(table: str, rows: list[dict[str, Any]]) -> pa.Table:

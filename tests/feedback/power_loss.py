@@ -31,9 +31,9 @@ _CALLS = (
     "rename,renameat,renameat2,link,linkat,symlink,symlinkat,unlink,unlinkat,rmdir,mkdir,mkdirat,"
     "truncate,ftruncate,fallocate,lseek,copy_file_range,sendfile"
 )
-_LINE = re.compile(r"(?P<pid>\d+) (?P<call>\w+)\((?P<arguments>.*)\) += (?P<result>-?\d+|\?)(?P<rest>.*)", re.DOTALL)
-_UNFINISHED = re.compile(r"(?P<head>\d+ \w+\(.*) <unfinished \.\.\.>")
-_RESUMED = re.compile(r"(?P<pid>\d+) <\.\.\. \w+ resumed>(?P<tail>.*)")
+_LINE = re.compile(r"(?P<pid>\d+) +(?P<call>\w+)\((?P<arguments>.*)\) += (?P<result>-?\d+|\?)(?P<rest>.*)", re.DOTALL)
+_UNFINISHED = re.compile(r"(?P<head>\d+ +\w+\(.*) <unfinished \.\.\.>")
+_RESUMED = re.compile(r"(?P<pid>\d+) +<\.\.\. \w+ resumed>(?P<tail>.*)")
 _TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
 _FD = re.compile(r"(?P<fd>\d+)<(?P<path>(?:\\x[0-9a-f]{2})*)>")
 _FD_PATH = re.compile(r"(\d+|AT_FDCWD)<((?:\\x[0-9a-f]{2})*)>")

@@ -309,7 +309,7 @@ def test_the_sealer_seals_in_the_background_and_once_more_at_the_end(folder, tmp
     sealer.start()
     journal.append_sync("feedback", thumb("a", 1))
     for _ in range(400):
-        if lake.counts()["feedback"]:
+        if lake.counts()["feedback"] and sealer.healthy:
             break
         threading.Event().wait(0.02)
     assert count(lake) == (1, 1)

@@ -1,49 +1,162 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from feedback_rows import put, thumb
 
-from feedback.config import JournalConfig
+from feedback.config import JournalConfig, LakeConfig
 from feedback.journal import Journal, JournalBroken
-from feedback.ledger import FeedbackLedger
+from feedback.lake import Lake
+from feedback.ledger import FeedbackLedger, LedgerError
 from feedback.recovery import rows
+from feedback.sealed_ids import take_in
+from feedback.sealing import seal
 
 
 def body(value: float = 1.0, feedback_id: str = "f1", source: str = "user"):
     return thumb("r1", value, feedback_id=feedback_id, source=source)
 
 
-async def test_the_same_again_is_recorded_once_and_other_content_is_a_conflict(folder, journal):
-    ledger = FeedbackLedger()
+@pytest.fixture
+def quick_lake(lake: Lake) -> Lake:
+    return Lake(lake.uri, LakeConfig(seal_seconds=0.02, lock_timeout_s=20))
+
+
+@pytest.fixture
+def opened(quick_lake: Lake, folder: Path) -> Iterator[Callable[[], FeedbackLedger]]:
+    """Opens a ledger over the lake and the journal's folder, as a start of a server does."""
+    ledgers: list[FeedbackLedger] = []
+
+    def make() -> FeedbackLedger:
+        ledgers.append(FeedbackLedger(quick_lake, folder))
+        ledgers[-1].open()
+        return ledgers[-1]
+
+    yield make
+    for ledger in ledgers:
+        ledger.close()
+
+
+def the_index(folder: Path) -> Path:
+    (path,) = (folder / "ids").glob("*.db")
+    return path
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_same_again_is_recorded_once_and_other_content_is_a_conflict(folder, journal, opened):
+    ledger = opened()
     assert await ledger.record(body(), journal) == "new"
     assert await ledger.record(body(), journal) == "same"
     assert await ledger.record(body(0.0), journal) == "conflict"
     assert await ledger.record(body(source="somebody-else"), journal) == "conflict"
-    assert rows(folder, "feedback").num_rows == len(ledger) == 1
+    assert rows(folder, "feedback").num_rows == ledger.stats()["unsealed"] == 1
 
 
-async def test_many_at_once_with_one_id_record_one_row(folder, journal):
-    ledger = FeedbackLedger()
+async def test_each_tenant_has_ids_of_its_own(folder, journal, opened):
+    ledger = opened()
+    assert await ledger.record(body(), journal) == "new"
+    assert await ledger.record(body(0.0) | {"tenant": "other"}, journal) == "new"
+    assert await ledger.record(body(0.0) | {"tenant": "other"}, journal) == "same"
+    assert rows(folder, "feedback").num_rows == 2
+
+
+async def test_many_at_once_with_one_id_record_one_row(folder, journal, opened):
+    ledger = opened()
     verdicts = await asyncio.gather(*(ledger.record(body(float(i % 2)), journal) for i in range(20)))
     assert sorted(verdicts) == ["conflict"] * 10 + ["new"] + ["same"] * 9
     assert rows(folder, "feedback").num_rows == 1
 
 
-async def test_it_knows_what_lake_and_journal_hold(folder, lake, journal):
+async def test_a_start_knows_what_lake_and_journal_hold(lake, journal, opened):
     put(lake, "feedback", [body(feedback_id="sealed")])
     journal.append_sync("feedback", body(feedback_id="unsealed"))
-    ledger = FeedbackLedger.load(lake, folder)
-    assert len(ledger) == 2
+    ledger = opened()
     for known in ("sealed", "unsealed"):
         assert ledger.check(body(feedback_id=known)) == "same"
         assert ledger.check(body(0.0, feedback_id=known)) == "conflict"
     assert ledger.check(body(feedback_id="other")) == "new"
 
 
-async def test_an_append_that_fails_leaves_the_id_free_and_the_waiting_ones_try_again(folder):
-    ledger = FeedbackLedger()
+async def test_what_has_been_sealed_is_known_still_and_no_longer_kept_aside(folder, lake, opened):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert {await ledger.record(body(feedback_id=f"f{i}"), journal) for i in range(500)} == {"new"}
+    journal.close()
+    follower = asyncio.create_task(ledger.follow())
+    seal(lake, folder)
+    await until(lambda: ledger.stats()["unsealed"] == 0)
+    follower.cancel()
+    assert {ledger.check(body(feedback_id=f"f{i}")) for i in range(500)} == {"same"}
+    assert ledger.check(body(0.0, feedback_id="f7")) == "conflict"
+
+
+async def test_what_another_replica_sealed_becomes_known_at_this_ones_next_seal(folder, lake, opened):
+    ledger = opened()
+    put(lake, "feedback", [body(feedback_id="theirs")])
+    assert ledger.check(body(feedback_id="theirs")) == "new"
+    seal(lake, folder)  # there is nothing to seal
+    assert ledger.check(body(feedback_id="theirs")) == "same"
+    assert ledger.check(body(0.0, feedback_id="theirs")) == "conflict"
+
+
+async def test_a_damaged_index_refuses_feedback_until_it_is_built_anew(folder, lake, journal, opened):
+    put(lake, "feedback", [body(feedback_id=f"f{i}") for i in range(2000)])
+    ledger = opened()
+    with the_index(folder).open("r+b") as index:
+        index.seek(4096)
+        index.write(b"\xff" * (1 << 20))
+    with pytest.raises(LedgerError, match=r"held against what is recorded.*malformed"):
+        await ledger.record(body(feedback_id="f0"), journal)
+    assert rows(folder, "feedback").num_rows == 0
+    assert ledger.stats()["healthy"] == 0
+    follower = asyncio.create_task(ledger.follow())
+    await until(lambda: ledger.stats()["healthy"] == 1)
+    follower.cancel()
+    assert {ledger.check(body(feedback_id=f"f{i}")) for i in range(2000)} == {"same"}
+
+
+async def test_an_index_that_somebody_removed_is_built_anew(folder, lake, opened):
+    put(lake, "feedback", [body()])
+    ledger = opened()
+    shutil.rmtree(folder / "ids")
+    follower = asyncio.create_task(ledger.follow())
+    await until(lambda: (folder / "ids").exists() and ledger.stats()["healthy"] == 1)
+    follower.cancel()
+    assert ledger.check(body()) == "same"
+
+
+async def test_a_ledger_goes_over_to_an_index_that_another_process_built(folder, lake, opened):
+    ledger = opened()
+    put(lake, "feedback", [body()])
+    take_in(lake, folder, anew=True)
+    follower = asyncio.create_task(ledger.follow())
+    await until(lambda: ledger.check(body()) == "same")
+    follower.cancel()
+
+
+async def test_ids_beyond_the_cache_are_kept_on_disk_and_found(journal, opened):
+    ledger = opened()
+    for i in range(150_000):  # 6 MB, the cache is 4
+        key = i.to_bytes(16, "big")
+        ledger._remember(key, key)
+    assert ledger._recorded((149_999).to_bytes(16, "big")) == (149_999).to_bytes(16, "big")
+    assert ledger.stats()["unsealed"] == 150_000
+    assert await ledger.record(body(), journal) == "new"
+
+
+async def test_an_append_that_fails_leaves_the_id_free_and_the_waiting_ones_try_again(folder, opened):
+    ledger = opened()
     closed = Journal(folder, JournalConfig(), "replica-0")
     results = await asyncio.gather(*(ledger.record(body(), closed) for _ in range(3)), return_exceptions=True)
     assert all(isinstance(result, JournalBroken) for result in results)
@@ -53,8 +166,8 @@ async def test_an_append_that_fails_leaves_the_id_free_and_the_waiting_ones_try_
     closed.close()
 
 
-async def test_a_caller_that_goes_away_does_not_block_the_id(folder, journal):
-    ledger = FeedbackLedger()
+async def test_a_caller_that_goes_away_does_not_block_the_id(folder, journal, opened):
+    ledger = opened()
     gone = asyncio.create_task(ledger.record(body(), journal))
     await asyncio.sleep(0)
     gone.cancel()
@@ -63,3 +176,26 @@ async def test_a_caller_that_goes_away_does_not_block_the_id(folder, journal):
     async with asyncio.timeout(10):
         assert await ledger.record(body(), journal) == "same"
     assert rows(folder, "feedback").num_rows == 1
+
+
+async def test_a_recorded_id_that_cannot_be_remembered_is_told_and_recorded_once_in_the_lake(folder, lake, opened):
+    ledger = opened()
+    ledger._unsealed.execute("DROP TABLE ids")
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    for _ in range(2):
+        assert await ledger.record(body(), journal, made_here=True) == "new"
+    journal.close()
+    assert ledger.stats()["healthy"] == 0
+    with pytest.raises(LedgerError, match="no such table"):
+        ledger.check(body())
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 1
+
+
+def test_the_index_holds_hashes_only(folder, lake, opened):
+    put(lake, "feedback", [body(feedback_id="a-secret-id", source="a-secret-name")])
+    opened()
+    with sqlite3.connect(the_index(folder)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert b"secret" not in the_index(folder).read_bytes()

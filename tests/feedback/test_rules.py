@@ -1,10 +1,22 @@
 from __future__ import annotations
 
+import json
+import math
+import pickle
+import re
+from fractions import Fraction
+from typing import Any
+
+import jsonschema
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from feedback.rewards.rules import RuleError, load_rule
+from feedback.config import RuleConfig, ScoringConfig
+from feedback.rewards.rules import RuleError, configured, load_mean, load_reward, load_rule
 
 SOURCE = """
 import numpy as np
@@ -100,3 +112,221 @@ def test_values_come_back_as_plain_floats(module):
     [value] = load_rule(f"{module}:as_numpy")(batch("a"))
     assert type(value) is float
     assert not isinstance(value, np.floating)
+
+
+def responses(*texts: str, answers: list[str | None] | None = None, tokens: list[list[int]] | None = None) -> pa.Table:
+    metadata = [[] if a is None else [("answer", a)] for a in answers or [None] * len(texts)]
+    return pa.table(
+        {
+            "prompt": pa.array(["p"] * len(texts), pa.string()),
+            "messages": pa.nulls(len(texts), pa.string()),
+            "response": pa.array(texts, pa.string()),
+            "response_token_ids": pa.array(tokens or [[1, 2]] * len(texts), pa.list_(pa.int32())),
+            "metadata": pa.array(metadata, pa.map_(pa.string(), pa.string())),
+        }
+    )
+
+
+def ready(kind: str, **parameters: Any) -> Any:
+    return configured("rule", RuleConfig(ready=kind, **parameters))
+
+
+spaced = st.text(st.sampled_from([*"ab", *(chr(c) for c in range(0x3001) if chr(c).isspace())]), max_size=6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(pairs=st.lists(st.tuples(spaced, spaced), min_size=1, max_size=40))
+def test_exact_match_is_equality_after_pythons_strip(pairs):
+    values = ready("exact_match")(responses(*(r for r, _ in pairs), answers=[a for _, a in pairs]))
+    assert values == [float(r.strip() == a.strip()) for r, a in pairs]
+
+
+def test_a_response_without_a_reference_is_missing_with_the_reason_and_not_wrong():
+    rule = ready("exact_match", reference="gold")
+    values, reasons = rule.by_row(responses("four", answers=["four"]))
+    assert (values, reasons) == ([None], ["no 'gold' in the response's metadata"])
+    values, reasons = ready("numeric_equality").by_row(responses("4", "4", answers=["many", None]))
+    assert values == [None, None]
+    assert reasons == ["'answer' in the response's metadata holds no number", "no 'answer' in the response's metadata"]
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "equal"),
+    [
+        ("The answer is 1,234.50.", "1234.5", True),
+        ("so 3 + 4 = 7", "7", True),
+        ("7 apples and 2 pears", "7", False),
+        ("7-3", "3", True),
+        ("= -3", "-3", True),
+        ("it is −3", "-3", True),
+        ("gpt-4", "4", True),
+        ("x5", "5", False),
+        ("5 km", "5", True),
+        ("1.5e3", "1500", True),
+        (".5", "0.5", True),
+        ("0.30000000000000004", "0.3", True),
+        ("1000000", "1000001", False),
+        ("no idea", "0", False),
+        ("1e999", "1", False),
+        ("1,23", "23", True),
+    ],
+)
+def test_numeric_equality_compares_the_last_numbers(response, reference, equal):
+    assert ready("numeric_equality")(responses(response, answers=[reference])) == [float(equal)]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    number=st.floats(allow_nan=False, allow_infinity=False, width=32),
+    off=st.floats(-2, 2),
+    tolerance=st.sampled_from([0.0, 1e-6, 0.1, 1.0]),
+)
+def test_numeric_equality_keeps_to_its_tolerance(number, off, tolerance):
+    other = number + off * tolerance * max(1.0, abs(number))
+    [value] = ready("numeric_equality", tolerance=tolerance)(responses(repr(other), answers=[repr(number)]))
+    assert value == float(abs(other - number) <= tolerance * max(1.0, abs(number)))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    texts=st.lists(st.text(st.sampled_from("ab1\n' "), max_size=8), min_size=1, max_size=20),
+    pattern=st.sampled_from(["a+b", "^a", "b$", "'", r"\d\s", "(?i)AB"]),
+)
+def test_a_pattern_is_searched_for_anywhere(pattern, texts):
+    def found(text: str) -> bool:
+        # RE2's $ is the end of the text alone.
+        return re.search(re.sub(r"\$$", r"\\Z", pattern), text) is not None
+
+    assert ready("regex", pattern=pattern)(responses(*texts)) == [float(found(text)) for text in texts]
+
+
+def test_json_schema_takes_json_that_meets_the_schema_and_nothing_else():
+    schema = {
+        "type": "object",
+        "properties": {"n": {"$ref": "#/$defs/n"}},
+        "required": ["n"],
+        "$defs": {"n": {"minimum": 1}},
+    }
+    texts = ['{"n": 1}', ' {"n": 2}\n', '{"n": 0}', "{}", "n", "", '{"n": NaN}', "[" * 100_000]
+    assert ready("json_schema", json_schema=schema)(responses(*texts)) == [1, 1, 0, 0, 0, 0, 0, 0]
+    jsonschema.validate(json.loads(texts[0]), schema)
+
+
+def test_a_schema_that_refers_elsewhere_is_never_fetched_and_its_rows_are_missing():
+    rule = ready("json_schema", json_schema={"$ref": "http://127.0.0.1:9/schema.json"})
+    values, reasons = rule.by_row(responses("1"))
+    assert values == [None]
+    assert "Unresolvable" in (reasons[0] or "")
+
+
+def test_length_penalty_falls_in_a_straight_line_from_target_to_max():
+    tokens = [[0] * n for n in (0, 10, 15, 20, 30)]
+    rule = ready("length_penalty", target_tokens=10, max_tokens=20)
+    assert rule(responses(*"abcde", tokens=tokens)) == [1.0, 1.0, 0.5, 0.0, 0.0]
+
+
+@settings(max_examples=15, deadline=None)
+@given(tokens=st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=10), n=st.integers(1, 6))
+def test_repetition_penalty_is_the_share_of_distinct_ngrams(tokens, n):
+    def share(row: list[int]) -> Fraction:
+        grams = [tuple(row[i : i + n]) for i in range(len(row) - n + 1)]
+        return Fraction(len(set(grams)), len(grams)) if grams else Fraction(1)
+
+    values = ready("repetition_penalty", ngram=n)(responses(*["x"] * len(tokens), tokens=tokens))
+    assert values == [pytest.approx(float(share(row))) for row in tokens]
+
+
+def test_a_sql_expression_gives_numbers_booleans_or_nothing():
+    rule = configured(
+        "rule", RuleConfig(sql="CASE WHEN response = 'skip' THEN NULL ELSE length(response) / 2 END -- half")
+    )
+    assert rule(responses("four", "skip")) == [2.0, None]
+    assert configured("rule", RuleConfig(sql="response LIKE 'f%'"))(responses("four", "five", "six")) == [1.0, 1.0, 0.0]
+    assert configured("rule", RuleConfig(sql="metadata['answer'] = response"))(responses("a", answers=["a"])) == [1.0]
+
+
+def test_rows_that_a_sql_expression_fails_on_go_without_and_the_others_do_not():
+    values, reasons = configured("rule", RuleConfig(sql="response::INTEGER")).by_row(responses("1", "one", "1e400"))
+    assert values == [1.0, None, None]
+    assert reasons[0] is None
+    assert "failed" in (reasons[1] or "")
+    assert configured("rule", RuleConfig(sql="1 / len(response_token_ids)::DOUBLE - 1e308 * 1e308 * 0"))(
+        responses("a")
+    ) == [None]
+
+
+@pytest.mark.parametrize(
+    ("sql", "says"),
+    [
+        ("avg(length(response))", "aggregates"),
+        ("row_number() OVER ()", "window"),
+        ("random()", "volatile"),
+        ("response", "'response' is of type varchar"),
+        ("nowhere + 1", "nowhere"),
+        ("tenant = 'x'", "tenant"),
+        ("1) FROM responses; SELECT (1", "not one SQL expression"),
+        ("1 +", "syntax error"),
+    ],
+)
+def test_a_sql_expression_that_can_not_work_is_refused_with_its_name(sql, says):
+    with pytest.raises(RuleError, match=f"rule mine: .*{re.escape(says)}"):
+        configured("mine", RuleConfig(sql=sql))
+
+
+def test_a_pattern_that_re2_can_not_run_is_refused_with_its_name():
+    with pytest.raises(RuleError, match=r"rule mine: .*perl operator"):
+        configured("mine", RuleConfig(ready="regex", pattern="(?=a)"))
+
+
+def test_a_rule_takes_tables_that_lack_columns(module):
+    assert configured("rule", RuleConfig(sql="length(response)"))(batch("four")) == [4.0]
+    assert ready("exact_match")(batch("four")) == [None]
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        ({}, "exactly one of function, sql and ready"),
+        ({"sql": "1", "ready": "regex"}, "not sql and ready"),
+        ({"function": "no colon"}, "module:name"),
+        ({"ready": "exactmatch"}, "exact_match"),
+        ({"ready": "regex"}, "needs 'pattern'"),
+        ({"ready": "regex", "pattern": "("}, "no regular expression"),
+        ({"ready": "exact_match", "pattern": "a"}, "takes no 'pattern'"),
+        ({"sql": "1", "reference": "a"}, "a rule by sql takes no 'reference'"),
+        ({"ready": "json_schema", "json_schema": {"type": "thing"}}, "no JSON Schema"),
+        ({"ready": "length_penalty", "target_tokens": 9, "max_tokens": 9}, "must be less than"),
+        ({"ready": "length_penalty", "max_tokens": 9}, "needs 'target_tokens'"),
+        ({"ready": "repetition_penalty", "ngram": 0}, "greater than or equal to 1"),
+        ({"sql": "1", "weight": -1}, "greater than or equal to 0"),
+        ({"sql": "1", "weight": math.inf}, "finite"),
+    ],
+)
+def test_a_rules_settings_that_can_not_work_are_refused(rule, says):
+    with pytest.raises(ValidationError, match=re.escape(says)):
+        RuleConfig(**rule)
+
+
+@pytest.mark.parametrize("name", ["human", "model", "judge", "Exact", "a.b", "", "1st"])
+def test_a_rule_can_not_have_the_name_of_another_source_or_one_that_can_not_be_written(name):
+    with pytest.raises(ValidationError, match="rule"):
+        ScoringConfig(rules={name: RuleConfig(sql="1")})
+
+
+def test_training_is_rewarded_by_the_weighted_mean_of_the_rules_that_give_a_reward(module):
+    rules = {
+        "exact": RuleConfig(ready="exact_match", weight=3),
+        "picky": RuleConfig(function=f"{module}:picky"),
+        "off": RuleConfig(sql="100", weight=0),
+    }
+    rules = {name: RuleConfig.model_validate_json(rule.model_dump_json()) for name, rule in rules.items()}
+    reward = load_reward(pickle.loads(pickle.dumps(rules)))  # noqa: S301  our own bytes
+    assert reward.name == "exact+picky"
+    values, reasons = reward.by_row(responses("four", "five", "bad", "bad", answers=["four", "six", "bad", None]))
+    assert values == [1.0, 0.25, 1.0, None]
+    assert reasons[:3] == [None] * 3
+    assert "exact: no 'answer'" in (reasons[3] or "")
+    assert "picky: rule picky failed: KeyError" in (reasons[3] or "")
+    assert load_reward(f"{module}:lengths")(batch("four")) == [4.0]
+    with pytest.raises(RuleError, match="no rule has a weight"):
+        load_mean({"off": RuleConfig(sql="1", weight=0)})

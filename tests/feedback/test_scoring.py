@@ -1,22 +1,26 @@
 from __future__ import annotations
 
-import random
+import threading
+from collections import Counter
+from contextlib import suppress
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from feedback_rows import NOON, interaction, put, thumb
+from feedback_rows import NOON, interaction, put, said, table_of, thumb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from feedback import scoring
-from feedback.config import HumanConfig, LakeConfig, RulesConfig, ScoringConfig
+from feedback import candidates, scoring
+from feedback.config import HumanConfig, KindsConfig, LakeConfig, RuleConfig, ScoringConfig
 from feedback.lake import Lake, LakeConflictError
 from feedback.rewards.rules import RuleError
-from feedback.scoring import score
+from feedback.rewards.sources import load_sources, scorer_name
+from feedback.scoring import ScoringError, score
 
 RULE = '''
 def exact(batch):
@@ -37,7 +41,7 @@ def both(tmp_path_factory) -> ScoringConfig:
     (folder / "exact_for_scoring.py").write_text(RULE)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
-        yield ScoringConfig(rules=RulesConfig(function="exact_for_scoring:exact", weight=3.0))
+        yield ScoringConfig(rules={"exact": RuleConfig(function="exact_for_scoring:exact", weight=3.0)})
 
 
 def rewards(lake: Lake, view: str = "current_rewards") -> list[dict[str, Any]]:
@@ -66,30 +70,15 @@ def test_the_reward_is_the_weighted_mean_of_the_components_that_are_there(lake, 
     assert (result.scored, result.missing) == (4, 1)
     found = by_id(lake)
     assert found["both"]["reward"] == pytest.approx(3 / 4)
-    assert found["both"]["components"] == {"human": 0.0, "rules": 1.0}
+    assert found["both"]["components"] == {"human": 0.0, "exact": 1.0}
     assert found["only-rule"]["reward"] == 0.0
     assert found["only-rule"]["missing"] == {"human": "no vote"}
     assert found["only-human"]["reward"] == 1.0
-    assert found["only-human"]["missing"] == {"rules": "the rule gave none"}
+    assert found["only-human"]["missing"] == {"exact": "the rule gave none"}
     assert found["neither"]["reward"] is None
     assert found["neither"]["components"] == {}
-    assert set(found["neither"]["missing"]) == {"human", "rules"}
+    assert set(found["neither"]["missing"]) == {"human", "exact"}
     assert all(row["scorer"] == result.scorer for row in found.values())
-
-
-def test_the_latest_vote_of_each_source_counts_and_other_tenants_and_kinds_do_not(lake):
-    put(lake, "interactions", [interaction("a")])
-    votes = [
-        thumb("a", 1, source="ann", created_at=NOON),
-        thumb("a", 0, source="ann", created_at=NOON + timedelta(seconds=1)),
-        thumb("a", 1, source="ben", created_at=NOON),
-        thumb("a", 1, source="eve", created_at=NOON + timedelta(seconds=9)) | {"tenant": "another"},
-        thumb("a", 1, source="rater") | {"kind": "rating", "value": 5.0},
-    ]
-    random.Random(1).shuffle(votes)
-    put(lake, "feedback", votes)
-    score(lake, HUMAN)
-    assert by_id(lake)["a"]["reward"] == pytest.approx(0.5)
 
 
 def test_only_complete_responses_are_scored(lake):
@@ -146,16 +135,22 @@ def test_another_scorer_scores_everything_anew_under_its_own_name(lake, both):
     assert score(lake, HUMAN).scored == 0, "each scorer remembers how far it has come"
 
 
-def test_the_scorers_name_changes_with_the_rules_source_and_not_with_sizes(tmp_path, monkeypatch, both):
-    from feedback.rewards.rules import load_rule
+def test_the_scorers_name_changes_with_what_decides_a_reward_and_not_with_sizes(tmp_path, monkeypatch):
+    def name(config: ScoringConfig, kinds: KindsConfig | None = None) -> str:
+        return scorer_name(load_sources(config, kinds or KindsConfig()))
 
     (tmp_path / "changing_rule.py").write_text("def rule(batch): return [1.0] * batch.num_rows\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = ScoringConfig(rules=RulesConfig(function="changing_rule:rule"))
-    before = scoring.scorer_name(config, load_rule("changing_rule:rule"))
-    assert before == scoring.scorer_name(config.model_copy(update={"threads": 1}), load_rule("changing_rule:rule"))
+    config = ScoringConfig(rules={"b": RuleConfig(function="changing_rule:rule"), "a": RuleConfig(sql="1")})
+    before = name(config)
+    assert before.startswith("human+a+b@")
+    assert before == name(config.model_copy(update={"threads": 1, "batch_rows": 3}))
+    assert before == name(config.model_copy(update={"rules": dict(reversed(config.rules.items()))}))
+    assert before != name(config.model_copy(update={"rules": config.rules | {"a": RuleConfig(sql="2")}}))
+    assert before != name(config.model_copy(update={"human": HumanConfig(metrics=0.5)}))
+    assert before != name(config, KindsConfig.model_validate({"ratings": {"stars": {"low": 0, "high": 5}}}))
     (tmp_path / "changing_rule.py").write_text("def rule(batch): return [0.0] * batch.num_rows\n")
-    assert before != scoring.scorer_name(config, load_rule("changing_rule:rule"))
+    assert before != name(config)
 
 
 @pytest.mark.parametrize("when", ["before the commit", "after the commit"])
@@ -210,14 +205,14 @@ def test_a_rule_that_fails_on_a_row_leaves_that_rows_component_missing_never_zer
     assert (result.scored, result.missing) == (2, 1)
     found = by_id(lake)
     assert found["bad"]["reward"] is None
-    assert "exploded" in found["bad"]["missing"]["rules"]
+    assert "exploded" in found["bad"]["missing"]["exact"]
     assert found["good"]["reward"] == 1.0
 
 
 def test_a_rule_that_is_not_there_stops_the_run_before_it_writes(lake):
     put(lake, "interactions", [interaction("a")])
     with pytest.raises(RuleError, match="nowhere_at_all"):
-        score(lake, ScoringConfig(rules=RulesConfig(function="nowhere_at_all:rule")))
+        score(lake, ScoringConfig(rules={"mine": RuleConfig(function="nowhere_at_all:rule")}))
     assert lake.versions()["rewards"] == 0
 
 
@@ -258,9 +253,9 @@ def test_a_log_that_was_cleaned_up_since_the_last_run_loses_no_response(lake, ca
 
 def test_progress_reaches_the_end_and_scored_at_grows_with_every_run(lake, both, monkeypatch):
     put(lake, "interactions", [interaction(f"r{i}") for i in range(25)])
-    seen: list[tuple[int, int]] = []
-    score(lake, both.model_copy(update={"batch_rows": 10}), progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (25, 25)
+    seen: list[tuple[str, int, int]] = []
+    score(lake, both.model_copy(update={"batch_rows": 10}), progress=lambda *what: seen.append(what))
+    assert seen == [("asking exact", n, 25) for n in (10, 20, 25)] + [("rewards", 25, 25)]
     monkeypatch.setattr(scoring, "datetime", type("Stopped", (), {"now": staticmethod(lambda _: NOON)}))
     put(lake, "feedback", [thumb("r0", 0)])
     score(lake, both)
@@ -268,38 +263,264 @@ def test_progress_reaches_the_end_and_scored_at_grows_with_every_run(lake, both,
     assert [row["reward"] for row in history] == [1.0, 0.75]
 
 
-vote = st.tuples(st.integers(0, 4), st.sampled_from(["ann", "ben"]), st.sampled_from([0.0, 1.0]), st.integers(0, 50))
+def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """The data files that the searches of a run may open, by what they are for; filled while runs go on."""
+    files: dict[str, list[str]] = {}
+    scan = candidates.scan_sql
+
+    def recorded(connection: Any, lake: Lake, table: str, paths: list[str], columns: Any, name: str) -> str:
+        files.setdefault(name, []).extend(paths)
+        return scan(connection, lake, table, paths, columns, name)
+
+    monkeypatch.setattr(candidates, "scan_sql", recorded)
+    return files
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(steps=st.lists(st.tuples(st.lists(st.integers(0, 4), max_size=3), st.lists(vote, max_size=4)), max_size=4))
-def test_however_rows_arrive_current_rewards_are_those_of_all_rows_at_once(tmp_path_factory, steps):
-    """Against a plain loop in Python over all interactions and votes."""
+def test_a_run_opens_only_the_files_that_can_hold_what_is_new(lake, monkeypatch):
+    for number in range(12):
+        put(lake, "interactions", [interaction(f"r{number:02}-{row}") for row in range(3)])
+        put(lake, "feedback", [thumb(f"r{number:02}-0", 1)])
+    score(lake, HUMAN)
+    put(lake, "interactions", [interaction("r12-0")])
+    put(lake, "feedback", [thumb("r12-0", 1)])
+    put(lake, "feedback", [thumb("r03-1", 0), thumb("r08-2", 0)])
+    files = opened(monkeypatch)
+    assert score(lake, HUMAN).scored == 3
+    sizes = {name: len(paths) for name, paths in files.items()}
+    # The votes on r03-1 and r08-2 stand in one file; the files of the votes on r04 to r07 lie between, and stay shut.
+    assert sizes == {"added_feedback": 2, "whole_files": 1, "some_files": 2, "feedback_files": 2}
+
+
+def test_a_preference_scores_both_its_responses_again_also_old_ones(lake):
+    put(lake, "interactions", [interaction("old")])
+    put(lake, "interactions", [interaction("other")])
+    assert score(lake, HUMAN).scored == 2
+    put(lake, "interactions", [interaction("young")])
+    put(lake, "feedback", [said("1", "young", "preference", rejected_response_id="old")])
+    assert score(lake, HUMAN).scored == 2
+    found = by_id(lake)
+    assert (found["young"]["reward"], found["old"]["reward"], found["other"]["reward"]) == (1.0, 0.0, None)
+    put(lake, "feedback", [said("2", "old", "preference", rejected_response_id="young", minute=1)])
+    assert score(lake, HUMAN).scored == 2, "the source has changed its mind"
+    found = by_id(lake)
+    assert (found["young"]["reward"], found["old"]["reward"]) == (0.0, 1.0)
+
+
+def test_what_was_new_and_is_compacted_before_it_is_scored_is_scored_once(lake, both):
+    put(lake, "interactions", [interaction("first")])
+    score(lake, both)
+    for number in range(3):
+        put(lake, "interactions", [interaction(f"r{number}"), interaction(f"aborted{number}", status="aborted")])
+        put(lake, "feedback", [thumb("first", number % 2)])
+    for table in ("interactions", "feedback"):
+        lake.table(table).optimize.compact()
+    put(lake, "interactions", [interaction("last")])
+    assert score(lake, both).scored == 5
+    assert Counter(row["response_id"] for row in rewards(lake, "rewards")) == {
+        "first": 2, "r0": 1, "r1": 1, "r2": 1, "last": 1,
+    }  # fmt: skip
+    assert score(lake, both).scored == 0
+
+
+def test_what_was_compacted_and_vacuumed_before_it_is_scored_is_found_all_the_same(lake, both, caplog):
+    put(lake, "interactions", [interaction("first")])
+    score(lake, both)
+    for number in range(3):
+        put(lake, "interactions", [interaction(f"r{number}")])
+        put(lake, "feedback", [thumb("first", number % 2)])
+    for table in ("interactions", "feedback"):
+        lake.table(table).optimize.compact()
+        lake.table(table).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    assert score(lake, both).scored == 4
+    assert "cleaned up" in caplog.text
+    assert {row["response_id"] for row in rewards(lake)} == {"first", "r0", "r1", "r2"}
+    assert score(lake, both).scored == 0
+
+
+def test_rows_that_an_erasure_writes_anew_are_not_new_and_the_erased_are_not_scored(lake, both):
+    put(lake, "interactions", [interaction("kept"), interaction("erased")])
+    score(lake, both)
+    put(lake, "interactions", [interaction("young"), interaction("erased young")])
+    lake.replace(
+        "interactions",
+        lake.table("interactions").get_add_actions().column("path").to_pylist(),
+        table_of("interactions", [interaction("kept"), interaction("young")]),
+    )
+    assert score(lake, both).scored == 1
+    assert sorted(row["response_id"] for row in rewards(lake, "rewards")) == ["erased", "kept", "young"]
+
+
+def test_two_runs_at_the_same_time_score_each_response_once(lake, both):
+    put(lake, "interactions", [interaction(f"r{number}") for number in range(50)])
+    results: list[Any] = []
+    start = threading.Barrier(3, timeout=20)
+
+    def run() -> None:
+        start.wait()
+        results.append(score(Lake(lake.uri, lake.config), both).scored)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results) == [0, 0, 50]
+    assert len(rewards(lake, "rewards")) == 50
+
+
+def test_what_a_run_says_counts_components_and_reasons(lake, both):
+    put(lake, "interactions", [interaction("a"), interaction("b", metadata={}), interaction("c", response="explode")])
+    put(lake, "feedback", [thumb("a", 1)])
+    result = score(lake, both.model_copy(update={"rules": both.rules | {"long": RuleConfig(sql="length(response)")}}))
+    assert result.components == {"human": 1, "exact": 1, "long": 3}
+    assert result.reasons["human"] == {"no vote": 2}
+    assert result.reasons["long"] == {}
+    assert sorted(result.reasons["exact"].values()) == [1, 1]
+    assert any("exploded" in reason for reason in result.reasons["exact"])
+
+
+def test_sql_and_ready_rules_are_components_beside_the_others(lake):
+    config = ScoringConfig(
+        rules={
+            "exact": RuleConfig(ready="exact_match", weight=2),
+            "short": RuleConfig(ready="length_penalty", target_tokens=2, max_tokens=4),
+            "json": RuleConfig(ready="json_schema", json_schema={"type": "number"}),
+            "even": RuleConfig(sql="CASE WHEN length(response) < 9 THEN length(response) % 2 = 0 END"),
+        }
+    )
+    put(
+        lake,
+        "interactions",
+        [
+            interaction("a"),
+            interaction("b", response="12", response_token_ids=[1, 2, 3], metadata={"answer": " 12 "}),
+            interaction("c", response="much too long", metadata={}),
+        ],
+    )
+    assert score(lake, config).missing == 0
+    found = by_id(lake)
+    assert found["a"]["components"] == {"even": 1.0, "exact": 1.0, "json": 0.0, "short": 1.0}
+    assert found["a"]["reward"] == pytest.approx(4 / 5)
+    assert found["b"]["components"] == {"even": 1.0, "exact": 1.0, "json": 1.0, "short": 0.5}
+    assert found["c"]["components"] == {"json": 0.0, "short": 1.0}
+    assert found["c"]["missing"] == {
+        "human": "no vote",
+        "even": "the expression gave no number, or failed",
+        "exact": "no 'answer' in the response's metadata",
+    }
+
+
+def test_more_rows_than_memory_are_scored_by_spilling_and_too_little_memory_is_a_clear_error(lake, monkeypatch):
+    count = 150_000
+    ids = pa.array([f"r{number:07}" for number in range(count)])
+    for table, row in (("interactions", interaction("x")), ("feedback", thumb("x", 1))):
+        rows = table_of(table, [row]).take(pa.array([0] * count))
+        column = rows.schema.get_field_index("response_id")
+        lake.append(table, rows.set_column(column, rows.schema.field(column), ids))
+    config = ScoringConfig(memory_limit="40MB", rules={"exact": RuleConfig(ready="exact_match")})
+    connect = scoring.connect
+
+    def without_a_disk(*limits: Any) -> Any:
+        connection = connect(*limits)
+        connection.execute("SET max_temp_directory_size = '0KB'")
+        return connection
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "connect", without_a_disk)
+        with pytest.raises(ScoringError, match="memory_limit=40MB"):
+            score(lake, config)
+    assert lake.counts()["rewards"] == 0
+    result = score(lake, config)
+    assert (result.scored, result.components) == (count, {"human": count, "exact": count})
+
+
+# What may happen: responses appear, votes come (also before and long after their responses), files are compacted, and
+# a scoring run is killed before or after its commit, or lives. A plain model in Python says what must be true then.
+
+numbers = st.integers(0, 5)
+sources = st.sampled_from(["ann", "ben"])
+times = st.integers(0, 30)
+event = st.one_of(
+    st.tuples(st.just("respond"), st.lists(numbers, min_size=1, max_size=3, unique=True)),
+    st.tuples(st.just("thumb"), numbers, sources, st.sampled_from([0.0, 1.0]), times),
+    st.tuples(st.just("prefer"), numbers, numbers, sources, times),
+    st.tuples(st.just("score"), st.sampled_from(["lives", "before the commit", "after the commit"])),
+    st.tuples(st.just("compact"), st.sampled_from(["interactions", "feedback"])),
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(events=st.lists(event, max_size=12))
+def test_whatever_happens_rewards_are_those_of_all_rows_at_once_and_each_state_has_one(tmp_path_factory, events):
     lake = Lake(str(tmp_path_factory.mktemp("lake")), LakeConfig())
     lake.create()
-    arrived: set[int] = set()
-    latest: dict[tuple[int, str], tuple[int, str, float]] = {}
-    runs = 0
-    for new, votes in steps:
-        fresh = [number for number in dict.fromkeys(new) if number not in arrived]
-        arrived.update(fresh)
-        if fresh:
-            put(lake, "interactions", [interaction(f"r{number}") for number in fresh])
-        rows = [
-            thumb(f"r{number}", value, source=source, created_at=NOON + timedelta(seconds=second))
-            for number, source, value, second in votes
-        ]
-        for (number, source, value, second), row in zip(votes, rows, strict=True):
-            at = (second, row["feedback_id"], value)
-            latest[number, source] = max(latest.get((number, source), at), at)
-        if rows:
-            put(lake, "feedback", rows)
-        runs += score(lake, HUMAN).scored
+    there: set[int] = set()
+    said_of: dict[tuple[int, str, str], tuple[int, str, float]] = {}
+    dirty: set[int] = set()
+    rows: Counter[int] = Counter()
 
-    expected: dict[str, Fraction | None] = {}
-    for number in arrived:
-        values = [Fraction(value) for (voted, _), (_, _, value) in latest.items() if voted == number]
-        expected[f"r{number}"] = sum(values, Fraction(0)) / len(values) if values else None
+    def vote(number: int, source: str, item: str, value: float, second: int, feedback_id: str) -> None:
+        latest = said_of.get((number, source, item), (-1, "", 0.0))
+        said_of[number, source, item] = max(latest, (second, feedback_id, value))
+        dirty.add(number)
+
+    for index, (what, *details) in enumerate([*events, ("score", "lives"), ("score", "lives")]):
+        feedback_id = f"f{index:03}"
+        if what == "respond":
+            fresh = [number for number in details[0] if number not in there]
+            there.update(fresh)
+            dirty.update(fresh)
+            if fresh:
+                put(lake, "interactions", [interaction(f"r{number}") for number in fresh])
+        elif what == "thumb":
+            number, source, value, second = details
+            columns = {"source": source, "value": value, "created_at": NOON + timedelta(seconds=second)}
+            put(lake, "feedback", [said(feedback_id, f"r{number}", "thumb", **columns)])
+            vote(number, source, "thumb", value, second, feedback_id)
+        elif what == "prefer":
+            chosen, rejected, source, second = details
+            if chosen != rejected:
+                columns = {"source": source, "created_at": NOON + timedelta(seconds=second)}
+                row = said(feedback_id, f"r{chosen}", "preference", rejected_response_id=f"r{rejected}", **columns)
+                put(lake, "feedback", [row])
+                for number, value in ((chosen, 1.0), (rejected, 0.0)):
+                    vote(number, source, f"{min(chosen, rejected)}-{max(chosen, rejected)}", value, second, feedback_id)
+        elif what == "compact":
+            lake.table(details[0]).optimize.compact()
+        else:
+            run_and_die(lake, details[0])
+            if details[0] != "before the commit":
+                rows.update(dirty & there)
+                dirty = dirty - there
+
     found = {row["response_id"]: row["reward"] for row in rewards(lake)}
-    assert found == {key: None if value is None else float(value) for key, value in expected.items()}
-    assert len(rewards(lake, "rewards")) == runs
+    assert found == {f"r{number}": expected(number, said_of) for number in there}
+    assert Counter(row["response_id"] for row in rewards(lake, "rewards")) == {
+        f"r{number}": count for number, count in rows.items()
+    }
+
+
+def expected(number: int, said_of: dict[tuple[int, str, str], tuple[int, str, float]]) -> float | None:
+    """The mean over the sources of the means of their last votes."""
+    opinions: dict[str, list[Fraction]] = {}
+    for (about, source, _), (_, _, value) in said_of.items():
+        if about == number:
+            opinions.setdefault(source, []).append(Fraction(value))
+    means = [sum(votes, Fraction(0)) / len(votes) for votes in opinions.values()]
+    return pytest.approx(float(sum(means, Fraction(0)) / len(means))) if means else None
+
+
+def run_and_die(lake: Lake, when: str) -> None:
+    """A scoring run that is killed around its commit, or is not."""
+    commit = DeltaTable.create_write_transaction
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        if when == "after the commit":
+            commit(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if when != "lives":
+            patch.setattr(DeltaTable, "create_write_transaction", killed)
+        with suppress(KeyboardInterrupt):
+            score(Lake(lake.uri, lake.config), HUMAN)

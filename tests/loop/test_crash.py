@@ -1,4 +1,4 @@
-"""A real server under load, its processes killed: nothing acknowledged is lost. `make crash-test N=…` is the long run."""
+"""A real server under load, its processes killed: nothing acknowledged is lost. `make crash-test` runs longer."""
 
 from __future__ import annotations
 

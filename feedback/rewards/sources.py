@@ -1,0 +1,69 @@
+"""The sources of a reward, as the settings name them, and what identifies them together: the scorer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from feedback.config import KindsConfig, ScoringConfig
+from feedback.rewards import human
+from feedback.rewards.rules import Reasons, SqlRule, Values, load_rules
+
+ByRow = Callable[[pa.Table], tuple[Values, Reasons]]
+"""From a table with the columns of ``rules.COLUMNS`` to (values, why a row has none)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One component of the reward. ``identity`` is, as JSON values, all that decides it.
+
+    Its value comes from the votes (neither ``rule`` nor ``by_row``), from SQL, or from a function over batches of at
+    most ``batch_rows``.
+    """
+
+    name: str
+    weight: float
+    identity: Any
+    rule: SqlRule | None = None
+    by_row: ByRow | None = None
+    batch_rows: int | None = None
+
+
+def load_sources(config: ScoringConfig, kinds: KindsConfig) -> list[Source]:
+    """The sources that have a weight.
+
+    Raises RuleError or RewardModelError for one that can't be loaded, ValueError if there is none.
+    """
+    found = []
+    if config.human.weight > 0:
+        found.append(Source(human.NAME, config.human.weight, human.identity(config.human, kinds)))
+    for rule, weight in load_rules(config.rules):
+        if isinstance(rule, SqlRule):
+            found.append(Source(rule.name, weight, rule.digest, rule=rule))
+        else:
+            found.append(Source(rule.name, weight, rule.digest, by_row=rule.by_row))
+    if config.model is not None and config.model.weight > 0:
+        from feedback.rewards import model as models
+
+        model = models.RewardModel(config.model)
+        found.append(Source(models.NAME, config.model.weight, model.identity, None, model.by_row, models.BATCH_ROWS))
+    if config.judge is not None and config.judge.weight > 0:
+        from feedback.rewards import judge as judges
+
+        judge = judges.Judge(config.judge)
+        found.append(Source(judges.NAME, config.judge.weight, judge.identity, None, judge.by_row, judges.BATCH_ROWS))
+    if not found:
+        raise ValueError("no reward source has a weight: set scoring.human.weight, or give scoring.rules a rule")
+    return found
+
+
+def scorer_name(sources: list[Source]) -> str:
+    """``human+exact@<hash>``: the components and a hash of all that decides them."""
+    content = [[source.name, source.weight, source.identity] for source in sources]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return f"{'+'.join(source.name for source in sources)}@{digest[:16]}"
