@@ -10,7 +10,7 @@ scored. Other responses are looked for by their ids, in the files whose bounds h
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,12 +20,11 @@ from deltalake import DeltaTable
 
 from feedback.changes import DataFiles, LogGoneError, Spans, added_files, scan_sql
 from feedback.lake import Lake
-from feedback.rewards.rules import COLUMNS
 from feedback.views import is_file_gone
 
 log = logging.getLogger(__name__)
 
-_RESPONSE: Final = ("tenant", "response_id", "status", *COLUMNS)
+_KEY: Final = ("tenant", "response_id", "status")
 _FEEDBACK: Final = (
     *("tenant", "response_id", "rejected_response_id", "source", "kind", "name", "value", "created_at", "feedback_id"),
 )
@@ -48,25 +47,32 @@ def find(
     scorer: str,
     is_vote: str,
     retry: pa.Table,
+    columns: Sequence[str],
 ) -> Candidates:
-    """Make the views ``responses`` (tenant, response_id and what a rule sees) and ``feedback_on``.
+    """Make the views ``responses`` (tenant, response_id and ``columns``) and ``feedback_on``.
 
     snapshots: of the three tables, as they are to be read.
     since: the versions of interactions and feedback that are scored already; None if the scorer has never run.
     is_vote: SQL condition of feedback that counts.
     retry: column response_id; responses whose last reward is to be made anew.
     """
-    return _Search(connection, lake, snapshots, scorer).run(since, is_vote, retry)
+    return _Search(connection, lake, snapshots, scorer, columns).run(since, is_vote, retry)
 
 
 class _Search:
     def __init__(
-        self, connection: duckdb.DuckDBPyConnection, lake: Lake, snapshots: dict[str, DeltaTable], scorer: str
+        self,
+        connection: duckdb.DuckDBPyConnection,
+        lake: Lake,
+        snapshots: dict[str, DeltaTable],
+        scorer: str,
+        columns: Sequence[str],
     ) -> None:
         self.connection = connection
         self.lake = lake
         self.snapshots = snapshots
         self.scorer = scorer
+        self.columns = (*_KEY, *columns)
         self.files = {table: DataFiles(snapshot) for table, snapshot in snapshots.items()}
         connection.execute("CREATE TABLE candidates (response_id VARCHAR)")
 
@@ -154,11 +160,14 @@ class _Search:
                 yield response_id, response_id
 
     def _see_responses(self, whole: list[str], some: list[str]) -> None:
-        first = scan_sql(self.connection, self.lake, "interactions", whole, _RESPONSE, name="whole_files")
-        second = scan_sql(self.connection, self.lake, "interactions", some, _RESPONSE, name="some_files")
-        found = f"SELECT rows.* FROM ({second}) rows SEMI JOIN candidates USING (response_id)"
+        every = scan_sql(self.connection, self.lake, "interactions", whole, self.columns, name="whole_files")
+        named = scan_sql(self.connection, self.lake, "interactions", some, self.columns, name="some_files")
+        # Found once and kept: through a view DuckDB would decode these files anew, and wholly, for every query.
         self.connection.execute(
-            f"CREATE VIEW responses AS SELECT * EXCLUDE (status) FROM ({first} UNION ALL {found}) "
+            f"CREATE TABLE found AS SELECT rows.* FROM ({named}) rows SEMI JOIN candidates USING (response_id)"
+        )
+        self.connection.execute(
+            f"CREATE VIEW responses AS SELECT * EXCLUDE (status) FROM ({every} UNION ALL SELECT * FROM found) "
             "WHERE status = 'complete'"
         )
 

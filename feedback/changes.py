@@ -23,9 +23,9 @@ import pyarrow.fs as pa_fs
 from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
-from feedback.lake import Lake
+from feedback.lake import Lake, LakeError
 from feedback.schema import TABLES
-from feedback.views import quoted
+from feedback.views import quoted, unreadable_features
 
 _READERS: Final = 8
 _HIGHEST: Final = "\U0010ffff" * 8
@@ -54,6 +54,9 @@ class DataFiles:
     """The data files of a snapshot and the bounds of their text columns, from the log alone."""
 
     def __init__(self, snapshot: DeltaTable) -> None:
+        """Raises LakeError if another writer switched on what makes the files alone not the rows."""
+        if features := unreadable_features(snapshot):
+            raise LakeError(f"table {snapshot.table_uri} uses {', '.join(features)}, which Millrace can't read")
         self._actions = pa.table(snapshot.get_add_actions(flatten=True))
         self.paths: list[str] = [unquote(path) for path in self._actions["path"].to_pylist()]
 

@@ -28,7 +28,7 @@ from feedback.lake import Lake, LakeConflictError, LakeFileGoneError
 from feedback.rewards import human
 from feedback.rewards.compose import compose
 from feedback.rewards.rules import COLUMNS
-from feedback.rewards.sources import Source, load_sources, scorer_name
+from feedback.rewards.sources import Source, columns_of, load_sources, scorer_name
 from feedback.schema import REWARDS
 from feedback.views import connect, is_file_gone
 
@@ -47,7 +47,7 @@ _OUT_OF_MEMORY: Final = "Out of Memory"
 
 
 class ScoringError(RuntimeError):
-    """Scoring can't work with these settings. The message says which."""
+    """Scoring can't work with these settings, or on this lake. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ def score(
     """Score all that is new since this scorer's last run.
 
     ``kinds``: the scales and metrics that are declared; by default those of the default settings. Raises RuleError,
-    RewardModelError or VerdictsError if a source can't be used, ValueError if none has a weight, ScoringError if memory
-    does not do, LakeConflictError if other runs commit in between again and again.
+    RewardModelError or VerdictsError if a source can't be used, ValueError if none has a weight, ScoringError if
+    memory does not do or the tables don't belong together, LakeConflictError if other runs commit in between again and
+    again.
     """
     kinds = kinds or KindsConfig()
     sources = load_sources(config, kinds)
@@ -109,6 +110,12 @@ class _Run:
             self.snapshots = dict(zip(_READ, pool.map(lake.table, _READ), strict=True))
         self.versions = {name: table.version() for name, table in self.snapshots.items()}
         self.since = {name: self.rewards.transaction_version(self._application(name)) for name in self.snapshots}
+        for name, version in self.versions.items():
+            if (self.since[name] or 0) > version:
+                raise ScoringError(
+                    f"{lake.uri}: rewards say that {name} is scored up to version {self.since[name]}, but it is at "
+                    f"version {version}: the tables don't belong together; restore them from one backup"
+                )
         self.scored = self.missing = self.retried = 0
         self.values: Counter[str] = Counter()
         self.reasons: dict[str, Counter[str]] = {source.name: Counter() for source in sources}
@@ -150,6 +157,7 @@ class _Run:
             scorer=self.scorer,
             is_vote=human.counts_sql(self.config.human, self.kinds) if self.config.human.weight > 0 else "false",
             retry=pending,
+            columns=columns_of(self.sources),
         )
         self._score_batches(connection, found, pending)
         self._commit(connection, found)
@@ -189,7 +197,7 @@ class _Run:
                 writer.execute("INSERT INTO scores SELECT * FROM batch")
                 writer.unregister("batch")
                 done += batch.num_rows
-                self.progress("asking " + ", ".join(source.name for source in sources), done, found.count)
+                self.progress(", ".join(source.name for source in sources), done, found.count)
 
     def _commit(self, connection: duckdb.DuckDBPyConnection, found: Candidates) -> None:
         scored_at = self._time()

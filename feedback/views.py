@@ -10,7 +10,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 from urllib.parse import unquote
 
 import duckdb
@@ -26,6 +26,9 @@ from feedback.streams import STARTED
 
 _PRUNED_BY: Final = ("response_id", "feedback_id", "created_at", "completed_at", "scored_at")
 _PLAIN_FEATURES: Final = {"timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}  # they change no data file
+_SCAN_ROWS: Final = 8192
+_BYTES_AHEAD: Final = 64 << 20
+_MOST_FILES_AHEAD: Final = 16
 _GONE: Final = re.compile(r"No files found that match|No such file|FileNotFoundError|Object at location .* not found")
 
 CURRENT_REWARDS: Final = """
@@ -149,10 +152,8 @@ def _dataset(snapshot: DeltaTable, storage_options: dict[str, str]) -> pa_ds.Dat
     """
     schema = pa.schema(snapshot.schema().to_arrow())
     files = pa.table(snapshot.get_add_actions(flatten=True))
-    paths = files["path"].to_pylist()
-    handler = DeltaStorageHandler(
-        snapshot.table_uri, storage_options, dict(zip(paths, files["size_bytes"].to_pylist(), strict=True))
-    )
+    paths, sizes = files["path"].to_pylist(), files["size_bytes"].to_pylist()
+    handler = DeltaStorageHandler(snapshot.table_uri, storage_options, dict(zip(paths, sizes, strict=True)))
     filesystem = pa_fs.PyFileSystem(handler)
     parquet = pa_ds.ParquetFileFormat(
         default_fragment_scan_options=pa_ds.ParquetFragmentScanOptions(pre_buffer=True)  # few requests, each a long one
@@ -161,7 +162,22 @@ def _dataset(snapshot: DeltaTable, storage_options: dict[str, str]) -> pa_ds.Dat
         parquet.make_fragment(path, filesystem, partition_expression=guarantee)
         for path, guarantee in zip(paths, _guarantees(files, schema), strict=True)
     ]
-    return pa_ds.FileSystemDataset(fragments, schema, parquet, filesystem)
+    dataset = _Files(fragments, schema, parquet, filesystem)
+    dataset.mean_bytes = sum(sizes) // max(1, len(sizes))
+    return dataset
+
+
+class _Files(pa_ds.FileSystemDataset):
+    """A dataset that DuckDB scans without much in memory: Arrow's own bounds count rows and files, whatever their size.
+
+    ``mean_bytes`` is the size of a file. Small ones are fetched several at once, so that their latencies overlap.
+    """
+
+    mean_bytes: int = 0
+
+    def scanner(self, **options: Any) -> pa_ds.Scanner:
+        ahead = max(1, min(_MOST_FILES_AHEAD, _BYTES_AHEAD // max(1, self.mean_bytes)))
+        return super().scanner(batch_size=_SCAN_ROWS, batch_readahead=1, fragment_readahead=ahead, **options)
 
 
 def _guarantees(files: pa.Table, schema: pa.Schema) -> Iterator[pc.Expression]:

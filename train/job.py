@@ -298,7 +298,7 @@ def publish(
             "run": context.run,
             "lake_versions": versions,
             "prompts": prompt_count,
-            "reward": context.model_dump(mode="json")["reward"],
+            "reward": context.model_dump(mode="json", exclude_none=True)["reward"],
             "train": config.model_dump(mode="json"),
         },
         metrics={"first": history[0], "last": history[-1], "steps": len(history)},

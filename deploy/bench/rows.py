@@ -18,7 +18,7 @@ _WORDS = 20_000
 
 
 def interactions(count: int, *, tokens: int = 200, seed: int = 0) -> list[dict[str, Any]]:
-    """Interactions with ``tokens`` tokens of prompt, as many of response with logprobs, and texts as long as English."""
+    """Interactions with ``tokens`` prompt tokens, as many response tokens with logprobs, texts as long as English."""
     chance, numbers = random.Random(seed), np.random.default_rng(seed)
     letters = "etaoinshrdlucmfwypvbgkjqxz"
     words = ["".join(chance.choices(letters, k=chance.randint(2, 8))) for _ in range(_WORDS)]

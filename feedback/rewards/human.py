@@ -56,24 +56,22 @@ def votes_sql(feedback: str, config: HumanConfig, kinds: KindsConfig, *, among: 
         "WHEN 'preference' THEN least(response_id, rejected_response_id) || ' ' || "
         "greatest(response_id, rejected_response_id) END"
     )
-    said = f"""
-        SELECT tenant, response_id, source, kind, {item} AS item, {_vote(config, kinds)} AS vote,
-               created_at, feedback_id, rejected_response_id
-        FROM {feedback}
-        WHERE {counts_sql(config, kinds)}
-    """
-    columns = "source, kind, item, created_at, feedback_id"
+    swapped = "rejected_response_id AS response_id, response_id AS rejected_response_id"
+    about_the_other = f"(SELECT * REPLACE ({swapped}) FROM {feedback})"
+    columns = f"tenant, response_id, source, kind, {item} AS item, created_at, feedback_id"
+    vote, counts = _vote(config, kinds), counts_sql(config, kinds)
+    only = f"SEMI JOIN {among} USING (tenant, response_id)" if among else ""
+    # Each branch filters its own scan: what both shared would be computed of all feedback first.
     return f"""
-        WITH said AS ({said}),
-        votes AS (
-            SELECT tenant, response_id, vote, {columns} FROM said
+        WITH votes AS (
+            SELECT {columns}, {vote} AS vote FROM {feedback} {only} WHERE {counts}
             UNION ALL
-            SELECT tenant, rejected_response_id, 1 - vote, {columns} FROM said WHERE kind = 'preference'
+            SELECT {columns}, 1 - {vote} AS vote FROM {about_the_other} {only} WHERE kind = 'preference' AND {counts}
         ),
         last_votes AS (
             SELECT tenant, response_id, source, CASE kind {weights} END AS weight,
                    max_by(vote, (created_at, feedback_id)) AS vote
-            FROM votes{f" SEMI JOIN {among} USING (tenant, response_id)" if among else ""}
+            FROM votes
             GROUP BY tenant, response_id, source, kind, item
         ),
         opinions AS (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow as pa
 
 from feedback.config import KindsConfig, ScoringConfig
 from feedback.rewards import human
-from feedback.rewards.rules import Reasons, SqlRule, Values, load_rules
+from feedback.rewards.rules import COLUMNS, Reasons, SqlRule, Values, load_rules
 
 ByRow = Callable[[pa.Table], tuple[Values, Reasons]]
 """From a table with the columns of ``rules.COLUMNS`` to (values, why a row has none)."""
@@ -60,6 +61,15 @@ def load_sources(config: ScoringConfig, kinds: KindsConfig) -> list[Source]:
     if not found:
         raise ValueError("no reward source has a weight: set scoring.human.weight, or give scoring.rules a rule")
     return found
+
+
+def columns_of(sources: list[Source]) -> list[str]:
+    """Of what a rule may see of a response, what these sources look at, or a little more."""
+    if any(source.by_row is not None for source in sources):
+        return list(COLUMNS)
+    text = " ".join(f"{source.rule.value} {source.rule.reason}" for source in sources if source.rule is not None)
+    words = set(re.findall(r"\w+", text))
+    return [column for column in COLUMNS if column in words]
 
 
 def scorer_name(sources: list[Source]) -> str:

@@ -14,9 +14,10 @@ from deploy.config import ConfigError, Settings
 from deploy.cycle import check, reward_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "feedback"))
-from feedback_rows import interaction, put, thumb
+from feedback_rows import interaction, put, table_of, thumb
 
 from feedback.lake import Lake
+from feedback.rewards.rules import load_reward
 
 
 @pytest.fixture
@@ -109,6 +110,20 @@ def test_training_is_rewarded_by_its_own_function_or_else_by_the_rules_that_have
     broken = config.load(settings.snapshot(), [("feedback.scoring.rules.mine.sql", "no_column")], {})
     with pytest.raises(ConfigError, match=r"feedback\.scoring\.rules\.mine: .*no_column"):
         check(broken)
+
+
+def test_the_rules_reach_a_training_job_by_its_file(settings: Settings, tmp_path: Path) -> None:
+    from train.job import JobContext
+
+    reward = reward_of(settings)
+    assert reward is not None
+    context = JobContext(run="r", runs=tmp_path, policies=tmp_path, lake_uri=str(tmp_path), reward=reward)
+    there = JobContext.model_validate(json.loads(json.dumps(context.model_dump(mode="json"))))
+    rows = table_of("interactions", [interaction("a"), interaction("b", response="5")])
+    assert load_reward(there.reward)(rows) == [1.0, 0.0]
+    assert context.model_dump(mode="json", exclude_none=True)["reward"] == {
+        "exact": {"ready": "exact_match", "weight": 1.0}
+    }
 
 
 def test_an_api_key_is_masked_where_settings_are_shown_and_reaches_children_by_a_file_of_this_users_alone(

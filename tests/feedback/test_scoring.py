@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import threading
 from collections import Counter
 from contextlib import suppress
@@ -255,7 +256,7 @@ def test_progress_reaches_the_end_and_scored_at_grows_with_every_run(lake, both,
     put(lake, "interactions", [interaction(f"r{i}") for i in range(25)])
     seen: list[tuple[str, int, int]] = []
     score(lake, both.model_copy(update={"batch_rows": 10}), progress=lambda *what: seen.append(what))
-    assert seen == [("asking exact", n, 25) for n in (10, 20, 25)] + [("rewards", 25, 25)]
+    assert seen == [("exact", n, 25) for n in (10, 20, 25)] + [("rewards", 25, 25)]
     monkeypatch.setattr(scoring, "datetime", type("Stopped", (), {"now": staticmethod(lambda _: NOON)}))
     put(lake, "feedback", [thumb("r0", 0)])
     score(lake, both)
@@ -348,6 +349,36 @@ def test_rows_that_an_erasure_writes_anew_are_not_new_and_the_erased_are_not_sco
     )
     assert score(lake, both).scored == 1
     assert sorted(row["response_id"] for row in rewards(lake, "rewards")) == ["erased", "kept", "young"]
+
+
+def test_a_vacuum_that_takes_a_file_from_under_a_run_makes_it_start_over(lake, both, monkeypatch):
+    for number in range(3):
+        put(lake, "interactions", [interaction(f"r{number}")])
+    find, runs = scoring.find, []
+
+    def find_and_lose(*args: Any, **kwargs: Any) -> Any:
+        found = find(*args, **kwargs)
+        if not runs:
+            lake.table("interactions").optimize.compact()
+            lake.table("interactions").vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+        runs.append(found)
+        return found
+
+    monkeypatch.setattr(scoring, "find", find_and_lose)
+    assert score(lake, both).scored == 3
+    assert len(runs) == 2
+    assert len(rewards(lake, "rewards")) == 3
+
+
+def test_tables_that_do_not_belong_together_are_an_error(lake, tmp_path):
+    for number in range(3):
+        put(lake, "interactions", [interaction(f"r{number}")])
+    score(lake, HUMAN)
+    shutil.rmtree(lake.table_uri("interactions"))
+    lake.create()
+    put(lake, "interactions", [interaction("r9")])
+    with pytest.raises(ScoringError, match="interactions is scored up to version 3, but it is at version 1"):
+        score(lake, HUMAN)
 
 
 def test_two_runs_at_the_same_time_score_each_response_once(lake, both):
