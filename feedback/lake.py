@@ -276,8 +276,18 @@ class Lake:
             raise LakeConflictError(f"{self.table_uri(table)}: {error}") from error
         snapshot.update_incremental()
         if self.local:
-            make_log_durable(Path(self.table_uri(table)), before, snapshot.version())
+            # With the commit before it: whoever made that one may have been killed before it was durable.
+            make_log_durable(Path(self.table_uri(table)), before - 1, snapshot.version())
         return snapshot.version()
+
+    def make_durable(self, table: str, snapshot: DeltaTable) -> None:
+        """Make what ``snapshot`` shows durable, for who relies on a commit of somebody else's that may have died in it.
+
+        An object store's commits are durable. Raises OSError.
+        """
+        if self.local:
+            with self.committing(table):
+                make_log_durable(Path(self.table_uri(table)), snapshot.version() - 1, snapshot.version())
 
     @contextmanager
     def committing(self, table: str) -> Iterator[None]:

@@ -64,6 +64,8 @@ def _sealable(segments: list[Segment], most_bytes: int) -> Iterator[list[Segment
 def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[Segment]) -> None:
     snapshot = lake.table(table)
     fresh = [segment for segment in segments if not is_sealed(segment, snapshot)]
+    if len(fresh) < len(segments):  # a sealer was killed behind its commit
+        lake.make_durable(table, snapshot)
     loaded = [(segment, *found) for segment in fresh if (found := load(segment)) is not None]
     settled = (_settled(segment, rows, listing) for segment, rows, _ in loaded)
     rows = drop_erased(lake, table, pa.concat_tables([TABLES[table].empty_table(), *settled]))
