@@ -7,6 +7,7 @@ deltalake (conflict detection, checkpoints), and the log is fsynced before anyon
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -113,12 +114,15 @@ class TableFiles(Store):
                     if day not in writers:
                         writers[day] = self._start(day, rows.schema)
                     writers[day].write(rows)
+            return [self._finish(day, writer) for day, writer in writers.items()]
         except BaseException:
+            # What is raised says what was wrong; a disk that is full takes a file's end no more than its rows.
             for writer in writers.values():
-                writer.close()
-            self.delete([writer.path for writer in writers.values()])
+                with contextlib.suppress(OSError, pa.ArrowException):
+                    writer.close()
+                with contextlib.suppress(OSError):
+                    self.delete([writer.path])
             raise
-        return [self._finish(day, writer) for day, writer in writers.items()]
 
     def batches(self, table: str, path: str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """The rows of one data file in their order, a few thousand at a time, in the table's schema.

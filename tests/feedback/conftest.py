@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,3 +30,14 @@ def journal(folder: Path) -> Iterator[Journal]:
     opened.open()
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 16 MiB."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", mounted], check=False).returncode != 0:
+        pytest.skip("no right to mount a file system here")
+    yield mounted
+    subprocess.run(["umount", "-l", mounted], check=True)

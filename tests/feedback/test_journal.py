@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import subprocess
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -241,17 +240,6 @@ async def test_rows_that_a_failing_disk_keeps_from_being_cut_are_not_sealed_befo
     journal.close()
     assert len(recover(folder)) == 1
     assert rows(folder, "feedback").column("response_id").to_pylist() == ["kept"]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 16 MiB."""
-    mounted = tmp_path / "disk"
-    mounted.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", mounted], check=False).returncode != 0:
-        pytest.skip("no right to mount a file system here")
-    yield mounted
-    subprocess.run(["umount", "-l", mounted], check=True)
 
 
 async def test_a_disk_that_is_really_full_refuses_and_recovers_when_there_is_room(small_disk):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import subprocess
@@ -297,6 +298,31 @@ async def test_every_row_is_in_the_view_once_at_every_moment_of_a_seal(folder, l
         journal.close()
     seal(lake, folder)
     assert count(lake) == (40, 40)
+
+
+def test_a_full_disk_keeps_rows_in_the_journal_until_there_is_room_in_the_lake(folder, small_disk):
+    lake = Lake(str(small_disk / "lake"), LakeConfig())
+    lake.create()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    for number in range(200):
+        journal.append_sync("interactions", interaction(f"r{number}", response=os.urandom(5000).hex()))
+    journal.close()
+    filler = small_disk / "filler"
+    with filler.open("wb") as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 65536)
+    before = len(list_segments(folder))
+    with pytest.raises(OSError, match="No space left"):
+        seal(lake, folder)
+    assert len(list_segments(folder)) == before
+    filler.unlink()
+    seal(lake, folder)
+    assert list_segments(folder) == []
+    with lake.connect() as connection:
+        found = connection.sql("SELECT count(*), count(DISTINCT response_id) FROM interactions").fetchall()
+    assert found == [(200, 200)]
+    assert not [path for path in (small_disk / "lake").rglob("*.parquet") if path.stat().st_size == 0]
 
 
 def test_the_sealer_seals_in_the_background_and_once_more_at_the_end(folder, tmp_path):
