@@ -139,7 +139,13 @@ class TableFiles(Store):
         folder = f"date={day.isoformat()}"
         if self.folder is not None:
             make_folder(self.folder / folder)
-        return _FileWriter(self._filesystem, f"{folder}/part-{uuid7()}.parquet", schema)
+        path = f"{folder}/part-{uuid7()}.parquet"
+        try:
+            return _FileWriter(self._filesystem, path, schema)
+        except BaseException:  # its name may be there
+            with contextlib.suppress(OSError):
+                self.delete([path])
+            raise
 
     def _finish(self, day: date, writer: _FileWriter) -> AddAction:
         writer.close()
