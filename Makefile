@@ -33,7 +33,7 @@ lint: setup      ## style, types, and the layers of the house
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench-capture: setup   ## measure the journal, the lake and scoring: about 6 minutes; the last line is JSON
+bench-capture: setup   ## measure the journal, the lake and scoring: about 4 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_capture $(ARGS)
 
 # How many processes of a real server to kill.
