@@ -92,4 +92,3 @@ TIME_COLUMN: Final[dict[str, str]] = {
 }
 """The column that a row's ``date`` partition is derived from."""
 
-FEEDBACK_KINDS: Final = ("thumb", "rating", "preference", "correction", "comment", "metric")

@@ -34,6 +34,17 @@ import psutil
 
 from loadtests.tiny_model import make_model_folder
 
+MILLRACE = [str(Path(sys.executable).with_name("millrace"))]
+SIGNS = {"sealer": "feedback.sealer", "warden": "warden", "engine": "EngineCore", "api": " serve "}
+BAD = (
+    "lost_responses",
+    "lost_feedback",
+    "doubled_responses",
+    "doubled_feedback",
+    "recorded_though_refused",
+    "left_running",
+)
+
 READY_TIMEOUT_S = 180
 END_TIMEOUT_S = 90
 STARTING_SHARE = 0.15
@@ -213,15 +224,7 @@ def kind(process: psutil.Process) -> str:
         words = " ".join([process.name(), *process.cmdline()])
     except psutil.Error:
         return "gone"
-    for part, sign in {
-        "sealer": "feedback.sealer",
-        "warden": "warden",
-        "engine": "EngineCore",
-        "api": " serve ",
-    }.items():
-        if sign in words:
-            return part
-    return "other"
+    return next((part for part, sign in SIGNS.items() if sign in words), "other")
 
 
 async def kill_one(server: Server, http: httpx.AsyncClient, chance: random.Random) -> str:
@@ -305,18 +308,6 @@ def compare(account: Account, home: Path) -> dict[str, Any]:
         "refused_requests": len(account.refused_requests),
         "refused_feedback": len(account.refused_feedback),
     }
-
-
-MILLRACE = [str(Path(sys.executable).with_name("millrace"))]
-SIGNS = {"sealer": "feedback.sealer", "warden": "warden", "engine": "EngineCore", "api": " serve "}
-BAD = (
-    "lost_responses",
-    "lost_feedback",
-    "doubled_responses",
-    "doubled_feedback",
-    "recorded_though_refused",
-    "left_running",
-)
 
 
 def run(*arguments: str) -> str:
