@@ -46,7 +46,7 @@ BAD = (
 )
 
 READY_TIMEOUT_S = 180
-END_TIMEOUT_S = 90
+END_TIMEOUT_S = 30
 STARTING_SHARE = 0.15
 """Of the kills, those that hit a server before it is ready."""
 
@@ -160,6 +160,8 @@ class Server:
         self.process: subprocess.Popen[bytes] | None = None
         self.family: list[psutil.Process] = []
         self.starts = 0
+        self.orphans: Counter[str] = Counter()
+        """What had to be killed because it outlived a killed parent."""
 
     def start(self) -> None:
         self.process = subprocess.Popen(
@@ -241,9 +243,8 @@ async def kill_one(server: Server, http: httpx.AsyncClient, chance: random.Rando
     part = kind(victim)
     victim.kill()
     if part != "sealer":  # the API process starts another one of these
-        left = await server.end()
-        if left:
-            raise SystemExit(f"{END_TIMEOUT_S} s after its {part} was killed, these were still there: {left}")
+        # vLLM's process, orphaned before it knew its parent, goes by itself after minutes only; `millrace up` ends it.
+        server.orphans.update(await server.end())
         server.start()
     return part
 
@@ -279,6 +280,7 @@ async def crash(kills: int, home: Path, clients: int, seed: int) -> dict[str, An
         "kills": kills,
         "killed": dict(killed),
         "starts": server.starts,
+        "orphans": dict(server.orphans),
         "left_running": len(left),
         "answers": dict(sorted(account.codes.items())),
         "seconds": round(time.monotonic() - started, 1),
