@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ Kind = Literal["user", "user_of_tenant", "tenant", "response_id"]
 FOLDER: Final = "_erasures"
 _DONE: Final = ".done"
 _TIME: Final = "%Y%m%dT%H%M%S%fZ"
+_NAME: Final = re.compile(r"\d{8}T\d{12}Z-[0-9a-f-]{36}")
 _NOBODY: Final = FeedbackIn.model_fields["source"].default
 """The source of feedback that names none."""
 
@@ -142,6 +144,20 @@ def drop_erased(lake: Lake, table: str, rows: pa.Table) -> pa.Table:
     return rows.filter(pc.invert(dropped))
 
 
+def without_erased(lake: Lake, table: str, rows: pa.Table) -> pa.Table:
+    """The rows of a journal that a seal would not drop; nothing is registered and nothing told."""
+    if not rows.num_rows:
+        return rows
+    relevant = erasures(lake, since=pc.min(rows.column("created_at")).as_py())
+    return rows.filter(pc.invert(matching(table, rows, relevant))) if relevant else rows
+
+
+def newest(lake: Lake) -> str | None:
+    """The name of the last erasure; None if there was none."""
+    names = [file.path.rpartition("/")[2].removesuffix(".json") for file in lake.store().list(FOLDER)]
+    return max((name for name in names if _NAME.fullmatch(name)), default=None)
+
+
 def register(lake: Lake, kind: Kind, values: Sequence[str], at: datetime) -> str:
     """Enter an erasure, durable on return; returns its name."""
     key = secrets.token_bytes(16)
@@ -165,7 +181,7 @@ def erasures(lake: Lake, *, since: datetime, pending: bool = False) -> list[Eras
     found = []
     for name in sorted(names):
         stem = name.removesuffix(".json")
-        if stem == name:
+        if stem == name or not _NAME.fullmatch(stem):  # somebody else's file
             continue
         done = f"{stem}{_DONE}" in names
         at = datetime.strptime(stem.partition("-")[0], _TIME).replace(tzinfo=UTC)

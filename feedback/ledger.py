@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from feedback.erased import newest, without_erased
 from feedback.files import LockTimeoutError
 from feedback.journal import Journal
 from feedback.lake import Lake, LakeError
@@ -46,6 +47,8 @@ class FeedbackLedger:
         self._unsealed = _private_file()
         self._unsealed_rows = 0
         self._forgotten_until = -1
+        self._erased_until: str | None = None  # the last erasure that was heeded
+        self._turn = 0  # an id that came in a later turn than this is younger than what was read in it
         self._pending: dict[bytes, tuple[bytes, asyncio.Future[bool]]] = {}
 
     def open(self) -> None:
@@ -53,11 +56,10 @@ class FeedbackLedger:
 
         Raises LakeError, LockTimeoutError or OSError.
         """
+        self._erased_until = newest(self.lake)
         # The journal is read before the lake: what is sealed in between is known twice, never missed.
-        for segment in list_segments(self.journal_folder) if self.journal_folder.exists() else ():
-            if segment.name.table == "feedback" and (found := load(segment)) is not None:
-                for key, content in keys_and_contents(found[0]):
-                    self._remember(key, content)
+        for key, content in self._on_its_way().items():
+            self._remember(key, content)
         take_in(self.lake, self.journal_folder)
         self._sealed.reopen()
 
@@ -104,6 +106,7 @@ class FeedbackLedger:
                 if self._sealed.damaged:
                     await asyncio.to_thread(take_in, self.lake, self.journal_folder, anew=True)
                 self._sealed.reopen()
+                await self._forget_erased()
                 await self._forget_sealed()
                 self.error = None
             except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
@@ -130,7 +133,7 @@ class FeedbackLedger:
 
     def _remember(self, key: bytes, content: bytes) -> None:
         self._unsealed_rows += self._unsealed.execute(
-            "INSERT OR IGNORE INTO ids VALUES (?, ?)", (key, content)
+            "INSERT OR IGNORE INTO ids VALUES (?, ?, ?)", (key, content, self._turn)
         ).rowcount
 
     def _settler(
@@ -149,6 +152,32 @@ class FeedbackLedger:
             done.set_result(recorded)
 
         return settle
+
+    def _on_its_way(self) -> dict[bytes, bytes]:
+        """Key -> content of what the journal holds and a seal will not drop."""
+        found: dict[bytes, bytes] = {}
+        for segment in list_segments(self.journal_folder) if self.journal_folder.exists() else ():
+            if segment.name.table == "feedback" and (loaded := load(segment)) is not None:
+                for key, content in keys_and_contents(without_erased(self.lake, "feedback", loaded[0])):
+                    found.setdefault(key, content)
+        return found
+
+    async def _forget_erased(self) -> None:
+        """After an erasure, forget what will never come to the lake: said again, it is new."""
+        erased = await asyncio.to_thread(newest, self.lake)
+        if erased == self._erased_until:
+            return
+        self._turn += 1
+        kept = await asyncio.to_thread(self._on_its_way)
+        last = b""
+        while rows := self._unsealed.execute(
+            "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, self._turn, _FORGET_ROWS)
+        ).fetchall():
+            gone = [(key,) for (key,) in rows if key not in kept]
+            self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", gone).rowcount
+            last = rows[-1][0]
+            await asyncio.sleep(0)
+        self._erased_until = erased
 
     async def _forget_sealed(self) -> None:
         """Drop from the private file what the index has; a few ids at a time, between requests."""
@@ -172,5 +201,6 @@ def _private_file() -> sqlite3.Connection:
     connection.execute("PRAGMA journal_mode = OFF")
     connection.execute("PRAGMA synchronous = OFF")
     connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
-    connection.execute("CREATE TABLE ids (key BLOB PRIMARY KEY, content BLOB NOT NULL) WITHOUT ROWID")
+    columns = "key BLOB PRIMARY KEY, content BLOB NOT NULL, turn INTEGER NOT NULL"
+    connection.execute(f"CREATE TABLE ids ({columns}) WITHOUT ROWID")
     return connection

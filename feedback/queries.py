@@ -96,7 +96,9 @@ def _run(connection: duckdb.DuckDBPyConnection, lake: Lake, query: str, take: Ca
         if is_file_gone(error):
             raise
         raise _located(connection, query, error) from error
-    return take(Rows(reader.schema, _batches(reader)))
+    names = _unique(reader.schema.names)
+    schema = pa.schema([field.with_name(name) for field, name in zip(reader.schema, names, strict=True)])
+    return take(Rows(schema, (batch.rename_columns(names) for batch in _batches(reader))))
 
 
 def _batches(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
@@ -181,3 +183,15 @@ def _query_error(error: Exception, *, lines_before: int = 0) -> QueryError:
     offset = len(place[3]) - len(f"LINE {place[1]}: ")
     near = place[2][max(0, offset) :][:_NEAR_LENGTH].strip()
     return QueryError(f"{message} (line {int(place[1]) - lines_before}, at: {near})")
+
+
+def _unique(names: list[str]) -> list[str]:
+    """Names of columns, of which a join may have two alike: the second ``a`` is ``a_1``, as in DuckDB's subqueries."""
+    unique: list[str] = []
+    for name in names:
+        number, candidate = 0, name
+        while candidate in unique or (number and candidate in names):
+            number += 1
+            candidate = f"{name}_{number}"
+        unique.append(candidate)
+    return unique

@@ -91,4 +91,3 @@ TIME_COLUMN: Final[dict[str, str]] = {
     "rewards": "scored_at",
 }
 """The column that a row's ``date`` partition is derived from."""
-

@@ -33,7 +33,9 @@ _CONTINUATION: Final = b"\xff\xff\xff\xff"
 _SEAL: Final = "crc32c={crc:08x} bytes={length:012d} message={number:010d}"
 _SEAL_PATTERN: Final = re.compile(rb"crc32c=([0-9a-f]{8}) bytes=(\d{12}) message=(\d{10})")
 _CRC_AT: Final = len("crc32c=")
-_NAME: Final = re.compile(r"(?P<table>[a-z]+)\.(?P<writer>[\w-]+)\.(?P<incarnation>[0-9a-f]{32})\.(?P<number>\d{10})")
+_NAME: Final = re.compile(
+    r"(?P<table>[a-z]+)\.(?P<writer>[\w-]{1,64})\.(?P<incarnation>[0-9a-f]{32})\.(?P<number>\d{10})", re.ASCII
+)
 _MAX_METADATA: Final = 16 << 20
 _SEAL_ROOM: Final = 512  # for the seal, and the padding around it
 _WRITER: Final = re.compile(r"[\w-]{1,64}", re.ASCII)

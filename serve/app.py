@@ -319,8 +319,8 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        # Not listening yet: until the server can answer, a client is refused at once, and does not wait in a queue.
         listener.bind((host, port))
-        listener.listen(2048)
     except OSError as error:
         listener.close()
         raise OSError(error.errno, f"can't listen on {host}:{port}: {error.strerror}") from error

@@ -67,7 +67,7 @@ RuleName = Annotated[str, AfterValidator(_rule_name)]
 Secret = Annotated[SecretStr, AfterValidator(_no_mask), PlainSerializer(_shown, return_type=str)]
 """Masked wherever it is shown. ``model_dump(context={"secrets": True})`` writes it in clear."""
 
-Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class HumanConfig(Section):

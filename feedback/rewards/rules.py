@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import inspect
 import json
-import math
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -40,12 +39,18 @@ _NUMBERS: Final = (
 """DuckDB's types that a reward may have."""
 
 _SCHEMA: Final = pa.schema([INTERACTIONS.field(name).with_nullable(True) for name in COLUMNS])
+LARGEST: Final = 1e30
+"""A reward beyond it, in either direction, is none: weighted means of such numbers would not be finite."""
 _REASON_LENGTH: Final = 500
 _NO_NUMBER: Final = "the expression gave no number, or failed"
 
 
 class RuleError(RuntimeError):
     """A rule can't be loaded, failed, or returned what is no reward. The message names the rule."""
+
+
+class RuleShapeError(RuleError):
+    """A rule did not return one value a row: which value is whose can't be known."""
 
 
 class Rule(ABC):
@@ -74,16 +79,16 @@ class FunctionRule(Rule):
     def __call__(self, batch: pa.Table) -> Values:
         try:
             values = self.function(batch)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise RuleError(f"rule {self.name} failed: {type(error).__name__}: {error}") from error
         return self._checked(values, batch.num_rows)
 
     def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
-        """If the batch fails, each row by itself."""
+        """If the batch fails, each row by itself; what is not one value a row is no reward for any of them."""
         try:
             values = self(batch)
         except RuleError as error:
-            if batch.num_rows <= 1:
+            if batch.num_rows <= 1 or isinstance(error, RuleShapeError):
                 return [None] * batch.num_rows, [str(error)[:_REASON_LENGTH]] * batch.num_rows
             single = [self.by_row(batch.slice(row, 1)) for row in range(batch.num_rows)]
             return [values[0] for values, _ in single], [reasons[0] for _, reasons in single]
@@ -94,9 +99,9 @@ class FunctionRule(Rule):
             listed = values.to_pylist() if isinstance(values, pa.Array | pa.ChunkedArray) else list(values)
         except TypeError as error:
             kind = type(values).__name__
-            raise RuleError(f"rule {self.name} returned {kind}, not a sequence with one number a row") from error
+            raise RuleShapeError(f"rule {self.name} returned {kind}, not a sequence with one number a row") from error
         if len(listed) != rows:
-            raise RuleError(f"rule {self.name} returned {len(listed)} values for {rows} rows")
+            raise RuleShapeError(f"rule {self.name} returned {len(listed)} values for {rows} rows")
         return [None if value is None else self._number(value, row) for row, value in enumerate(listed)]
 
     def _number(self, value: Any, row: int) -> float:
@@ -104,8 +109,8 @@ class FunctionRule(Rule):
         if not isinstance(value, numbers.Real) and type(value).__name__ != "bool":
             raise RuleError(f"rule {self.name} returned {value!r} for row {row}; a reward is a number or None")
         number = float(value)
-        if not math.isfinite(number):
-            raise RuleError(f"rule {self.name} returned {number} for row {row}; a reward is finite")
+        if not abs(number) <= LARGEST:
+            raise RuleError(f"rule {self.name} returned {number} for row {row}; a reward lies within ±{LARGEST:g}")
         return number
 
 
@@ -120,9 +125,9 @@ class SqlRule(Rule):
 
     @property
     def value(self) -> str:
-        """SQL for the reward: a finite DOUBLE, or NULL; it never fails."""
+        """SQL for the reward: a DOUBLE within ±LARGEST, or NULL; it never fails."""
         number = f"TRY(({self.expression}\n)::DOUBLE)"
-        return f"CASE WHEN isfinite({number}) THEN {number} END"
+        return f"CASE WHEN abs({number}) <= {LARGEST:e} THEN {number} END"
 
     def __call__(self, batch: pa.Table) -> Values:
         return self.by_row(batch)[0]

@@ -68,8 +68,8 @@ def columns_of(sources: list[Source]) -> list[str]:
     if any(source.by_row is not None for source in sources):
         return list(COLUMNS)
     text = " ".join(f"{source.rule.value} {source.rule.reason}" for source in sources if source.rule is not None)
-    words = set(re.findall(r"\w+", text))
-    return [column for column in COLUMNS if column in words]
+    words = {word.lower() for word in re.findall(r"\w+", text)}  # SQL's names have no case
+    return [column for column in COLUMNS if column in words or "columns" in words]
 
 
 def scorer_name(sources: list[Source]) -> str:

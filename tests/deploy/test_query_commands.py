@@ -149,6 +149,16 @@ def test_a_plan_is_shown_as_it_is(used, capfdbinary):
     assert "explain_key" not in out
 
 
+@pytest.mark.parametrize(
+    ("format", "shown"), [("csv", "a,a_1,a_2\n1,2,3\n"), ("jsonl", '{"a": 1, "a_1": 2, "a_2": 3}\n')]
+)
+def test_columns_of_one_name_are_told_apart(used, capfdbinary, format, shown):
+    assert (
+        query("SELECT 1 AS a, 2 AS a, 3 AS a", "--format", format, capfdbinary=capfdbinary).replace("\r", "") == shown
+    )
+    assert "a_2" in query("SELECT 1 AS a, 2 AS a, 3 AS a", capfdbinary=capfdbinary)
+
+
 def test_sql_may_come_from_standard_input(used, capfdbinary, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("-- a comment\nSELECT 40 + 2 AS n;\n"))
     assert json.loads(query("-", "--format", "json", capfdbinary=capfdbinary)) == [{"n": 42}]

@@ -10,6 +10,7 @@ import pytest
 from feedback_rows import put, thumb
 
 from feedback.config import JournalConfig, LakeConfig
+from feedback.erasure import Target, erase
 from feedback.journal import Journal, JournalBroken
 from feedback.lake import Lake
 from feedback.ledger import FeedbackLedger, LedgerError
@@ -191,6 +192,28 @@ async def test_a_recorded_id_that_cannot_be_remembered_is_told_and_recorded_once
         ledger.check(body())
     seal(lake, folder)
     assert lake.counts()["feedback"] == 1
+
+
+async def test_feedback_that_was_erased_before_it_was_sealed_is_new_when_it_is_said_again(folder, lake, opened):
+    journal = Journal(folder, JournalConfig(segment_seconds=0.05), "replica-0")
+    journal.open()
+    ledger = opened()
+    following = asyncio.create_task(ledger.follow())
+    try:
+        assert await ledger.record(body(feedback_id="gone", source="eve"), journal) == "new"
+        assert await ledger.record(body(feedback_id="kept", source="bob"), journal) == "new"
+        erased = await asyncio.to_thread(erase, lake, folder, Target(user="eve"))
+        assert erased.rows["feedback"] == 1
+        await until(lambda: ledger.check(body(feedback_id="gone", source="eve")) == "new")
+        assert ledger.check(body(feedback_id="kept", source="bob")) == "same"
+        assert await ledger.record(body(feedback_id="gone", source="eve"), journal) == "new"
+    finally:
+        following.cancel()
+        await asyncio.to_thread(journal.close)
+    seal(lake, folder)
+    with lake.connect() as connection:
+        found = connection.sql("SELECT feedback_id FROM feedback ORDER BY ALL").fetchall()
+    assert found == [("gone",), ("kept",)]
 
 
 def test_the_index_holds_hashes_only(folder, lake, opened):

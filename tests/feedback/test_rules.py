@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from feedback.config import RuleConfig, ScoringConfig
 from feedback.rewards.rules import RuleError, configured, load_mean, load_reward, load_rule
+from feedback.rewards.sources import Source, columns_of
 
 SOURCE = """
 import numpy as np
@@ -32,6 +33,8 @@ def short(batch): return [1.0]
 def nan(batch): return [float("nan")] * batch.num_rows
 def words(batch): return ["good"] * batch.num_rows
 def nothing(batch): return None
+def huge(batch): return [1e200] * batch.num_rows
+def leaves(batch): raise SystemExit(3)
 def picky(batch):
     for text in batch["response"].to_pylist():
         if text == "bad": raise KeyError(text)
@@ -74,6 +77,8 @@ def test_a_rule_may_return_lists_numpy_and_arrow(module, name, values):
         ("nan", "returned nan for row 0"),
         ("words", "returned 'good' for row 0"),
         ("nothing", "returned NoneType"),
+        ("huge", "returned 1e.200 for row 0; a reward lies within"),
+        ("leaves", "failed: SystemExit: 3"),
         ("picky", "failed: KeyError: 'bad'"),
     ],
 )
@@ -102,6 +107,23 @@ def test_only_the_rows_that_a_rule_fails_on_go_without(module):
     assert values == [1.0, None, 1.0]
     assert reasons[0] is reasons[2] is None
     assert "KeyError" in (reasons[1] or "")
+
+
+def test_one_value_for_many_rows_is_no_reward_for_any_of_them(module):
+    values, reasons = load_rule(f"{module}:short").by_row(batch("four", "five"))
+    assert values == [None, None]
+    assert all("returned 1 values for 2 rows" in (reason or "") for reason in reasons)
+
+
+def test_a_number_beyond_measure_is_no_reward_by_sql_either():
+    values, reasons = configured("rule", RuleConfig(sql="1e308")).by_row(responses("1"))
+    assert values == [None]
+    assert reasons[0]
+
+
+def test_a_sql_rules_columns_are_found_whatever_their_case():
+    rule = configured("shout", RuleConfig(sql="contains(RESPONSE, 'a')"))
+    assert columns_of([Source("shout", 1.0, None, rule=rule)]) == ["response"]
 
 
 def test_an_empty_batch_is_fine(module):

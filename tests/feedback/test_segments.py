@@ -136,7 +136,7 @@ def test_recovery_leaves_a_living_writers_segment_alone(folder, journal):
 def test_files_that_are_no_segment_are_left_out_and_left_alone(tmp_path):
     data, _ = segment_of([["a"]])
     written(tmp_path, data)
-    for name in ("notes.txt", "feedback.arrows", "salads.w.00.0000000001.open", f"{NAME}.arrows.bak", ".seal.lock"):
+    for name in ("notes.txt", "feedback.arrows", f"{NAME}.arrows.bak", f"feedback.ü.{'0' * 32}.0000000001.open"):
         (tmp_path / name).write_text("mine")
     assert len(list_segments(tmp_path)) == 1
     recover(tmp_path)
