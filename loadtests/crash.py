@@ -103,8 +103,13 @@ class Client:
                 if line.startswith("event: "):
                     name = line.removeprefix("event: ")
                 elif line.startswith("data: ") and name in ("done", "error"):
+                    try:
+                        body = json.loads(line.removeprefix("data: "))
+                    except ValueError:  # cut off in its middle: nobody was told anything
+                        self.account.codes["stream cut"] += 1
+                        return
                     self.account.codes[f"stream {name}"] += 1
-                    self.told(mark, json.loads(line.removeprefix("data: ")) if name == "done" else None)
+                    self.told(mark, body if name == "done" else None)
                 elif name == "delta" and self.chance.random() < 0.02:
                     self.account.codes["stream left"] += 1
                     return
