@@ -40,6 +40,7 @@ bench-capture: setup   ## measure the journal, the lake and scoring: about 4 min
 N ?= 20
 
 crash-test: setup      ## cut the power behind every I/O call, then kill a real server N times; the last line is JSON
+	@command -v strace >/dev/null || { echo "error: strace is not on PATH; the power losses are replayed from its record (Debian: apt-get install strace)" >&2; exit 1; }
 	POWER_LOSS_EVERY=1 $(BIN)/python -m pytest -q -s tests/feedback/test_power_loss.py
 	$(BIN)/python -m loadtests.crash --kills $(N)
 
