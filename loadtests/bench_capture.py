@@ -13,10 +13,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 MILLRACE = str(Path(sys.executable).with_name("millrace"))
+SETTLE_S = 3
 EXACT_MATCH = "{exact: {ready: exact_match}}"
 
 BARS: dict[str, tuple[str, float]] = {
@@ -30,6 +32,8 @@ BARS: dict[str, tuple[str, float]] = {
 
 def bench(home: Path, *arguments: str) -> dict[str, Any]:
     """Run `millrace bench …`; its JSON, and the most memory its process had, in MiB."""
+    os.sync()  # what an earlier run wrote and removed is not this one's to wait for
+    time.sleep(SETTLE_S)
     command = [MILLRACE, "bench", *arguments, "--home", str(home), "--feedback.scoring.rules", EXACT_MATCH]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=home) as process:
         assert process.stdout is not None

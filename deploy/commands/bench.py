@@ -49,7 +49,7 @@ def storage(settings: Settings, rows: int) -> None:
 @click.option("--history", type=click.IntRange(min=100), default=10_000_000, show_default=True, help="Rows scored.")
 @click.option("--small", type=click.IntRange(min=100), default=10_000, show_default=True, help="Rows to compare with.")
 @click.option("--fresh", type=click.IntRange(min=1), default=10_000, show_default=True, help="New rows a turn.")
-@click.option("--turns", type=click.IntRange(min=1), default=5, show_default=True, help="Turns; medians are told.")
+@click.option("--turns", type=click.IntRange(min=1), default=11, show_default=True, help="Turns; medians are told.")
 @pass_settings
 def scoring(settings: Settings, history: int, small: int, fresh: int, turns: int) -> None:
     """Scoring's rate, and whether it stays flat as history grows. Ten million rows take some 2 GB of disk."""
