@@ -62,7 +62,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000, help="rows to seal, compact and read")
     parser.add_argument("--history", type=int, default=10_000_000, help="rows already scored")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="bench-", dir=Path.cwd()) as folder:
+    runs = Path("runs").absolute()
+    runs.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=runs) as folder:
         home = Path(folder)
         flat_out, paced = [], []
         for _ in range(options.runs):
