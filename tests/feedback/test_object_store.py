@@ -1,10 +1,8 @@
-"""The lake on a real S3-compatible server (moto's) on the loopback, in a process of its own."""
+"""The lake on a real S3-compatible server (moto's) on the loopback."""
 
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,21 +24,7 @@ from feedback.scoring import score
 from feedback.sealing import seal
 from feedback.segments import list_segments
 from feedback.storage import StoredFile, data_files
-
-SERVER = """
-import logging, sys
-import boto3
-from moto.server import ThreadedMotoServer
-
-logging.getLogger("werkzeug").setLevel(logging.ERROR)
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-server.start()
-address = "http://{}:{}".format(*server.get_host_and_port())
-keys = {"aws_access_key_id": "key", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
-boto3.client("s3", endpoint_url=address, **keys).create_bucket(Bucket="bucket")
-print(address, flush=True)
-sys.stdin.read()
-"""
+from tests.object_store import serving
 
 _numbers = itertools.count()
 
@@ -48,20 +32,8 @@ _numbers = itertools.count()
 @pytest.fixture(scope="module")
 def options() -> Iterator[dict[str, str]]:
     """Storage options of a server that holds an empty bucket."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None
-        address = server.stdout.readline().strip()
-        assert address, "moto's server did not start"
-        yield {
-            "aws_endpoint_url": address,
-            "aws_allow_http": "true",
-            "aws_access_key_id": "key",
-            "aws_secret_access_key": "secret",
-            "aws_region": "us-east-1",
-        }
-        server.kill()
+    with serving() as found:
+        yield found
 
 
 @pytest.fixture
