@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint bench-capture crash-test format lock clean
+.PHONY: help setup demo test lint bench-capture bench-serve bench-swap crash-test fuzz format lock clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,6 +35,18 @@ lint: setup      ## style, types, and the layers of the house
 
 bench-capture: setup   ## measure the journal, the lake and scoring: about 4 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_capture $(ARGS)
+
+bench-serve: setup     ## measure the server against vLLM's own: about 10 minutes; the last line is JSON
+	$(BIN)/python -m loadtests.bench_serve $(ARGS)
+
+bench-swap: setup      ## measure swaps under streaming clients: about 8 minutes; the last line is JSON
+	$(BIN)/python -m loadtests.bench_swap $(ARGS)
+
+# How many bad requests to send.
+CASES ?= 10000
+
+fuzz: setup            ## send a real server bad requests; the last line is JSON
+	$(BIN)/python -m loadtests.fuzz --cases $(CASES) $(ARGS)
 
 # How many processes of a real server to kill.
 N ?= 20

@@ -18,7 +18,7 @@ import click
 from pydantic.fields import FieldInfo
 
 from deploy import config, describe
-from deploy.commands import bench, demo, inspect, lake, loop, policy, service
+from deploy.commands import bench, demo, inspect, keys, lake, loop, policy, service
 from deploy.config import ConfigError, Settings
 from deploy.processes import Stopped
 
@@ -81,6 +81,7 @@ for command in (
     *service.COMMANDS,
     *loop.COMMANDS,
     *policy.COMMANDS[1:],
+    *keys.COMMANDS,
     *lake.COMMANDS,
     *inspect.COMMANDS,
     *bench.COMMANDS,

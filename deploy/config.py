@@ -21,6 +21,7 @@ from deploy import describe
 from evaluation.config import EvaluationConfig
 from feedback.config import FeedbackConfig
 from serve.config import ServeConfig
+from serve.keys import local_file
 from train.config import TrainConfig
 
 ENV_PREFIX: Final = "MILLRACE__"
@@ -129,7 +130,7 @@ class Settings(BaseSettings):
         journal = feedback.journal.model_copy(update={"folder": str(self.path(feedback.journal.folder))})
         lake = feedback.lake.model_copy(update={"uri": self.uri(feedback.lake.uri)})
         scoring = feedback.scoring.resolved(self.path)
-        folders = {"policies": str(self.path(serve.policies)), "replicas": str(self.path(serve.replicas))}
+        folders = {name: str(self.path(getattr(serve, name))) for name in ("policies", "replicas", "keys")}
         judged = {"suite": self.path(evaluation.suite), "folder": self.path(evaluation.folder)}
         return self.model_copy(
             update={
@@ -147,6 +148,14 @@ class Settings(BaseSettings):
         """Where a client on this machine reaches the server."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.serve.host, self.serve.host)
         return f"http://{host}:{self.serve.port}"
+
+    @property
+    def server_headers(self) -> dict[str, str]:
+        """What a command of this home shows the server, so that it may ask for more than a stranger may."""
+        try:
+            return {"X-API-Key": local_file(self.path(self.serve.keys)).read_text().strip()}
+        except OSError:  # no keys, or not this user's: the server says whether it wants one
+            return {}
 
     def snapshot(self) -> Path:
         """Write these settings, whole, to ``home/configs/<hash>.yaml``, for child processes; return the file.

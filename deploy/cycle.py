@@ -255,7 +255,9 @@ def server_policy(settings: Settings) -> dict[str, Any] | None:
     import httpx
 
     try:
-        answer = httpx.get(f"{settings.server_url}/policy", timeout=SERVER_TIMEOUT_S)
+        answer = httpx.get(
+            f"{settings.server_url}/policy", headers=settings.server_headers, timeout=SERVER_TIMEOUT_S
+        )
         answer.raise_for_status()
         body = answer.json()
     except (httpx.HTTPError, ValueError):
@@ -264,13 +266,15 @@ def server_policy(settings: Settings) -> dict[str, Any] | None:
 
 
 def wait_until_served(settings: Settings, store: PolicyStore, pointer: Pointer) -> dict[str, Any]:
-    """Wait until the server serves the pointer's policy; {seconds, replica}.
+    """Wait until the server, or the whole fleet, serves the pointer's policy; {seconds, replica}.
 
     A server that reports that it could not load it keeps the old policy; then the pointer goes back too, so that a
-    restart doesn't try the same again. Raises StageFailed for that and when cycle.swap_timeout_s has passed.
+    restart doesn't try the same again. Raises StageFailed for that and when cycle.swap_timeout_s has passed, which a
+    fleet's canary has its own time beside.
     """
     started = time.monotonic()
-    deadline = started + settings.cycle.swap_timeout_s
+    fleet = settings.serve.fleet
+    deadline = started + settings.cycle.swap_timeout_s + (0 if fleet.is_one else fleet.canary_seconds)
     while time.monotonic() < deadline:
         answer = server_policy(settings) or {}
         if (
@@ -279,9 +283,13 @@ def wait_until_served(settings: Settings, store: PolicyStore, pointer: Pointer) 
         ):
             return {"seconds": time.monotonic() - started, "replica": answer.get("replica")}
         failed = answer.get("failed")
-        if isinstance(failed, dict) and failed.get("generation") == pointer.generation:
+        undoing = answer.get("phase") == "undoing"  # a fleet that goes back, and then moves the pointer itself
+        if isinstance(failed, dict) and failed.get("generation") == pointer.generation and not undoing:
             why = f"the server could not load policy {pointer.version}: {failed.get('error') or failed}"
-            if pointer.previous is not None and pointer.previous != pointer.version:
+            current = store.serving()
+            if current is not None and current.generation != pointer.generation:
+                why += f"; the pointer is at {current.version}"
+            elif pointer.previous is not None and pointer.previous != pointer.version:
                 rollout.rollback(store, who="cycle", why=why, to=pointer.previous)
                 why += f"; the pointer is back at {pointer.previous}"
             raise StageFailed(why)

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -49,6 +50,7 @@ def examine(settings: Settings) -> list[Check]:
         ("disk", lambda: _disk(settings)),
         ("open files", _open_files),
         ("port", lambda: _port(settings)),
+        ("keys", lambda: _keys(settings)),
         ("home", lambda: _home(settings)),
         ("loop", lambda: _loop(settings)),
     ]
@@ -238,6 +240,34 @@ def _port(settings: Settings) -> Iterable[Check]:
             yield Check("port", "warn", f"{host}:{port} can't be had: {error.strerror}", advice)
             return
     yield Check("port", "ok", f"{host}:{port} is free")
+
+
+def _keys(settings: Settings) -> Iterable[Check]:
+    from serve.auth import Keyring, NotLoopback
+    from serve.keys import KeyFileError, read_keys
+
+    serving = settings.resolved().serve
+    keyring = Keyring(serving)
+    try:
+        found = read_keys(keyring.path)
+    except KeyFileError as error:
+        yield Check("keys", "bad", str(error), "the server does not start: put the file right, or move it away")
+        return
+    active = sum(key.state(datetime.now(UTC)) == "active" for key in found)
+    if keyring.off or not found:
+        try:
+            keyring.check_host(serving.host)
+        except NotLoopback as error:
+            yield Check("keys", "bad", str(error), "the server does not start: make a key with `millrace keys create`")
+            return
+        off = "serve.auth is off: everybody who reaches the server may do everything"
+        none = "none: the server listens on loopback only"
+        advice = "right if something before the server checks who asks" if keyring.off else ""
+        yield Check("keys", "warn" if keyring.off else "ok", off if keyring.off else none, advice)
+    elif not active:
+        yield Check("keys", "warn", f"{len(found)} in {keyring.path}, none is good", "make one: `millrace keys create`")
+    else:
+        yield Check("keys", "ok", f"{active} of {len(found)} in {keyring.path} are good")
 
 
 def _home(settings: Settings) -> Iterable[Check]:

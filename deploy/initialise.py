@@ -8,6 +8,7 @@ from typing import Any
 
 from deploy import describe
 from deploy.config import Settings
+from serve import probe
 from serve.policies import Pointer, PolicyStore
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -45,6 +46,7 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
             "converted": not has_safetensors,
         },
         metrics={},
+        probe=probe.measure,
     )
     _create_lake(settings)
     return store.promote(policy.version, expected=None, who=who, why=f"init from {model}")

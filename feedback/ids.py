@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import threading
 import time
-import uuid
+from typing import Final
+
+_RANDOM_BITS: Final = (1 << 62) - 1
 
 _lock = threading.Lock()
 _last = 0
@@ -23,5 +25,6 @@ def uuid7() -> str:
     tick = milliseconds << 12 | (rest << 12) // 1_000_000
     with _lock:
         _last = tick = max(tick, _last + 1)
-    value = (tick >> 12) << 80 | 0x7 << 76 | (tick & 0xFFF) << 64 | 0b10 << 62 | secrets.randbits(62)
-    return str(uuid.UUID(int=value))
+    random = int.from_bytes(os.urandom(8), "big") & _RANDOM_BITS
+    digits = f"{(tick >> 12) << 80 | 0x7 << 76 | (tick & 0xFFF) << 64 | 0b10 << 62 | random:032x}"
+    return f"{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:]}"

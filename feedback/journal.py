@@ -181,6 +181,11 @@ class Journal:
             and not self._stalled
         )
 
+    @property
+    def backlog(self) -> float:
+        """The share of the queue, 0 to 1, that waits for the disk; at 1, callers wait for room."""
+        return len(self._queue) / self.config.max_queued_rows
+
     def stats(self) -> dict[str, float]:
         """Counters since ``open`` and gauges, times in milliseconds."""
         counters = self._counters

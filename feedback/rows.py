@@ -17,6 +17,7 @@ _FIELDS: Final = {table: frozenset(schema.names) for table, schema in TABLES.ite
 _REQUIRED: Final = {table: [f.name for f in schema if not f.nullable] for table, schema in TABLES.items()}
 _TIMES: Final = {table: [f.name for f in schema if pa.types.is_timestamp(f.type)] for table, schema in TABLES.items()}
 _STRUCT_CODES: Final = {pa.int32(): "i", pa.float32(): "f"}
+_DTYPES: Final = {"i": np.dtype("<i4"), "f": np.dtype("<f4")}
 _CONVERSION_ERRORS: Final = (pa.ArrowException, ValueError, TypeError, OverflowError, AttributeError)
 
 
@@ -60,9 +61,15 @@ def _lists_of_numbers(values: list[Sequence[float]], kind: pa.DataType, code: st
     """What ``pa.array`` makes of lists of numbers, in a third of its time: token ids and logprobs are most of a row."""
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum([len(value) for value in values], out=offsets[1:])
-    packed = b"".join([_packer(code, len(value))(*value) for value in values])
+    packed = b"".join([_packed(value, code) for value in values])
     numbers = pa.Array.from_buffers(kind.value_type, int(offsets[-1]), [None, pa.py_buffer(packed)])
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(offsets)], children=[numbers])
+
+
+def _packed(value: Sequence[float], code: str) -> bytes:
+    if isinstance(value, np.ndarray) and value.dtype == _DTYPES[code]:
+        return value.tobytes()
+    return bytes(_packer(code, len(value))(*value))
 
 
 @lru_cache(maxsize=4096)

@@ -7,13 +7,27 @@ from pathlib import Path
 CONTEXT = 256
 
 
-def make_model_folder(folder: Path, seed: int, *, hidden: int = 64, layers: int = 2, tied: bool = True) -> Path:
-    """A random Qwen3 in float32 with a byte tokenizer; large weights, so that two seeds differ visibly."""
+def make_model_folder(
+    folder: Path,
+    seed: int,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 2,
+    intermediate: int | None = None,
+    tied: bool = True,
+    eos: bool = True,
+    printable: bool = False,
+) -> Path:
+    """A random Qwen3 in float32 with a byte tokenizer; large weights, so that two seeds differ visibly.
+
+    ``eos`` False: no token ends a response. ``printable``: every token but two is a printable ASCII character.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = [chr(c) for c in range(33, 127)] if printable else sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -30,15 +44,15 @@ def make_model_folder(folder: Path, seed: int, *, hidden: int = 64, layers: int 
         Qwen3Config(
             vocab_size=len(vocabulary),
             hidden_size=hidden,
-            intermediate_size=2 * hidden,
+            intermediate_size=intermediate or 2 * hidden,
             num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            head_dim=hidden // heads,
             max_position_embeddings=CONTEXT,
             initializer_range=0.15,
             tie_word_embeddings=tied,
-            eos_token_id=1,
+            eos_token_id=1 if eos else None,
             pad_token_id=0,
             bos_token_id=None,
         )

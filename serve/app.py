@@ -9,16 +9,13 @@ import asyncio
 import logging
 import signal
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from feedback.config import FeedbackConfig
 from feedback.journal import Journal, JournalBroken, JournalFull
@@ -26,17 +23,28 @@ from feedback.lake import Lake
 from feedback.ledger import FeedbackLedger, LedgerError, Verdict
 from feedback.sealer import Sealer
 from feedback.streams import SoFar, Stream
-from serve.api import admin, feedback, generate, http
+from serve import logs
+from serve.api import admin, feedback, generate, http, openai
+from serve.api.describe import openapi
+from serve.api.direct import Direct
+from serve.auth import Keyring, Principal
 from serve.config import ServeConfig
-from serve.engine import Engine
+from serve.doors import Doors
+from serve.engine import Engine, EngineError
+from serve.limits import Limiter
 from serve.metrics import Metrics
 from serve.policies import PolicyStore
-from serve.swap import Swap, Swapper
+from serve.swap import Orders, Swap, Swapper
+
+if TYPE_CHECKING:
+    from serve.fleet.member import Member
+    from serve.openai_handlers import Handlers
 
 log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 5.0
 _WATCH_SECONDS = 1.0
+_NEARLY_FULL = 0.8  # of the journal's queue: past it no work is begun whose rows may find no room
 _CUT_OFF_S = 10  # for requests that were aborted at the end of the drain to record what they have
 
 
@@ -47,16 +55,27 @@ class ServerDied(RuntimeError):
 class Server:
     """Everything behind the routes. Paths in both configs are absolute, or relative to the working directory."""
 
-    def __init__(self, config: ServeConfig, feedback_config: FeedbackConfig) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        feedback_config: FeedbackConfig,
+        orders: Callable[[], Orders] | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        """``orders``: what to serve, where that is not the store's pointer alone. ``engine``: in vLLM's place."""
         self.config = config
         self.metrics = Metrics()
-        self.engine = Engine(config.engine)
+        self.keyring = Keyring(config)
+        self.limiter = Limiter(config.limits.burst_seconds, self._observe_limit)
+        self.engine = engine or Engine(config.engine)
+        self._with_vllm = engine is None
         self.swapper = Swapper(
             PolicyStore(Path(config.policies)),
             self.engine,
             config.swap,
             Path(config.replicas) / f"{config.replica_name}.jsonl",
             observe=self._observe_swap,
+            orders=orders,
         )
         self._journal_folder = Path(feedback_config.journal.folder)
         self.journal = Journal(self._journal_folder, feedback_config.journal, config.replica_name)
@@ -64,6 +83,11 @@ class Server:
         self.sealer = Sealer(self.lake, self._journal_folder)
         self.ledger = FeedbackLedger(self.lake, self._journal_folder)
         self.kinds = feedback_config.kinds
+        self.openai: Handlers | None = None
+        self.variant: str | None = None
+        """What the rows of this replica are labelled with while it tries a policy out."""
+        self.fleet: Member | None = None
+        """This replica's part in its fleet, if there is one."""
         self.draining = False
         self.failure: Exception | None = None
         """Why the server could not start, or had to stop."""
@@ -74,12 +98,14 @@ class Server:
         self._sealing = False
         self._watch: asyncio.Task[None] | None = None
         self._follow: asyncio.Task[None] | None = None
+        self._keys: asyncio.Task[None] | None = None
 
     # Life
 
     async def start(self) -> None:
         """Open journal and lake, start the engine. Raises what keeps it from serving, everything closed again."""
         try:
+            await asyncio.to_thread(self.keyring.load)
             await asyncio.to_thread(self.lake.create)
             if recovered := await asyncio.to_thread(self.journal.open):
                 log.info("recovered %d journal segments", len(recovered))
@@ -87,23 +113,26 @@ class Server:
             self.sealer.start()
             self._sealing = True
             await self.swapper.start()
+            self.openai = _openai_handlers(self) if self._with_vllm else None
         except Exception as error:
             self.failure = error
             await self.close()
             raise
         self.metrics.watch("journal", self.journal.stats)
+        self.metrics.watch("keys", self.keyring.stats)
         self.metrics.watch("sealer", self.sealer.stats)
         self.metrics.watch("ledger", self.ledger.stats)
         self.metrics.watch("engine", lambda: self.engine.stats | {"in_flight": self.engine.in_flight})
         self.metrics.policy_version.set(self.engine.version)
         self._watch = asyncio.create_task(self._watch_engine(), name="engine watch")
         self._follow = asyncio.create_task(self.ledger.follow(), name="ledger")
+        self._keys = asyncio.create_task(self.keyring.follow(), name="keys")
         log.info("policy %d serves as %s", self.engine.version, self.config.replica_name)
 
     async def close(self) -> None:
         """Stop the engine, write and seal what was recorded. May be called after a failed start."""
         self.draining = True
-        for task in (self._watch, self._follow):
+        for task in (self._watch, self._follow, self._keys):
             if task is not None:
                 task.cancel()
         await self.swapper.close()
@@ -145,6 +174,9 @@ class Server:
             self.metrics.hold_seconds.observe(swap.hold_ms / 1e3)
         self.metrics.policy_version.set(self.engine.version)
 
+    def _observe_limit(self, limit: str, principal: Principal) -> None:
+        self.metrics.rate_limited.labels(limit=limit, key=principal.key or "none").inc()
+
     # What routes use
 
     @contextmanager
@@ -154,11 +186,29 @@ class Server:
             raise http.Problem(503, reason, retry_after=_RETRY_AFTER_S)
         if self._at_work >= self.config.limits.concurrent_requests:
             raise http.Problem(503, f"{self._at_work} requests are at work already", retry_after=1)
+        # vLLM tells how many wait some times a second; those that came since are known here, if not how many each asks.
+        waiting = max(self.engine.stats["waiting"], self._at_work - self.config.engine.max_num_seqs)
+        if waiting >= self.config.limits.waiting_responses:
+            raise http.Problem(503, f"{waiting:g} responses wait for the engine already", retry_after=1)
+        if self.journal.backlog >= _NEARLY_FULL:
+            raise http.Problem(503, "the disk doesn't keep up: the journal's queue is nearly full", retry_after=1)
         self._at_work += 1
         try:
             yield
         finally:
             self._at_work -= 1
+
+    def abort_later(self, key: str) -> None:
+        """End a request in the engine, in a task of its own: whoever calls this may be cancelled at its next await."""
+        task = asyncio.create_task(self._abort(key))
+        self.work.add(task)
+        task.add_done_callback(self.work.discard)
+
+    async def _abort(self, key: str) -> None:
+        try:
+            await self.engine.abort(key)
+        except (EngineError, TimeoutError) as error:
+            log.warning("request %s could not be aborted: %s", key, error)
 
     async def record(self, rows: list[dict[str, Any]]) -> None:
         """Return when the interaction rows are on disk. Raises Problem 503 if that can't be."""
@@ -179,8 +229,11 @@ class Server:
         with _recording():
             return await self.journal.begin(row, so_far)
 
-    async def end(self, streams: list[Stream], rows: list[dict[str, Any]]) -> None:
-        """Return when the responses' ends are on disk. Raises Problem 503 if that can't be."""
+    async def end(self, streams: list[Stream], rows: list[dict[str, Any]], *, again: bool = False) -> None:
+        """Return when the responses' ends are on disk. Raises Problem 503 if that can't be.
+
+        ``again``: others of the same prompt have ended before, and its tokens are counted.
+        """
         with _recording():
             results = await asyncio.gather(
                 *(self.journal.end(stream, row) for stream, row in zip(streams, rows, strict=True)),
@@ -189,16 +242,21 @@ class Server:
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
-        self._count(rows)
+        self._count(rows, again=again)
 
-    def _count(self, rows: list[dict[str, Any]]) -> None:
+    def _count(self, rows: list[dict[str, Any]], *, again: bool = False) -> None:
         metrics = self.metrics
-        metrics.prompt_tokens.inc(len(rows[0]["prompt_token_ids"]))
         metrics.response_tokens.inc(sum(len(row["response_token_ids"]) for row in rows))
-        if first_token_ms := rows[0]["timings"]["first_token_ms"]:
-            metrics.first_token_seconds.observe(first_token_ms / 1e3)
+        if not again:
+            metrics.prompt_tokens.inc(len(rows[0]["prompt_token_ids"]))
+            if first_token_ms := rows[0]["timings"]["first_token_ms"]:
+                metrics.first_token_seconds.observe(first_token_ms / 1e3)
         for row in rows:
             metrics.responses.labels(status=row["status"]).inc()
+            timings, made = row["timings"], len(row["response_token_ids"])
+            if made > 1 and timings["first_token_ms"] is not None:
+                since_first = timings["total_ms"] - timings["first_token_ms"]
+                metrics.inter_token_seconds.observe(max(0.0, since_first) / 1e3 / (made - 1))
 
     async def record_feedback(self, row: dict[str, Any], *, made_here: bool) -> Verdict:
         """Return what came of it when that is durable. ``made_here``: its id is new. Raises Problem 503 if it can't."""
@@ -216,9 +274,14 @@ def _recording() -> Iterator[None]:
         raise http.Problem(503, str(error), retry_after=_RETRY_AFTER_S) from error
 
 
-def create_app(config: ServeConfig, feedback_config: FeedbackConfig) -> FastAPI:
+def create_app(
+    config: ServeConfig,
+    feedback_config: FeedbackConfig,
+    orders: Callable[[], Orders] | None = None,
+    server: Server | None = None,
+) -> FastAPI:
     """The application. Its lifespan starts and stops everything; ``app.state.server`` has the parts."""
-    server = Server(config, feedback_config)
+    server = server or Server(config, feedback_config, orders)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -231,32 +294,45 @@ def create_app(config: ServeConfig, feedback_config: FeedbackConfig) -> FastAPI:
     app = FastAPI(title="Millrace", version="1", lifespan=lifespan)
     app.state.server = server
     http.install(app)
-    for module in (generate, feedback, admin):
+    for module in (generate, openai, feedback, admin):
         app.include_router(module.router)
-    paths = frozenset(getattr(route, "path", "") for route in app.routes)
-    app.add_middleware(_Measured, metrics=server.metrics, paths=paths)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(Direct, handlers={"/generate": generate.generate, "/feedback": feedback.feedback})
+    app.add_middleware(
+        Doors,
+        keyring=server.keyring,
+        limiter=server.limiter,
+        metrics=server.metrics,
+        routes=app.routes,
+        access_log=config.access_log,
+    )
+    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
 
 
-def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what is at work and stop everything.
+def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what is at work and stop everything. ``server``: instead of a new one.
 
-    Raises what kept the server from starting (PolicyError, EngineError, LakeError …), OSError if the port is taken,
-    ServerDied if the engine died.
+    Raises what kept the server from starting (PolicyError, EngineError, LakeError, KeyFileError …), OSError if the port
+    is taken, NotLoopback where others reach it and no key is needed, ServerDied if the engine died.
     """
-    if not logging.getLogger().handlers:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(config.log_format)
     listener = _listen(config.host, config.port)  # before the engine takes its seconds
-    app = create_app(config, feedback_config)
-    server: Server = app.state.server
+    server = server or Server(config, feedback_config)
+    app = create_app(config, feedback_config, server=server)
+    try:
+        server.keyring.load()
+        server.keyring.check_host(config.host)
+    except BaseException:
+        listener.close()
+        raise
+    log.info("%s", server.keyring.describe())
     uvicorn_server = _Uvicorn(
         server,
         uvicorn.Config(
             app,
             loop="uvloop",
             http="httptools",
-            access_log=config.access_log,
+            access_log=False,  # serve.doors has a better one
             log_config=None,
             server_header=False,
             timeout_keep_alive=75,
@@ -327,42 +403,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Measured:
-    """ASGI middleware: count each answer by route and code, and time it."""
+def _openai_handlers(server: Server) -> Handlers:
+    from serve.openai_handlers import Handlers  # vLLM's entrypoints: a quarter of a second, after the engine's imports
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
-        self.app = app
-        self.metrics = metrics
-        self.paths = paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        code = 500
-        started = time.perf_counter()
-
-        async def measured(message: Message) -> None:
-            nonlocal code
-            if message["type"] == "http.response.start":
-                code = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, measured)
-        finally:
-            route = scope["path"] if scope["path"] in self.paths else "other"
-            self.metrics.requests.labels(route=route, code=str(code)).inc()
-            self.metrics.seconds.labels(route=route).observe(time.perf_counter() - started)
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        components = schema.setdefault("components", {}).setdefault("schemas", {})
-        for model in (generate.GenerateIn, feedback.FeedbackIn, feedback.FeedbackBatchIn):
-            for name, definition in (
-                model.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {}).items()
-            ):
-                components.setdefault(name, definition)
-        app.openapi_schema = schema
-    return app.openapi_schema
+    return Handlers(server)

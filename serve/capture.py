@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from feedback.ids import uuid7
-from serve.engine import Generation, Sampling
+from serve.generation import Generation, Sampling
+
+_keys = itertools.count()
+
+RESERVED: Final = "millrace:"
+"""What the keys of a row's metadata begin with that are not the client's."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request as it was understood, before the engine saw it."""
+    """One request as it was understood, before the engine saw it.
+
+    ``request_id`` may be the client's own; ``key`` is what the engine knows the request by.
+    """
 
     request_id: str
     endpoint: str
@@ -24,8 +34,10 @@ class Asked:
     messages: str | None = None
     session_id: str | None = None
     user: str | None = None
+    variant: str | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    key: str = field(default_factory=lambda: f"generate-{next(_keys)}")
 
 
 def answered(asked: Asked, generation: Generation, response_ids: list[str] | None = None) -> list[dict[str, Any]]:
@@ -85,7 +97,7 @@ def _row(asked: Asked, **outcome: Any) -> dict[str, Any]:
         "tenant": asked.tenant,
         "endpoint": asked.endpoint,
         "replica": asked.replica,
-        "variant": None,
+        "variant": asked.variant,
         "created_at": asked.created_at,
         "messages": asked.messages,
         "prompt": asked.prompt,
@@ -100,6 +112,16 @@ def _row(asked: Asked, **outcome: Any) -> dict[str, Any]:
             "seed": sampling.seed,
             "stop": list(sampling.stop),
         },
-        "metadata": list(asked.metadata.items()),
+        "metadata": [*asked.metadata.items(), *_further(sampling)],
         **outcome,
     }
+
+
+def _further(sampling: Sampling) -> list[tuple[str, str]]:
+    """A metadata entry for what the column ``sampling`` has no place for."""
+    if sampling.other is None and not sampling.stop_token_ids:
+        return []
+    further = json.loads(sampling.other) if sampling.other else {}
+    if sampling.stop_token_ids:
+        further["stop_token_ids"] = list(sampling.stop_token_ids)
+    return [(RESERVED + "sampling", json.dumps(further))]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class _Section(BaseModel):
@@ -52,16 +52,43 @@ class SwapConfig(_Section):
     """Following the serving pointer."""
 
     poll_seconds: float = Field(0.5, gt=0, description="How often the serving pointer is looked at.")
+    mode: Literal["keep", "wait"] = Field(
+        "keep",
+        description="keep: requests in flight go on under the new policy. wait: they are finished under the old one "
+        "first, while new ones wait; those that take longer than drain_timeout_s go on under the new one.",
+    )
+    drain_timeout_s: float = Field(10, gt=0, description="How long mode wait waits.")
     recompute: bool = Field(
-        True,
-        description="Requests in flight recompute their prefix under the new policy, so that each token's logprob is "
-        "wholly of one policy. False: they keep the old policy's KV cache, for a shorter gap.",
+        False,
+        description="Requests in flight recompute their prefix under the new policy, for which all of them wait, so "
+        "that each token's logprob is wholly of one policy. False: they keep the KV cache that the old one made.",
+    )
+    shadow_weights: bool = Field(
+        False,
+        description="Keep a second set of weights laid out, the policy's before, so that a rollback reads and lays out "
+        "nothing: twice the memory at all times. False: the second set is there during a swap only.",
+    )
+    in_place: bool = Field(
+        False,
+        description="Make no second set of weights: less memory, and no token is made for as long as the load takes.",
+    )
+    spare_bytes: int = Field(
+        256 << 20, ge=0, description="Refuse a swap whose second set of weights would leave less memory than this."
     )
     check_finite: bool = Field(True, description="Refuse a policy with NaN or infinite weights.")
-    prefetch_timeout_s: float = Field(
-        600, gt=0, description="Give up a swap whose weights aren't read after this long."
+    probe: bool = Field(
+        True,
+        description="After a swap, and at the start, compare logprobs with the numbers in the policy's manifest; the "
+        "old policy comes back if they differ.",
+    )
+    prepare_timeout_s: float = Field(
+        600, gt=0, description="Give up a swap whose weights aren't verified, or aren't laid out, after this long."
     )
     hold_timeout_s: float = Field(120, gt=0, description="Give up a step of a swap, engine held, after this long.")
+
+
+def _off(value: Any) -> Any:
+    return "off" if value is False else value  # what YAML makes of an off without quotes
 
 
 class LimitsConfig(_Section):
@@ -69,13 +96,105 @@ class LimitsConfig(_Section):
 
     body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body.")
     n: int = Field(16, ge=1, description="Most responses to one prompt.")
+    prompts: int = Field(64, ge=1, description="Most prompts of one request to /v1/completions.")
     max_tokens: int = Field(4096, ge=1, description="Most tokens a response may ask for.")
     default_max_tokens: int = Field(256, ge=1, description="Tokens of a response when the request doesn't say.")
     metadata_entries: int = Field(64, ge=0, description="Most metadata entries of a request.")
     concurrent_requests: int = Field(
         1024, ge=1, description="Requests at work at the same time; further ones get 503 with Retry-After."
     )
+    waiting_responses: int = Field(
+        1024, ge=1, description="Responses that may wait for the engine; further requests get 503 with Retry-After."
+    )
     timeout_s: float = Field(300, gt=0, description="A request that takes longer is aborted and gets 504.")
+    requests_per_minute: float | None = Field(
+        None, gt=0, description="Requests a minute that a key may make, unless it has a limit of its own; none: any."
+    )
+    tokens_per_minute: float | None = Field(
+        None,
+        gt=0,
+        description="Tokens a minute, of prompts and responses, that a key may use, unless it has a limit of its own; "
+        "max_tokens counts until the response is there. None: any.",
+    )
+    burst_seconds: float = Field(
+        60, gt=0, description="What a key earns in this long it may use at once, after it has asked for nothing."
+    )
+
+
+class OpenAIConfig(_Section):
+    """The routes below /v1."""
+
+    tool_parser: str | None = Field(
+        None, description="vLLM's name of the parser that finds tool calls in responses; none: tools are refused."
+    )
+    request_chat_template: bool = Field(
+        False, description="Whether a request may bring its own chat template, a program that runs in the server."
+    )
+
+
+class FleetConfig(_Section):
+    """Several replicas of the server, on Ray Serve. With one replica and no ray_address, nothing of Ray is used."""
+
+    replicas: int = Field(
+        1, ge=1, le=1000, description="How many replicas serve; with max_replicas, how many at first."
+    )
+    min_replicas: int | None = Field(
+        None, ge=1, description="Fewest replicas that the load may leave; none: `replicas`, if max_replicas is set."
+    )
+    max_replicas: int | None = Field(
+        None, ge=1, description="Most replicas that the load may call for; none: their number stays as it is."
+    )
+    target_ongoing_requests: float = Field(
+        16, gt=0, description="Requests at work in a replica that the number of replicas aims at, with max_replicas."
+    )
+    upscale_delay_s: float = Field(30, ge=0, description="Start replicas when there was too much work for this long.")
+    downscale_delay_s: float = Field(
+        600, ge=0, description="End replicas when there was too little work for this long; they finish what they have."
+    )
+    num_cpus: float = Field(
+        1, ge=0, description="CPU cores that Ray sets aside for a replica, where there is a cluster."
+    )
+    num_gpus: float = Field(
+        0, ge=0, description="GPUs that Ray sets aside for a replica: tensor_parallel_size, or less."
+    )
+    sticky: Literal["none", "session"] = Field(
+        "none",
+        description="session: requests with one X-Session-Id go to one replica, which has their prefix cached, for as "
+        "long as it has room. none: each goes to the less loaded of two.",
+    )
+    canary_seconds: float = Field(
+        30, ge=0, description="How long a promoted policy serves in one replica before the others follow; 0: no canary."
+    )
+    canary_share: float | None = Field(
+        None, gt=0, lt=1, description="Part of the sessions that the canary gets; none: its part of the replicas."
+    )
+    canary_tolerance: float = Field(
+        0.01, ge=0, le=1, description="The canary's part of failed requests may be this much above the others'."
+    )
+    step_timeout_s: float = Field(
+        900, gt=0, description="Undo a rollout when a replica has not taken its step of it after this long."
+    )
+    health_check_period_s: float = Field(5, gt=0, description="How often each replica is asked whether it is alive.")
+    health_check_timeout_s: float = Field(
+        30, gt=0, description="A replica that does not answer for this long, three times, is replaced."
+    )
+    ray_address: str | None = Field(
+        None, description="Ray cluster to run on; none: a Ray of its own on this machine, ended with the server."
+    )
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is no fleet at all: one process, without Ray."""
+        return self.ray_address is None and max(self.replicas, self.max_replicas or 1) == 1
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        low, high = self.min_replicas or self.replicas, self.max_replicas
+        if high is not None and not low <= self.replicas <= high:
+            raise ValueError(f"replicas={self.replicas} is not between min_replicas={low} and max_replicas={high}")
+        if high is None and self.min_replicas is not None:
+            raise ValueError(f"min_replicas={self.min_replicas} needs max_replicas")
+        return self
 
 
 class ServeConfig(_Section):
@@ -85,11 +204,28 @@ class ServeConfig(_Section):
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
     policies: str = Field("policies", description="Folder of the policy store.")
     replicas: str = Field("replicas", description="Folder where each replica records its swaps.")
-    replica_name: str = Field("replica-0", pattern=r"^[A-Za-z0-9_-]{1,64}$", description="Name of this server.")
+    replica_name: str = Field(
+        "replica-0",
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="Name of this server; replicas of a fleet are numbered on from it.",
+    )
     model_name: str = Field("millrace", min_length=1, description="What answers call the model.")
     tenant: str = Field("default", min_length=1, description="Tenant that rows are recorded under.")
+    auth: Annotated[Literal["keys", "off"], BeforeValidator(_off)] = Field(
+        "keys",
+        description="keys: who asks needs a key as soon as there is one (`millrace keys create`); until then the "
+        "server listens on loopback only. off: everybody who reaches the server may do everything.",
+    )
+    keys: str = Field("keys.json", description="File of the API keys, which `millrace keys` writes.")
     access_log: bool = Field(False, description="Log a line for every request.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="How log lines are written; json: one object a line, with request and trace ids."
+    )
     drain_timeout_s: float = Field(20, ge=0, description="When stopping, wait this long for requests at work.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="vLLM.")
     swap: SwapConfig = Field(default_factory=SwapConfig, description="Following the serving pointer.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one request may ask for.")
+    fleet: FleetConfig = Field(
+        default_factory=FleetConfig, description="Several replicas, and how they go from one policy to another."
+    )
+    openai: OpenAIConfig = Field(default_factory=OpenAIConfig, description="The routes below /v1.")

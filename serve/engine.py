@@ -13,24 +13,40 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import multiprocessing
+import multiprocessing.spawn
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from serve.config import EngineConfig
+from serve.generation import Generated as Generated
+from serve.generation import Generation as Generation
+from serve.generation import Growing
+from serve.generation import Sampling as Sampling
+from serve.generation import Underway
+from serve.generation import sampled_logprobs as sampled_logprobs
 from serve.policies import Policy
+from serve.text import Text
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 WORKER: Final = "serve.weights.MillraceWorker"
+SCHEDULER: Final = "serve.scheduler.WholeResponses"
+_WHOLE: Final = {"millrace_whole": True}  # serve.scheduler.MARK; that module is for the engine's process
+_TIED_PYTHON: Final = Path(__file__).with_name("tied_python")
 _CPU_KV_CACHE_BYTES: Final = 512 << 20
-_CONTEXT_TOKENS: Final = 6  # prompt tokens that the first response tokens are decoded together with
 _ABORT_TIMEOUT_S: Final = 10.0
 
 
@@ -47,39 +63,24 @@ class EngineRefused(EngineError):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How to sample. ``top_k`` 0: no limit; ``temperature`` 0: greedy; ``seed`` None: the engine's own."""
+class Weights:
+    """A policy whose files were verified. ``files``: name -> its ``sha256`` and ``fingerprint`` at that time."""
 
-    n: int = 1
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
+    policy: Policy
+    files: dict[str, dict[str, Any]]
 
-
-@dataclass(frozen=True)
-class Generated:
-    """One response. ``logprobs``: nats, one a token; ``policy_spans``: (first token, policy version), rising."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    policy_spans: list[tuple[int, int]]
-    finish_reason: str  # stop, length, abort
+    @property
+    def hashes(self) -> dict[str, str]:
+        """sha256 by file."""
+        return {name: file["sha256"] for name, file in self.files.items()}
 
 
 @dataclass(frozen=True)
-class Generation:
-    """All responses to one prompt, and how long they took. ``policy_version`` made the last token."""
+class Exchanged:
+    """``ms``: how long it kept the engine from its next step; ``kept``: the old weights are there to go back to."""
 
-    responses: list[Generated]
-    policy_version: int
-    queue_ms: float | None
-    first_token_ms: float | None
-    total_ms: float
+    ms: float
+    kept: bool
 
 
 class Engine:
@@ -92,9 +93,13 @@ class Engine:
         self.requests: set[str] = set()
         """Ids of the requests that wait for their last token."""
         self.stats: dict[str, float] = {"running": 0, "waiting": 0, "kv_cache_usage": 0.0, "preemptions": 0}
+        self._whole: set[str] = set()  # of these requests, those that the scheduler keeps until they are whole
+        self._text: Text | None = None
         self._llm: AsyncLLM | None = None
         self._salt = ""
         self._loads = 0
+        self._asked = 0
+        self._background: set[asyncio.Task[Any]] = set()
         self.processes: list[int] = []
         """Ids of the worker processes."""
 
@@ -112,6 +117,8 @@ class Engine:
         async with asyncio.timeout(remaining):
             self.processes = await self._running.collective_rpc("millrace_adopt", args=(os.getpid(),))
             await self._running.update_weight_version(str(policy.version))
+            hashes = {path.name: policy.files[path.name]["sha256"] for path in policy.weight_files}
+            await self._running.collective_rpc("millrace_serves", args=(hashes,))
             self._set_version(policy.version)
             # The first steps make kernels, which takes seconds; no user should wait for them.
             await self.generate("warm-up", [0, 0], Sampling(n=2, max_tokens=2, seed=0))
@@ -147,9 +154,16 @@ class Engine:
         return int(self._running.model_config.get_vocab_size())
 
     @property
-    def tokenizer(self) -> Any:
-        """The policy's tokenizer, a Hugging Face one."""
-        return self._running.get_tokenizer()
+    def dtype(self) -> str:
+        """What the engine computes in: float32, bfloat16, float16."""
+        return str(self._running.model_config.dtype).removeprefix("torch.")
+
+    @property
+    def text(self) -> Text:
+        """The policy's tokenizer."""
+        if self._text is None:
+            self._text = Text(self._running.get_tokenizer())
+        return self._text
 
     # Generating
 
@@ -160,35 +174,45 @@ class Engine:
         fails.
         """
         started = time.monotonic()
-        final: RequestOutput | None = None
-        async for output in self._outputs(request_id, prompt_token_ids, _sampling_params(sampling)):
-            final = output
+        # vLLM looks for stop strings in the API process, token by token.
+        whole = sampling.n == 1 and not sampling.stop
+        if whole:
+            self._whole.add(request_id)
+        try:
+            final: RequestOutput | None = None
+            async for output in self._outputs(request_id, prompt_token_ids, _sampling_params(sampling, whole=whole)):
+                final = output
+        finally:
+            self._whole.discard(request_id)
         if final is None:
             raise EngineError("vLLM ended the request without an answer")
-        responses = [
-            self._read(output, output.text if sampling.stop else self._text(output, prompt_token_ids))
-            for output in final.outputs
-        ]
-        return self._generation(responses, final, started)
+        return self.read(final, prompt_token_ids, started, decoded=bool(sampling.stop))
 
     async def stream(
-        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling
-    ) -> AsyncIterator[Generation]:
-        """The same, with what there is by then at every turn; a response that goes on has finish_reason "abort".
+        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: Underway
+    ) -> AsyncIterator[list[tuple[int, str]]]:
+        """The same, read while it is made: at each turn the pieces of text, by the index of their response.
 
-        vLLM tells which policy made which token at a response's end. Until then the spans are those of the versions
-        that served when its tokens came, which around a swap can be a step off.
+        ``underway`` has what there is, all of it at the end. Raises as ``generate`` does.
         """
-        started = time.monotonic()
-        responses = [Generated("", [], [], [], "abort")] * sampling.n
-        async for output in self._outputs(request_id, prompt_token_ids, _sampling_params(sampling, streaming=True)):
+        params = _sampling_params(sampling, streaming=True)
+        async for output in self._outputs(request_id, prompt_token_ids, params):
+            if underway.first_token_ms is None and (metrics := output.metrics) is not None:
+                underway.queue_ms = _milliseconds(metrics.scheduled_ts - metrics.queued_ts)
+                underway.first_token_ms = _milliseconds(metrics.first_token_latency)
+            pieces = []
             for made in output.outputs:
-                before = responses[made.index]
-                spans = before.policy_spans
-                if made.token_ids and (not spans or spans[-1][1] != self.version):
-                    spans = [*spans, (len(before.token_ids), self.version)]
-                responses[made.index] = self._read(made, made.text, spans)
-            yield self._generation(list(responses), output, started)
+                growing = underway.responses[made.index]
+                text = made.text
+                growing.add(text, made.token_ids, made.logprobs, self.version)
+                if made.finish_reason is not None:
+                    spans = [(span.start, int(span.version)) for span in made.weight_versions or []]
+                    growing.end(made.finish_reason, spans)
+                    if not sampling.stop:
+                        text += self._rest(growing, made, prompt_token_ids)
+                if text:
+                    pieces.append((made.index, text))
+            yield pieces
 
     async def _outputs(self, request_id: str, prompt_token_ids: list[int], params: Any) -> AsyncIterator[RequestOutput]:
         from vllm.exceptions import VLLMClientError
@@ -209,42 +233,146 @@ class Engine:
         finally:
             self.requests.discard(request_id)
 
-    def _generation(self, responses: list[Generated], output: RequestOutput, started: float) -> Generation:
+    def _generation(
+        self,
+        responses: list[Generated],
+        output: RequestOutput,
+        started: float,
+        first_token_at: float | None = None,
+    ) -> Generation:
         metrics = output.metrics
+        first_token_s = metrics.first_token_latency if metrics else None
+        if first_token_at is not None:  # of the same clock as ``started``, in every process of the machine
+            first_token_s = first_token_at - started
         return Generation(
             responses=responses,
             policy_version=max((r.policy_spans[-1][1] for r in responses if r.policy_spans), default=self.version),
             queue_ms=_milliseconds(metrics.scheduled_ts - metrics.queued_ts) if metrics else None,
-            first_token_ms=_milliseconds(metrics.first_token_latency) if metrics else None,
+            first_token_ms=_milliseconds(first_token_s) if first_token_s is not None else None,
             total_ms=(time.monotonic() - started) * 1e3,
         )
 
     async def abort(self, request_id: str) -> None:
         """End a request; its ``generate`` returns the tokens so far with finish_reason "abort"."""
-        if self.healthy:
-            async with asyncio.timeout(_ABORT_TIMEOUT_S):
-                await self._running.abort(request_id)
+        if not self.healthy:
+            return
+        llm = self._running
+        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            if request_id in self._whole:
+                # By the engine alone, which has the tokens: vLLM's own abort would answer without them.
+                await llm.engine_core.abort_requests_async(list(llm.output_processor.external_req_ids[request_id]))
+            else:
+                await llm.abort(request_id)
 
-    # Changing the weights; the order is prefetch, hold, load, resume
+    # For requests that vLLM's own handlers make (serve.openai_engine)
 
-    async def prefetch(self, policy: Policy, timeout_s: float) -> None:
-        """Bring a policy's weights into the engine process's memory and check their hashes, while it serves.
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM's client. Raises EngineError when it does not run."""
+        return self._running
 
-        Raises EngineError, naming the file, when one is not what the manifest says.
+    @property
+    def cache_salt(self) -> str:
+        """What prefixes are cached under: one load of one policy."""
+        return self._salt
+
+    def keep_whole(self, request_id: str, params: SamplingParams) -> None:
+        """Have the scheduler hand over the only response when it is whole; nothing else may look at its tokens."""
+        params.extra_args = _WHOLE
+        self._whole.add(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self.requests.discard(request_id)
+        self._whole.discard(request_id)
+
+    def read(self, final: RequestOutput, prompt_token_ids: list[int], started: float, *, decoded: bool) -> Generation:
+        """What the only output of a request says. ``decoded``: vLLM made the text; ``started``: time.monotonic()."""
+        if (note := final.kv_transfer_params) is not None:
+            response = self._read_whole(final.outputs[0], note, self._response_text(final.outputs[0], prompt_token_ids))
+            return self._generation([response], final, started, note["first_token_at"])
+        responses = [
+            self._read(output, output.text if decoded else self._response_text(output, prompt_token_ids))
+            for output in final.outputs
+        ]
+        return self._generation(responses, final, started)
+
+    # Changing the weights: lay_out, commit, release; or, in place: hold, load, resume
+
+    async def obstacle(self) -> str | None:
+        """Why this model's weights can't be laid out beforehand and must be loaded in place; None if they can."""
+        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            reasons = await self._running.collective_rpc("millrace_obstacle")
+        return next((reason for reason in reasons if reason), None)
+
+    async def lay_out(self, weights: Weights, *, spare_bytes: int, timeout_s: float) -> None:
+        """Have a second set of weights laid out in the engine's process, in the kernels' form, while it serves.
+
+        ``spare_bytes``: memory that must be left then. Raises EngineError saying why it can't be, the set being gone.
         """
         llm = self._running
-        files = {path.name: policy.files[path.name]["sha256"] for path in policy.weight_files}
+        try:
+            async with asyncio.timeout(timeout_s):
+                arguments = (str(weights.policy.path), weights.files, spare_bytes)
+                await llm.collective_rpc("millrace_lay_out", args=arguments)
+                wait = 0.002
+                while True:
+                    states = await llm.collective_rpc("millrace_laid_out")
+                    if failed := next((state["error"] for state in states if state["error"]), None):
+                        raise EngineError(f"policy {weights.policy.version}: {failed}")
+                    if all(state["done"] for state in states):
+                        return
+                    await asyncio.sleep(wait)
+                    wait = min(0.1, wait * 2)
+        except BaseException:
+            await self.release()
+            raise
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let requests in flight finish, new ones wait; whether all did. ``commit`` lets the engine go on."""
+        waiting = asyncio.create_task(self._running.engine_core.pause_scheduler_async(mode="wait", clear_cache=False))
+        self._background.add(waiting)
+        waiting.add_done_callback(self._background.discard)
+        done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
+        for task in done:
+            task.result()
+        return bool(done)
+
+    async def commit(self, weights: Weights, *, recompute: bool, timeout_s: float) -> Exchanged:
+        """Exchange the two sets of weights between two steps, requests in flight going on.
+
+        Four orders in one go: pause, exchange, label, resume. The engine takes them one after the other, so that
+        nothing is made between the exchange and its label; and nobody waits for an answer of this process, which has
+        its hands full just then. ``recompute``: drop every KV cache, running requests' too.
+        """
+        llm, loop = self._running, asyncio.get_running_loop()
+        core = llm.engine_core
         async with asyncio.timeout(timeout_s):
-            await llm.collective_rpc("millrace_prefetch", args=(str(policy.path), files))
-            wait = 0.002
-            while True:
-                states = await llm.collective_rpc("millrace_prefetched")
-                if failed := next((state["error"] for state in states if state["error"]), None):
-                    raise EngineError(f"policy {policy.version}: {failed}")
-                if all(state["done"] for state in states):
-                    return
-                await asyncio.sleep(wait)
-                wait = min(0.25, wait * 2)
+            pause = loop.create_task(core.pause_scheduler_async(mode="keep", clear_cache=recompute))
+            held = None
+            if recompute or llm.vllm_config.max_concurrent_batches > 1:
+                held = time.monotonic()
+                await pause  # caches are cleared, and a step that is under way ends, before the pause is complete
+            else:
+                # The engine is between two steps and makes no other one. That it has nothing left to tidy up, which is
+                # what the answer says, may be long after it went on.
+                self._background.add(pause)
+                pause.add_done_callback(self._background.discard)
+            exchange = loop.create_task(llm.collective_rpc("millrace_commit", args=(weights.hashes,)))
+            label = loop.create_task(core.set_weight_version_async(str(weights.policy.version)))
+            resume = loop.create_task(core.resume_scheduler_async())
+            # Tasks start in the order in which they were made, and send before they wait. So what is sent after this
+            # call comes after the exchange, and what was sent before it before.
+            loop.call_soon(self._set_version, weights.policy.version)
+            await asyncio.gather(exchange, label, resume)
+        made = exchange.result()
+        ms = max(part["ms"] for part in made) if held is None else _milliseconds(time.monotonic() - held)
+        return Exchanged(ms=ms, kept=all(part["kept"] for part in made))
+
+    async def release(self) -> None:
+        """Give up the second set of weights, if there is one."""
+        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+            await self._running.collective_rpc("millrace_release")
 
     async def hold(self, *, recompute: bool, timeout_s: float) -> None:
         """Stop between two steps, keeping all requests. ``recompute``: drop every KV cache, running requests' too."""
@@ -252,24 +380,24 @@ class Engine:
             # AsyncLLM.pause_generation does the same and then sleeps 20 ms for the order of its log lines.
             await self._running.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
 
-    async def load(self, policy: Policy, timeout_s: float) -> None:
-        """Load the prefetched policy into the held engine and label what follows with its version.
+    async def load(self, weights: Weights, timeout_s: float) -> None:
+        """Load a policy into the held engine and label what follows with its version.
 
         Raises EngineError when what was loaded is not what the manifest names. After any failure the engine's weights
         are undefined: load another policy before it goes on.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        llm = self._running
-        expected = {path.name: policy.files[path.name]["sha256"] for path in policy.weight_files}
+        llm, policy = self._running, weights.policy
         try:
             async with asyncio.timeout(timeout_s):
                 await llm.start_weight_update()
-                await llm.update_weights(WeightTransferUpdateRequest(update_info={"folder": str(policy.path)}))
+                info = {"folder": str(policy.path), "files": weights.files}
+                await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
                 await llm.finish_weight_update()
                 for loaded in await llm.collective_rpc("millrace_loaded"):
-                    if loaded != expected:
-                        raise EngineError(f"the engine loaded {loaded}, policy {policy.version} is {expected}")
+                    if loaded != weights.hashes:
+                        raise EngineError(f"the engine loaded {loaded}, policy {policy.version} is {weights.hashes}")
                 await llm.update_weight_version(str(policy.version))
         except BaseException:
             async with asyncio.timeout(timeout_s):
@@ -281,6 +409,31 @@ class Engine:
         """Go on after ``hold``."""
         async with asyncio.timeout(timeout_s):
             await self._running.resume_generation()
+
+    async def next_logprobs(self, prompt_token_ids: list[int], token_ids: list[int], timeout_s: float) -> list[float]:
+        """The logprob of each of ``token_ids`` as the next one after the prompt, in nats, at temperature 1.
+
+        No request of a client: nothing counts or records it.
+        """
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            logprob_token_ids=token_ids,
+            logprobs=len(token_ids),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._asked += 1
+        prompt = tokens_input(prompt_token_ids, cache_salt=f"own {self._asked}")
+        async with asyncio.timeout(timeout_s):
+            async for output in self._running.generate(prompt, params, f"own {self._asked}"):
+                logprobs = output.outputs[0].logprobs
+        if not logprobs or any(token not in logprobs[0] for token in token_ids):
+            raise EngineError("vLLM did not tell the logprobs that were asked for")
+        return [logprobs[0][token].logprob for token in token_ids]
 
     # Inside
 
@@ -306,9 +459,12 @@ class Engine:
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            from serve.vllm_metrics import EngineStats
+
             on_cpu = current_platform.is_cpu()
             arguments: dict[str, Any] = {
                 "model": str(path),
+                "served_model_name": "millrace",  # a label of its metrics: the first policy's path would stay there
                 "dtype": _dtype(path) if config.dtype == "auto" else config.dtype,
                 "max_model_len": config.max_model_len,
                 "max_num_seqs": config.max_num_seqs,
@@ -321,69 +477,53 @@ class Engine:
                 "logprobs_mode": "processed_logprobs",
                 "generation_config": "auto",
                 "worker_extension_cls": WORKER,
+                "scheduler_cls": SCHEDULER,
                 "weight_transfer_config": {"backend": "millrace_mapped"},
                 "disable_log_stats": True,
             }
             if config.tensor_parallel_size == 1:
                 arguments["distributed_executor_backend"] = "uni"
-            self._llm = AsyncLLM.from_engine_args(
-                AsyncEngineArgs(**(arguments | config.extra)),
-                usage_context=UsageContext.ENGINE_CONTEXT,
-                stat_loggers=[self._stat_logger],
-            )
+            with _dying_with_this_process():
+                self._llm = AsyncLLM.from_engine_args(
+                    AsyncEngineArgs(**(arguments | config.extra)),
+                    usage_context=UsageContext.ENGINE_CONTEXT,
+                    stat_loggers=[EngineStats.into(self.stats)],
+                )
 
-    def _stat_logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
-        """A vLLM stat logger that keeps the newest numbers in ``stats``; it also makes vLLM time each request."""
-        from vllm.v1.metrics.loggers import StatLoggerBase
-
-        stats = self.stats
-
-        class Newest(StatLoggerBase):
-            def __init__(self, vllm_config: Any, engine_index: int = 0) -> None: ...
-
-            def record(
-                self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
-            ) -> None:
-                if scheduler_stats is not None:
-                    stats["running"] = scheduler_stats.num_running_reqs
-                    stats["waiting"] = scheduler_stats.num_waiting_reqs
-                    stats["kv_cache_usage"] = scheduler_stats.kv_cache_usage
-                if iteration_stats is not None:
-                    stats["preemptions"] += iteration_stats.num_preempted_reqs
-
-            def log_engine_initialized(self) -> None: ...
-
-        return Newest(vllm_config, engine_index)
-
-    def _read(self, output: CompletionOutput, text: str, so_far: list[tuple[int, int]] | None = None) -> Generated:
-        """A response; ``so_far``: its policy spans if it goes on, which vLLM does not tell then."""
+    def _read_whole(self, output: CompletionOutput, note: dict[str, Any], text: str) -> Generated:
+        """A response that the scheduler kept, with its note."""
         token_ids = list(output.token_ids)
-        logprobs = list(output.logprobs.logprobs) if output.logprobs is not None else []
-        spans = [(span.start, int(span.version)) for span in output.weight_versions or []]
-        if so_far is not None and output.finish_reason is None:
-            spans = so_far
+        logprobs = np.frombuffer(note["logprobs"], "<f4")
+        spans = [(start, int(version)) for start, version in note["spans"]]
         if len(logprobs) != len(token_ids) or (token_ids and not spans):
             raise EngineError(f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens")
         return Generated(text, token_ids, logprobs, spans, output.finish_reason or "abort")
 
-    def _text(self, output: CompletionOutput, prompt: list[int]) -> str:
+    def _read(self, output: CompletionOutput, text: str) -> Generated:
+        """A response that vLLM put together."""
+        token_ids = list(output.token_ids)
+        logprobs = sampled_logprobs(token_ids, output.logprobs)
+        spans = [(span.start, int(span.version)) for span in output.weight_versions or []]
+        if len(logprobs) != len(token_ids) or (token_ids and not spans):
+            raise EngineError(f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens")
+        return Generated(text, token_ids, logprobs, spans, output.finish_reason or "abort")
+
+    def _rest(self, growing: Growing, last: CompletionOutput, prompt: list[int]) -> str:
+        """The end of a streamed text that vLLM held back and did not hand over, such as half a character."""
+        made = growing.so_far()
+        ended = last.finish_reason == "stop"
+        whole = self.text.response(prompt, made.token_ids[:-1] if ended else made.token_ids)
+        rest = whole[len(made.text) :] if whole.startswith(made.text) else ""
+        growing.add(rest, (), None, self.version)
+        return rest
+
+    def _response_text(self, output: CompletionOutput, prompt: list[int]) -> str:
         # The token that ended the response is part of it, but not of its text.
         ended = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
-        return self._decode(prompt, list(output.token_ids[:-1] if ended else output.token_ids))
-
-    def _decode(self, prompt: list[int], token_ids: list[int]) -> str:
-        """Text of a response, decoded once and with the end of its prompt, since some tokenizers join over the seam."""
-        if not token_ids:
-            return ""
-        tokenizer, context = self.tokenizer, prompt[-_CONTEXT_TOKENS:]
-        before = tokenizer.decode(context, skip_special_tokens=True)
-        both = tokenizer.decode(context + token_ids, skip_special_tokens=True)
-        if both.startswith(before):
-            return str(both[len(before) :])
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
+        return self.text.response(prompt, list(output.token_ids[:-1] if ended else output.token_ids))
 
 
-def _sampling_params(sampling: Sampling, *, streaming: bool = False) -> Any:
+def _sampling_params(sampling: Sampling, *, streaming: bool = False, whole: bool = False) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -394,12 +534,14 @@ def _sampling_params(sampling: Sampling, *, streaming: bool = False) -> Any:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         stop=list(sampling.stop) or None,
+        stop_token_ids=list(sampling.stop_token_ids) or None,
         seed=sampling.seed,
         logprobs=0,  # of the sampled token alone
         flat_logprobs=True,
         # Without stop strings, one decode at the end does for a response that is not streamed, instead of one a token.
         detokenize=streaming or bool(sampling.stop),
-        output_kind=RequestOutputKind.CUMULATIVE if streaming else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY,
+        extra_args=_WHOLE if whole else None,
         skip_clone=True,
     )
 
@@ -434,6 +576,23 @@ def _environment(config: EngineConfig) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _dying_with_this_process() -> Iterator[None]:
+    """Have the processes that are spawned meanwhile killed when this one dies, also while they only start.
+
+    ``millrace_adopt`` comes when vLLM is ready, and left to itself a starting engine waits minutes for its parent.
+    """
+    resource_tracker.ensure_running()  # this one is to clean up after us
+    before = multiprocessing.spawn.get_executable()
+    os.environ["MILLRACE_PYTHON"], os.environ["MILLRACE_PARENT"] = sys.executable, str(os.getpid())
+    multiprocessing.set_executable(str(_TIED_PYTHON))
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(before)
+        del os.environ["MILLRACE_PYTHON"], os.environ["MILLRACE_PARENT"]
 
 
 def _dtype(path: Path) -> str:

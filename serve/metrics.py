@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from serve.tallies import Tally
+
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
 _SWAP_SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _BATCH_ITEMS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
@@ -22,17 +25,23 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter("millrace_requests", "Requests answered.", ("route", "code"), registry=self.registry)
-        self.seconds = Histogram(
+        self.seconds = Tally(
             "millrace_request_seconds",
             "Time to answer a request.",
             ("route",),
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.first_token_seconds = Histogram(
+        self.first_token_seconds = Tally(
             "millrace_first_token_seconds",
             "Time to a request's first token, in the engine.",
             buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.inter_token_seconds = Tally(
+            "millrace_inter_token_seconds",
+            "Time between two tokens of a response, on average over the response.",
+            buckets=_TOKEN_SECONDS,
             registry=self.registry,
         )
         self.prompt_tokens = Counter("millrace_prompt_tokens", "Prompt tokens read.", registry=self.registry)
@@ -52,6 +61,18 @@ class Metrics:
             buckets=_BATCH_ITEMS,
             registry=self.registry,
         )
+        self.auth_failures = Counter(
+            "millrace_auth_failures",
+            "Requests without a good key: missing, unknown, revoked, expired; scope: one that may not do that.",
+            ("reason",),
+            registry=self.registry,
+        )
+        self.rate_limited = Counter(
+            "millrace_rate_limited",
+            "Requests over a key's limit of requests or tokens, by the key's id.",
+            ("limit", "key"),
+            registry=self.registry,
+        )
         self.swaps = Counter("millrace_swaps", "Policy swaps.", ("ok",), registry=self.registry)
         self.hold_seconds = Histogram(
             "millrace_swap_hold_seconds",
@@ -60,14 +81,27 @@ class Metrics:
             registry=self.registry,
         )
         self.policy_version = Gauge("millrace_policy_version", "The policy that serves.", registry=self.registry)
+        self._answered: dict[tuple[str, int], tuple[Counter, Tally]] = {}
+
+    def answered(self, route: str, code: int, seconds: float) -> None:
+        """Count an answer. ``route``: the route's template, or "other"."""
+        try:
+            requests, times = self._answered[route, code]
+        except KeyError:
+            requests, times = self._answered[route, code] = (
+                self.requests.labels(route=route, code=str(code)),
+                self.seconds.labels(route=route),
+            )
+        requests.inc()
+        times.observe(seconds)
 
     def watch(self, prefix: str, numbers: Numbers) -> None:
         """Show ``numbers()`` as gauges named ``millrace_<prefix>_<key>``, read at each scrape."""
         self.registry.register(_Gauges(prefix, numbers))
 
     def render(self) -> bytes:
-        """The text that Prometheus reads."""
-        return generate_latest(self.registry)
+        """The text that Prometheus reads: ours, and what is in the process's own registry, vLLM's above all."""
+        return generate_latest(self.registry) + generate_latest(REGISTRY)
 
 
 class _Gauges(Collector):

@@ -83,6 +83,12 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def fingerprint(path: Path) -> list[int]:
+    """What changes when a file is written to or replaced: device, inode, size, times of content and of status in ns."""
+    status = path.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
 def copy_model(source: Path, target: Path, leave_out: Collection[str]) -> None:
     """Copy what a policy consists of: the folder's own files, links followed, nothing hidden, no pickle."""
     if not source.is_dir():

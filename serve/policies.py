@@ -63,7 +63,8 @@ class StalePointer(PolicyError):
 
 @dataclass(frozen=True)
 class Policy:
-    """One published policy. ``created_at`` is ISO 8601, UTC; ``files`` maps a name to its ``sha256`` and ``size``."""
+    """One published policy. ``created_at`` is ISO 8601, UTC; ``files`` maps a name to its ``sha256`` and ``size``;
+    ``probe`` has what ``serve.probe`` compares a server with."""
 
     version: int
     parent: int | None
@@ -73,6 +74,7 @@ class Policy:
     lineage: dict[str, Any]
     metrics: dict[str, Any]
     gate: dict[str, Any] | None
+    probe: dict[str, Any] | None = None
 
     @property
     def sha256(self) -> str:
@@ -115,11 +117,13 @@ class PolicyStore:
         lineage: Mapping[str, Any],
         metrics: Mapping[str, Any],
         gate: Mapping[str, Any] | None = None,
+        probe: Callable[[Path], dict[str, Any]] | None = None,
     ) -> Policy:
         """Make the next version of what ``source`` holds and return it.
 
         ``source`` is a function that writes a Hugging Face folder into the (empty) path it is given, or such a folder,
         whose top-level files are copied; pickled weights that lie beside the safetensors are left out of a copy.
+        ``probe`` works out, from the folder, the numbers that a server proves itself by (``serve.probe.measure``).
 
         Raises PolicyInvalid if the result is no safetensors policy, PolicyNotFound if there is no ``parent``,
         ValueError if lineage or metrics are not JSON (a NaN is not).
@@ -148,6 +152,8 @@ class PolicyStore:
                 "lineage": dict(lineage),
                 "metrics": dict(metrics),
             }
+            if probe is not None:
+                manifest["probe"] = probe(aside)
             if gate is not None:
                 (aside / GATE).write_bytes(_dump(dict(gate)))
             for path in aside.rglob("*"):
@@ -186,6 +192,7 @@ class PolicyStore:
                 lineage=manifest["lineage"],
                 metrics=manifest["metrics"],
                 gate=_read_json(folder / GATE),
+                probe=manifest.get("probe"),
             )
         except (KeyError, TypeError) as error:
             raise PolicyCorrupt(f"{folder / MANIFEST} lacks {error}") from error

@@ -1,8 +1,8 @@
 """The swap, step by step, in one replica: follow the store's serving pointer without failing a request.
 
-verify and prefetch, still serving -> hold between two engine steps -> load -> compare checksums -> resume. Requests in
-flight go on under the new policy. If anything fails, the old weights are what serves, the replica says so, and the
-pointer's generation is not tried again.
+Prepare, still serving: compare, verify, lay out -> commit: exchange the weights between two engine steps -> prove it by
+the numbers in the manifest. Requests in flight go on under the new policy. If anything fails, the old weights are what
+serves, the replica says so, and the pointer's generation is not tried again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from serve.config import SwapConfig
-from serve.engine import Engine
+from serve.engine import Engine, EngineError, Exchanged, Weights
 from serve.policies import Pointer, Policy, PolicyError, PolicyStore
-from serve.swappable import require_finite, require_swappable
+from serve.probe import Numbers, judge
+from serve.swappable import require_swappable, require_whole
+from serve.vetting import read, vet
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +33,11 @@ REMEMBERED: Final = 20
 
 @dataclass(frozen=True)
 class Swap:
-    """One swap as it is recorded; times in milliseconds. ``hold_ms``: how long no token was made."""
+    """One swap as it is recorded; times in milliseconds.
+
+    ``prepare_ms``: while the old policy served; ``hold_ms``: how long no token could be made; ``in_place``: loaded into
+    the live weights, not exchanged; ``probe``: how far the logprobs were from the manifest's, or why that isn't known.
+    """
 
     at: str
     from_version: int
@@ -39,10 +45,11 @@ class Swap:
     generation: int
     ok: bool
     error: str | None
-    prefetch_ms: float
+    prepare_ms: float
     hold_ms: float
-    load_ms: float
     in_flight: int
+    in_place: bool
+    probe: str
 
     def to_json(self) -> dict[str, Any]:
         """The record with its keys as they are written: ``from`` and ``to``."""
@@ -50,8 +57,30 @@ class Swap:
         return {"at": record.pop("at"), "from": record.pop("from_version"), "to": record.pop("to_version"), **record}
 
 
+class StaleWeights(EngineError):
+    """What serves after a swap is not what the policy's manifest says it computes."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A policy that only needs ``commit``. ``before``: what the old policy gave where ``numbers`` has the new one's."""
+
+    weights: Weights
+    in_place: bool
+    numbers: Numbers | str
+    before: list[list[float]] | None
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a replica has to serve, and what it has to have ready beside that."""
+
+    serve: Pointer | None
+    prepare: Pointer | None = None
+
+
 class Swapper:
-    """Keeps one engine on the policy that the store's pointer names."""
+    """Keeps one engine on the policy that the store's pointer names, or that ``orders`` name."""
 
     def __init__(
         self,
@@ -61,8 +90,12 @@ class Swapper:
         record: Path,
         *,
         observe: Callable[[Swap], None] = lambda swap: None,
+        orders: Callable[[], Orders] | None = None,
     ) -> None:
-        """``record``: the file that each swap is appended to, one JSON a line; ``observe`` is called after each."""
+        """``record``: the file that each swap is appended to, one JSON a line; ``observe`` is called after each.
+
+        ``orders``: asked at every turn instead of the store's pointer; raises PolicyError or OSError if it can't tell.
+        """
         self.store = store
         self.engine = engine
         self.config = config
@@ -70,9 +103,14 @@ class Swapper:
         self.broken: str | None = None
         """Why the engine can't serve any more, if a swap failed and the old weights could not be put back."""
         self.failed: dict[str, Any] | None = None
-        """The pointer that could not be followed, until another one is."""
+        """The pointer that could not be followed, or prepared for, until another one is."""
+        self._orders = orders or (lambda: Orders(store.serving()))
+        self._ready: tuple[int, Prepared] | None = None  # the generation that was prepared for
+        self._readied = 0  # the newest generation that was prepared for, well or not
         self._observe = observe
-        self._policy: Policy | None = None
+        self._weights: Weights | None = None
+        self._spare: Weights | None = None  # what is laid out beside them
+        self._obstacle: str | None = None  # what was told of already
         self._pointer: Pointer | None = None
         self._seen = 0  # the newest generation that was acted upon, well or not
         self._since = _now()
@@ -84,12 +122,14 @@ class Swapper:
 
         Raises PolicyError (no pointer, no such policy, a damaged one), EngineError.
         """
-        pointer = self.store.serving()
+        pointer = self._orders().serve
         if pointer is None:
             raise PolicyError(f"{self.store.root} has no serving policy yet: promote one first (millrace init)")
-        policy = await asyncio.to_thread(self.store.verify, pointer.version)
-        await self.engine.start(policy)
-        self._policy, self._pointer, self._seen, self._since = policy, pointer, pointer.generation, _now()
+        files = await asyncio.to_thread(read, self.store, pointer.version, check_finite=False)
+        self._weights = Weights(self.store.get(pointer.version), files)
+        await self.engine.start(self._weights.policy)
+        await self._prove_start()
+        self._pointer, self._seen, self._since = pointer, pointer.generation, _now()
         self._task = asyncio.create_task(self._follow(), name="swapper")
 
     async def close(self) -> None:
@@ -103,6 +143,15 @@ class Swapper:
         except asyncio.CancelledError:
             if not task.cancelled():  # it is this call that was cancelled
                 raise
+
+    @property
+    def _serving(self) -> Weights:
+        assert self._weights is not None, "start() comes first"
+        return self._weights
+
+    @_serving.setter
+    def _serving(self, weights: Weights) -> None:
+        self._weights = weights
 
     @property
     def healthy(self) -> bool:
@@ -126,39 +175,43 @@ class Swapper:
         while self.broken is None:
             await asyncio.sleep(self.config.poll_seconds)
             try:
-                pointer = self.store.serving()
+                orders = self._orders()
                 unreadable = None
             except (PolicyError, OSError) as error:
                 if str(error) != unreadable:  # once, not at every look
                     log.error("the serving pointer can't be read, policy %d stays: %s", self.engine.version, error)
                 unreadable = str(error)
                 continue
-            if pointer is not None and pointer.generation != self._seen:
-                self._seen = pointer.generation
-                # Shielded: once begun, a swap is finished or undone, also when the server stops.
-                swap = asyncio.create_task(self._act(pointer), name=f"swap to {pointer.version}")
-                try:
-                    await asyncio.shield(swap)
-                except asyncio.CancelledError:
-                    await swap
-                    raise
+            if orders.serve is not None and orders.serve.generation != self._seen:
+                self._seen = orders.serve.generation
+                step = self._act(orders.serve)
+            elif orders.prepare is not None and orders.prepare.generation != self._readied:
+                self._readied = orders.prepare.generation
+                step = self._get_ready(orders.prepare)
+            elif orders.prepare is None and self._ready is not None:
+                step = self._let_go()
+            else:
+                continue
+            # Shielded: once begun, a swap is finished or undone, also when the server stops.
+            swap = asyncio.create_task(step, name="swap")
+            try:
+                await asyncio.shield(swap)
+            except asyncio.CancelledError:
+                await swap
+                raise
 
     async def _act(self, pointer: Pointer) -> None:
         if pointer.version == self.engine.version:
             self._pointer, self.failed = pointer, None
+            await self._let_go()
             return
         swap = await self.swap_to(pointer)
         self._swaps.append(swap)
         if swap.ok:
             self._pointer, self._since, self.failed = pointer, swap.at, None
-            log.info("policy %d serves, held for %.0f ms", swap.to_version, swap.hold_ms)
+            log.info("policy %d serves, held for %.1f ms; probe: %s", swap.to_version, swap.hold_ms, swap.probe)
         else:
-            self.failed = {
-                "version": pointer.version,
-                "generation": pointer.generation,
-                "error": swap.error,
-                "at": swap.at,
-            }
+            self._fail(pointer, swap.error or "")
             log.error("policy %d refused, %d stays: %s", swap.to_version, swap.from_version, swap.error)
         self._observe(swap)
         try:
@@ -168,61 +221,183 @@ class Swapper:
 
     async def swap_to(self, pointer: Pointer) -> Swap:
         """Serve another policy from the next token on, or keep the old one; which it was is in the result."""
-        old = self._policy
-        assert old is not None, "start() comes first"
         started = time.monotonic()
-        held: float | None = None
-        prefetch_ms = hold_ms = load_ms = 0.0
-        in_flight = 0
-        error: str | None = None
+        ready, self._ready = self._ready, None
         try:
-            policy = await asyncio.to_thread(self._prepare, old, pointer.version)
-            await self.engine.prefetch(policy, self.config.prefetch_timeout_s)
-            prefetch_ms = _since_ms(started)
-            in_flight, held = self.engine.in_flight, time.monotonic()
-            await self.engine.hold(recompute=self.config.recompute, timeout_s=self.config.hold_timeout_s)
-            loading = time.monotonic()
-            await self.engine.load(policy, self.config.hold_timeout_s)
-            load_ms = _since_ms(loading)
-            await self.engine.resume(self.config.hold_timeout_s)
-            hold_ms = _since_ms(held)
-            self._policy = policy
+            if ready is not None and ready[0] == pointer.generation:
+                prepared = ready[1]
+            else:
+                prepared = await self.prepare(pointer.version)
+        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is told
+            return self._told(pointer.version, pointer.generation, _describe(failure), _since_ms(started))
+        return await self.commit(prepared, pointer.generation, prepare_ms=_since_ms(started))
+
+    @property
+    def prepared(self) -> tuple[int, Policy] | None:
+        """The generation that only needs a commit, and its policy."""
+        return (self._ready[0], self._ready[1].weights.policy) if self._ready else None
+
+    @property
+    def policy(self) -> Policy:
+        """What serves."""
+        return self._serving.policy
+
+    async def _get_ready(self, pointer: Pointer) -> None:
+        await self._let_go()
+        try:
+            self._ready = pointer.generation, await self.prepare(pointer.version)
+        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is told
+            self._fail(pointer, _describe(failure))
+            log.error("policy %d can't be prepared: %s", pointer.version, _describe(failure))
+
+    async def _let_go(self) -> None:
+        """Give up what was prepared and is not wanted any more."""
+        if self._ready is not None:
+            self._ready = None
+            await self.engine.release()
+
+    def _fail(self, pointer: Pointer, error: str) -> None:
+        self.failed = {"version": pointer.version, "generation": pointer.generation, "error": error, "at": _now()}
+
+    async def prepare(self, version: int) -> Prepared:
+        """All of a swap that can be done while the old policy serves undisturbed.
+
+        Raises PolicyError, EngineError, TimeoutError with what is wrong; nothing has changed then.
+        """
+        config, old = self.config, self._serving
+        policy = await asyncio.to_thread(self._swappable, old.policy, version)
+        weights = self._spare
+        if weights is None or weights.policy.files != policy.files:
+            files = await vet(self.store, version, check_finite=config.check_finite, timeout_s=config.prepare_timeout_s)
+            weights = Weights(policy, files)
+        obstacle = "serve.swap.in_place is set" if config.in_place else await self.engine.obstacle()
+        if obstacle is None:
+            self._spare = None
+            await self.engine.lay_out(weights, spare_bytes=config.spare_bytes, timeout_s=config.prepare_timeout_s)
+        elif obstacle != self._obstacle:
+            log.warning("weights are loaded in place, requests wait for the load: %s", obstacle)
+            self._obstacle = obstacle
+        numbers = Numbers.of(policy.probe) if config.probe else "serve.swap.probe is off"
+        before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
+        return Prepared(weights, in_place=obstacle is not None, numbers=numbers, before=before)
+
+    async def commit(self, prepared: Prepared, generation: int, *, prepare_ms: float = 0.0) -> Swap:
+        """Have what was prepared serve, and prove it; or put the old policy back."""
+        config, old, policy = self.config, self._serving, prepared.weights.policy
+        in_flight = self.engine.in_flight
+        hold_ms, probe, error = 0.0, "", None
+        exchanged: Exchanged | None = None
+        held = time.monotonic()
+        try:
+            if config.mode == "wait" and not await self.engine.drain(config.drain_timeout_s):
+                log.warning("%d requests did not end within drain_timeout_s: they go on", self.engine.in_flight)
+            if prepared.in_place:
+                held = time.monotonic()
+                await self.engine.hold(recompute=config.recompute, timeout_s=config.hold_timeout_s)
+                await self.engine.load(prepared.weights, config.hold_timeout_s)
+                await self.engine.resume(config.hold_timeout_s)
+                hold_ms = _since_ms(held)
+            else:
+                exchanged = await self.engine.commit(
+                    prepared.weights, recompute=config.recompute, timeout_s=config.hold_timeout_s
+                )
+                hold_ms = exchanged.ms
+            probe = await self._prove(prepared)
+            self._serving = prepared.weights
+            if exchanged is not None and exchanged.kept and config.shadow_weights:
+                self._spare = old
+            else:
+                await self.engine.release()
         except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy must serve on and the cause be told
             error = _describe(failure)
-            if held is not None:
-                await self._restore(old, error)
-                hold_ms = _since_ms(held)
-        return Swap(
-            at=_now(),
-            from_version=old.version,
-            to_version=pointer.version,
-            generation=pointer.generation,
-            ok=error is None,
-            error=error,
-            prefetch_ms=round(prefetch_ms, 3),
-            hold_ms=round(hold_ms, 3),
-            load_ms=round(load_ms, 3),
+            await self._put_back(old, exchanged, error)
+            hold_ms = hold_ms or _since_ms(held)
+        return self._told(
+            policy.version,
+            generation,
+            error,
+            prepare_ms,
+            hold_ms=hold_ms,
             in_flight=in_flight,
+            in_place=prepared.in_place,
+            probe=probe,
+            from_version=old.policy.version,
         )
 
-    def _prepare(self, old: Policy, version: int) -> Policy:
-        policy = self.store.verify(version)
+    async def _prove_start(self) -> None:
+        numbers = Numbers.of(self._serving.policy.probe) if self.config.probe else "serve.swap.probe is off"
+        proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
+        log.info("probe of policy %d: %s", self.engine.version, proof)
+
+    def _swappable(self, old: Policy, version: int) -> Policy:
+        policy = self.store.get(version)
+        require_whole(policy)
         require_swappable(old, policy)
-        if self.config.check_finite:
-            require_finite(policy)
         return policy
 
-    async def _restore(self, old: Policy, cause: str) -> None:
-        """Put the old weights back into the held engine and go on; else stop the engine rather than serve a mixture."""
+    async def _ask(self, numbers: Numbers) -> list[list[float]]:
+        """What the engine gives where the numbers have something to compare with."""
+        return [
+            await self.engine.next_logprobs(prompt, tokens, self.config.hold_timeout_s)
+            for prompt, tokens in zip(numbers.prompts, numbers.tokens, strict=True)
+        ]
+
+    async def _prove(self, prepared: Prepared) -> str:
+        """Compare the engine with the policy's numbers. Raises StaleWeights if they differ."""
+        numbers = prepared.numbers
+        if isinstance(numbers, str):
+            return numbers
+        verdict = judge(numbers, prepared.before, await self._ask(numbers), self.engine.dtype)
+        if verdict.objection:
+            raise StaleWeights(f"policy {prepared.weights.policy.version} is not what serves: {verdict.objection}")
+        return f"{verdict.difference:.2g} nats off"
+
+    async def _put_back(self, old: Weights, exchanged: Exchanged | None, cause: str) -> None:
+        """Have the old weights serve again; else stop the engine rather than serve a mixture."""
+        config = self.config
         try:
-            await self.engine.hold(recompute=self.config.recompute, timeout_s=self.config.hold_timeout_s)
-            await self.engine.prefetch(old, self.config.prefetch_timeout_s)
-            await self.engine.load(old, self.config.hold_timeout_s)
-            await self.engine.resume(self.config.hold_timeout_s)
+            if exchanged is not None and exchanged.kept:
+                await self.engine.commit(old, recompute=config.recompute, timeout_s=config.hold_timeout_s)
+                await self.engine.release()
+                return
+            await self.engine.hold(recompute=config.recompute, timeout_s=config.hold_timeout_s)
+            await self.engine.release()
+            # Verified anew: in the time that it served, its files may have been copied or touched.
+            files = await asyncio.to_thread(read, self.store, old.policy.version, check_finite=False)
+            self._serving = Weights(old.policy, files)
+            await self.engine.load(self._serving, config.hold_timeout_s)
+            await self.engine.resume(config.hold_timeout_s)
         except Exception as failure:  # noqa: BLE001 - the end of the line: the engine must not go on with unknown weights
-            self.broken = f"{cause}; and policy {old.version} could not be put back: {_describe(failure)}"
+            self.broken = f"{cause}; and policy {old.policy.version} could not be put back: {_describe(failure)}"
             log.critical("the engine is stopped: %s", self.broken)
             await self.engine.close()
+
+    def _told(
+        self,
+        version: int,
+        generation: int,
+        error: str | None,
+        prepare_ms: float,
+        *,
+        hold_ms: float = 0.0,
+        in_flight: int = 0,
+        in_place: bool = False,
+        probe: str = "",
+        from_version: int | None = None,
+    ) -> Swap:
+        return Swap(
+            at=_now(),
+            from_version=from_version or self._serving.policy.version,
+            to_version=version,
+            generation=generation,
+            ok=error is None,
+            error=error,
+            prepare_ms=round(prepare_ms, 3),
+            hold_ms=round(hold_ms, 3),
+            in_flight=in_flight,
+            in_place=in_place,
+            probe=probe,
+        )
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:

@@ -23,8 +23,20 @@ class NotSwappable(PolicyError):
     """A policy can't be loaded into the engine that runs; the text names the file, the setting or the tensor."""
 
 
+def require_whole(policy: Policy) -> None:
+    """Raise NotSwappable naming the first file that is missing or has another size than the manifest says."""
+    for name, expected in policy.files.items():
+        path = policy.path / name
+        if not path.is_file():
+            raise NotSwappable(f"policy {policy.version}: {name} is missing")
+        if (size := path.stat().st_size) != expected["size"]:
+            raise NotSwappable(
+                f"policy {policy.version}: {name} has {size} bytes, its manifest says {expected['size']}"
+            )
+
+
 def require_swappable(old: Policy, new: Policy) -> None:
-    """Raise NotSwappable unless the two are one architecture with one tokenizer and tensors of the same shapes."""
+    """Raise NotSwappable unless the two are one architecture with one tokenizer and tensors of the same make."""
     _require_same_config(old, new)
     _require_same_tokenizer(old, new)
     before, after = _tensors(old), _tensors(new)
@@ -40,6 +52,11 @@ def require_swappable(old: Policy, new: Policy) -> None:
             )
         if entry["dtype"] not in FLOATS:
             raise NotSwappable(f"policy {new.version}: {name} is {entry['dtype']}, not one of {', '.join(FLOATS)}")
+        if entry["dtype"] != before[name]["dtype"]:
+            raise NotSwappable(
+                f"policy {new.version}: {name} is {entry['dtype']}, policy {old.version} has {before[name]['dtype']}; "
+                "restart to serve it"
+            )
 
 
 def require_finite(policy: Policy) -> None:

@@ -1,24 +1,20 @@
-"""New weights into a live vLLM engine: the weight-transfer backend ``millrace_mapped``.
+"""New weights into a live vLLM engine.
 
 This module runs inside vLLM's worker process, which imports it because ``worker_extension_cls`` names
-``MillraceWorker``. A load has two parts. ``millrace_prefetch`` maps a policy's safetensors and checks their sha256 in
-a thread, while the engine serves. The weight update itself (vLLM's start, update, finish) then only copies from the
-mapping, between two engine steps, through vLLM's layerwise reload, which knows about fused, sharded, padded and
-prepacked weights.
-
-Format of the files: https://huggingface.co/docs/safetensors.
+``MillraceWorker``. There are two ways. Where the model allows it, a second set of weights is laid out in the kernels'
+form while the first one serves, and ``millrace_commit`` exchanges the two between two engine steps (serve/shadow.py).
+Else the weights are loaded in place, the engine held, by the weight-transfer backend ``millrace_mapped`` through vLLM's
+layerwise reload, which knows about every kind of fused, sharded, quantized and prepacked weight.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import mmap
 import os
 import signal
 import threading
-from collections.abc import Iterator
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -35,81 +31,18 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from serve.model_folder import safetensors_header
+from serve.mapped import MappedFile
+from serve.shadow import Shadow, hashes, obstacle
+
+log = logging.getLogger(__name__)
 
 BACKEND: Final = "millrace_mapped"
-
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-"""The dtypes of weights that can be swapped: the loader casts between floating types and nothing else."""
 
 _PR_SET_PDEATHSIG: Final = 1
 
 # vLLM warns of every layer that a checkpoint doesn't name, tied heads and rotary tables too. finish_reload below knows
 # which of them are right, and fails on the others.
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
-
-
-class MappedFile:
-    """One safetensors file in memory, copy-on-write: nothing that is done to its tensors reaches the disk."""
-
-    def __init__(self, path: Path) -> None:
-        self.header = safetensors_header(path)
-        with path.open("rb") as file:
-            self._start = 8 + int.from_bytes(file.read(8), "little")
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._map.madvise(mmap.MADV_WILLNEED)
-
-    def sha256(self) -> str:
-        """Hash of the very bytes that the tensors are made of; reading them also brings them into memory."""
-        return hashlib.sha256(self._map).hexdigest()
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor) in file order, views of the mapping."""
-        for name, entry in sorted(self.header.items(), key=lambda item: item[1]["data_offsets"][0]):
-            shape = entry["shape"]
-            count = 1
-            for size in shape:
-                count *= size
-            dtype = DTYPES[entry["dtype"]]
-            if count == 0:
-                yield name, torch.empty(shape, dtype=dtype)
-                continue
-            offset = self._start + entry["data_offsets"][0]
-            yield name, torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
-
-
-class Prefetch:
-    """A policy's weights on their way from disk into memory, in a thread of their own."""
-
-    def __init__(self, folder: Path, files: dict[str, str]) -> None:
-        """``files``: name of each safetensors file -> the sha256 that it must have."""
-        self.folder = folder
-        self.files: list[MappedFile] = []
-        self.hashes: dict[str, str] = {}
-        self.error: str | None = None
-        self._expected = files
-        self._thread = threading.Thread(target=self._run, name="millrace-prefetch", daemon=True)
-        self._thread.start()
-
-    @property
-    def done(self) -> bool:
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        try:
-            for name, expected in sorted(self._expected.items()):
-                file = MappedFile(self.folder / name)
-                self.hashes[name] = file.sha256()
-                if self.hashes[name] != expected:
-                    raise ValueError(f"{name} has sha256 {self.hashes[name][:12]}…, the manifest says {expected[:12]}…")
-                self.files.append(file)
-        except Exception as error:  # noqa: BLE001 - a thread's failure is handed to whoever asks for its state
-            self.error = f"{type(error).__name__}: {error}"
 
 
 @dataclass
@@ -119,19 +52,24 @@ class MappedInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class MappedUpdateInfo(WeightTransferUpdateInfo):
-    """Which prefetched policy to load."""
+    """Which policy to load. ``files``: name of each safetensors file -> its ``sha256`` and ``fingerprint``."""
 
     folder: str
+    files: dict[str, dict[str, Any]]
 
 
 class MappedWeights(WeightTransferEngine[MappedInitInfo, MappedUpdateInfo]):
-    """Loads prefetched safetensors into the live model."""
+    """Loads safetensors into the live model, in place."""
 
     init_info_cls = MappedInitInfo
     update_info_cls = MappedUpdateInfo
 
-    prefetch: Prefetch | None = None
     loaded: dict[str, str] | None = None
+    """sha256 by file of the weights that serve, if a swap brought them."""
+    shadow: Shadow | None = None
+    """The second set of weights."""
+    releasing: threading.Thread | None = None
+    """What gives the memory of an earlier second set back."""
     _open = False
 
     def init_transfer_engine(self, init_info: MappedInitInfo) -> None:
@@ -149,25 +87,22 @@ class MappedWeights(WeightTransferEngine[MappedInitInfo, MappedUpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: MappedUpdateInfo) -> None:
-        """Hand every mapped tensor to the model's own loader."""
-        prefetch = self.prefetch
-        if prefetch is None or not prefetch.done or str(prefetch.folder) != update_info.folder:
-            raise RuntimeError(f"{update_info.folder} has not been prefetched")
-        if prefetch.error:
-            raise RuntimeError(prefetch.error)
+        """Hand every tensor to the model's own loader. Raises ChangedOnDisk."""
         self.loaded = None
-        self.model.load_weights(item for file in prefetch.files for item in file.tensors())
-        self.loaded = dict(prefetch.hashes)
+        names = sorted(update_info.files)
+        files = [MappedFile(Path(update_info.folder) / name, update_info.files[name]["fingerprint"]) for name in names]
+        self.model.load_weights(item for file in files for item in file.tensors())
+        for file in files:
+            file.require_unchanged()
+        self.loaded = hashes(update_info.files)
 
     def finish_weight_update(self) -> None:
         """Bring the weights into the form the kernels use. Raises RuntimeError if a layer got no new weights."""
         finish_reload(self.model, self.model_config)
         self._open = False
-        self.prefetch = None  # unmap
 
     def shutdown(self) -> None:
-        """Drop what was prefetched."""
-        self.prefetch = None
+        """Nothing to release: the process ends."""
 
     def abandon(self) -> None:
         """Undo what a failed update left: forget what it buffered, put the kernels' own tensors back.
@@ -199,14 +134,58 @@ class MillraceWorker:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         return os.getpid()
 
-    def millrace_prefetch(self, folder: str, files: dict[str, str]) -> None:
-        """Begin to map and hash a policy's weights. Replaces an earlier prefetch."""
-        self.weight_transfer_engine.prefetch = Prefetch(Path(folder), files)
+    def millrace_obstacle(self) -> str | None:
+        """Why weights can't be laid out beforehand; None if they can."""
+        return obstacle(self.weight_transfer_engine.model, self.vllm_config)
 
-    def millrace_prefetched(self) -> dict[str, Any]:
-        """{"done": bool, "error": text or None} of the prefetch under way."""
-        prefetch = self.weight_transfer_engine.prefetch
-        return {"done": prefetch is not None and prefetch.done, "error": prefetch.error if prefetch else None}
+    def millrace_lay_out(self, folder: str, files: dict[str, dict[str, Any]], spare_bytes: int) -> None:
+        """Begin to lay out a second set of weights, unless the one there holds them already.
+
+        ``files``: name of each safetensors file -> its ``sha256`` and ``fingerprint``. ``spare_bytes``: memory that
+        must be left when it is done.
+        """
+        engine = self.weight_transfer_engine
+        if engine.shadow is not None and engine.shadow.done and engine.shadow.holds == hashes(files):
+            return
+        self.millrace_release()
+        engine.shadow = Shadow(
+            engine.model, self.vllm_config, Path(folder), files, spare_bytes=spare_bytes, after=engine.releasing
+        )
+
+    def millrace_laid_out(self) -> dict[str, Any]:
+        """{"done": bool, "error": text or None} of the second set."""
+        shadow = self.weight_transfer_engine.shadow
+        if shadow is None:
+            return {"done": True, "error": "no weights are laid out"}
+        error = f"{type(shadow.error).__name__}: {shadow.error}" if shadow.error else None
+        return {"done": shadow.done, "error": error}
+
+    def millrace_commit(self, wanted: dict[str, str]) -> dict[str, Any]:
+        """Exchange the two sets; the second one must hold the weights ``wanted``, sha256 by file.
+
+        {"ms": how long it took, "kept": whether the old set is there to go back to}. The label of what follows and the
+        order to go on are on their way already, so a failure ends this process: better no token than a wrong label.
+        """
+        began = time.perf_counter()
+        engine = self.weight_transfer_engine
+        shadow = engine.shadow
+        try:
+            if shadow is None or not shadow.done or shadow.error or shadow.holds != wanted:
+                raise RuntimeError("the second set of weights is not the one that was laid out")
+            kept = shadow.exchange(engine.loaded or {})
+        except BaseException:
+            log.critical("the exchange of the weights failed: the engine ends", exc_info=True)
+            logging.shutdown()
+            os._exit(1)
+        engine.loaded = dict(wanted)
+        return {"ms": (time.perf_counter() - began) * 1e3, "kept": kept}
+
+    def millrace_release(self) -> None:
+        """Forget the second set, if there is one."""
+        engine = self.weight_transfer_engine
+        shadow, engine.shadow = engine.shadow, None
+        if shadow is not None:
+            engine.releasing = shadow.release()
 
     def millrace_abandon(self) -> None:
         """End a weight update that failed, wherever it did, so that another one can start."""
@@ -216,8 +195,12 @@ class MillraceWorker:
         self._weight_update_active = False  # vLLM's worker itself ends an update only where update_weights failed
 
     def millrace_loaded(self) -> dict[str, str]:
-        """sha256, by file, of the bytes that the last whole weight update was made of."""
+        """sha256, by file, of the weights that serve; empty before the first swap."""
         return self.weight_transfer_engine.loaded or {}
+
+    def millrace_serves(self, files: dict[str, str]) -> None:
+        """Tell which weights the engine was started on."""
+        self.weight_transfer_engine.loaded = dict(files)
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ class TrafficGroups:
     """Logged responses to the same prompt, with the rewards that scoring gave them."""
 
     groups: list[list[Rollout]]
-    refused: int  # rows that sampling with top-p, top-k, min-p or at temperature 0 made unusable
+    refused: int  # rows that sampling with top-p, top-k, min-p, penalties … or at temperature 0 made unusable
 
     @classmethod
     def of(cls, rows: pa.Table) -> TrafficGroups:
@@ -28,7 +29,7 @@ class TrafficGroups:
         for row in rows.to_pylist():
             if row["reward"] is None or not row["response_token_ids"]:
                 continue
-            if not full_support(row["sampling"]):
+            if not full_support(row["sampling"]) or not _as_trained(dict(row["metadata"] or ())):
                 refused += 1
                 continue
             by_prompt[tuple(row["prompt_token_ids"])].append(
@@ -52,6 +53,12 @@ def full_support(sampling: dict[str, Any]) -> bool:
         and (sampling["top_k"] is None or sampling["top_k"] <= 0)
         and not sampling["min_p"]
     )
+
+
+def _as_trained(metadata: dict[str, str]) -> bool:
+    """Whether nothing else (penalties, biases, a grammar …) changed the distribution that was sampled from."""
+    further = json.loads(metadata.get("millrace:sampling", "{}"))
+    return further.keys() <= {"stop_token_ids"}
 
 
 def cycled(items: list[Any], count: int, rng: random.Random) -> Iterator[list[Any]]:

@@ -23,6 +23,7 @@ from feedback.config import LakeConfig, RuleConfig
 from feedback.datasets import Prompt, prompts, rollouts
 from feedback.lake import Lake
 from feedback.rewards.rules import load_reward
+from serve import probe
 from serve.policies import Policy, PolicyStore
 from train import algorithms
 from train.advantages import uninformative
@@ -302,6 +303,7 @@ def publish(
             "train": config.model_dump(mode="json"),
         },
         metrics={"first": history[0], "last": history[-1], "steps": len(history)},
+        probe=probe.measure,
     )
     shutil.rmtree(folder)
     return policy

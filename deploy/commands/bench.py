@@ -18,7 +18,7 @@ from deploy.config import Settings
 
 @click.group()
 def bench() -> None:
-    """Measure the journal, the lake and scoring on the disk of the home. Each prints one line of JSON."""
+    """Measure the journal, the lake and scoring on the disk of the home; each prints one line of JSON."""
 
 
 @bench.command()
@@ -57,6 +57,17 @@ def scoring(settings: Settings, history: int, small: int, fresh: int, turns: int
 
     with _folder(settings) as folder:
         _tell(measure(folder, settings.feedback, history=history, small=small, fresh=fresh, turns=turns))
+
+
+@bench.command()
+@click.option("--capture/--no-capture", default=True, help="Record the responses, or drop them.")
+@pass_settings
+def front_end(settings: Settings, capture: bool) -> None:
+    """Serve with an engine that answers at once, until SIGTERM, for a load generator: all but the engine's cost."""
+    from deploy.bench.front_end import front_end as serve
+
+    resolved = settings.resolved()
+    serve(resolved.serve, resolved.feedback, capture=capture)
 
 
 @contextmanager

@@ -5,11 +5,19 @@ from __future__ import annotations
 import threading
 
 import click
+from pydantic import ValidationError
 
 from deploy.commands.common import pass_settings
-from deploy.config import Settings
+from deploy.config import ConfigError, Settings
 from deploy.processes import Stopped, no_leftovers, stop_on_signals
+from serve.config import FleetConfig
 
+replicas = click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Serve with N replicas, on Ray Serve if N > 1 (serve.fleet.replicas).",
+)
 COLOURS = {"up": "green", "serve": "cyan", "schedule": "yellow"}
 
 
@@ -17,8 +25,9 @@ COLOURS = {"up": "green", "serve": "cyan", "schedule": "yellow"}
 @click.option(
     "--schedule/--no-schedule", "with_schedule", default=True, help="Turn the loop on a schedule, or only serve."
 )
+@replicas
 @pass_settings
-def up(settings: Settings, with_schedule: bool) -> None:
+def up(settings: Settings, with_schedule: bool, replicas: int | None) -> None:
     """Serve, record, and turn the loop on a schedule, until Ctrl-C."""
     from deploy import up as supervisor
 
@@ -31,20 +40,26 @@ def up(settings: Settings, with_schedule: bool) -> None:
     with no_leftovers():
         try:
             with stop_on_signals():
-                supervisor.up(settings, schedule=with_schedule, say=say)
+                supervisor.up(_with_replicas(settings, replicas), schedule=with_schedule, say=say)
         except Stopped as stopped:
             say("up", f"stopped by {stopped}")
 
 
 @click.command()
+@replicas
 @pass_settings
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, replicas: int | None) -> None:
     """Run the server alone."""
-    from serve.app import run
-
-    resolved = settings.resolved()
+    resolved = _with_replicas(settings, replicas).resolved()
     with no_leftovers():
-        run(resolved.serve, resolved.feedback)
+        if resolved.serve.fleet.is_one:
+            from serve import app
+
+            app.run(resolved.serve, resolved.feedback)
+        else:
+            from serve.fleet import run
+
+            run.run(resolved.serve, resolved.feedback)
 
 
 @click.command()
@@ -60,6 +75,17 @@ def schedule(settings: Settings) -> None:
         signal.signal(number, lambda *_: scheduler.stop())
     with no_leftovers():
         scheduler.run()
+
+
+def _with_replicas(settings: Settings, replicas: int | None) -> Settings:
+    """The settings with another number of replicas, if one is given. Raises ConfigError if that is out of bounds."""
+    if replicas is None:
+        return settings
+    try:
+        fleet = FleetConfig(**settings.serve.fleet.model_dump() | {"replicas": replicas})
+    except ValidationError as error:
+        raise ConfigError(f"--replicas {replicas}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+    return settings.model_copy(update={"serve": settings.serve.model_copy(update={"fleet": fleet})})
 
 
 COMMANDS = (up, serve, schedule)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from serve.api.http import Problem, json_response, problems
 
@@ -13,34 +15,80 @@ if TYPE_CHECKING:
 
 router = APIRouter()
 
+# /health and /ready are open to all: why an engine had to stop may name files and policies, which is for the log.
+_DEAD: Final = "the server can't go on, and has to be started again; its log says why"
 
-@router.get("/health", responses=problems(503))
+
+class HealthOut(BaseModel):
+    """The process is worth keeping."""
+
+    status: Literal["ok"] = Field(description="ok.")
+
+
+class ReadyOut(BaseModel):
+    """Requests will be answered and recorded."""
+
+    status: Literal["ready"] = Field(description="ready.")
+    policy_version: int = Field(description="The policy that serves; of a fleet, the one that all of it serves.")
+    replicas: list[str] | None = Field(None, description="In a fleet: the replicas that answer requests.")
+
+
+class PolicyOut(BaseModel):
+    """What serves, and how it came to that."""
+
+    model_config = ConfigDict(extra="allow")
+
+    version: int = Field(description="The policy that serves.")
+    previous: int | None = Field(description="The policy that a rollback goes to.")
+    since: str | None = Field(description="Since when, ISO 8601.")
+    generation: int = Field(description="How often the serving pointer has moved up to what serves.")
+    swaps: list[dict[str, Any]] = Field(description="The last swaps of this replica: when, from, to, and what it took.")
+    failed: dict[str, Any] | None = Field(description="The pointer that could not be followed, and why.")
+    replica: str = Field(description="The replica that answers.")
+    phase: str | None = Field(None, description="In a fleet: what its rollout does at the moment.")
+    rollout: dict[str, Any] | None = Field(None, description="In a fleet: the rollout under way.")
+    replicas: dict[str, Any] | None = Field(None, description="In a fleet: what each replica does.")
+
+
+@router.get("/health", responses={200: {"model": HealthOut}, **problems(503)})
 async def health(request: Request) -> Response:
-    """Whether this process is worth keeping: 503 once its engine has died."""
+    """Whether this process is worth keeping: 503 once its engine has died. A fleet is while any replica is."""
     server: Server = request.app.state.server
-    if reason := server.dead():
-        raise Problem(503, reason)
+    if server.fleet is not None and (replicas := server.fleet.ready()):
+        return json_response({"status": "ok", "replicas": replicas})
+    if server.dead():
+        raise Problem(503, _DEAD)
     return json_response({"status": "ok"})
 
 
-@router.get("/ready", responses=problems(503))
+@router.get("/ready", responses={200: {"model": ReadyOut}, **problems(503)})
 async def ready(request: Request) -> Response:
     """Whether requests will be answered and recorded; 503 says what is wrong."""
     server: Server = request.app.state.server
+    if server.fleet is not None and (replicas := server.fleet.ready()) and not server.draining:
+        version = server.fleet.policy()["version"]
+        return json_response({"status": "ready", "policy_version": version, "replicas": replicas})
     if reason := server.unready():
-        raise Problem(503, reason, retry_after=5)
+        raise Problem(503, _DEAD if server.dead() else reason, retry_after=5)
     return json_response({"status": "ready", "policy_version": server.engine.version})
 
 
-@router.get("/policy")
+@router.get("/policy", responses={200: {"model": PolicyOut}})
 async def policy(request: Request) -> Response:
-    """Which policy serves, since when, and the last swaps."""
+    """Which policy serves, since when, and the last swaps; in a fleet, also what each replica does."""
     server: Server = request.app.state.server
-    return json_response({**server.swapper.status(), "replica": server.config.replica_name})
+    fleet = server.fleet.policy() if server.fleet is not None else {}
+    return json_response({**server.swapper.status(), **fleet, "replica": server.config.replica_name})
 
 
-@router.get("/metrics")
+@router.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"description": "Metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
+    """Prometheus text; in a fleet, of all replicas, by the label ``replica``."""
     server: Server = request.app.state.server
-    return Response(server.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    render = server.fleet.metrics if server.fleet is not None else server.metrics.render
+    text = await asyncio.to_thread(render)  # some milliseconds, in which tokens would wait
+    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

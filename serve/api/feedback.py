@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from feedback.events import FeedbackError, FeedbackIn, Kind
-from serve.api.http import Problem, body_of, field_problem, invalid, json_response, problems, read_body
+from feedback import events
+from feedback.config import Identifier
+from feedback.events import FeedbackError, Kind
+from serve.api.http import FieldError, Problem, body_of, field_problem, invalid, json_response, problems, read_body
 
 if TYPE_CHECKING:
     from serve.app import Server
@@ -22,12 +25,36 @@ router = APIRouter()
 _MOST_ITEMS: Final = 1000
 _ITEMS_A_TURN: Final = 50  # checked between two turns of the event loop
 _KINDS: Final = frozenset(get_args(Kind))
+_SEEN: Final = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?::([0-9]{1,6}))?")
+
+
+def _as_recorded(given: Any) -> Any:
+    """The response_id that is recorded, of one as OpenAI's client sees it; anything else as it is."""
+    if not (isinstance(given, str) and (found := _SEEN.fullmatch(given))):
+        return given
+    choice = int(found[2] or 0)
+    return f"{found[1]}:{choice}" if choice else found[1]
+
+
+_ResponseId = Annotated[Identifier, BeforeValidator(_as_recorded, json_schema_input_type=str)]
+
+
+class FeedbackIn(events.FeedbackIn):
+    """What somebody, or something, says of a response: the body of ``POST /feedback``."""
+
+    response_id: _ResponseId = Field(
+        description="The response that this is about, as /generate returned it; of an answer of OpenAI's API its id "
+        "(chatcmpl-U, cmpl-U), and for choice i of several chatcmpl-U:i, cmpl-U:i."
+    )
+    rejected_response_id: _ResponseId | None = Field(
+        default=None, description="The response that a preference rejects; as response_id."
+    )
 
 
 class FeedbackOut(BaseModel):
     """The id under which the feedback is recorded."""
 
-    feedback_id: str
+    feedback_id: str = Field(description="The id of yours, or the one that was made for it.")
 
 
 class FeedbackBatchIn(BaseModel):
@@ -39,13 +66,6 @@ class FeedbackBatchIn(BaseModel):
         list[Any],
         WithJsonSchema({"type": "array", "maxItems": _MOST_ITEMS, "items": FeedbackIn.model_json_schema()}),
     ] = Field(description=f"Up to {_MOST_ITEMS} bodies of ``POST /feedback``.")
-
-
-class FieldError(BaseModel):
-    """Which field is wrong, and why."""
-
-    field: str
-    reason: str
 
 
 class FeedbackResult(BaseModel):
@@ -61,7 +81,7 @@ class FeedbackResult(BaseModel):
 class FeedbackBatchOut(BaseModel):
     """One result an item, in the items' order."""
 
-    results: list[FeedbackResult]
+    results: list[FeedbackResult] = Field(description="What came of each item.")
 
 
 @router.post(
@@ -83,7 +103,7 @@ async def feedback(request: Request) -> Response:
     except Problem:
         server.metrics.feedback.labels(kind="unknown", verdict="invalid").inc()
         raise
-    status, feedback_id = await _record(server, body)
+    status, feedback_id = await _record(server, request.scope["principal"].tenant, body)
     return json_response({"feedback_id": feedback_id}, status)
 
 
@@ -107,9 +127,10 @@ async def feedback_batch(request: Request) -> Response:
     if len(items) > _MOST_ITEMS:
         raise field_problem(422, "feedback", f"{len(items)} items are more than the {_MOST_ITEMS} that are allowed")
     server.metrics.feedback_batch.observe(len(items))
+    tenant = request.scope["principal"].tenant
     results: list[asyncio.Task[dict[str, Any]]] = []
     for start in range(0, len(items), _ITEMS_A_TURN):
-        results += [asyncio.create_task(_result(server, item)) for item in items[start : start + _ITEMS_A_TURN]]
+        results += [asyncio.create_task(_result(server, tenant, item)) for item in items[start : start + _ITEMS_A_TURN]]
         await asyncio.sleep(0)
     return json_response({"results": await asyncio.gather(*results)})
 
@@ -119,11 +140,11 @@ def _refuse_if_draining(server: Server) -> None:
         raise Problem(503, "the server is stopping", retry_after=5)
 
 
-async def _record(server: Server, body: FeedbackIn) -> tuple[int, str]:
+async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, str]:
     """(201 or 200, the id), when that is durable. Raises Problem 409, 422 or 503."""
     counted = server.metrics.feedback
     try:
-        row = body.to_row(server.config.tenant, server.kinds)
+        row = body.to_row(tenant, server.kinds)
         verdict = await server.record_feedback(row, made_here=body.feedback_id is None)
     except FeedbackError as error:
         counted.labels(kind=body.kind, verdict="invalid").inc()
@@ -137,10 +158,10 @@ async def _record(server: Server, body: FeedbackIn) -> tuple[int, str]:
     return 201 if verdict == "new" else 200, row["feedback_id"]
 
 
-async def _result(server: Server, item: Any) -> dict[str, Any]:
+async def _result(server: Server, tenant: str, item: Any) -> dict[str, Any]:
     """What came of one item of a batch, whatever that is."""
     try:
-        status, feedback_id = await _record(server, _parsed(server, item))
+        status, feedback_id = await _record(server, tenant, _parsed(server, item))
     except Problem as problem:
         return _failed(item, problem)
     except Exception as error:

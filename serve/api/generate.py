@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -12,18 +12,27 @@ from fastapi import APIRouter, Request, Response
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from feedback.ids import uuid7
 from serve import capture
 from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, body_of, field_problem, json_response, problems, read_body
-from serve.api.streaming import stream
+from serve.api.streaming import Events
 from serve.engine import EngineError, EngineRefused, Generation, Sampling
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from serve.app import Server
+    from serve.auth import Principal
 
 router = APIRouter()
 
-_LONG_PROMPT_CHARACTERS = 8192  # past this, tokenising takes long enough to be done beside the event loop
+_PATIENCE_S = 0.1  # before a request is watched
+
+_RESPONSE_COLUMNS = (
+    ("response_id", "response_id"),
+    ("text", "response"),
+    ("finish_reason", "finish_reason"),
+    ("policy_spans", "policy_spans"),
+)
 _MAX_SEED = 2**63 - 1 - 4096  # vLLM counts up from it for n > 1
 
 
@@ -60,7 +69,16 @@ class GenerateIn(BaseModel):
         0.0, ge=0, le=1, allow_inf_nan=False, description="Leave out tokens less likely than this times the likeliest."
     )
     stop: str | list[str] | None = Field(None, description="End a response before any of these texts.")
+    stop_token_ids: list[int] = Field(
+        default_factory=list,
+        max_length=16,
+        description="End a response with any of these tokens; the token is the response's last, and not in its text.",
+    )
     seed: int | None = Field(None, ge=0, le=_MAX_SEED, description="Makes the sampling repeatable.")
+    logprobs: bool = Field(
+        False, description="Return the log probability of each response token as it was sampled, in nats."
+    )
+    return_token_ids: bool = Field(False, description="Return the token ids of the prompt and of the responses.")
     stream: bool = Field(
         False,
         description="Send the responses while they are made, as server-sent events: `delta` (response_id, index, text) "
@@ -94,37 +112,46 @@ class GenerateIn(BaseModel):
 
 
 class PolicySpan(BaseModel):
-    """From response token ``start`` on, until the next span, ``policy_version`` sampled."""
+    """A stretch of a response that one policy sampled."""
 
-    start: int
-    policy_version: int
+    start: int = Field(description="The stretch's first response token; it goes up to the next stretch.")
+    policy_version: int = Field(description="The policy that sampled it.")
 
 
 class ResponseOut(BaseModel):
-    """One response; ``response_id`` is what ``/feedback`` takes."""
+    """One response."""
 
-    response_id: str
-    text: str
-    finish_reason: Literal["stop", "length"]
-    policy_spans: list[PolicySpan]
+    response_id: str = Field(description="What `/feedback` takes.")
+    text: str = Field(description="What the policy said.")
+    finish_reason: Literal["stop", "length"] = Field(
+        description="stop: the policy ended it, or a stop text or token did; length: max_tokens, or the context, did."
+    )
+    policy_spans: list[PolicySpan] = Field(description="Which policy sampled which tokens; more than one after a swap.")
+    token_ids: list[int] | None = Field(None, description="With `return_token_ids`: the response's tokens.")
+    logprobs: list[float] | None = Field(
+        None,
+        description="With `logprobs`: of each token, under the distribution that it was sampled from (temperature, "
+        "min_p, top_k and top_p applied; greedy: under the policy's own), in nats.",
+    )
 
 
 class Usage(BaseModel):
     """Tokens, over all responses."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+    prompt_tokens: int = Field(description="Tokens of the prompt.")
+    completion_tokens: int = Field(description="Tokens of all responses.")
+    total_tokens: int = Field(description="Both.")
 
 
 class GenerateOut(BaseModel):
-    """The answer of ``POST /generate``; ``policy_version`` is the newest policy that sampled any of it."""
+    """The answer of ``POST /generate``."""
 
-    request_id: str
-    model: str
-    policy_version: int
-    responses: list[ResponseOut]
-    usage: Usage
+    request_id: str = Field(description="Names the request in the logs and in the lake.")
+    model: str = Field(description="The model's name, `serve.model_name`.")
+    policy_version: int = Field(description="The newest policy that sampled any of it.")
+    responses: list[ResponseOut] = Field(description="The n responses.")
+    usage: Usage = Field(description="Tokens.")
+    prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`: the prompt's tokens.")
 
 
 @router.post(
@@ -135,25 +162,55 @@ class GenerateOut(BaseModel):
 async def generate(request: Request) -> Response:
     """Sample responses to a prompt."""
     server: Server = request.app.state.server
-    async with AsyncExitStack() as admitted:
+    principal: Principal = request.scope["principal"]
+    with ExitStack() as admitted:
         admitted.enter_context(server.admitted())
         body = await read_body(request, GenerateIn, server.config.limits.body_bytes)
-        asked = await _understand(body, server)
+        asked = await _understand(body, server, principal.tenant, request.scope["request_id"])
+        bill = _Bill(server, principal, asked)
+        admitted.callback(bill.settle)
         if body.stream:
-            return await stream(server, asked, admitted, partial(_answer, server, asked))
+            events = Events(server, asked, admitted, partial(_answer, server, asked, body))
+            bill.used = events.tokens
+            return events
         generation, ending = await _sample(server, asked, request)
         rows = capture.answered(asked, generation)
         await server.record(rows)
+        bill.used = partial(_tokens, generation)
     if ending == "gone":
         return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
     if ending == "timeout":
         raise Problem(504, f"the request was aborted after {server.config.limits.timeout_s:g} s")
     if any(row["status"] != "complete" for row in rows):
         raise Problem(503, "the server is stopping; the response was cut off", retry_after=5)
-    return json_response(_answer(server, asked, generation, rows))
+    return json_response(_answer(server, asked, body, generation, rows))
 
 
-async def _understand(body: GenerateIn, server: Server) -> capture.Asked:
+class _Bill:
+    """What a request may use of its key's tokens, paid for at once; ``settle`` gives back what it did not use."""
+
+    def __init__(self, server: Server, principal: Principal, asked: capture.Asked) -> None:
+        """Raises Problem 429."""
+        prompt, sampling = len(asked.prompt_token_ids), asked.sampling
+        room = min(sampling.max_tokens, server.engine.max_model_len - prompt)
+        self.paid = prompt + sampling.n * room
+        self.used: Callable[[], int] = lambda: 0
+        self._prompt = prompt
+        self._principal = principal
+        self._limiter = server.limiter
+        self._limiter.take_tokens(principal, self.paid)
+
+    def settle(self) -> None:
+        """To be called once."""
+        if self._principal.tokens_per_minute is not None:
+            self._limiter.give_back(self._principal, self.paid - self._prompt - self.used())
+
+
+def _tokens(generation: Generation) -> int:
+    return sum(len(response.token_ids) for response in generation.responses)
+
+
+async def _understand(body: GenerateIn, server: Server, tenant: str, request_id: str) -> capture.Asked:
     """The request as the engine needs it. Raises Problem 400 or 422 naming the field."""
     limits, engine = server.config.limits, server.engine
     if body.n > limits.n:
@@ -162,6 +219,9 @@ async def _understand(body: GenerateIn, server: Server) -> capture.Asked:
         raise field_problem(422, "max_tokens", f"{body.max_tokens} is more than the {limits.max_tokens} allowed")
     if len(body.metadata) > limits.metadata_entries:
         raise field_problem(422, "metadata", f"{len(body.metadata)} entries, {limits.metadata_entries} are allowed")
+    if any(key.startswith(capture.RESERVED) for key in body.metadata):
+        raise field_problem(422, "metadata", f"keys that begin with {capture.RESERVED!r} are Millrace's own")
+    _require_tokens("stop_token_ids", body.stop_token_ids, engine.vocabulary)
     field, prompt, token_ids = await _tokenise(body, server)
     if not token_ids:
         raise field_problem(422, field, "there is no token in it")
@@ -173,10 +233,11 @@ async def _understand(body: GenerateIn, server: Server) -> capture.Asked:
         )
         raise field_problem(400, field, reason)
     return capture.Asked(
-        request_id=uuid7(),
+        request_id=request_id,
         endpoint="/generate",
         replica=server.config.replica_name,
-        tenant=server.config.tenant,
+        variant=server.variant,
+        tenant=tenant,
         prompt_token_ids=token_ids,
         prompt=prompt,
         messages=json.dumps([message.model_dump() for message in body.messages], ensure_ascii=False)
@@ -193,6 +254,7 @@ async def _understand(body: GenerateIn, server: Server) -> capture.Asked:
             top_k=body.top_k,
             min_p=body.min_p,
             stop=body.stops,
+            stop_token_ids=tuple(body.stop_token_ids),
             seed=body.seed,
         ),
     )
@@ -200,78 +262,106 @@ async def _understand(body: GenerateIn, server: Server) -> capture.Asked:
 
 async def _tokenise(body: GenerateIn, server: Server) -> tuple[str, str | None, list[int]]:
     """Which field the prompt came in, the text that was tokenised (None if token ids came), the token ids."""
-    tokenizer = server.engine.tokenizer
+    text = server.engine.text
     if body.prompt_token_ids is not None:
-        vocabulary = server.engine.vocabulary
-        for token in body.prompt_token_ids:
-            if not 0 <= token < vocabulary:
-                raise field_problem(422, "prompt_token_ids", f"{token} is no token id (0 to {vocabulary - 1})")
+        _require_tokens("prompt_token_ids", body.prompt_token_ids, server.engine.vocabulary)
         return "prompt_token_ids", None, body.prompt_token_ids
     if body.prompt is not None:
-        return "prompt", body.prompt, await _encode(tokenizer, body.prompt, special_tokens=True)
-    if not tokenizer.chat_template:
+        return "prompt", body.prompt, await text.encode(body.prompt, special_tokens=True)
+    if not text.has_chat_template:
         raise field_problem(400, "messages", "the policy's tokenizer has no chat template; send prompt instead")
     messages = [message.model_dump() for message in body.messages or ()]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = text.chat(messages)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise field_problem(400, "messages", f"the policy's chat template refuses them: {error}") from error
-    return "messages", text, await _encode(tokenizer, text, special_tokens=False)
+    return "messages", prompt, await text.encode(prompt, special_tokens=False)
 
 
-async def _encode(tokenizer: Any, text: str, *, special_tokens: bool) -> list[int]:
-    if len(text) > _LONG_PROMPT_CHARACTERS:
-        return list(await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=special_tokens))
-    return list(tokenizer.encode(text, add_special_tokens=special_tokens))
+def _require_tokens(field: str, token_ids: list[int], vocabulary: int) -> None:
+    for token in token_ids:
+        if not 0 <= token < vocabulary:
+            raise field_problem(422, field, f"{token} is no token id (0 to {vocabulary - 1})")
 
 
 async def _sample(
     server: Server, asked: capture.Asked, request: Request
 ) -> tuple[Generation, Literal["done", "gone", "timeout"]]:
     """Run the request in the engine; a client that goes away, or takes too long, ends it there too."""
-    engine = server.engine
-    work = asyncio.create_task(engine.generate(asked.request_id, asked.prompt_token_ids, asked.sampling))
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({work, gone}, timeout=server.config.limits.timeout_s, return_when="FIRST_COMPLETED")
-        if work.done():
-            return await work, "done"
-        await engine.abort(asked.request_id)
-        async with asyncio.timeout(server.config.limits.timeout_s):
-            return await work, "gone" if gone.done() else "timeout"
-    except EngineRefused as error:
-        raise Problem(400, str(error)) from error
-    except (EngineError, TimeoutError) as error:
-        await server.record(capture.failed(asked))
-        raise Problem(503, str(error) or "the engine did not answer", retry_after=5) from error
-    finally:
-        gone.cancel()
-        work.cancel()  # does nothing to one that is done
+    timeout_s = server.config.limits.timeout_s
+    with _Watch(server, asked.key, request, timeout_s) as watch:
+        try:
+            async with asyncio.timeout(2 * timeout_s):  # an engine that does not even end what is aborted
+                generation = await server.engine.generate(asked.key, asked.prompt_token_ids, asked.sampling)
+        except EngineRefused as error:
+            raise Problem(400, str(error)) from error
+        except (EngineError, TimeoutError) as error:
+            await server.record(capture.failed(asked))
+            raise Problem(503, str(error) or "the engine did not answer", retry_after=5) from error
+    return generation, watch.ending
 
 
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+class _Watch:
+    """Looks whether the client is there, and for the time, while a request is in the engine, and ends it there if not.
+
+    A request that is answered at once is not watched: to begin with a task each would cost it more than it could save.
+    """
+
+    def __init__(self, server: Server, key: str, request: Request, timeout_s: float) -> None:
+        self.ending: Literal["done", "gone", "timeout"] = "done"
+        self._server = server
+        self._key = key
+        self._request = request
+        self._timeout_s = timeout_s
+        self._task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._later = asyncio.get_running_loop().call_later(_PATIENCE_S, self._begin)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._later.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, self._timeout_s - _PATIENCE_S)):
+                while (await self._request.receive())["type"] != "http.disconnect":
+                    pass
+            self.ending = "gone"
+        except TimeoutError:
+            self.ending = "timeout"
+        self._server.abort_later(self._key)
 
 
-def _answer(server: Server, asked: capture.Asked, generation: Generation, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    made = sum(len(row["response_token_ids"]) for row in rows)
-    return {
+def _answer(
+    server: Server, asked: capture.Asked, body: GenerateIn, generation: Generation, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    made = 0
+    responses = []
+    for row in rows:
+        made += len(row["response_token_ids"])
+        response = {name: row[column] for name, column in _RESPONSE_COLUMNS}
+        if body.return_token_ids:
+            response["token_ids"] = row["response_token_ids"]
+        if body.logprobs:
+            response["logprobs"] = [float(logprob) for logprob in row["logprobs"]]
+        responses.append(response)
+    answer = {
         "request_id": asked.request_id,
         "model": server.config.model_name,
         "policy_version": generation.policy_version,
-        "responses": [
-            {
-                "response_id": row["response_id"],
-                "text": row["response"],
-                "finish_reason": row["finish_reason"],
-                "policy_spans": row["policy_spans"],
-            }
-            for row in rows
-        ],
+        "responses": responses,
         "usage": {
             "prompt_tokens": len(asked.prompt_token_ids),
             "completion_tokens": made,
             "total_tokens": len(asked.prompt_token_ids) + made,
         },
     }
+    if body.return_token_ids:
+        answer["prompt_token_ids"] = asked.prompt_token_ids
+    return answer

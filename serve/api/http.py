@@ -1,38 +1,53 @@
-"""What all routes share: bodies in, JSON out, and errors as problem+json (RFC 9457)."""
+"""What all routes share: bodies in, JSON out, and errors: problem+json (RFC 9457), OpenAI's form below /v1."""
 
 from __future__ import annotations
 
-import logging
 import math
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import orjson
 from fastapi import FastAPI, Request, Response
-from pydantic import BaseModel, ValidationError
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-
-log = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code
 
-_TITLES = {
+OPENAI: Final = "/v1/"  # what the paths of OpenAI's API begin with
+
+_TITLES: Final = {
     400: "Bad request",
+    401: "No key, or none that is good",
+    403: "The key may not do this",
     404: "Not found",
     405: "Method not allowed",
     409: "Conflict",
     413: "Body too large",
     422: "Invalid request",
+    429: "Too much for the key",
     500: "Internal error",
     503: "Not available",
     504: "Took too long",
 }
 
 
+# (type, code) as OpenAI's own API has them.
+_OPENAI_ERRORS: Final[dict[int, tuple[str, str | None]]] = {
+    401: ("invalid_request_error", "invalid_api_key"),
+    403: ("invalid_request_error", "insufficient_permissions"),
+    429: ("rate_limit_error", "rate_limit_exceeded"),
+}
+
+
 class Problem(Exception):
-    """An error as the client sees it. ``errors``: which field, and why; ``retry_after``: seconds."""
+    """An error as the client sees it.
+
+    ``errors``: which field, and why; ``retry_after``: seconds; ``limit``: which rate it is over.
+    """
 
     def __init__(
         self,
@@ -41,12 +56,16 @@ class Problem(Exception):
         *,
         errors: list[dict[str, str]] | None = None,
         retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
+        limit: str | None = None,
     ) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.errors = errors
         self.retry_after = retry_after
+        self.headers = headers
+        self.limit = limit
 
     def body(self) -> dict[str, Any]:
         """What the client reads."""
@@ -58,11 +77,24 @@ class Problem(Exception):
         }
         if self.errors:
             body["errors"] = self.errors
+        if self.limit:
+            body["limit"] = self.limit
         return body
 
-    def response(self) -> Response:
-        """application/problem+json."""
-        headers = {} if self.retry_after is None else {"Retry-After": str(max(1, math.ceil(self.retry_after)))}
+    def openai_body(self) -> dict[str, Any]:
+        """What a client of OpenAI's API reads."""
+        otherwise = ("server_error" if self.status >= 500 else "invalid_request_error", None)
+        kind, code = _OPENAI_ERRORS.get(self.status, otherwise)
+        param = self.errors[0]["field"] if self.errors else None
+        return {"error": {"message": self.detail, "type": kind, "param": param, "code": code}}
+
+    def response(self, path: str = "") -> Response:
+        """application/problem+json; OpenAI's form for a ``path`` of its API."""
+        headers = dict(self.headers or {})
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        if path.startswith(OPENAI):
+            return Response(orjson.dumps(self.openai_body()), self.status, headers, "application/json")
         return Response(orjson.dumps(self.body()), self.status, headers, "application/problem+json")
 
 
@@ -78,6 +110,15 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 async def read_body(request: Request, model: type[Model], limit: int) -> Model:
     """The request's JSON body as a ``model``. Raises Problem 413 or 422."""
+    content = await read_bytes(request, limit)
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+async def read_bytes(request: Request, limit: int) -> bytes:
+    """The request's body. Raises Problem 413."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
@@ -85,48 +126,54 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         if size > limit:
             raise Problem(413, f"the body is larger than {limit} bytes")
         chunks.append(chunk)
-    try:
-        return model.model_validate_json(b"".join(chunks))
-    except ValidationError as error:
-        raise invalid(error) from None
+    return b"".join(chunks)
 
 
 def invalid(error: ValidationError) -> Problem:
     """A problem 422 that names the fields."""
+    return _invalid(error.errors(include_url=False, include_context=False, include_input=False), 422)
+
+
+def _invalid(found: Sequence[Any], status: int) -> Problem:
     errors = [
         {
             "field": ".".join(str(part) for part in item["loc"]) or "body",
             "reason": item["msg"].removeprefix("Value error, "),
         }
-        for item in error.errors(include_url=False, include_context=False, include_input=False)[:20]
+        for item in found[:20]
     ]
-    return Problem(422, "; ".join(f"{item['field']}: {item['reason']}" for item in errors[:3]), errors=errors)
+    return Problem(status, "; ".join(f"{item['field']}: {item['reason']}" for item in errors[:3]), errors=errors)
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of ``app`` as problem+json."""
+    """Answer the errors of ``app`` in the form of their path. What nobody expected is ``serve.doors``'s."""
 
     async def problem(request: Request, error: Exception) -> Response:
         assert isinstance(error, Problem)
-        return error.response()
+        return error.response(request.scope["path"])
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = Problem(error.status_code, str(error.detail)).response()
-        response.headers.update(error.headers or {})
-        return response
+        path = request.scope["path"]
+        detail = str(error.detail)
+        if error.status_code == 404:
+            detail = f"there is no {path[:200]}"
+        elif error.status_code == 405:
+            detail = f"{path} takes no {request.method[:20]}"
+        return Problem(error.status_code, detail, headers=error.headers).response(path)
+
+    async def unfit(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        path = request.scope["path"]
+        return _invalid(error.errors(), 400 if path.startswith(OPENAI) else 422).response(path)
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
 
-    async def unexpected(request: Request, error: Exception) -> Response:
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return Problem(500, f"{type(error).__name__}; the server's log has the details").response()
-
     app.add_exception_handler(Problem, problem)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, unfit)
     app.add_exception_handler(ClientDisconnect, gone)
-    app.add_exception_handler(Exception, unexpected)
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -136,14 +183,22 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+class FieldError(BaseModel):
+    """Which field is wrong, and why."""
+
+    field: str = Field(description="The field, with dots between the parts of its path; body: the whole.")
+    reason: str = Field(description="What is wrong with it.")
+
+
 class ProblemOut(BaseModel):
     """An error (RFC 9457)."""
 
-    type: str
-    title: str
-    status: int
-    detail: str
-    errors: list[dict[str, str]] | None = None
+    type: str = Field(description="about:blank: the status says what kind of error it is.")
+    title: str = Field(description="The status in words.")
+    status: int = Field(description="The status of the answer.")
+    detail: str = Field(description="What was wrong, and what to do.")
+    errors: list[FieldError] | None = Field(None, description="Which fields of the body are wrong.")
+    limit: str | None = Field(None, description="With 429: which limit it is over, requests or tokens.")
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -7,187 +7,216 @@ that goes away, or is cut off, leaves responses that are recorded as aborted, wi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
-from fastapi.responses import StreamingResponse
+from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from feedback.ids import uuid7
+from feedback.streams import Stream
 from serve import capture
 from serve.api.http import Problem
-from serve.engine import EngineError, EngineRefused, Generation
+from serve.engine import EngineError, EngineRefused
+from serve.generation import Generation, Underway
 
 if TYPE_CHECKING:
     from serve.app import Server
 
 log = logging.getLogger(__name__)
 
-_MOST_SILENCE_S = 15.0  # between two bytes to the client; proxies close a connection that says nothing for long
-_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+_MOST_SILENCE_S: Final = 15.0  # between two bytes to the client; proxies close a connection that says nothing for long
+_HEADERS: Final = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
 
 Answer = Callable[[Generation, list[dict[str, Any]]], dict[str, Any]]
 """The body of the plain response, from the generation and its rows."""
 
 
-async def stream(server: Server, asked: capture.Asked, admitted: AsyncExitStack, answer: Answer) -> StreamingResponse:
-    """Start the request; answer once its first tokens are there. Raises Problem if it does not come to that.
+class Events(Response):
+    """Server-sent events: ``delta`` with a response's next piece of text, then one ``done`` or ``error``.
 
-    ``admitted`` is closed when the request has ended, which may be after its client has gone.
+    The status line goes out with the first event; what goes wrong before that is raised as a Problem, as by a plain
+    request. The request is worked on in a task of its own, so that it comes to its end, and is recorded, also when its
+    client has gone.
     """
-    outgoing = _Outgoing(server, asked, answer)
-    work = asyncio.create_task(outgoing.run(admitted.pop_all()), name=f"stream {asked.request_id}")
-    server.work.add(work)
-    work.add_done_callback(server.work.discard)
-    try:
-        await outgoing.moved()
-    except BaseException:  # the client has gone before there was anything to send
-        outgoing.leave()
-        raise
-    if outgoing.problem is not None:
-        raise outgoing.problem
-    return _Events(outgoing)
 
-
-class _Events(StreamingResponse):
-    """The events of a request. However it ends, the request ends with it."""
-
-    def __init__(self, outgoing: _Outgoing) -> None:
-        super().__init__(outgoing.events(), media_type="text/event-stream", headers=_HEADERS)
-        self.outgoing = outgoing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self.outgoing.leave()
-
-
-class _Outgoing:
-    """A request whose responses go out. ``run`` works on it, ``events`` reads what there is; neither waits for both."""
-
-    def __init__(self, server: Server, asked: capture.Asked, answer: Answer) -> None:
+    def __init__(self, server: Server, asked: capture.Asked, admitted: ExitStack, answer: Answer) -> None:
+        """``admitted`` is closed when the request has ended, which may be after its client has gone."""
         self.server = server
         self.asked = asked
         self.answer = answer
         self.response_ids = [uuid7() for _ in range(asked.sampling.n)]
-        self.generation: Generation | None = None  # the newest
-        self.body: dict[str, Any] | None = None  # of the final event
-        self.problem: Problem | None = None
-        self._news = asyncio.Event()
+        self.underway = Underway(asked.sampling.n)
+        self.status_code = 200
+        self.background = None
+        self._admitted = admitted.pop_all()
+        self._send: Send
+        self._sent_at = 0.0  # 0: not even the status line
         self._gone = False
+        self._heads = [
+            b'event: delta\ndata: {"response_id":"%b","index":%d,"text":' % (response_id.encode(), index)
+            for index, response_id in enumerate(self.response_ids)
+        ]
 
-    async def run(self, admitted: AsyncExitStack) -> None:
-        """Sample and record, to the end. What goes wrong is in ``problem``."""
-        async with admitted:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer. Raises Problem if nothing has been sent."""
+        self._send = send
+        work = self._task(self._run())
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            problem = await asyncio.shield(work)
+        finally:
+            watch.cancel()
+            if not work.done():  # this call is cancelled; the work is not
+                self._leave()
+        if problem is not None:
+            raise problem
+
+    def tokens(self) -> int:
+        """Response tokens so far."""
+        return sum(len(response.token_ids) for response in self.underway.generation().responses)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Notice a client that goes away, and keep the line alive."""
+        leaving = asyncio.create_task(_disconnected(receive))
+        try:
+            while not (await asyncio.wait({leaving}, timeout=_MOST_SILENCE_S))[0]:
+                if 0 < self._sent_at < time.monotonic() - _MOST_SILENCE_S:
+                    await self._put(b": still at work\n\n")
+            self._leave()
+        finally:
+            leaving.cancel()
+
+    async def _run(self) -> Problem | None:
+        """Sample, send and record, to the end. Returns the problem if there was one before anything was sent."""
+        with self._admitted:
             try:
-                await self._run()
+                body = await self._answered()
             except Problem as problem:
-                self.problem = problem
+                failure = problem
             except Exception as error:
                 log.exception("stream %s failed", self.asked.request_id)
-                self.problem = Problem(500, f"{type(error).__name__}; the server's log has the details")
-            finally:
-                self._news.set()
+                failure = Problem(500, f"{type(error).__name__}; the server's log has the details")
+            else:
+                await self._put(_event(b"done", body), last=True)
+                return None
+        if not self._sent_at:
+            return failure
+        await self._put(_event(b"error", failure.body()), last=True)
+        return None
 
-    async def moved(self) -> None:
-        """Return when there is something new to send."""
-        await self._news.wait()
-        self._news.clear()
-
-    def leave(self) -> None:
-        """Nobody reads any more: if it has not ended, end it in the engine."""
-        self._gone = True
-        if self.body is None and self.problem is None:
-            self._abort_later()
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events: ``delta`` with a response's next piece of text, then one ``done`` or ``error``."""
-        sent = [0] * self.asked.sampling.n
-        while True:
-            ended = self.body is not None or self.problem is not None
-            for index, response in enumerate(self.generation.responses if self.generation else ()):
-                if len(response.text) > sent[index]:
-                    piece = {"index": index, "text": response.text[sent[index] :]}
-                    yield _event("delta", piece | {"response_id": self.response_ids[index]})
-                    sent[index] = len(response.text)
-            if ended:
-                break
-            try:
-                async with asyncio.timeout(_MOST_SILENCE_S):
-                    await self.moved()
-            except TimeoutError:
-                yield b": still at work\n\n"
-        if self.body is not None:
-            yield _event("done", self.body)
-        elif self.problem is not None:
-            yield _event("error", self.problem.body())
-
-    async def _run(self) -> None:
-        server = self.server
-        streams = [await server.begin(row, partial(self._row, index)) for index, row in enumerate(self._rows())]
-        timeout_s = server.config.limits.timeout_s
+    async def _answered(self) -> dict[str, Any]:
+        """The body of the final event, its rows being durable. Raises Problem."""
+        server, timeout_s = self.server, self.server.config.limits.timeout_s
+        # The start is recorded while the engine begins; nothing goes out before both are there.
+        starts = [
+            asyncio.ensure_future(server.begin(row, partial(self._row, index)))
+            for index, row in enumerate(self._rows())
+        ]
         # Aborted, the engine ends the request itself, and tells what there is by then.
         limit = asyncio.get_running_loop().call_later(timeout_s, self._abort_later)
-        started = time.monotonic()
         try:
             async with asyncio.timeout(2 * timeout_s):  # an engine that does not even end what is aborted
-                await self._sample()
+                await self._sample(starts)
         except TimeoutError as error:
-            await server.end(streams, self._rows(ended=True))
+            await server.end(await _all(starts), self._rows(ended=True))
             raise Problem(503, "the engine did not answer", retry_after=5) from error
         except EngineRefused as error:
-            await server.end(streams, self._rows(status="error"))
+            await server.end(await _all(starts), self._rows(status="error"))
             raise Problem(400, str(error)) from error
         except EngineError as error:
-            await server.end(streams, self._rows(status="error"))
+            await server.end(await _all(starts), self._rows(status="error"))
             raise Problem(503, str(error), retry_after=5) from error
         finally:
             limit.cancel()
-        rows = self._rows(ended=True)
-        await server.end(streams, rows)
+        generation = self.underway.generation()
+        rows = capture.answered(self.asked, generation, self.response_ids)
+        await server.end(await _all(starts), rows)
         if any(row["status"] != "complete" for row in rows):
-            if time.monotonic() - started >= timeout_s:
+            if generation.total_ms >= timeout_s * 1e3:
                 raise Problem(504, f"the request was aborted after {timeout_s:g} s")
             raise Problem(503, "the server is stopping; the response was cut off", retry_after=5)
-        assert self.generation is not None
-        self.body = self.answer(self.generation, rows)
+        return self.answer(generation, rows)
 
-    async def _sample(self) -> None:
-        asked = self.asked
-        async for generation in self.server.engine.stream(asked.request_id, asked.prompt_token_ids, asked.sampling):
-            self.generation = generation
-            self._news.set()
+    async def _sample(self, starts: Sequence[asyncio.Future[Stream]]) -> None:
+        asked, engine = self.asked, self.server.engine
+        started = False
+        async for pieces in engine.stream(asked.key, asked.prompt_token_ids, asked.sampling, self.underway):
+            if not started:
+                try:
+                    await _all(starts)
+                except Problem:
+                    await engine.abort(asked.key)
+                    raise
+                started = True
             if self._gone:
-                await self.server.engine.abort(asked.request_id)
+                await engine.abort(asked.key)
+            elif pieces:
+                await self._put(
+                    b"".join([b"%b%b}\n\n" % (self._heads[index], orjson.dumps(text)) for index, text in pieces])
+                )
+
+    async def _put(self, data: bytes, *, last: bool = False) -> None:
+        if self._gone:
+            return
+        try:
+            if not self._sent_at:
+                await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            self._sent_at = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+        except OSError:  # the client has gone
+            self._leave()
+
+    def _leave(self) -> None:
+        """Nobody reads any more: end the request in the engine."""
+        self._gone = True
+        self._abort_later()
 
     def _rows(self, *, ended: bool = False, status: str | None = None) -> list[dict[str, Any]]:
         """The responses' rows as they are. ``ended``: those without an end of their own were cut off."""
-        if self.generation is None:
+        generation = self.underway.generation()
+        if not any(response.token_ids for response in generation.responses):
             return capture.failed(self.asked, self.response_ids, status or ("aborted" if ended else "error"))
-        rows = capture.answered(self.asked, self.generation, self.response_ids)
+        rows = capture.answered(self.asked, generation, self.response_ids)
         return rows if status is None else [row | {"status": status, "finish_reason": None} for row in rows]
 
     def _row(self, index: int) -> dict[str, Any]:
         return self._rows()[index]
 
     def _abort_later(self) -> None:
-        # In a task of its own: whoever calls this may be cancelled at its next await.
-        task = asyncio.create_task(self._abort())
+        self.server.abort_later(self.asked.key)
+
+    def _task(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=f"stream {self.asked.request_id}")
         self.server.work.add(task)
         task.add_done_callback(self.server.work.discard)
-
-    async def _abort(self) -> None:
-        try:
-            await self.server.engine.abort(self.asked.request_id)
-        except (EngineError, TimeoutError) as error:
-            log.warning("request %s could not be aborted: %s", self.asked.request_id, error)
+        return task
 
 
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), orjson.dumps(data))
+async def _all(starts: Sequence[asyncio.Future[Stream]]) -> list[Stream]:
+    """The streams, once every start is on disk. Raises Problem if one can't be; none is under way then."""
+    results = await asyncio.gather(*starts, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if not isinstance(result, BaseException)]
+
+
+async def _disconnected(receive: Receive) -> None:
+    with contextlib.suppress(OSError):
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+
+def _event(name: bytes, data: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name, orjson.dumps(data))

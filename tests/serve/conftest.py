@@ -58,10 +58,14 @@ def store(tmp_path: Path) -> PolicyStore:
 SERVER = """
 import json, sys
 from feedback.config import FeedbackConfig
-from serve.app import run
 from serve.config import ServeConfig
 settings = json.loads(sys.argv[1])
-run(ServeConfig(**settings["serve"]), FeedbackConfig(**settings["feedback"]))
+config = ServeConfig(**settings["serve"])
+if config.fleet.is_one:
+    from serve.app import run
+else:
+    from serve.fleet.run import run
+run(config, FeedbackConfig(**settings["feedback"]))
 """
 
 
@@ -109,6 +113,7 @@ def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
             "port": port,
             "policies": str(store.root),
             "replicas": str(home / "replicas"),
+            "keys": str(home / "keys.json"),
             "engine": {"kv_cache_bytes": 64 << 20, "threads": 1},
             "swap": {"poll_seconds": 0.05},
             **serve,
@@ -128,7 +133,7 @@ def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
             cwd=Path(__file__).parents[2],
         )
     server = LiveServer(home, f"http://127.0.0.1:{port}", process, store, log)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + (120 if "fleet" not in serve else 280)
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if httpx.get(f"{server.url}/ready", timeout=2).status_code == 200:

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import shutil
+import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from serve import probe
 from serve.policies import PolicyStore
 from tests.serve.conftest import LiveServer, reference_logprobs, start_server, stop_server
 
@@ -47,13 +55,13 @@ async def test_swaps_under_load_fail_nobody_and_every_token_is_the_policys_it_sa
         assert row["policy_spans"] == response["policy_spans"]
         assert answer["policy_version"] == response["policy_spans"][-1]["policy_version"]
         assert response["finish_reason"] == "stop" or len(row["response_token_ids"]) == 60
-    for row in (crossed + list(rows.values()))[:40]:
-        starts = [span["start"] for span in row["policy_spans"]] + [len(row["response_token_ids"])]
-        for span, end in zip(row["policy_spans"], starts[1:], strict=True):
-            expected = reference_logprobs(
-                server.store.get(span["policy_version"]).path, row["prompt_token_ids"], row["response_token_ids"]
-            )
-            assert row["logprobs"][span["start"] : end] == pytest.approx(expected[span["start"] : end], abs=1e-4)
+    whole = [row for row in rows.values() if len(row["policy_spans"]) == 1]
+    for row in (crossed + whole)[:40]:
+        # A response that went on under another policy did so on the KV cache of the first: serve.swap.recompute is off.
+        first = row["policy_spans"][0]["policy_version"]
+        end = row["policy_spans"][1]["start"] if row in crossed else len(row["response_token_ids"])
+        expected = reference_logprobs(server.store.get(first).path, row["prompt_token_ids"], row["response_token_ids"])
+        assert row["logprobs"][:end] == pytest.approx(expected[:end], abs=1e-4)
 
     swaps = [json.loads(line) for line in (server.home / "replicas/replica-0.jsonl").read_text().splitlines()][-4:]
     assert [(swap["from"], swap["to"], swap["ok"]) for swap in swaps] == [
@@ -62,7 +70,7 @@ async def test_swaps_under_load_fail_nobody_and_every_token_is_the_policys_it_sa
         (3, 2, True),
         (2, 1, True),
     ]
-    assert all(0 < swap["load_ms"] <= swap["hold_ms"] for swap in swaps)
+    assert all(0 < swap["hold_ms"] < swap["prepare_ms"] for swap in swaps)
     assert any(swap["in_flight"] for swap in swaps)
     assert swaps == (await client.get("/policy")).json()["swaps"][-4:]
 
@@ -88,6 +96,102 @@ async def test_a_damaged_policy_is_refused_once_and_the_old_one_serves_on(
     assert (last["ok"], last["hold_ms"]) == (False, 0)
     back = await asyncio.to_thread(server.settle, server.promote(serving))
     assert (back["version"], back["failed"]) == (serving, None)
+
+
+def unlink(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def configure(key: str, value: object) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+
+    return edit
+
+
+def weigh(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return edit
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (None, unlink, "model.safetensors is missing"),
+        (configure("rms_norm_eps", 0.5), None, "rms_norm_eps"),
+        (weigh(lambda w: w.update({NORM: torch.ones(63)})), None, "shape [63]"),
+        (weigh(lambda w: w.update({NORM: w[NORM].bfloat16()})), None, "is BF16"),
+        (weigh(lambda w: w.pop(NORM)), None, "lacks the tensor"),
+        (weigh(lambda w: w.update(extra=torch.ones(1))), None, "surplus tensor"),
+        (weigh(lambda w: w[NORM].fill_(float("nan"))), None, "NaN"),
+        (weigh(lambda w: w[NORM].fill_(float("-inf"))), None, "infinity"),
+    ],
+)
+async def test_what_can_t_be_served_is_refused_by_name_and_the_old_policy_is_untouched(
+    client: httpx.AsyncClient,
+    server: LiveServer,
+    model_folders: list[Path],
+    tmp_path: Path,
+    before: Callable[[Path], None] | None,
+    after: Callable[[Path], None] | None,
+    says: str,
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_folders[1], folder)
+    if before:
+        before(folder)
+    bad = server.store.publish(folder, parent=1, lineage={}, metrics={})
+    if after:
+        after(bad.path)
+    serving = (await client.get("/policy")).json()["version"]
+    work = asyncio.create_task(client.post("/generate", json={"prompt": "through it", "max_tokens": 200}))
+    policy = await asyncio.to_thread(server.settle, server.promote(bad.version))
+    assert policy["version"] == serving
+    assert says in policy["failed"]["error"]
+    assert policy["swaps"][-1]["hold_ms"] == 0
+    answer = (await work).json()
+    assert {span["policy_version"] for span in answer["responses"][0]["policy_spans"]} == {serving}
+    back = await asyncio.to_thread(server.settle, server.promote(serving))
+    assert (back["version"], back["failed"]) == (serving, None)
+
+
+def test_killed_at_any_time_the_next_start_serves_what_the_pointer_names_and_nothing_is_left(
+    tmp_path: Path, model_folders: list[Path]
+) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    for folder in model_folders:
+        store.publish(folder, parent=None, lineage={}, metrics={}, probe=probe.measure)
+    store.promote(1, expected=None, who="test", why="first")
+    one = start_server(tmp_path, store)
+    try:
+        one.promote(2)
+        time.sleep(0.1)  # about when the weights are verified
+        family = descendants(one.process.pid)
+        one.process.kill()
+        one.process.wait(10)
+        assert left_of(family) == []
+        two = start_server(tmp_path, store)
+        assert httpx.get(f"{two.url}/policy").json()["version"] == 2
+        two.promote(3)
+        time.sleep(0.2)
+        engines = [one for one in descendants(two.process.pid) if "EngineCore" in psutil.Process(one).name()]
+        assert engines
+        for engine in engines:
+            os.kill(engine, signal.SIGKILL)
+        assert two.process.wait(30) != 0
+    finally:
+        one.process.kill()
+    three = start_server(tmp_path, store)
+    assert httpx.get(f"{three.url}/policy").json()["version"] == 3
+    assert stop_server(three) == 0
 
 
 def test_a_server_without_a_policy_says_what_to_do(tmp_path: Path) -> None:
@@ -117,6 +221,14 @@ async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
     recorded = {row["response_id"] for row in server.rows("interactions", "\"user\" = 'last'")}
     assert recorded == {r["response_id"] for answer in answers for r in answer.json()["responses"]}
     assert "Traceback" not in server.log.read_text()
+
+
+def left_of(processes: list[int], within: float = 5) -> list[int]:
+    """Those of the processes that still run after a while."""
+    deadline = time.monotonic() + within
+    while (left := [process for process in processes if is_running(process)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def is_running(process: int) -> bool:

@@ -1,0 +1,91 @@
+"""The server with an engine that answers at once: what is left is the cost of everything but the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from feedback.config import FeedbackConfig
+from serve.app import Server, run
+from serve.config import ServeConfig
+from serve.engine import Engine
+from serve.generation import Generated, Generation, Sampling, Underway
+from serve.policies import Policy
+from serve.text import Text
+
+_LETTER = 65
+
+
+class InstantEngine(Engine):
+    """Answers every request with as many tokens as it asks for, in no time. No vLLM anywhere."""
+
+    async def start(self, policy: Policy) -> None:
+        """Read the policy's tokenizer and its context length."""
+        from transformers import AutoConfig, AutoTokenizer
+
+        self.version = policy.version
+        self._tokens = Text(AutoTokenizer.from_pretrained(policy.path))
+        model = AutoConfig.from_pretrained(policy.path)
+        self._context, self._vocabulary = int(model.max_position_embeddings), int(model.vocab_size)
+
+    async def close(self) -> None:
+        """Nothing to stop."""
+
+    @property
+    def healthy(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def text(self) -> Text:
+        """The policy's tokenizer."""
+        return self._tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """As the model's configuration says."""
+        return self._context
+
+    @property
+    def vocabulary(self) -> int:
+        """As the model's configuration says."""
+        return self._vocabulary
+
+    @property
+    def in_flight(self) -> int:
+        """None."""
+        return 0
+
+    async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Generation:
+        """The same letter, ``max_tokens`` times."""
+        token_ids = [_LETTER] * sampling.max_tokens
+        text = self._tokens.response(prompt_token_ids, token_ids)
+        response = Generated(text, token_ids, [-1.0] * len(token_ids), [(0, self.version)], "length")
+        await asyncio.sleep(0)
+        return Generation([response] * sampling.n, self.version, 0.0, 0.0, 0.0)
+
+    async def stream(
+        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: Underway
+    ) -> AsyncIterator[list[tuple[int, str]]]:
+        """Not measured."""
+        raise NotImplementedError
+        yield []
+
+    async def abort(self, request_id: str) -> None:
+        """There is nothing under way."""
+
+
+class Forgetful(Server):
+    """Records nothing."""
+
+    async def record(self, rows: list[dict[str, Any]]) -> None:
+        """Count the rows, and drop them."""
+        self._count(rows)
+
+
+def front_end(serve: ServeConfig, feedback: FeedbackConfig, *, capture: bool) -> None:
+    """Serve until SIGTERM. Raises what ``serve.app.run`` raises."""
+    serve = serve.model_copy(update={"swap": serve.swap.model_copy(update={"probe": False})})
+    server = (Server if capture else Forgetful)(serve, feedback, engine=InstantEngine(serve.engine))
+    run(serve, feedback, server=server)

@@ -1,0 +1,180 @@
+"""keys create, list, revoke: who may use the server."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from deploy.commands.common import pass_settings, table
+from deploy.config import Settings
+from serve.keys import SCOPES
+
+if TYPE_CHECKING:
+    from serve.keys import ApiKey, Scope
+
+_UNITS = {"m": "minutes", "h": "hours", "d": "days"}
+
+
+class When(click.ParamType):
+    """A time to come: 30d, 12h, 45m, or ISO 8601."""
+
+    name = "when"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        """The time, with its zone."""
+        if isinstance(value, datetime):
+            return value
+        if found := re.fullmatch(r"(\d{1,6})([mhd])", value):
+            return datetime.now(UTC) + timedelta(**{_UNITS[found[2]]: int(found[1])})
+        try:
+            time = datetime.fromisoformat(value)
+        except ValueError:
+            self.fail(f"{value!r} is neither a span like 30d, 12h or 45m nor a time like 2030-01-31T12:00+00:00")
+        return time if time.tzinfo else time.astimezone()
+
+
+class Rate(click.ParamType):
+    """A number a minute, or unlimited."""
+
+    name = "rate"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float | Literal["unlimited"]:
+        """The rate."""
+        if value == "unlimited":
+            return "unlimited"
+        try:
+            rate = float(value)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < float("inf"):
+            self.fail(f"{value!r} is neither a number above 0 nor unlimited")
+        return rate
+
+
+@click.group()
+def keys() -> None:
+    """Say who may use the server.
+
+    As soon as there is a key, who asks needs one; until then the server listens on loopback only. A running server
+    follows within a second.
+    """
+
+
+@keys.command()
+@click.option("--name", required=True, help="Whose key it is; no two good keys have the same.")
+@click.option("--tenant", help="Under which its rows are recorded.  [default: serve.tenant]")
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    type=click.Choice(SCOPES),
+    default=("generate", "feedback"),
+    show_default=True,
+    help="generate: /generate and /v1; feedback: /feedback; admin: /policy, /metrics. Can be repeated.",
+)
+@click.option("--expires", type=When(), metavar="WHEN", help="30d, 12h, 45m, or a time in ISO 8601; never without.")
+@click.option("--requests-per-minute", type=Rate(), metavar="N", help="Its own limit, or unlimited.")
+@click.option("--tokens-per-minute", type=Rate(), metavar="N", help="Its own limit, or unlimited.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@pass_settings
+def create(
+    settings: Settings,
+    name: str,
+    tenant: str | None,
+    scopes: tuple[Scope, ...],
+    expires: datetime | None,
+    requests_per_minute: float | Literal["unlimited"] | None,
+    tokens_per_minute: float | Literal["unlimited"] | None,
+    as_json: bool,
+) -> None:
+    """Make a key and show it, once: what is kept of it can't be turned back."""
+    from pydantic import ValidationError
+
+    from serve.keys import create_key, read_keys
+
+    path = settings.path(settings.serve.keys)
+    first = not read_keys(path)
+    try:
+        key, secret = create_key(
+            path,
+            name=name,
+            tenant=tenant or settings.serve.tenant,
+            scopes=scopes,
+            expires_at=expires,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+        )
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        raise click.UsageError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}, not {wrong['input']!r}") from None
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(_as_json(key) | {"secret": secret}, indent=2))
+        return
+    click.echo(f"key {key.id} of {key.name} ({key.tenant}; {', '.join(key.scopes)}):\n\n    {secret}\n")
+    click.echo("It is not shown again. Send it as Authorization: Bearer KEY, or as X-API-Key.")
+    if first:
+        click.echo("This is the first key: from now on the server answers nobody without one.")
+
+
+@keys.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@pass_settings
+def list_keys(settings: Settings, as_json: bool) -> None:
+    """List the keys, without their secrets."""
+    from serve.keys import read_keys
+
+    path = settings.path(settings.serve.keys)
+    found = read_keys(path)
+    if as_json:
+        click.echo(json.dumps([_as_json(key) for key in found], indent=2))
+        return
+    if not found:
+        click.echo(f"no keys in {path}: the server listens on loopback only; make one with `millrace keys create`")
+        return
+    now = datetime.now(UTC)
+    rows = [
+        [
+            key.id,
+            key.name,
+            key.tenant,
+            ",".join(key.scopes),
+            key.state(now),
+            f"{key.created_at:%Y-%m-%d %H:%M}",
+            f"{key.expires_at.astimezone(UTC):%Y-%m-%d %H:%M}" if key.expires_at else "-",
+            _rate(key.requests_per_minute),
+            _rate(key.tokens_per_minute),
+        ]
+        for key in found
+    ]
+    header = ["id", "name", "tenant", "scopes", "state", "created (UTC)", "expires (UTC)", "requests/min", "tokens/min"]
+    click.echo(table(header, rows))
+
+
+@keys.command()
+@click.argument("key", metavar="ID_OR_NAME")
+@pass_settings
+def revoke(settings: Settings, key: str) -> None:
+    """Make a key worthless for good. A running server follows within a second."""
+    from serve.keys import revoke_key
+
+    revoked = revoke_key(settings.path(settings.serve.keys), key)
+    click.echo(f"key {revoked.id} of {revoked.name} is revoked")
+
+
+def _rate(rate: float | Literal["unlimited"] | None) -> str:
+    return "default" if rate is None else rate if rate == "unlimited" else f"{rate:g}"
+
+
+def _as_json(key: ApiKey) -> dict[str, Any]:
+    return key.model_dump(mode="json", exclude={"sha256"}) | {"state": key.state(datetime.now(UTC))}
+
+
+COMMANDS: tuple[click.Command, ...] = (keys,)

@@ -1,0 +1,539 @@
+"""Swaps under streaming clients, as the clients see them: ``make bench-swap``.
+
+For a model of 3M parameters in float32 and one of 0.6B in bfloat16, and with ``serve.swap.shadow_weights`` off and on,
+a real server streams to 32 clients while `millrace promote` goes back and forth between two policies. Every token of
+the one is a small letter and every token of the other a capital one, so that the text itself says which policy made
+each token.
+
+A gap is the time between two arrivals of text in one stream. Of each swap the longest gap of all streams counts, from
+the start of `millrace promote` to one second after `GET /policy` tells the new version. ``hold_ms`` is the median of
+those over the swaps, less the normal p99 gap, which is measured in stretches as long as a swap in which `millrace
+policies` runs in place of `millrace promote`. The longest gap of such a stretch less the same p99 is the ``control``:
+what the machine does to 32 streams without a swap. ``crossing_ms`` looks only at gaps between a token of one policy and
+the next one, of the other, in the same stream: the p99 of them, less the normal p99.
+
+``copy_ms`` is what it takes to copy as many bytes as the weights have from one place in memory to another. The last
+line printed is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import statistics
+import string
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+MILLRACE: Final = str(Path(sys.executable).with_name("millrace"))
+LETTERS: Final = {1: set(string.ascii_lowercase), 2: set(string.ascii_uppercase)}
+CONTEXT: Final = 512
+READY_TIMEOUT_S: Final = 180
+SETTLE_TIMEOUT_S: Final = 180
+AFTER_S: Final = 1.0
+BARS: Final = {"hold_over_copy": 1.5, "shadow_hold_ms": 20.0}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model to measure with. ``tokens``: of each response."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    vocabulary: int
+    dtype: str
+    tokens: int
+    kv_cache: int
+    swaps: int
+
+
+SIZES: Final = (
+    Size("3M", 256, 768, 4, 4, 2, 64, 258, "float32", 200, 128 << 20, 20),
+    Size("0.6B", 1024, 3072, 28, 16, 8, 128, 76_800, "bfloat16", 64, 1 << 30, 5),
+)
+
+
+@dataclass
+class Stream:
+    """One response as it came. ``arrivals``: (time, characters) of each piece of text."""
+
+    arrivals: list[tuple[float, str]] = field(default_factory=list)
+    body: dict[str, Any] | None = None
+    failure: str | None = None
+
+
+@dataclass
+class Stretch:
+    """The time of one swap, or of a command that swaps nothing."""
+
+    began: float
+    ended: float
+    hold_ms: float = 0.0
+
+
+# ---------------------------------------------------------------------------------------------------- the measurement
+
+
+def bench(size: Size, home: Path, *, shadow: bool, clients: int, swaps: int, stretches: int) -> dict[str, Any]:
+    """One server, one mode."""
+    with serving(size, home, shadow=shadow) as (url, process):
+        streams: list[Stream] = []
+        normal, swapped = asyncio.run(run(size, home, url, streams, clients, swaps, stretches))
+        memory = memory_of(process)
+    return summary(size, streams, normal, swapped) | {"shadow_weights": shadow, **memory}
+
+
+async def run(
+    size: Size, home: Path, url: str, streams: list[Stream], clients: int, swaps: int, stretches: int
+) -> tuple[list[Stretch], list[Stretch]]:
+    """Stream to all clients; first stretches without a swap, then the swaps."""
+    stop = asyncio.Event()
+    work = [asyncio.create_task(client(url, size, number, streams, stop)) for number in range(clients)]
+    await asyncio.sleep(3)  # until all are at different places in their responses
+    # The first swap of a server is not like those after it: the helper's files are not in memory yet.
+    first = await swap(home, url, 2)
+    length = first.ended - first.began
+    normal = [await idle(home, length) for _ in range(stretches)]
+    swapped = [await swap(home, url, 1 + number % 2) for number in range(swaps)]
+    stop.set()
+    _, late = await asyncio.wait(work, timeout=120)
+    for task in late:
+        task.cancel()
+    for task in work:
+        if task not in late:
+            task.result()
+    return normal, swapped
+
+
+async def swap(home: Path, url: str, version: int) -> Stretch:
+    """`millrace promote`, and wait until the server has it."""
+    began = time.perf_counter()
+    await command(home, "promote", str(version), "--override", "--why", "bench")
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    while True:
+        policy = await asyncio.to_thread(get, f"{url}/policy")
+        if policy["failed"]:
+            raise SystemExit(f"policy {version} was refused: {policy['failed']}")
+        if policy["version"] == version and policy["swaps"] and policy["swaps"][-1]["to"] == version:
+            break
+        if time.monotonic() > deadline:
+            raise SystemExit(f"policy {version} does not serve after {SETTLE_TIMEOUT_S} s")
+        await asyncio.sleep(0.1)
+    await asyncio.sleep(AFTER_S)
+    return Stretch(began, time.perf_counter(), policy["swaps"][-1]["hold_ms"])
+
+
+async def idle(home: Path, length: float) -> Stretch:
+    """As long as a swap, and with a command, without a swap."""
+    began = time.perf_counter()
+    await command(home, "policies")
+    await asyncio.sleep(max(AFTER_S, began + length - time.perf_counter()))
+    return Stretch(began, time.perf_counter())
+
+
+async def command(home: Path, *arguments: str) -> None:
+    """Run `millrace …` at the lowest priority: an operator's command runs elsewhere than the server."""
+    process = await asyncio.create_subprocess_exec(
+        "nice", "-n", "19", MILLRACE, *arguments, "--home", str(home), cwd=home, stdout=asyncio.subprocess.DEVNULL
+    )
+    if code := await asyncio.wait_for(process.wait(), 120):
+        raise SystemExit(f"millrace {' '.join(arguments)} ended with {code}")
+
+
+def summary(size: Size, streams: list[Stream], normal: list[Stretch], swapped: list[Stretch]) -> dict[str, Any]:
+    """Figures of one mode; times in milliseconds."""
+    every = [gap for stream in streams for gap in gaps(stream)]
+    quiet = [
+        (after - before) * 1e3
+        for before, after, _ in every
+        if any(stretch.began <= before and after <= stretch.ended for stretch in normal)
+    ]
+    p99 = percentile(quiet, 0.99)
+    control = [longest(every, stretch) for stretch in normal]
+    during = [longest(every, stretch) for stretch in swapped]
+    crossing = [(after - before) * 1e3 for before, after, crossed in every if crossed]
+    return {
+        "swaps": len(swapped),
+        "responses": len(streams),
+        "failed": sum(stream.failure is not None for stream in streams),
+        "failures": sorted({stream.failure for stream in streams if stream.failure})[:5],
+        "truncated": sum(is_truncated(stream, size.tokens) for stream in streams),
+        "mislabelled": sum(mislabelled(stream) for stream in streams),
+        "crossed": len(crossing),
+        "gap_p50_ms": percentile(quiet, 0.5),
+        "gap_p99_ms": p99,
+        "gap_swap_ms": statistics.median(during),
+        "gap_swap_worst_ms": max(during),
+        "gap_control_ms": statistics.median(control),
+        "gap_control_worst_ms": max(control),
+        "crossing_p50_ms": percentile(crossing, 0.5),
+        "crossing_p99_ms": percentile(crossing, 0.99),
+        "hold_ms": max(0.0, statistics.median(during) - p99),
+        "control_ms": max(0.0, statistics.median(control) - p99),
+        "crossing_ms": max(0.0, percentile(crossing, 0.99) - p99),
+        "server_hold_ms": statistics.median(stretch.hold_ms for stretch in swapped),
+        "swap_s": statistics.median(stretch.ended - stretch.began for stretch in swapped) - AFTER_S,
+    }
+
+
+def gaps(stream: Stream) -> list[tuple[float, float, bool]]:
+    """(from, to, whether another policy made the second) of each two arrivals."""
+    return [
+        (before, after, text[-1:].islower() != later[:1].islower())
+        for (before, text), (after, later) in zip(stream.arrivals, stream.arrivals[1:], strict=False)
+    ]
+
+
+def longest(every: list[tuple[float, float, bool]], stretch: Stretch) -> float:
+    """The longest gap that lies in a stretch, in whole or in part; milliseconds."""
+    return max(
+        ((after - before) * 1e3 for before, after, _ in every if before < stretch.ended and after > stretch.began),
+        default=0.0,
+    )
+
+
+def is_truncated(stream: Stream, tokens: int) -> bool:
+    """Whether less came than was asked for, or another text than the last event tells."""
+    if stream.failure is not None:
+        return False
+    text = "".join(text for _, text in stream.arrivals)
+    if stream.body is None:
+        return True
+    (response,) = stream.body["responses"]
+    return len(text) != tokens or response["text"] != text or response["finish_reason"] != "length"
+
+
+def mislabelled(stream: Stream) -> int:
+    """Tokens whose letter is not of the policy that the response's spans name."""
+    if stream.body is None:
+        return 0
+    (response,) = stream.body["responses"]
+    text, spans = response["text"], response["policy_spans"]
+    ends = [span["start"] for span in spans[1:]] + [len(text)]
+    return sum(
+        character not in LETTERS[span["policy_version"]]
+        for span, end in zip(spans, ends, strict=True)
+        for character in text[span["start"] : end]
+    )
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------ clients
+
+
+async def client(url: str, size: Size, number: int, streams: list[Stream], stop: asyncio.Event) -> None:
+    """Ask for one stream after the other over one connection."""
+    host, port = url.removeprefix("http://").split(":")
+    request = 0
+    while not stop.is_set():
+        stream = Stream()
+        streams.append(stream)
+        request += 1
+        body = json.dumps(
+            {"prompt": f"client {number} asks {request}", "max_tokens": size.tokens, "stream": True}
+        ).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nConnection: close\r\n"
+        try:
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), 10)
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            try:
+                await asyncio.wait_for(read(reader, stream), 120)
+            finally:
+                writer.close()
+        except (OSError, TimeoutError, ValueError) as error:
+            stream.failure = f"{type(error).__name__}: {error}"
+
+
+async def read(reader: asyncio.StreamReader, stream: Stream) -> None:
+    """Keep what comes with its time, and take it apart only when all is there."""
+    chunks: list[tuple[float, bytes]] = []
+    while chunk := await reader.read(1 << 16):
+        chunks.append((time.perf_counter(), chunk))
+    whole = b"".join(chunk for _, chunk in chunks)
+    head, _, rest = whole.partition(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200"):
+        stream.failure = f"answered {whole[:200]!r}"
+        return
+    position = len(head) + 4
+    arrivals = iter(chunks)
+    at, seen = 0.0, 0
+    while b"\r\n" in rest:
+        length, _, after = rest.partition(b"\r\n")
+        count = int(length, 16)
+        if count == 0:
+            break
+        position += len(length) + 2 + count + 2
+        while seen < position:
+            at, chunk = next(arrivals)
+            seen += len(chunk)
+        for event in after[:count].decode().split("\n\n"):
+            take(event, at, stream)
+        rest = after[count + 2 :]
+
+
+def take(event: str, at: float, stream: Stream) -> None:
+    name, _, data = event.partition("\n")
+    if not data:
+        return
+    content = json.loads(data.removeprefix("data: "))
+    if name == "event: delta":
+        if content["text"]:
+            stream.arrivals.append((at, content["text"]))
+    elif name == "event: done":
+        stream.body = content
+    else:
+        stream.failure = f"{name}: {data[:200]}"
+
+
+# --------------------------------------------------------------------------------------------------- server and models
+
+
+@contextlib.contextmanager
+def serving(size: Size, home: Path, *, shadow: bool) -> Any:
+    """A server on the home, policy 1 first; (its URL, its process's id)."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = {
+        "serve.port": port,
+        "serve.swap.shadow_weights": str(shadow).lower(),
+        "serve.swap.poll_seconds": 0.1,
+        "serve.engine.kv_cache_bytes": size.kv_cache,
+        "serve.engine.max_model_len": CONTEXT,
+    }
+    flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
+    log = home / "server.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [MILLRACE, "serve", "--home", str(home), *flags], cwd=home, stdout=output, stderr=output
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while True:
+            with contextlib.suppress(OSError):
+                get(f"{url}/ready")
+                break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"the server did not get ready: {log.read_text()[-2000:]}")
+            time.sleep(0.2)
+        yield url, process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+
+
+def make_home(size: Size, folder: Path) -> Path:
+    """A home with two policies: small letters and capital ones."""
+    homes = []
+    for version, letters in LETTERS.items():
+        model = make_model(size, folder / f"model-{version}", seed=version, letters=letters)
+        home = folder / f"home-{version}"
+        done = subprocess.run(
+            [MILLRACE, "init", "--model", str(model), "--home", str(home), "--no-write-config"],
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise SystemExit(f"millrace init ended with {done.returncode}: {done.stderr[-1000:]}")
+        shutil.rmtree(model)
+        homes.append(home)
+    # The second home's policy becomes policy 2 of the first; ARCHITECTURE.md says what a policy's folder is.
+    target = homes[0] / "policies/v000002"
+    shutil.move(homes[1] / "policies/v000001", target)
+    manifest = json.loads((target / "policy.json").read_text())
+    (target / "policy.json").write_text(json.dumps(manifest | {"version": 2, "parent": 1}))
+    shutil.rmtree(homes[1])
+    return homes[0]
+
+
+def make_model(size: Size, folder: Path, *, seed: int, letters: set[str]) -> Path:
+    """A random Qwen3 whose every token is one of ``letters``.
+
+    Channel 0 of the residual stream is the same large number at every token, since no layer writes to it; the output
+    head gives the letters much for it and the other tokens as much less.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen3Config
+
+    from loadtests.tiny_model import make_model_folder
+
+    dtype = getattr(torch, size.dtype)
+    make_model_folder(folder, seed)  # for its tokenizer
+    (folder / "model.safetensors").unlink()
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+        dtype=size.dtype,
+        eos_token_id=None,
+        pad_token_id=0,
+        bos_token_id=None,
+    ).save_pretrained(folder)
+    generator = torch.Generator().manual_seed(seed)
+    block = (torch.randn(1 << 20, generator=generator) * 0.05).to(dtype)
+
+    def noise(rows: int, columns: int) -> torch.Tensor:
+        first = int(torch.randint(1 << 19, (1,), generator=generator))
+        count = rows * columns
+        return block[first:].repeat(count // (len(block) - first) + 1)[:count].reshape(rows, columns).clone()
+
+    ones = torch.ones(size.hidden, dtype=dtype)
+    weights = {"model.embed_tokens.weight": noise(size.vocabulary, size.hidden) * 10, "model.norm.weight": ones}
+    weights["model.embed_tokens.weight"][:, 0] = 20
+    head = noise(size.vocabulary, size.hidden)
+    head[:, 0] = -8
+    head[[vocabulary[letter] for letter in sorted(letters)], 0] = 8
+    weights["lm_head.weight"] = head
+    for layer in range(size.layers):
+        name = f"model.layers.{layer}"
+        into = {
+            "self_attn.q_proj": size.heads * size.head,
+            "self_attn.k_proj": size.kv_heads * size.head,
+            "self_attn.v_proj": size.kv_heads * size.head,
+            "mlp.gate_proj": size.intermediate,
+            "mlp.up_proj": size.intermediate,
+        }
+        weights |= {f"{name}.{part}.weight": noise(rows, size.hidden) for part, rows in into.items()}
+        for part, columns in {"self_attn.o_proj": size.heads * size.head, "mlp.down_proj": size.intermediate}.items():
+            out = noise(size.hidden, columns)
+            out[0] = 0
+            weights[f"{name}.{part}.weight"] = out
+        weights |= {
+            f"{name}.self_attn.{part}.weight": torch.ones(size.head, dtype=dtype) for part in ("q_norm", "k_norm")
+        }
+        weights |= {f"{name}.{part}.weight": ones.clone() for part in ("input_layernorm", "post_attention_layernorm")}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+COPY: Final = """
+import sys, time, torch
+one = torch.ones(int(sys.argv[1]), dtype=torch.uint8)
+other = torch.zeros_like(one)
+best = 1e9
+for _ in range(15):
+    began = time.perf_counter()
+    other.copy_(one)
+    best = min(best, time.perf_counter() - began)
+print(best * 1e3)
+"""
+
+
+def copy_ms(size: int) -> float:
+    """Best time to copy so many bytes in memory, the server not running."""
+    done = subprocess.run(
+        [sys.executable, "-c", COPY, str(size)], capture_output=True, text=True, timeout=120, check=True
+    )
+    return float(done.stdout)
+
+
+def memory_of(process: int) -> dict[str, float]:
+    """Most memory that the server's processes had, and have, in MiB; of the engine, which is the largest."""
+    largest = {"engine_peak_mib": 0.0, "engine_mib": 0.0}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            if int(fields["PPid"]) == process:
+                peak, now = (int(fields[name].split()[0]) / 1024 for name in ("VmHWM", "RssAnon"))
+                if peak > largest["engine_peak_mib"]:
+                    largest = {"engine_peak_mib": round(peak), "engine_mib": round(now)}
+    return largest
+
+
+def get(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        content: dict[str, Any] = json.loads(answer.read())
+        return content
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the small model and a few swaps: a smoke test")
+    parser.add_argument("--clients", type=int, default=32, help="streams at a time")
+    parser.add_argument("--swaps", type=int, help="swaps of each server; by default 20 of the small model's, 5 else")
+    parser.add_argument("--sizes", nargs="+", choices=[size.name for size in SIZES], help="only these models")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where a folder for the run is made")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    modes: list[dict[str, Any]] = []
+    for size in SIZES:
+        if size.name not in (options.sizes or [one.name for one in SIZES]) or (options.quick and size is not SIZES[0]):
+            continue
+        swaps = options.swaps or (3 if options.quick else size.swaps)
+        stretches = max(2, swaps // 2)
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder.absolute()) as folder:
+            home = make_home(size, Path(folder))
+            weight_bytes = sum(path.stat().st_size for path in (home / "policies/v000001").glob("*.safetensors"))
+            copy = copy_ms(weight_bytes)
+            for shadow in (False, True):
+                result = bench(size, home, shadow=shadow, clients=options.clients, swaps=swaps, stretches=stretches)
+                result = {"model": size.name, "weights_mib": weight_bytes / 2**20, "copy_ms": copy, **result}
+                modes.append({k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()})
+                print(json.dumps(modes[-1]), flush=True)
+                restart(home)
+    print(json.dumps(result_of(modes)))
+
+
+def restart(home: Path) -> None:
+    """Back to policy 1 for the next server."""
+    subprocess.run(
+        [MILLRACE, "promote", "1", "--override", "--why", "bench", "--home", str(home)],
+        capture_output=True, timeout=120, check=True, cwd=home,
+    )  # fmt: skip
+
+
+def result_of(modes: list[dict[str, Any]]) -> dict[str, Any]:
+    plain = {mode["model"]: mode for mode in modes if not mode["shadow_weights"]}
+    shadow = {mode["model"]: mode for mode in modes if mode["shadow_weights"]}
+    return {
+        **{name: sum(mode[name] for mode in modes) for name in ("swaps", "failed", "truncated", "mislabelled")},
+        "hold_over_copy": {name: round(mode["hold_ms"] / mode["copy_ms"], 3) for name, mode in plain.items()},
+        "control_over_copy": {name: round(mode["control_ms"] / mode["copy_ms"], 3) for name, mode in plain.items()},
+        "crossing_over_copy": {name: round(mode["crossing_ms"] / mode["copy_ms"], 3) for name, mode in plain.items()},
+        "shadow_hold_ms": {name: mode["hold_ms"] for name, mode in shadow.items()},
+        "shadow_control_ms": {name: mode["control_ms"] for name, mode in shadow.items()},
+        "shadow_crossing_ms": {name: mode["crossing_ms"] for name, mode in shadow.items()},
+        "server_hold_ms": {name: mode["server_hold_ms"] for name, mode in plain.items()},
+        "copy_ms": {name: mode["copy_ms"] for name, mode in plain.items()},
+        "engine_peak_mib": {
+            f"{mode['model']}{' shadow' * mode['shadow_weights']}": mode["engine_peak_mib"] for mode in modes
+        },
+        "bars": BARS,
+    }
+
+
+if __name__ == "__main__":
+    main()

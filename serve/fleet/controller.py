@@ -1,0 +1,142 @@
+"""The one that drives rollouts: it looks, takes one step, keeps it, and looks again.
+
+It holds no state of its own. Killed at any moment, it is started again and goes on from the record.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from feedback.files import make_folder, try_lock
+from serve.config import FleetConfig
+from serve.fleet.plan import NOTHING, next_step
+from serve.fleet.reports import reports
+from serve.fleet.state import FleetError, FleetRecord, FleetState, Rollout
+from serve.policies import PolicyError, PolicyStore, StalePointer
+
+log = logging.getLogger(__name__)
+
+WHO: Final = "fleet"
+_LOCK: Final = ".fleet.lock"
+
+
+class Controller:
+    """Takes the fleet whose replicas report in ``folder`` to what the store's pointer names."""
+
+    def __init__(
+        self, store: PolicyStore, folder: Path, config: FleetConfig, clock: Callable[[], float] = time.time
+    ) -> None:
+        """``clock``: seconds since 1970."""
+        self.store = store
+        self.folder = folder
+        self.config = config
+        self.record = FleetRecord(store.root)
+        self._clock = clock
+        self._lock = -1
+        self._turn = threading.Lock()  # between the thread of ``run`` and the one that ends it
+
+    def open(self) -> FleetState:
+        """Be the only controller of this fleet, and see that there is a record. Where it starts.
+
+        Raises FleetError if there is another, PolicyError if no policy serves.
+        """
+        pointer = self.store.serving()
+        if pointer is None:
+            raise PolicyError(f"{self.store.root} has no serving policy yet: promote one first (millrace init)")
+        self._lock = os.open(self.store.root / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        if not try_lock(self._lock):
+            self.close()
+            raise FleetError(f"another process runs the fleet of {self.store.root}: stop that one first")
+        make_folder(self.folder)
+        state = self.record.read()
+        if state is None:
+            state = FleetState(serving=pointer)
+            self.record.write(state)
+        elif state.stopping:
+            state = replace(state, stopping=False)
+            self.record.write(state)
+        while self.turn():  # where nothing runs, there is nothing to wait for
+            pass
+        return self.record.read() or state
+
+    def close(self) -> None:
+        """Let another one be the controller."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def run(self, stop: threading.Event, seconds: float) -> None:
+        """Take steps until ``stop`` is set; what can't be read is told and looked at again."""
+        wrong = None
+        while not stop.wait(seconds):
+            try:
+                while self.turn() and not stop.is_set():
+                    pass
+                wrong = None
+            except (PolicyError, OSError, ValueError, TypeError) as error:
+                if str(error) != wrong:  # once, not at every look
+                    log.error("the rollout can't go on: %s", error)
+                wrong = str(error)
+
+    def turn(self) -> bool:
+        """Take the next step, if there is one to be taken now; whether there was."""
+        with self._turn:
+            return self._take_step()
+
+    def _take_step(self) -> bool:
+        state, pointer = self.record.read(), self.store.serving()
+        if state is None or pointer is None:
+            raise PolicyError(f"the fleet's record or the serving pointer is gone from {self.store.root}")
+        step = next_step(state, pointer, reports(self.folder), self.config, self._clock())
+        if step.said:
+            log.info("%s", step.said)
+        if step.back:
+            assert state.rollout is not None
+            self._move_back(state, state.rollout)
+        elif step.state is not None:
+            self._keep(state, step.state)
+        return step != NOTHING
+
+    def ask_to_stop(self) -> None:
+        """Have all replicas end what they have at work, within serve.drain_timeout_s."""
+        with self._turn:
+            if (state := self.record.read()) is not None:
+                self.record.write(replace(state, stopping=True))
+
+    def _keep(self, before: FleetState, after: FleetState) -> None:
+        rollout = before.rollout
+        if rollout is not None and after.rollout is None:
+            self.record.append_history(
+                {
+                    "from": before.serving.version,
+                    "to": rollout.to.version,
+                    "generation": rollout.to.generation,
+                    "outcome": "undone" if rollout.phase == "undoing" else "done",
+                    "error": rollout.error,
+                    "who": rollout.to.who,
+                    "why": rollout.to.why,
+                    "started": rollout.started,
+                    "seconds": round(self._clock() - rollout.started, 3),
+                    "canaries": list(rollout.canaries),
+                }
+            )
+        self.record.write(after)
+
+    def _move_back(self, state: FleetState, rollout: Rollout) -> None:
+        try:
+            self.store.promote(
+                state.serving.version,
+                expected=rollout.to.version,
+                who=WHO,
+                why=f"policy {rollout.to.version} was undone: {rollout.error}",
+                verdict={"rollback_from": rollout.to.version},
+            )
+        except StalePointer as error:  # somebody was faster; the next look sees where it is
+            log.info("%s", error)

@@ -1,0 +1,235 @@
+"""A replica's part in its fleet: it takes a name, follows the fleet's record, and reports what it does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from serve.config import ServeConfig
+from serve.fleet import reports
+from serve.fleet.merging import merge
+from serve.fleet.reports import Name, Report
+from serve.fleet.state import FleetRecord, FleetState, task_of
+from serve.policies import PolicyError
+from serve.swap import Orders
+
+if TYPE_CHECKING:
+    from serve.app import Server
+
+log = logging.getLogger(__name__)
+
+_METRICS_SECONDS: Final = 2.0
+_NOT_WORK: Final = frozenset({"/health", "/ready", "/policy", "/metrics", "/docs", "/openapi.json"})
+
+
+class Member:
+    """One replica of a fleet. ``orders`` is what its swapper follows; ``run`` reports until it is cancelled."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        """Take a name. Raises PolicyError if there is no fleet's record to follow, FleetError if no name is free."""
+        self.config = config
+        self._record = FleetRecord(Path(config.policies))
+        self._folder = Path(config.replicas)
+        self._state = self._read()
+        self._name = Name(self._folder, re.sub(r"-\d+$", "", config.replica_name))
+        self._report = Report(self._name.name, uuid.uuid4().hex, "starting")
+        self._server: Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._tell(self._report)
+
+    @property
+    def name(self) -> str:
+        """The replica's name, unique among those that live."""
+        return self._name.name
+
+    def begin(self, server: Server) -> None:
+        """Report what ``server`` does, from now on. It serves."""
+        self._server = server
+        self._turn()
+        self._tasks = [
+            asyncio.create_task(self._run(), name="fleet member"),
+            asyncio.create_task(self._leave_metrics(), name="fleet metrics"),
+        ]
+
+    def stop(self, state: Literal["stopping"] = "stopping") -> None:
+        """Report no more, take part in no rollout."""
+        for task in self._tasks:
+            task.cancel()
+        self._tell(replace(self._report, state=state))
+
+    def release(self) -> None:
+        """Give the name up."""
+        self._name.release()
+
+    # What the replica follows
+
+    def orders(self) -> Orders:
+        """What to serve and what to prepare. Raises PolicyError or OSError if the record can't be read."""
+        self._state = self._read()
+        task = task_of(self._state, self.name)
+        return Orders(task.serve, task.prepare)
+
+    def lost(self) -> str | None:
+        """Why this replica should be replaced: the fleet is where it can't follow. None if all is well."""
+        server = self._server
+        if server is None or (failed := server.swapper.failed) is None:
+            return None
+        task = task_of(self._state, self.name)
+        if task.trial or failed["generation"] != task.serve.generation:
+            return None
+        others = [r for r in self._others() if r.state == "ready" and r.version == task.serve.version]
+        if not others:  # an old policy is better than none
+            return None
+        return f"it can't follow the fleet to policy {task.serve.version}: {failed['error']}"
+
+    def routing(self) -> dict[str, Any]:
+        """What the router must know of this replica; Ray hands it on."""
+        server = self._server
+        told: dict[str, Any] = {"ready": server is not None and server.unready() is None}
+        rollout = self._state.rollout
+        if server is not None and server.variant is not None and rollout is not None:
+            told |= {"variant": server.variant, "share": rollout.share, "salt": rollout.to.generation}
+        return told
+
+    # What clients are told
+
+    def policy(self) -> dict[str, Any]:
+        """``GET /policy`` of the fleet. ``version``: what all of it serves; ``replicas``: what each does."""
+        state, rollout = self._state, self._state.rollout
+        return {
+            "version": state.serving.version,
+            "previous": state.serving.previous,
+            "since": state.serving.at,
+            "generation": state.serving.generation,
+            "failed": state.failed,
+            "phase": state.phase,
+            "rollout": None
+            if rollout is None
+            else {
+                "to": rollout.to.version,
+                "generation": rollout.to.generation,
+                "canaries": list(rollout.canaries),
+                "share": rollout.share,
+                "done": list(rollout.done),
+                "error": rollout.error,
+            },
+            "replicas": {
+                report.name: {
+                    "state": report.state,
+                    "version": report.version,
+                    "variant": report.variant,
+                    "prepared": report.prepared is not None and rollout is not None,
+                    "unready": report.unready,
+                    "requests": report.requests,
+                    "failures": report.failures,
+                }
+                for report in self._all()
+            },
+        }
+
+    def metrics(self) -> bytes:
+        """All replicas' Prometheus texts as one, told apart by the label ``replica``; the others' seconds old."""
+        texts = reports.read_metrics(self._folder)
+        if self._server is not None:
+            texts[self.name] = self._server.metrics.render()
+        return merge(texts)
+
+    def ready(self) -> list[str]:
+        """The replicas that answer requests."""
+        return [report.name for report in self._all() if report.state == "ready" and report.unready is None]
+
+    # Inside
+
+    async def _run(self) -> None:
+        wrong = None
+        while True:
+            await asyncio.sleep(self.config.swap.poll_seconds)
+            try:
+                self._turn()
+                wrong = None
+            except (OSError, ValueError) as error:
+                if str(error) != wrong:  # once, not at every turn
+                    log.error("%s can't report: %s", self.name, error)
+                wrong = str(error)
+
+    def _turn(self) -> None:
+        server = self._server
+        assert server is not None
+        task, serving = task_of(self._state, self.name), server.engine.version
+        server.variant = task.variant if serving == task.serve.version else None
+        if self._state.stopping and not server.draining:
+            server.draining = True
+            asyncio.get_running_loop().call_later(server.config.drain_timeout_s, self._cut_off)
+        status, prepared = server.swapper.status(), server.swapper.prepared
+        requests, failures = _counts(server)
+        failed = status["failed"]
+        report = replace(
+            self._report,
+            state="ready",
+            version=serving,
+            generation=status["generation"],
+            content=(prepared[1] if prepared else server.swapper.policy).sha256,
+            prepared=prepared[0] if prepared else None,
+            failed=(failed["generation"], failed["error"]) if failed else None,
+            unready=server.unready(),
+            variant=server.variant,
+            requests=requests,
+            failures=failures,
+        )
+        if report != self._report:
+            self._tell(report)
+
+    def _cut_off(self) -> None:
+        server = self._server
+        assert server is not None
+        for request_id in list(server.engine.requests):
+            task = asyncio.create_task(server.engine.abort(request_id), name="cut off")
+            server.work.add(task)
+            task.add_done_callback(server.work.discard)
+
+    async def _leave_metrics(self) -> None:
+        server = self._server
+        assert server is not None
+        while True:
+            try:
+                reports.write_metrics(self._folder, self.name, server.metrics.render())
+            except OSError as error:
+                log.error("%s can't leave its metrics: %s", self.name, error)
+            await asyncio.sleep(_METRICS_SECONDS)
+
+    def _tell(self, report: Report) -> None:
+        reports.write_report(self._folder, replace(report, at=time.time()))
+        self._report = report
+
+    def _all(self) -> list[Report]:
+        return reports.reports(self._folder)
+
+    def _others(self) -> list[Report]:
+        return [report for report in self._all() if report.name != self.name]
+
+    def _read(self) -> FleetState:
+        state = self._record.read()
+        if state is None:
+            raise PolicyError(
+                f"{self._record.root} has no fleet's record: the replicas of a fleet are started by `millrace serve` "
+                f"(process {os.getpid()})"
+            )
+        return state
+
+
+def _counts(server: Server) -> tuple[int, int]:
+    """(requests answered, of them with a 5xx), those that ask how the server is left out."""
+    requests = failures = 0
+    for metric in server.metrics.requests.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total") and sample.labels["route"] not in _NOT_WORK:
+                requests += int(sample.value)
+                failures += int(sample.value) if sample.labels["code"].startswith("5") else 0
+    return requests, failures

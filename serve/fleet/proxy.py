@@ -1,0 +1,81 @@
+"""What Ray Serve's proxies answer themselves, as problem+json. Runs in them; imports no torch and no vLLM.
+
+A proxy answers instead of a replica when there is none, when all queues are full, and when a replica dies with the
+request. All of these are 503: what was not answered is not promised, and may be asked again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve.api.http import Problem
+
+log = logging.getLogger(__name__)
+
+_OWN_PATHS = "/-/"  # Ray Serve's: /-/healthz, /-/routes
+_PLAIN = b"text/plain"
+_ID = b"x-request-id"
+_RETRY_AFTER_S = 2.0
+
+
+def middlewares() -> list[Middleware]:
+    """What Ray Serve puts around its proxies (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH)."""
+    return [Middleware(Explained)]
+
+
+class Explained:
+    """ASGI middleware. An answer of a replica passes as it is; its errors are JSON, a proxy's are plain text."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(_OWN_PATHS):
+            return await self.app(scope, receive, send)
+        started = replaced = gone = False
+
+        async def watched() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone = gone or message["type"] == "http.disconnect"
+            return message
+
+        async def explained(message: Message) -> None:
+            nonlocal started, replaced
+            if message["type"] == "http.response.start":
+                started = True
+                if message["status"] >= 400 and _is_plain(message):
+                    replaced = True
+                    reason = "no replica takes requests at the moment; ask again"
+                    return await _answer(reason, scope, receive, send)
+                _drop_second_id(message)
+            elif replaced:
+                return None
+            await send(message)
+
+        await self.app(scope, watched, explained)
+        if not started and not gone:
+            log.warning("%s %s: its replica ended before it answered", scope["method"], scope["path"])
+            reason = "the replica that had the request has ended; ask again"
+            await _answer(reason, scope, receive, send)
+
+
+async def _answer(reason: str, scope: Scope, receive: Receive, send: Send) -> None:
+    response = Problem(503, reason, retry_after=_RETRY_AFTER_S).response(scope["path"])
+    # Ray Serve gave the request an id if the client did not.
+    response.raw_headers.extend((name, value) for name, value in scope["headers"] if name.lower() == _ID)
+    await response(scope, receive, send)
+
+
+def _drop_second_id(message: Message) -> None:
+    """Ray Serve adds the request's id to answers that have it already."""
+    headers = message["headers"]
+    if sum(name.lower() == _ID for name, _ in headers) > 1:
+        message["headers"] = headers[:-1] if headers[-1][0].lower() == _ID else headers
+
+
+def _is_plain(message: Message) -> bool:
+    return any(name.lower() == b"content-type" and value.startswith(_PLAIN) for name, value in message["headers"])

@@ -1,0 +1,70 @@
+"""One replica on Ray Serve: a whole server, its engine and its journal, behind the same application as alone."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from feedback.config import FeedbackConfig
+from serve import logs
+from serve.config import ServeConfig
+from serve.fleet.member import Member
+
+
+class Replica:
+    """What Ray Serve starts, asks for its health, and ends. Both configs come as JSON values."""
+
+    async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
+        self, config: dict[str, Any], feedback_config: dict[str, Any]
+    ) -> None:
+        """Start the server. Raises what keeps it from serving; Ray Serve tries again."""
+        from serve.app import Server, create_app
+
+        given = ServeConfig(**config)
+        logging.getLogger().handlers.clear()
+        logs.configure(given.log_format)
+        self.member = Member(given)
+        try:
+            named = given.model_copy(update={"replica_name": self.member.name})
+            self.application = create_app(named, FeedbackConfig(**feedback_config), orders=self.member.orders)
+            self.server: Server = self.application.state.server
+            self._life = self.application.router.lifespan_context(self.application)
+            await self._life.__aenter__()
+        except BaseException:
+            self.member.release()
+            raise
+        self.server.fleet = self.member
+        self.member.begin(self.server)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """The application, whose life is this object's and not the one that Ray Serve would give it."""
+
+        async def application(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "lifespan":
+                return await self.application(scope, receive, send)
+            for phase in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{phase}.complete"})
+
+        return application
+
+    async def check_health(self) -> None:
+        """Raises RuntimeError when only a new replica helps."""
+        if reason := self.server.dead() or self.member.lost():
+            raise RuntimeError(f"{self.member.name}: {reason}")
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """What the router sees of this replica."""
+        return self.member.routing()
+
+    async def __del__(self) -> None:
+        """Called by Ray Serve once the requests at work are done: stop the engine, seal what was recorded."""
+        if not hasattr(self, "_life"):
+            return
+        self.member.stop()
+        try:
+            await self._life.__aexit__(None, None, None)
+        finally:
+            self.member.release()

@@ -1,0 +1,54 @@
+"""Which replica answers a request. Runs in Ray Serve's proxies; imports no torch and no vLLM.
+
+Requests go to the less loaded of two replicas that are drawn at random, by the number of requests at work. While a
+canary is out, a share of the sessions goes to it and the others to the rest; with ``sticky``, the requests of a session
+go to one replica for as long as that has room. The session is what the header X-Session-Id says: no body is read here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from serve.fleet.sharing import in_share, rank
+
+
+class Router(RequestRouter):
+    """A Ray Serve request router; made in each proxy."""
+
+    def initialize_state(self, sticky: bool = False) -> None:
+        """``sticky``: whether a session stays with a replica."""
+        self.sticky = sticky
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Groups of replicas, best first; of a group, the least loaded one that has room is taken."""
+        if pending_request is None or not candidate_replicas:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        metadata = pending_request.metadata
+        session = metadata.session_id
+        allowed = _allowed(candidate_replicas, session or metadata.internal_request_id)
+        if self.sticky and session:
+            order = rank(session, [replica.replica_id.unique_id for replica in allowed])
+            by_id = {replica.replica_id.unique_id: replica for replica in allowed}
+            return [[by_id[unique_id]] for unique_id in order]
+        # Two are enough to be fair, and many proxies that all see one idle replica don't all run there.
+        return [random.sample(allowed, min(2, len(allowed))), allowed]
+
+
+def _allowed(replicas: Sequence[RunningReplica], key: str) -> list[RunningReplica]:
+    """The replicas that may answer: those that are ready, on the right side of a canary; all, if that leaves none."""
+    told: dict[Any, dict[str, Any]] = {replica.replica_id: replica.routing_stats or {} for replica in replicas}
+    ready = [replica for replica in replicas if told[replica.replica_id].get("ready", True)] or list(replicas)
+    canaries = [replica for replica in ready if told[replica.replica_id].get("variant") is not None]
+    if not canaries:
+        return ready
+    stats = told[canaries[0].replica_id]
+    if in_share(key, stats["salt"], stats["share"]):
+        return canaries
+    return [replica for replica in ready if replica not in canaries] or ready

@@ -1,0 +1,152 @@
+"""What the replicas of a fleet are told: one durable record, written by the controller alone and read by all.
+
+Between rollouts all replicas serve ``serving``. A rollout takes them to the policy that the store's pointer names::
+
+    preparing   each replica verifies the policy and lays it out, while it serves
+    canary      one replica serves it, to its share of the traffic
+    committing  the others follow, one at a time
+    undoing     something failed: all go back to ``serving``, the pointer too
+
+What a replica has to do follows from the record and the replica's name alone, so that one that joins at any moment, or
+reads the record late, ends where the others end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from feedback.files import fsync_path, make_folder
+from serve.policies import Pointer, PolicyError
+
+Phase = Literal["preparing", "canary", "committing", "undoing"]
+CANARY: Final = "canary"
+_FILE: Final = "fleet.json"
+_HISTORY: Final = "rollouts.jsonl"
+
+
+class FleetError(RuntimeError):
+    """The fleet can't be run as asked; the text says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """A promotion on its way through the fleet. Times are seconds since 1970.
+
+    ``since``: when the step that is waited for began. ``lives``: which life of each canary was chosen.
+    ``judged_from``: when the canary served the policy; from then on ``baseline`` counts, by replica: (life, requests,
+    failures). ``done``: who was told to serve the policy, the last of them perhaps not doing so yet.
+    """
+
+    to: Pointer
+    phase: Phase
+    started: float
+    since: float
+    canaries: tuple[str, ...] = ()
+    lives: dict[str, str] = field(default_factory=dict)
+    share: float = 0.0
+    judged_from: float | None = None
+    baseline: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    done: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class FleetState:
+    """The record. ``failed``: the last rollout, if it was undone, as ``GET /policy`` tells it.
+
+    ``stopping``: the fleet is asked to end.
+    """
+
+    serving: Pointer
+    rollout: Rollout | None = None
+    failed: dict[str, Any] | None = None
+    stopping: bool = False
+
+    @property
+    def phase(self) -> str:
+        """The rollout's phase, or ``settled``."""
+        return self.rollout.phase if self.rollout else "settled"
+
+    def to_json(self) -> bytes:
+        """The record as it is kept."""
+        return json.dumps(asdict(self), ensure_ascii=False, indent=2).encode() + b"\n"
+
+    @classmethod
+    def of_json(cls, text: bytes) -> FleetState:
+        """Raises ValueError, TypeError or KeyError for what is no such record."""
+        given = json.loads(text)
+        rollout = given["rollout"]
+        if rollout is not None:
+            rollout = Rollout(
+                **rollout
+                | {
+                    "to": Pointer(**rollout["to"]),
+                    "canaries": tuple(rollout["canaries"]),
+                    "done": tuple(rollout["done"]),
+                    "baseline": {name: tuple(counts) for name, counts in rollout["baseline"].items()},
+                }
+            )
+        return cls(Pointer(**given["serving"]), rollout, given["failed"], given["stopping"])
+
+
+@dataclass(frozen=True)
+class Task:
+    """What one replica has to do: serve a policy, and have another one ready.
+
+    ``trial``: the policy may fail, which the replica tells, staying where it was. Otherwise the whole fleet is there,
+    and a replica that can't follow has to go.
+    """
+
+    serve: Pointer
+    prepare: Pointer | None = None
+    trial: bool = False
+    variant: str | None = None
+
+
+def task_of(state: FleetState, name: str) -> Task:
+    """What the replica called ``name`` has to do."""
+    rollout = state.rollout
+    if rollout is None or rollout.phase == "undoing":
+        return Task(state.serving)
+    if name in rollout.done or (rollout.phase == "canary" and name in rollout.canaries):
+        return Task(rollout.to, trial=True, variant=CANARY if rollout.phase == "canary" else None)
+    return Task(state.serving, prepare=rollout.to)
+
+
+class FleetRecord:
+    """The record on disk, in the policy store's folder. One process writes it, any number read it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._path = root / _FILE
+
+    def read(self) -> FleetState | None:
+        """The record, None if there is none. Raises PolicyError if it is unreadable."""
+        try:
+            return FleetState.of_json(self._path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError, KeyError) as error:
+            raise PolicyError(f"{self._path} is no record of a fleet: {error!r}") from error
+
+    def write(self, state: FleetState) -> None:
+        """Replace the record, whole or not at all; durable when this returns."""
+        aside = self._path.with_name(f".{_FILE}.new")
+        with aside.open("wb") as file:
+            file.write(state.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self._path)
+        fsync_path(self.root)
+
+    def append_history(self, entry: dict[str, Any]) -> None:
+        """Add a rollout that ended; a crash may repeat or tear the last line."""
+        make_folder(self.root)
+        with (self.root / _HISTORY).open("ab") as file:
+            file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,0 +1,118 @@
+"""What is asked of the engine and what comes of it, without vLLM in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample. ``top_k`` 0: no limit; ``temperature`` 0: greedy; ``seed`` None: the engine's own.
+
+    ``stop`` texts and ``stop_token_ids`` end a response. ``other``: JSON of parameters beyond these, for the record.
+    """
+
+    n: int = 1
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    other: str | None = None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One response. ``logprobs``: nats, one a token; ``policy_spans``: (first token, policy version), rising."""
+
+    text: str
+    token_ids: list[int]
+    logprobs: Sequence[float]
+    policy_spans: list[tuple[int, int]]
+    finish_reason: str  # stop, length, abort
+
+
+@dataclass(frozen=True)
+class Generation:
+    """All responses to one prompt, and how long they took. ``policy_version`` made the last token."""
+
+    responses: list[Generated]
+    policy_version: int
+    queue_ms: float | None
+    first_token_ms: float | None
+    total_ms: float
+
+
+def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
+    """The logprobs of the sampled tokens, from vLLM's of one response: flat ones have nothing else."""
+    if logprobs is None:
+        return []
+    if hasattr(logprobs, "logprobs"):
+        return list(logprobs.logprobs)
+    return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=False)]
+
+
+class Growing:
+    """A response while it is made: pieces are added in the event loop, any thread may ask what there is by then.
+
+    vLLM tells which policy made which token at a response's end. Until then the spans are those of the versions that
+    served when its tokens came, which around a swap can be a step off.
+    """
+
+    __slots__ = ("_pieces", "_spans", "finish_reason")
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[str, Sequence[int], Any, int]] = []
+        self._spans: list[tuple[int, int]] | None = None
+        self.finish_reason: str | None = None
+
+    def add(self, text: str, token_ids: Sequence[int], logprobs: Any, version: int) -> None:
+        """The next piece, its logprobs as vLLM gives them, and the policy that serves as it comes."""
+        self._pieces.append((text, token_ids, logprobs, version))
+
+    def end(self, finish_reason: str, spans: list[tuple[int, int]]) -> None:
+        """After the last piece: why it is the last, and which policies made which tokens."""
+        self._spans = spans
+        self.finish_reason = finish_reason
+
+    def so_far(self) -> Generated:
+        """What there is; one that goes on has finish_reason "abort"."""
+        told, finish_reason = self._spans, self.finish_reason
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+        seen: list[tuple[int, int]] = []
+        pieces = list(self._pieces)
+        for _, ids, given, version in pieces:
+            if ids and (not seen or seen[-1][1] != version):
+                seen.append((len(token_ids), version))
+            token_ids += ids
+            logprobs += sampled_logprobs(ids, given)
+        text = "".join(piece[0] for piece in pieces)
+        return Generated(text, token_ids, logprobs, seen if told is None else told, finish_reason or "abort")
+
+
+class Underway:
+    """A request whose responses are read while they are made."""
+
+    def __init__(self, n: int) -> None:
+        self.responses = [Growing() for _ in range(n)]
+        self.started = time.monotonic()
+        self.queue_ms: float | None = None
+        self.first_token_ms: float | None = None
+
+    def generation(self) -> Generation:
+        """What there is by now; to be called from any thread."""
+        responses = [response.so_far() for response in self.responses]
+        return Generation(
+            responses=responses,
+            policy_version=max((r.policy_spans[-1][1] for r in responses if r.policy_spans), default=0),
+            queue_ms=self.queue_ms,
+            first_token_ms=self.first_token_ms,
+            total_ms=(time.monotonic() - self.started) * 1e3,
+        )

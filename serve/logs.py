@@ -1,0 +1,82 @@
+"""How log lines are written: as text, or one JSON object a line; with the ids of the request that they are about."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+import orjson
+
+request: ContextVar[MutableMapping[str, Any] | None] = ContextVar("request", default=None)
+"""The ASGI scope of the request at work, with its ``request_id`` and, if it came with a trace, ``trace_id``."""
+
+FIELDS: Final = "fields"
+"""Under this name in ``extra`` a line brings a dict of further fields."""
+
+
+def configure(form: Literal["text", "json"]) -> None:
+    """Write all lines to stderr in this form. With ``text``, what the program has configured already stays."""
+    root = logging.getLogger()
+    if form == "text" and root.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(Json() if form == "json" else Text())
+    root.handlers[:] = [handler]
+    root.setLevel(min(root.level or logging.INFO, logging.INFO))
+
+
+def adopt(name: str) -> None:
+    """Write the lines of a library that has brought handlers of its own as all others are written."""
+    logger = logging.getLogger(name)
+    logger.handlers.clear()
+    logger.propagate = True
+
+
+def ids() -> dict[str, str]:
+    """The ids of the request at work, as fields of a line."""
+    scope = request.get()
+    if scope is None:
+        return {}
+    return {name: scope[name] for name in ("request_id", "trace_id", "span_id") if name in scope}
+
+
+class Text(logging.Formatter):
+    """A line for people."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """The line, without an exception's text."""
+        text = super().formatMessage(record)
+        return "".join([text, *(f" {name}={value}" for name, value in ids().items())])
+
+
+class Json(logging.Formatter):
+    """One JSON object: time (UTC), level, logger, message, ids, the line's own fields, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **ids(),
+            **getattr(record, FIELDS, {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = record.stack_info
+        try:
+            return orjson.dumps(line, default=str).decode()
+        except (TypeError, orjson.JSONEncodeError):  # a text with half a character in it
+            return orjson.dumps({name: _whole(str(value)) for name, value in line.items()}).decode()
+
+
+def _whole(text: str) -> str:
+    return text.encode(errors="replace").decode()

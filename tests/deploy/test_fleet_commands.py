@@ -1,0 +1,89 @@
+"""How a number of replicas is asked for, and what a cycle makes of a fleet's answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import config, cycle, rollout
+from deploy.commands.service import _with_replicas
+from deploy.config import ConfigError, Settings
+from deploy.cycle import StageFailed
+from serve.policies import PolicyStore
+
+
+@pytest.fixture
+def store(settings: Settings, model: Path) -> PolicyStore:
+    """Policies 1 and 2, of which 1 serves."""
+    store = PolicyStore(settings.path(settings.serve.policies))
+    for parent in (None, 1):
+        store.publish(model, parent=parent, lineage={}, metrics={})
+    rollout.promote(store, 1, who="tests", why="first")
+    return store
+
+
+@pytest.fixture
+def said(settings: Settings) -> Iterator[list[dict[str, Any]]]:
+    """What ``GET /policy`` of the configured server says: one of these after the other, the last one for ever."""
+    answers: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(answers.pop(0) if len(answers) > 1 else answers[0]).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", settings.serve.port), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield answers
+    server.shutdown()
+    server.server_close()
+
+
+def answer(version: int, generation: int, phase: str, failed: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"version": version, "generation": generation, "phase": phase, "failed": failed, "replica": "replica-1"}
+
+
+def test_a_policy_is_promoted_when_the_whole_fleet_is_there(
+    settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
+) -> None:
+    said += [answer(1, 1, phase) for phase in ("settled", "preparing", "canary", "committing")]
+    said.append(answer(2, 2, "settled"))
+    pointer = rollout.promote(store, 2, who="tests", why="x", override=True)
+    assert cycle.wait_until_served(settings, store, pointer)["seconds"] >= 4 * 0.25
+
+
+def test_a_rollout_that_was_undone_is_a_failure_that_says_where_the_pointer_is(
+    settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
+) -> None:
+    pointer = rollout.promote(store, 2, who="tests", why="x", override=True)
+    failed = {"version": 2, "generation": 2, "error": "replica-1: not enough memory"}
+    store.promote(1, expected=2, who="fleet", why="undone")
+    said += [answer(1, 1, "undoing", failed), answer(1, 3, "settled", failed)]
+    with pytest.raises(StageFailed, match=r"replica-1: not enough memory; the pointer is at 1"):
+        cycle.wait_until_served(settings, store, pointer)
+    history = store.history()
+    assert [(move.version, move.who) for move in history] == [(1, "tests"), (2, "tests"), (1, "fleet")]
+
+
+def test_replicas_on_the_command_line_are_the_settings() -> None:
+    settings = config.load(None, [("serve.fleet.canary_seconds", "7")], {})
+    assert settings.serve.fleet.is_one
+    fleet = _with_replicas(settings, 2).serve.fleet
+    assert (fleet.replicas, fleet.canary_seconds, fleet.is_one) == (2, 7, False)
+    assert _with_replicas(settings, None) is settings
+
+
+def test_replicas_out_of_bounds_are_refused_with_the_bounds() -> None:
+    settings = config.load(None, [("serve.fleet.max_replicas", "3")], {})
+    with pytest.raises(ConfigError, match="replicas=4 is not between min_replicas=4 and max_replicas=3"):
+        _with_replicas(settings, 4)

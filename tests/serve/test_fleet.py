@@ -1,0 +1,233 @@
+"""Two real replicas on a real Ray Serve: routing, a promotion, a canary, a bad policy, a death, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from serve.fleet.sharing import in_share
+from serve.policies import Pointer, PolicyStore
+from tests.serve.conftest import LiveServer, start_server, stop_server
+
+PATIENCE_S = 180
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path]) -> Iterator[LiveServer]:
+    """Two replicas. Policies 1 to 3 are there, 3 is damaged; 1 serves at first."""
+    home = tmp_path_factory.mktemp("fleet")
+    store = PolicyStore(home / "policies")
+    for number, folder in enumerate(model_folders):
+        store.publish(folder, parent=number or None, lineage={}, metrics={})
+    weights = store.get(3).path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"evil")
+    store.promote(1, expected=None, who="test", why="first")
+    live = start_server(
+        home,
+        store,
+        fleet={"replicas": 2, "num_cpus": 0.5, "canary_seconds": 4, "sticky": "session", "health_check_period_s": 2},
+        swap={"poll_seconds": 0.2},
+        drain_timeout_s=60,
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while len(httpx.get(f"{live.url}/ready", timeout=30).json()["replicas"]) < 2:
+        assert time.monotonic() < deadline, live.log.read_text()[-3000:]
+        time.sleep(0.2)
+    time.sleep(2)  # until the router knows the second one
+    yield live
+    stop_server(live)
+
+
+@pytest.fixture
+async def fleet_client(fleet: LiveServer) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=httpx.Limits(max_connections=64)) as http:
+        yield http
+
+
+async def ask(client: httpx.AsyncClient, session: str | None = None, **body: Any) -> httpx.Response:
+    headers = {} if session is None else {"X-Session-Id": session}
+    return await client.post("/generate", json={"prompt": "hello", "max_tokens": 8, **body}, headers=headers)
+
+
+async def until(client: httpx.AsyncClient, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Wait for ``GET /policy`` to say something."""
+    deadline = time.monotonic() + PATIENCE_S
+    policy: dict[str, Any] = {}
+    while time.monotonic() < deadline:
+        answer = await client.get("/policy")
+        if answer.status_code == 200 and condition(policy := answer.json()):
+            return policy
+        await asyncio.sleep(0.1)
+    raise TimeoutError(f"the fleet never came there: {policy}")
+
+
+def is_settled(pointer: Pointer, version: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda policy: (
+        policy["phase"] == "settled"
+        and policy["generation"] >= pointer.generation
+        and [replica["version"] for replica in policy["replicas"].values()] == [version] * 2
+    )
+
+
+def actors(fleet: LiveServer, name: str) -> list[psutil.Process]:
+    return [p for p in psutil.Process(fleet.process.pid).children(recursive=True) if name in " ".join(p.cmdline())]
+
+
+async def test_both_replicas_answer_and_a_session_stays_with_one(
+    fleet: LiveServer, fleet_client: httpx.AsyncClient
+) -> None:
+    answers = await asyncio.gather(*(ask(fleet_client, user="nobody") for _ in range(40)))
+    answers += await asyncio.gather(*(ask(fleet_client, f"s{i % 8}", user=f"s{i % 8}") for i in range(48)))
+    assert {answer.status_code for answer in answers} == {200}
+    rows = fleet.rows("interactions")
+    assert len(rows) == len(answers)
+    assert {row["replica"] for row in rows if row["user"] == "nobody"} == {"replica-0", "replica-1"}
+    by_session: dict[str, set[str]] = {}
+    for row in rows:
+        by_session.setdefault(row["user"], set()).add(row["replica"])
+    assert all(len(by_session[f"s{i}"]) == 1 for i in range(8))
+
+
+async def test_it_says_who_is_in_it_and_how_they_are(fleet_client: httpx.AsyncClient) -> None:
+    assert (await fleet_client.get("/health")).json()["replicas"] == ["replica-0", "replica-1"]
+    assert (await fleet_client.get("/ready")).json()["policy_version"] == 1
+    policy = (await fleet_client.get("/policy")).json()
+    assert (policy["version"], policy["phase"]) == (1, "settled")
+    assert {name: replica["state"] for name, replica in policy["replicas"].items()} == {
+        "replica-0": "ready",
+        "replica-1": "ready",
+    }
+    text = (await fleet_client.get("/metrics")).text
+    assert 'millrace_policy_version{replica="replica-0"} 1.0' in text
+    assert 'millrace_policy_version{replica="replica-1"} 1.0' in text
+
+
+async def test_an_answer_streams_through_and_an_error_is_the_replicas_own(fleet_client: httpx.AsyncClient) -> None:
+    body = {"prompt": "stream", "max_tokens": 40, "stream": True, "seed": 1}
+    async with fleet_client.stream("POST", "/generate", json=body) as response:
+        events = [line async for line in response.aiter_lines() if line.startswith("event:")]
+    assert events[-1] == "event: done"
+    assert len(events) > 2
+    refused = await ask(fleet_client, max_tokens=0)
+    assert refused.status_code == 422
+    assert refused.headers["content-type"] == "application/problem+json"
+    assert len(refused.headers.get_list("x-request-id")) == 1
+
+
+async def test_a_promotion_under_load_fails_nobody_and_the_canary_has_its_share_and_its_label(
+    fleet: LiveServer, fleet_client: httpx.AsyncClient
+) -> None:
+    stop = asyncio.Event()
+    answers: list[httpx.Response] = []
+
+    async def keep_asking(number: int) -> None:
+        turn = 0
+        while not stop.is_set():
+            turn += 1
+            session = f"load {number} {turn % 5}"
+            answers.append(await ask(fleet_client, session, session_id=session, user="load", max_tokens=30))
+
+    askers = [asyncio.create_task(keep_asking(number)) for number in range(8)]
+    await asyncio.sleep(1)
+    pointer = fleet.promote(2)
+    trial = await until(fleet_client, lambda policy: policy["phase"] == "canary" and "canary" in variants(policy))
+    (canary,) = trial["rollout"]["canaries"]
+    assert trial["version"] == 1  # of the fleet as a whole, so that nobody takes it for promoted
+    assert {name: replica["version"] for name, replica in trial["replicas"].items()} == {
+        "replica-0": 1,
+        "replica-1": 1,
+    } | {canary: 2}
+    policy = await until(fleet_client, is_settled(pointer, 2))
+    assert policy["failed"] is None
+    await asyncio.sleep(0.5)
+    stop.set()
+    await asyncio.gather(*askers)
+
+    assert {answer.status_code for answer in answers} == {200}
+    rows = {row["response_id"]: row for row in fleet.rows("interactions", "\"user\" = 'load'")}
+    assert len(rows) == len(answers)
+    for answer in answers:
+        (response,) = answer.json()["responses"]
+        assert rows[response["response_id"]]["policy_spans"] == response["policy_spans"]
+        assert rows[response["response_id"]]["status"] == "complete"
+    tried = [row for row in rows.values() if row["variant"] == "canary"]
+    assert tried
+    assert {row["replica"] for row in tried} == {canary}
+    assert {row["policy_spans"][-1]["policy_version"] for row in tried} == {2}
+    # Requests that were on their way when the canary came out, or when it was taken back, may be anybody's.
+    in_their_share = [in_share(row["session_id"], pointer.generation, 0.5) for row in tried]
+    assert sum(in_their_share) > 0.5 * len(tried)
+
+
+async def test_a_bad_policy_is_undone_and_the_pointer_goes_back(
+    fleet: LiveServer, fleet_client: httpx.AsyncClient
+) -> None:
+    pointer = fleet.promote(3)
+    policy = await until(fleet_client, lambda policy: policy["generation"] > pointer.generation)
+    assert policy["failed"]["generation"] == pointer.generation
+    assert "model.safetensors" in policy["failed"]["error"]
+    assert [replica["version"] for replica in policy["replicas"].values()] == [2, 2]
+    back = fleet.store.serving()
+    assert back is not None
+    assert (back.version, back.who) == (2, "fleet")
+    assert (await ask(fleet_client)).json()["policy_version"] == 2
+
+
+async def test_a_replica_that_is_killed_fails_its_requests_clearly_and_is_replaced_at_the_fleets_version(
+    fleet: LiveServer, fleet_client: httpx.AsyncClient
+) -> None:
+    victim = actors(fleet, "ray::ServeReplica")[0]
+    engines = [p for p in victim.children(recursive=True) if "EngineCore" in " ".join(p.cmdline())]
+    assert engines
+    at_work = [asyncio.create_task(ask(fleet_client, max_tokens=240, n=8, user="cut")) for _ in range(16)]
+    await asyncio.sleep(0.3)
+    victim.kill()
+    answers = await asyncio.gather(*at_work)
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    for answer in answers:
+        if answer.status_code == 503:
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert "retry-after" in answer.headers
+    rows = fleet.rows("interactions", "\"user\" = 'cut' AND status = 'complete'")
+    promised = {r["response_id"] for a in answers if a.status_code == 200 for r in a.json()["responses"]}
+    assert promised <= {row["response_id"] for row in rows}
+
+    policy = await until(
+        fleet_client,
+        lambda policy: (
+            [(r["state"], r["version"]) for r in policy["replicas"].values()] == [("ready", 2)] * 2
+            and victim.pid not in {p.pid for p in actors(fleet, "ray::ServeReplica")}
+        ),
+    )
+    assert sorted(policy["replicas"]) == ["replica-0", "replica-1"]  # the name is free again
+    assert not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines)
+    assert {(await ask(fleet_client)).json()["policy_version"] for _ in range(8)} == {2}
+
+
+async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
+    fleet: LiveServer, fleet_client: httpx.AsyncClient
+) -> None:
+    """The last test of this fleet: it stops it."""
+    processes = psutil.Process(fleet.process.pid).children(recursive=True)
+    at_work = [asyncio.create_task(ask(fleet_client, max_tokens=240, n=4, user="last")) for _ in range(4)]
+    await asyncio.sleep(0.3)
+    code = await asyncio.to_thread(stop_server, fleet)
+    answers = [await task for task in at_work]
+    assert code == 0, fleet.log.read_text()[-3000:]
+    assert [answer.status_code for answer in answers] == [200] * 4
+    _, left = psutil.wait_procs([p for p in processes if p.is_running()], timeout=20)
+    assert [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert not list((fleet.home / "journal").glob("interactions*"))  # all of it is sealed
+    recorded = {row["response_id"] for row in fleet.rows("interactions", "\"user\" = 'last'")}
+    assert recorded == {r["response_id"] for answer in answers for r in answer.json()["responses"]}
+
+
+def variants(policy: dict[str, Any]) -> list[str | None]:
+    return [replica["variant"] for replica in policy["replicas"].values()]

@@ -1,0 +1,412 @@
+"""The rollout across a fleet, without Ray: the real record, pointer, names and reports; replicas that fail and die."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve.config import FleetConfig
+from serve.fleet.controller import Controller
+from serve.fleet.plan import next_step
+from serve.fleet.reports import Name, Report, living, reports, write_report
+from serve.fleet.sharing import in_share, rank
+from serve.fleet.state import FleetError, FleetRecord, FleetState, Rollout, task_of
+from serve.policies import Pointer, PolicyStore
+
+CONFIG = FleetConfig(replicas=3, canary_seconds=10, step_timeout_s=100)
+
+
+class Killed(BaseException):
+    """The controller dies here."""
+
+
+@dataclass
+class Fake:
+    """A replica as far as the rollout sees it: it follows the record as ``serve.swap`` does, and can fail."""
+
+    folder: Path
+    record: FleetRecord
+    bad: set[int]
+
+    def __post_init__(self) -> None:
+        self.held = Name(self.folder, "replica")
+        self.report = Report(self.held.name, f"life {id(self)}", "starting")
+        write_report(self.folder, self.report)
+
+    @property
+    def name(self) -> str:
+        return self.held.name
+
+    def turn(self) -> bool:
+        """Follow the record by one step; whether it lives on."""
+        state = self.record.read()
+        assert state is not None
+        task, now = task_of(state, self.name), self.report
+        if now.state == "starting":
+            if task.serve.version in self.bad:
+                return self.die()
+            now = replace(now, state="ready", version=task.serve.version, generation=task.serve.generation)
+        elif now.generation != task.serve.generation and (now.failed or (0,))[0] != task.serve.generation:
+            if task.serve.version == now.version:
+                now = replace(now, generation=task.serve.generation, prepared=None, failed=None)
+            elif task.serve.version not in self.bad:
+                version, generation = task.serve.version, task.serve.generation
+                now = replace(now, version=version, generation=generation, prepared=None, failed=None)
+            elif task.trial:
+                now = replace(now, prepared=None, failed=(task.serve.generation, "it can't be loaded"))
+            else:
+                return self.die()
+        elif task.prepare is not None and now.prepared != task.prepare.generation:
+            if task.prepare.version == 99:
+                now = replace(now, failed=(task.prepare.generation, "it is damaged"))
+            else:
+                now = replace(now, prepared=task.prepare.generation)
+        elif task.prepare is None:
+            now = replace(now, prepared=None)
+        self.report = replace(now, content=f"content {now.prepared or now.version}", variant=task.variant)
+        write_report(self.folder, self.report)
+        return True
+
+    def die(self) -> bool:
+        self.held.release()
+        return False
+
+
+class Fleet:
+    """A store with policies, a record, and replicas in a folder."""
+
+    def __init__(self, root: Path, replicas: int, config: FleetConfig = CONFIG) -> None:
+        self.store = PolicyStore(root / "policies")
+        self.folder = root / "replicas"
+        self.folder.mkdir(parents=True)
+        self.record = FleetRecord(self.store.root)
+        self.config = config
+        self.now = 1000.0
+        for version in (1, 2, 3):
+            path = self.store.root / f"v{version:06d}"
+            path.mkdir(parents=True)
+            manifest = {"version": version, "parent": None, "created_at": "", "files": {}, "lineage": {}, "metrics": {}}
+            (path / "policy.json").write_text(json.dumps(manifest))
+        self.promote(1)
+        self.controller: Controller | None = self.start()
+        self.replicas = [self.join() for _ in range(replicas)]
+        self.run(4)
+
+    def promote(self, version: int, **more: Any) -> Pointer:
+        now = self.store.serving()
+        return self.store.promote(version, expected=now.version if now else None, who="test", why="a test", **more)
+
+    def start(self) -> Controller:
+        controller = Controller(self.store, self.folder, self.config, clock=lambda: self.now)
+        controller.open()
+        return controller
+
+    def join(self, bad: set[int] | None = None) -> Fake:
+        return Fake(self.folder, self.record, bad or set())
+
+    def run(self, turns: int, seconds: float = 1.0) -> None:
+        for _ in range(turns):
+            self.now += seconds
+            if self.controller is not None:
+                self.controller.turn()
+            self.replicas = [replica for replica in self.replicas if replica.turn()]
+
+    def until_settled(self, turns: int = 400) -> FleetState:
+        """Go on with a controller, and a new replica for each that died, until nothing moves any more."""
+        for _ in range(turns):
+            if self.controller is None:
+                self.controller = self.start()
+            while len(self.replicas) < 2:
+                self.replicas.append(self.join())
+            self.run(1, seconds=2.0)
+            state, pointer = self.record.read(), self.store.serving()
+            assert state is not None
+            assert pointer is not None
+            if (
+                state.rollout is None
+                and state.serving == pointer
+                and all(self._is_there(r.report) for r in self.replicas)
+            ):
+                return state
+        raise AssertionError(f"it never settles: {self.record.read()}, {[r.report for r in self.replicas]}")
+
+    def _is_there(self, report: Report) -> bool:
+        state = self.record.read()
+        assert state is not None
+        return (report.version, report.generation) == (state.serving.version, state.serving.generation)
+
+    def close(self) -> None:
+        if self.controller is not None:
+            self.controller.close()
+        for replica in self.replicas:
+            replica.die()
+
+    @property
+    def versions(self) -> list[int]:
+        return [replica.report.version for replica in self.replicas]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path, 3)
+    yield fleet
+    fleet.close()
+
+
+def phases(fleet: Fleet, turns: int) -> list[tuple[str, list[int]]]:
+    """(phase, versions that are served) whenever they change."""
+    seen: list[tuple[str, list[int]]] = []
+    for _ in range(turns):
+        fleet.run(1)
+        state = fleet.record.read()
+        assert state is not None
+        now = (state.phase, list(fleet.versions))
+        if not seen or seen[-1] != now:
+            seen.append(now)
+    return seen
+
+
+def test_all_prepare_one_tries_and_the_others_follow_one_at_a_time(fleet: Fleet) -> None:
+    fleet.promote(2)
+    seen = phases(fleet, 40)
+    assert [phase for phase, _ in seen if phase == "canary"]
+    order = [versions for _, versions in seen]
+    assert sorted({tuple(versions) for versions in order}) == [(1, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
+    assert seen[-1] == ("settled", [2, 2, 2])
+    history = [json.loads(line) for line in (fleet.store.root / "rollouts.jsonl").read_text().splitlines()]
+    assert [(entry["from"], entry["to"], entry["outcome"]) for entry in history] == [(1, 2, "done")]
+
+
+def test_nobody_changes_anything_before_all_have_prepared(fleet: Fleet) -> None:
+    slow = fleet.replicas.pop()
+    fleet.promote(2)
+    fleet.run(20)
+    assert fleet.versions == [1, 1]
+    fleet.replicas.append(slow)
+    assert fleet.until_settled().serving.version == 2
+    assert fleet.versions == [2, 2, 2]
+
+
+def test_a_replica_that_never_prepares_undoes_the_rollout(fleet: Fleet) -> None:
+    slow = fleet.replicas.pop()
+    fleet.promote(2)
+    fleet.run(3)
+    fleet.run(2, seconds=CONFIG.step_timeout_s + 1)
+    fleet.replicas.append(slow)
+    state = fleet.until_settled()
+    assert state.serving.version == 1
+    assert state.failed is not None
+    assert f"{slow.name} did not prepare within step_timeout_s" in state.failed["error"]
+
+
+def test_the_canary_has_its_label_and_its_time_and_only_then_do_the_others_follow(fleet: Fleet) -> None:
+    fleet.promote(2)
+    fleet.run(6)
+    assert fleet.versions == [1, 1, 2]
+    assert [replica.report.variant for replica in fleet.replicas] == [None, None, "canary"]
+    state = fleet.record.read()
+    assert state is not None
+    assert state.rollout is not None
+    assert state.rollout.share == pytest.approx(1 / 3)
+    fleet.run(4)
+    assert fleet.versions == [1, 1, 2]
+    fleet.run(20)
+    assert [replica.report.variant for replica in fleet.replicas] == [None, None, None]
+
+
+def test_a_canary_whose_requests_fail_more_than_the_others_is_undone(fleet: Fleet) -> None:
+    fleet.promote(2)
+    fleet.run(6)
+    for replica, failures in zip(fleet.replicas, (1, 1, 20), strict=True):
+        replica.report = replace(replica.report, requests=100, failures=failures)
+    state = fleet.until_settled()
+    assert fleet.versions == [1, 1, 1]
+    assert state.failed is not None
+    assert "20 of 100 requests to the canary failed, 2 of 200 to the others" in state.failed["error"]
+    pointer = fleet.store.serving()
+    assert pointer is not None
+    assert (pointer.version, pointer.who) == (1, "fleet")
+    assert "policy 2 was undone: 20 of 100" in pointer.why
+
+
+def test_failures_that_all_have_alike_are_no_fault_of_the_canary(fleet: Fleet) -> None:
+    fleet.promote(2)
+    fleet.run(6)
+    for replica in fleet.replicas:
+        replica.report = replace(replica.report, requests=100, failures=20)
+    assert fleet.until_settled().serving.version == 2
+
+
+def test_a_replica_that_can_not_load_it_takes_all_back_that_could(fleet: Fleet) -> None:
+    fleet.replicas[1].bad = {2}
+    fleet.promote(2)
+    seen = phases(fleet, 60)
+    assert ("committing", [2, 1, 2]) in seen
+    assert seen[-1] == ("settled", [1, 1, 1])
+    state = fleet.record.read()
+    assert state is not None
+    assert state.failed is not None
+    assert state.failed["error"] == f"{fleet.replicas[1].name}: it can't be loaded"
+    assert state.serving == fleet.store.serving()
+
+
+def test_a_rollback_has_no_canary(fleet: Fleet) -> None:
+    fleet.promote(2)
+    fleet.until_settled()
+    fleet.promote(1, verdict={"rollback_from": 2})
+    assert {phase for phase, _ in phases(fleet, 20)} == {"preparing", "committing", "settled"}
+    assert fleet.versions == [1, 1, 1]
+
+
+def test_a_pointer_that_moves_in_the_middle_is_followed_from_where_all_began(fleet: Fleet) -> None:
+    fleet.promote(2)
+    fleet.run(6)
+    pointer = fleet.promote(3)
+    state = fleet.until_settled()
+    assert state.serving == pointer
+    assert fleet.versions == [3, 3, 3]
+
+
+def test_a_replica_that_joins_in_the_middle_ends_where_the_others_end(fleet: Fleet) -> None:
+    fleet.promote(2)
+    fleet.run(6)
+    fleet.replicas.append(fleet.join())
+    assert fleet.until_settled().serving.version == 2
+    assert fleet.versions == [2] * 4
+
+
+def test_a_fleet_that_starts_takes_the_pointer_as_it_is(tmp_path: Path, fleet: Fleet) -> None:
+    fleet.close()
+    fleet.replicas, fleet.controller = [], None
+    pointer = fleet.promote(2)
+    assert fleet.start().record.read() == FleetState(serving=pointer)
+
+
+def test_there_is_one_controller(fleet: Fleet) -> None:
+    with pytest.raises(FleetError, match="another process runs the fleet"):
+        fleet.start()
+
+
+def test_a_name_is_taken_once_and_free_again_when_its_holder_is_gone(tmp_path: Path) -> None:
+    first, second = Name(tmp_path, "replica"), Name(tmp_path, "replica")
+    assert living(tmp_path) == ["replica-0", "replica-1"]
+    assert [report.state for report in reports(tmp_path)] == ["starting", "starting"]
+    first.release()
+    assert living(tmp_path) == ["replica-1"]
+    assert Name(tmp_path, "replica").name == "replica-0"
+    second.release()
+
+
+def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    pointer = Pointer(2, 1, "now", "me", "why", {"verdict": "pass"}, 7)
+    rollout = Rollout(pointer, "canary", 1.5, 2.5, ("a",), {"a": "life"}, 0.5, 3.0, {"a": ("life", 3, 1)}, ("a",))
+    state = FleetState(replace(pointer, version=1), rollout, {"version": 9}, stopping=True)
+    FleetRecord(tmp_path).write(state)
+    assert FleetRecord(tmp_path).read() == state
+
+
+def test_the_share_is_kept_by_session_and_other_sessions_are_chosen_each_time() -> None:
+    sessions = [f"session {i}" for i in range(4000)]
+    chosen = [session for session in sessions if in_share(session, 1, 0.3)]
+    assert 0.26 < len(chosen) / len(sessions) < 0.34
+    again = [session for session in sessions if in_share(session, 2, 0.3)]
+    assert len(set(chosen) & set(again)) < 0.2 * len(sessions)
+
+
+def test_a_session_keeps_its_replica_when_another_one_leaves() -> None:
+    replicas = ["a", "b", "c", "d"]
+    for session in map(str, range(200)):
+        order = rank(session, replicas)
+        assert rank(session, [replica for replica in replicas if replica != order[-1]]) == order[:-1]
+    first = [rank(str(session), replicas)[0] for session in range(2000)]
+    assert all(400 < first.count(replica) < 600 for replica in replicas)
+
+
+EVENTS = st.sampled_from(
+    ["turn", "turn", "turn", "replica", "replica", "replica", "clock", "kill", "torn", "join", "die", "promote", "back"]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(events=st.lists(st.tuples(EVENTS, st.integers(0, 5)), max_size=60), bad=st.sets(st.integers(0, 3), max_size=2))
+def test_however_it_is_disturbed_all_end_on_one_policy_and_it_is_the_pointers(
+    events: list[tuple[str, int]], bad: set[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(Path(folder), 3)
+        for number in bad:
+            if number < len(fleet.replicas):
+                fleet.replicas[number].bad = {2}
+        fleet.promote(2)
+        try:
+            for event, number in events:
+                _disturb(fleet, event, number)
+            state = fleet.until_settled()
+            assert set(fleet.versions) == {state.serving.version}
+            assert state.serving == fleet.store.serving()
+        finally:
+            fleet.close()
+
+
+def _disturb(fleet: Fleet, event: str, number: int) -> None:
+    if fleet.controller is None and event in ("turn", "kill", "torn"):
+        fleet.controller = fleet.start()
+    controller = fleet.controller
+    if event == "turn" and controller is not None:
+        controller.turn()
+    elif event == "clock":
+        fleet.now += 30 * number
+    elif event == "kill" and controller is not None:
+        controller.close()
+        fleet.controller = None
+    elif event == "torn" and controller is not None:  # between what it does and what it would have done next
+        with suppress(Killed):
+            _killed_in(controller, number)
+        controller.close()
+        fleet.controller = None
+    elif event == "join":
+        fleet.replicas.append(fleet.join({2} if number == 0 else None))
+    elif event == "promote":
+        fleet.promote(2 + number % 2)
+    elif event == "back":
+        fleet.promote(1, verdict={"rollback_from": 2})
+    elif fleet.replicas:
+        replica = fleet.replicas[number % len(fleet.replicas)]
+        if event == "die" or (event == "replica" and not replica.turn()):
+            replica.die()
+            fleet.replicas.remove(replica)
+
+
+def _killed_in(controller: Controller, number: int) -> None:
+    """Take a step and die in it: before or after each of its writes."""
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    target: Any = [controller.record, controller.record, controller.store, controller][number % 4]
+    name = ["write", "append_history", "promote", "_keep"][number % 4]
+    real = getattr(target, name)
+
+    def die_after(*arguments: Any, **more: Any) -> None:
+        real(*arguments, **more)
+        raise Killed
+
+    setattr(target, name, die if number < 4 else die_after)
+    try:
+        controller.turn()
+    finally:
+        setattr(target, name, real)
+
+
+def test_a_step_does_nothing_when_there_is_nothing_to_do() -> None:
+    pointer = Pointer(1, None, "", "", "", None, 1)
+    assert next_step(FleetState(pointer), pointer, [], CONFIG, 0.0).state is None

@@ -1,0 +1,246 @@
+"""Swaps of one engine: what is exchanged, what is proven, what is put back."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from loadtests.bench_swap import LETTERS, Size, make_model
+from serve import probe
+from serve.config import EngineConfig, SwapConfig
+from serve.engine import Engine, EngineError, Generated, Sampling
+from serve.policies import Policy, PolicyStore
+from serve.swap import Swap, Swapper
+from serve.vetting import vet
+from tests.serve.conftest import reference_logprobs
+
+PROMPT = list(b"the mill turns")
+CLOSE = 1e-4
+SIZE = Size("tiny", 64, 128, 2, 4, 2, 32, 258, "float32", 0, 0, 0)
+"""The make of the policies here: their head is not tied, and every token of 1 is a small letter, of 2 a capital one."""
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> list[Policy]:
+    root = tmp_path_factory.mktemp("swaps")
+    store = PolicyStore(root / "policies")
+    return [
+        store.publish(
+            make_model(SIZE, root / f"model-{seed}", seed=seed, letters=letters),
+            parent=None,
+            lineage={},
+            metrics={},
+            probe=probe.measure,
+        )
+        for seed, letters in LETTERS.items()
+    ]
+
+
+@pytest.fixture(scope="module")
+async def started(policies: list[Policy]) -> AsyncIterator[Swapper]:
+    store = PolicyStore(policies[0].path.parent)
+    store.promote(1, expected=None, who="test", why="test")
+    engine = Engine(EngineConfig(kv_cache_bytes=64 << 20, threads=1, max_model_len=512))
+    made = Swapper(store, engine, SwapConfig(poll_seconds=3600), store.root.parent / "swaps.jsonl")
+    await made.start()
+    yield made
+    await made.close()
+    await engine.close()
+
+
+@pytest.fixture
+async def swapper(started: Swapper) -> AsyncIterator[Swapper]:
+    """The swapper, with the settings as they come and on policy 1 before and after."""
+    started.config = SwapConfig(poll_seconds=3600)
+    yield started
+    started.config = SwapConfig(poll_seconds=3600)
+    await become(started, 1)
+    await started.engine.release()
+    started._spare = None
+
+
+async def swap(swapper: Swapper, version: int) -> Swap:
+    pointer = swapper.store.serving()
+    assert pointer is not None
+    return await swapper.swap_to(swapper.store.promote(version, expected=pointer.version, who="test", why="test"))
+
+
+async def become(swapper: Swapper, version: int) -> None:
+    if swapper.engine.version != version:
+        done = await swap(swapper, version)
+        assert done.ok, done.error
+
+
+async def require_policy(swapper: Swapper, policy: Policy) -> None:
+    """The engine computes what the policy's folder says."""
+    answer = await swapper.engine.generate("check", PROMPT, Sampling(max_tokens=24))
+    (response,) = answer.responses
+    assert response.policy_spans == [(0, policy.version)]
+    expected = reference_logprobs(policy.path, PROMPT, response.token_ids)
+    assert list(response.logprobs) == pytest.approx(expected, abs=CLOSE)
+
+
+def publish_edited(policies: list[Policy], folder: Path, **edits: torch.Tensor) -> Policy:
+    """Policy 2 with other tensors, and the numbers of policy 2 in its manifest."""
+    shutil.copytree(policies[1].path, folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | edits, folder / "model.safetensors")
+    store = PolicyStore(policies[0].path.parent)
+    return store.publish(folder, parent=2, lineage={}, metrics={}, probe=lambda _: policies[1].probe or {})
+
+
+@pytest.mark.parametrize(
+    ("way", "mode", "recompute"),
+    [
+        ("exchanged", "keep", False),
+        ("exchanged", "keep", True),
+        ("exchanged", "wait", False),
+        ("shadow", "keep", False),
+        ("in place", "keep", False),
+        ("in place", "keep", True),
+    ],
+)
+async def test_each_token_is_of_the_policy_that_its_label_names(
+    swapper: Swapper, policies: list[Policy], way: str, mode: str, recompute: bool
+) -> None:
+    swapper.config = SwapConfig.model_validate(
+        {"mode": mode, "recompute": recompute, "shadow_weights": way == "shadow", "in_place": way == "in place"}
+    )
+    stop = asyncio.Event()
+    answers: list[Generated] = []
+
+    async def ask(name: str) -> None:
+        number = 0
+        while not stop.is_set():
+            number += 1
+            prompt = list(f"{name} asks {number}".encode())
+            answer = await swapper.engine.generate(f"{name}.{number}", prompt, Sampling(n=2, max_tokens=120))
+            answers.extend(answer.responses)
+
+    askers = [asyncio.create_task(ask(f"asker {i}")) for i in range(6)]
+    await asyncio.sleep(0.1)
+    for version in (2, 1, 2):
+        done = await swap(swapper, version)
+        assert done.ok, done.error
+        assert done.in_place == (way == "in place")
+        assert "nats off" in done.probe
+    stop.set()
+    await asyncio.gather(*askers)
+    vocabulary = AutoTokenizer.from_pretrained(policies[0].path).get_vocab()
+    letter_of = {token: letter for letter, token in vocabulary.items()}
+    for answer in answers:
+        letters = [letter_of[token] for token in answer.token_ids]
+        ends = [start for start, _ in answer.policy_spans[1:]] + [len(letters)]
+        assert len(letters) == 120
+        for (start, version), end in zip(answer.policy_spans, ends, strict=True):
+            assert set(letters[start:end]) <= LETTERS[version]
+    crossed = [answer for answer in answers if len(answer.policy_spans) > 1]
+    assert bool(crossed) == (mode == "keep")
+
+
+async def test_weights_are_exchanged_whole_and_back(swapper: Swapper, policies: list[Policy]) -> None:
+    for version in (2, 1, 2):
+        await become(swapper, version)
+        await require_policy(swapper, policies[version - 1])
+
+
+async def test_a_rollback_to_weights_that_are_still_laid_out_reads_no_file(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    swapper.config = SwapConfig(shadow_weights=True)
+    await become(swapper, 2)
+    path = policies[0].path / "model.safetensors"
+    content = path.read_bytes()
+    try:
+        path.write_bytes(content[:-64] + bytes(64))
+        await become(swapper, 1)
+    finally:
+        path.write_bytes(content)
+    await require_policy(swapper, policies[0])
+
+
+async def test_without_memory_for_a_second_set_the_old_policy_serves_on(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    swapper.config = SwapConfig(spare_bytes=1 << 50)
+    done = await swap(swapper, 2)
+    assert not done.ok
+    assert "NotEnoughMemory" in (done.error or "")
+    assert "serve.swap.in_place" in (done.error or "")
+    assert done.hold_ms == 0
+    await require_policy(swapper, policies[0])
+    swapper.store.promote(1, expected=2, who="test", why="back")
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tensor", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight", "model.norm.weight"])
+async def test_a_layer_that_stayed_behind_is_noticed_and_the_old_policy_comes_back(
+    swapper: Swapper, policies: list[Policy], tmp_path: Path, tensor: str, in_place: bool
+) -> None:
+    old = load_file(policies[0].path / "model.safetensors")[tensor] * (0.9 if "norm" in tensor else 1)
+    stale = publish_edited(policies, tmp_path / "stale", **{tensor: old})
+    swapper.config = SwapConfig(in_place=in_place)
+    done = await swap(swapper, stale.version)
+    assert not done.ok
+    assert "is not what serves" in (done.error or "")
+    assert swapper.broken is None
+    await require_policy(swapper, policies[0])
+    swapper.store.promote(1, expected=stale.version, who="test", why="back")
+
+
+async def test_a_policy_without_numbers_is_served_and_the_record_says_so(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    plain = swapper.store.publish(policies[1].path, parent=1, lineage={}, metrics={})
+    done = await swap(swapper, plain.version)
+    assert done.ok
+    assert done.probe == "the policy's manifest has no numbers"
+
+
+async def test_a_file_that_changes_after_it_was_verified_is_not_loaded(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    from serve.engine import Weights
+
+    path = policies[1].path / "model.safetensors"
+    content = path.read_bytes()
+    files = await vet(swapper.store, 2, check_finite=True, timeout_s=30)
+    try:
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(EngineError, match=r"model\.safetensors was changed after it was verified"):
+            await swapper.engine.lay_out(Weights(policies[1], files), spare_bytes=0, timeout_s=30)
+    finally:
+        path.write_bytes(content)
+    await require_policy(swapper, policies[0])
+
+
+async def test_requests_that_don_t_end_in_time_go_on_under_the_new_policy(swapper: Swapper) -> None:
+    swapper.config = SwapConfig(mode="wait", drain_timeout_s=0.01)
+    work = [
+        asyncio.create_task(swapper.engine.generate(f"long {i}", PROMPT, Sampling(max_tokens=480))) for i in range(8)
+    ]
+    await asyncio.sleep(0.02)
+    prepared = await swapper.prepare(2)
+    assert any(not task.done() for task in work)
+    done = await swapper.commit(prepared, 0)
+    assert done.ok, done.error
+    for answer in await asyncio.gather(*work):
+        assert len(answer.responses[0].token_ids) == 480
+
+
+def test_an_update_too_small_for_the_tolerance_must_still_bring_the_engine_nearer() -> None:
+    numbers = probe.Numbers([[1]], [[1, 2]], [[-1.0, -2.0]])
+    before = [[-1.003, -2.003]]
+    assert probe.judge(numbers, before, [[-1.0, -2.0001]], "float32").objection is None
+    assert "weights stayed behind" in (probe.judge(numbers, before, before, "float32").objection or "")
+    assert "nats off" in (probe.judge(numbers, None, [[-1.1, -2.0]], "float32").objection or "")
+    assert probe.judge(numbers, None, [[float("nan"), -2.0]], "bfloat16").objection is not None
+    same = [[-1.0001, -2.0]]
+    assert probe.judge(numbers, same, same, "float32").objection is None
