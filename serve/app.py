@@ -114,6 +114,8 @@ class Server:
             self._sealing = True
             await self.swapper.start()
             self.openai = _openai_handlers(self) if self._with_vllm else None
+            if self.config.log_format == "json":
+                logs.adopt("vllm")
         except Exception as error:
             self.failure = error
             await self.close()

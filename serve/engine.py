@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -30,9 +30,8 @@ import numpy as np
 from serve.config import EngineConfig
 from serve.generation import Generated as Generated
 from serve.generation import Generation as Generation
-from serve.generation import Growing
+from serve.generation import Growing, Underway
 from serve.generation import Sampling as Sampling
-from serve.generation import Underway
 from serve.generation import sampled_logprobs as sampled_logprobs
 from serve.policies import Policy
 from serve.text import Text
@@ -48,6 +47,8 @@ _WHOLE: Final = {"millrace_whole": True}  # serve.scheduler.MARK; that module is
 _TIED_PYTHON: Final = Path(__file__).with_name("tied_python")
 _CPU_KV_CACHE_BYTES: Final = 512 << 20
 _ABORT_TIMEOUT_S: Final = 10.0
+_LOOK_S: Final = 0.25  # between two looks whether the engine's process lives, while it is waited for
+_ORDER_TIMEOUT_S: Final = 60.0  # it is taken between two steps, and a step may be a long prefill
 
 
 class EngineError(RuntimeError):
@@ -301,7 +302,7 @@ class Engine:
 
     async def obstacle(self) -> str | None:
         """Why this model's weights can't be laid out beforehand and must be loaded in place; None if they can."""
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+        async with self._within(_ORDER_TIMEOUT_S):
             reasons = await self._running.collective_rpc("millrace_obstacle")
         return next((reason for reason in reasons if reason), None)
 
@@ -312,7 +313,7 @@ class Engine:
         """
         llm = self._running
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._within(timeout_s):
                 arguments = (str(weights.policy.path), weights.files, spare_bytes)
                 await llm.collective_rpc("millrace_lay_out", args=arguments)
                 wait = 0.002
@@ -347,7 +348,7 @@ class Engine:
         """
         llm, loop = self._running, asyncio.get_running_loop()
         core = llm.engine_core
-        async with asyncio.timeout(timeout_s):
+        async with self._within(timeout_s):
             pause = loop.create_task(core.pause_scheduler_async(mode="keep", clear_cache=recompute))
             held = None
             if recompute or llm.vllm_config.max_concurrent_batches > 1:
@@ -371,12 +372,12 @@ class Engine:
 
     async def release(self) -> None:
         """Give up the second set of weights, if there is one."""
-        async with asyncio.timeout(_ABORT_TIMEOUT_S):
+        async with self._within(_ORDER_TIMEOUT_S):
             await self._running.collective_rpc("millrace_release")
 
     async def hold(self, *, recompute: bool, timeout_s: float) -> None:
         """Stop between two steps, keeping all requests. ``recompute``: drop every KV cache, running requests' too."""
-        async with asyncio.timeout(timeout_s):
+        async with self._within(timeout_s):
             # AsyncLLM.pause_generation does the same and then sleeps 20 ms for the order of its log lines.
             await self._running.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
 
@@ -390,7 +391,7 @@ class Engine:
 
         llm, policy = self._running, weights.policy
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._within(timeout_s):
                 await llm.start_weight_update()
                 info = {"folder": str(policy.path), "files": weights.files}
                 await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
@@ -400,14 +401,14 @@ class Engine:
                         raise EngineError(f"the engine loaded {loaded}, policy {policy.version} is {weights.hashes}")
                 await llm.update_weight_version(str(policy.version))
         except BaseException:
-            async with asyncio.timeout(timeout_s):
+            async with self._within(timeout_s):
                 await llm.collective_rpc("millrace_abandon")
             raise
         self._set_version(policy.version)
 
     async def resume(self, timeout_s: float) -> None:
         """Go on after ``hold``."""
-        async with asyncio.timeout(timeout_s):
+        async with self._within(timeout_s):
             await self._running.resume_generation()
 
     async def next_logprobs(self, prompt_token_ids: list[int], token_ids: list[int], timeout_s: float) -> list[float]:
@@ -428,7 +429,7 @@ class Engine:
         )
         self._asked += 1
         prompt = tokens_input(prompt_token_ids, cache_salt=f"own {self._asked}")
-        async with asyncio.timeout(timeout_s):
+        async with self._within(timeout_s):
             async for output in self._running.generate(prompt, params, f"own {self._asked}"):
                 logprobs = output.outputs[0].logprobs
         if not logprobs or any(token not in logprobs[0] for token in token_ids):
@@ -436,6 +437,22 @@ class Engine:
         return [logprobs[0][token].logprob for token in token_ids]
 
     # Inside
+
+    @asynccontextmanager
+    async def _within(self, timeout_s: float) -> AsyncIterator[None]:
+        """As ``asyncio.timeout``; an engine that dies meanwhile is not waited for (EngineDead): vLLM does not tell."""
+        llm = self._running
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                watch = asyncio.create_task(_end_with(llm, limit))
+                try:
+                    yield
+                finally:
+                    watch.cancel()
+        except TimeoutError:
+            if llm.errored:
+                raise EngineDead("the engine's process has died") from None
+            raise
 
     @property
     def _running(self) -> AsyncLLM:
@@ -521,6 +538,12 @@ class Engine:
         # The token that ended the response is part of it, but not of its text.
         ended = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         return self.text.response(prompt, list(output.token_ids[:-1] if ended else output.token_ids))
+
+
+async def _end_with(llm: AsyncLLM, limit: asyncio.Timeout) -> None:
+    while not llm.errored:
+        await asyncio.sleep(_LOOK_S)
+    limit.reschedule(asyncio.get_running_loop().time())
 
 
 def _sampling_params(sampling: Sampling, *, streaming: bool = False, whole: bool = False) -> Any:

@@ -160,7 +160,7 @@ def local_secret(path: Path) -> str:
 
 def local_file(path: Path) -> Path:
     """Where ``local_secret`` is kept, for the key file ``path``."""
-    return path.with_suffix(".local")
+    return path.with_name(f"{path.name}.local")
 
 
 def new_secret(key_id: str) -> str:

@@ -101,6 +101,7 @@ current: ContextVar[Exchange] = ContextVar("current")
 
 
 def asked_of(exchange: Exchange, prompt: dict[str, Any], params: SamplingParams) -> capture.Asked:
+    """What the rows of a prompt say of how it was asked."""
     return capture.Asked(
         request_id=exchange.request_id,
         endpoint=exchange.endpoint,

@@ -24,6 +24,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
+from serve.cpu_threads import Threads
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -86,6 +88,13 @@ class WholeResponses(_Base):  # type: ignore[misc]
         self._cut_off: list[Request] = []
         self._core = _maker()
         self._stats_due = 0.0
+        self._threads = Threads(self.vllm_config)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """As vLLM's, with as many threads for the step as it is worth."""
+        output: SchedulerOutput = super().schedule(*args, **kwargs)
+        self._threads.fit(output.total_num_scheduled_tokens)
+        return output
 
     def add_request(self, request: Request) -> None:
         """As vLLM's."""

@@ -409,6 +409,8 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 
 
 def _describe(error: BaseException) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return "the engine did not answer in time (serve.swap.prepare_timeout_s, serve.swap.hold_timeout_s)"
     return str(error) if isinstance(error, PolicyError) else f"{type(error).__name__}: {error}"
 
 

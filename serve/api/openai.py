@@ -36,6 +36,7 @@ Kind = Literal["completions", "chat"]
 _FIELDS: Final[dict[Kind, dict[str, dict[str, Any]]]] = {"completions": COMPLETION, "chat": CHAT}
 _HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _MOST_CHARACTERS: Final = 2000  # of an error's text: vLLM repeats the value that is wrong in it
+_LEAST_GRACE_S: Final = 10.0  # for the engine to end what was aborted
 _PROMPT_WORDS: Final = ("input_tokens", "input_text")  # where vLLM means the prompt
 _ERRORS: Final = {
     400: "A field is wrong; the message names it",
@@ -196,12 +197,12 @@ def _handlers(server: Server) -> Any:
 
 @asynccontextmanager
 async def _limited(exchange: Exchange) -> AsyncIterator[None]:
-    """End the exchange when its time is up; a second time later in any case."""
+    """End the exchange when its time is up; as long again after that, whatever the engine does."""
     timeout_s = exchange.server.config.limits.timeout_s
     loop = asyncio.get_running_loop()
     timers = [
         loop.call_later(timeout_s, exchange.stop, "timeout"),
-        loop.call_later(2 * timeout_s, exchange.give_up),
+        loop.call_later(timeout_s + max(timeout_s, _LEAST_GRACE_S), exchange.give_up),
     ]
     try:
         yield

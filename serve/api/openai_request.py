@@ -16,6 +16,7 @@ from serve.capture import RESERVED
 from serve.config import LimitsConfig
 
 _MAX_SEED: Final = 2**63 - 1 - 4096  # vLLM counts up from it for n > 1
+_MOST_LOGPROBS: Final = 20  # vLLM's own bound
 _TEXT: Final = {"type": "string"}
 _NUMBER: Final = {"type": "number"}
 _COUNT: Final = {"type": "integer", "minimum": 0}
@@ -270,6 +271,10 @@ def _check_bounds(body: dict[str, Any], limits: LimitsConfig) -> None:
         ("seed", -(2**63), _MAX_SEED),
         ("repetition_penalty", 0.01, 100),
         ("stream_interval", 1, limits.max_tokens),
+        # A stream has begun before vLLM looks at these.
+        ("logprobs", 0, _MOST_LOGPROBS),
+        ("top_logprobs", 0, _MOST_LOGPROBS),
+        ("prompt_logprobs", 0, _MOST_LOGPROBS),
     ):
         value = body.get(name)
         if value is not None and not least <= value <= most:

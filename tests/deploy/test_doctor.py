@@ -5,6 +5,7 @@ from pathlib import Path
 
 from deploy import config, doctor
 from deploy.config import Settings
+from serve.keys import create_key
 
 
 def found(settings: Settings) -> dict[str, doctor.Check]:
@@ -38,6 +39,19 @@ def test_a_port_that_is_taken_is_found(settings: Settings) -> None:
         taken.bind(("127.0.0.1", settings.serve.port))
         taken.listen()
         assert found(settings)["port"].level == "warn"
+
+
+def test_a_server_that_would_not_start_for_want_of_keys_is_found(tmp_path: Path) -> None:
+    own = config.load(None, [("home", str(tmp_path))], {})
+    assert found(own)["keys"].level == "ok"
+    others = config.load(None, [("home", str(tmp_path)), ("serve.host", "0.0.0.0")], {})
+    assert found(others)["keys"].level == "bad"
+    off = config.load(others.snapshot(), [("serve.auth", "off")], {})
+    assert found(off)["keys"].level == "warn"
+    create_key(tmp_path / "keys.json", name="one", tenant="t", scopes=["generate"])
+    assert found(others)["keys"].found == f"1 of 1 in {tmp_path / 'keys.json'} are good"
+    (tmp_path / "keys.json").write_text("{")
+    assert "is not one" in found(own)["keys"].found
 
 
 def test_a_home_in_memory_is_found() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -29,7 +31,7 @@ class Killed(BaseException):
     """The controller dies here."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Fake:
     """A replica as far as the rollout sees it: it follows the record as ``serve.swap`` does, and can fail."""
 
@@ -410,3 +412,17 @@ def _killed_in(controller: Controller, number: int) -> None:
 def test_a_step_does_nothing_when_there_is_nothing_to_do() -> None:
     pointer = Pointer(1, None, "", "", "", None, 1)
     assert next_step(FleetState(pointer), pointer, [], CONFIG, 0.0).state is None
+
+
+@pytest.mark.parametrize(
+    ("module", "unwanted"),
+    [
+        ("serve.app", ["ray", "serve.fleet"]),
+        ("serve.fleet.router", ["torch", "vllm", "transformers"]),
+        ("serve.fleet.proxy", ["torch", "vllm", "transformers"]),
+    ],
+)
+def test_nobody_pays_for_what_is_not_used_there(module: str, unwanted: list[str]) -> None:
+    found = f"import sys, {module}; print([name for name in {unwanted!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,31 @@ def test_a_server_without_a_policy_says_what_to_do(tmp_path: Path) -> None:
     assert 'Traceback (most recent call last):\n  File "<string>"' in (tmp_path / "server.log").read_text()
 
 
+def test_killed_while_vllm_starts_it_leaves_no_process(tmp_path: Path, model_folders: list[Path]) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    store.publish(model_folders[0], parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="first")
+
+    def start() -> None:
+        with pytest.raises(RuntimeError, match="did not get ready"):
+            start_server(tmp_path, store)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    deadline = time.monotonic() + 60
+    spawned: list[int] = []
+    while not spawned and time.monotonic() < deadline:  # vLLM's engine, at the very beginning of its life
+        time.sleep(0.02)
+        spawned = [one for one in descendants(os.getpid()) if "--multiprocessing-fork" in command_of(one)]
+    assert spawned
+    server = psutil.Process(spawned[0]).parent()
+    assert server is not None
+    family = descendants(server.pid)
+    server.kill()
+    assert left_of(family) == []
+    starting.join(30)
+
+
 async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
     client: httpx.AsyncClient, server: LiveServer
 ) -> None:
@@ -229,6 +255,13 @@ def left_of(processes: list[int], within: float = 5) -> list[int]:
     while (left := [process for process in processes if is_running(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
+
+
+def command_of(process: int) -> str:
+    try:
+        return " ".join(psutil.Process(process).cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def is_running(process: int) -> bool:

@@ -1,0 +1,48 @@
+"""How log lines are written, and histograms that count later."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+
+from serve import logs
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def test_a_tally_tells_what_a_histogram_of_prometheus_tells() -> None:
+    from prometheus_client import CollectorRegistry, Histogram, generate_latest
+
+    from serve.tallies import Tally
+
+    texts = []
+    for kind in (Histogram, Tally):
+        registry = CollectorRegistry()
+        metric = kind("h", "help", ("route",), buckets=(0.125, 1, 10), registry=registry)
+        for number in range(10_000):
+            metric.labels(route="a").observe((0.0625, 0.125, 0.5, 1.0, 11.0)[number % 5])
+        metric.labels(route="b").observe(-1)
+        texts.append(re.sub(r"(?m)^h_created.*$|\n# (HELP|TYPE) h_created.*", "", generate_latest(registry).decode()))
+    assert texts[0] == texts[1]
+
+
+def test_a_json_line_has_time_level_logger_message_ids_and_an_exception_as_one_field() -> None:
+    logger = logging.getLogger("some.logger")
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        record = logger.makeRecord("some.logger", logging.ERROR, __file__, 1, "failed: %s", ("x",), sys.exc_info())
+    before = logs.request.set({"request_id": "r1", "trace_id": TRACE, "span_id": "ab"})
+    line = logs.Json().format(record)
+    logs.request.reset(before)
+    assert "\n" not in line
+    read = json.loads(line)
+    assert read["time"].endswith("+00:00")
+    assert (read["level"], read["logger"], read["message"]) == ("ERROR", "some.logger", "failed: x")
+    assert (read["request_id"], read["trace_id"], read["span_id"]) == ("r1", TRACE, "ab")
+    assert read["exception"].startswith("Traceback")
+    assert "ValueError: two\nlines" in read["exception"]
+    half = logger.makeRecord("some.logger", logging.INFO, __file__, 1, "half a \ud800", (), None)
+    assert json.loads(logs.Json().format(half))["message"] == "half a ?"
