@@ -255,9 +255,7 @@ def server_policy(settings: Settings) -> dict[str, Any] | None:
     import httpx
 
     try:
-        answer = httpx.get(
-            f"{settings.server_url}/policy", headers=settings.server_headers, timeout=SERVER_TIMEOUT_S
-        )
+        answer = httpx.get(f"{settings.server_url}/policy", headers=settings.server_headers, timeout=SERVER_TIMEOUT_S)
         answer.raise_for_status()
         body = answer.json()
     except (httpx.HTTPError, ValueError):
