@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -33,7 +35,7 @@ class Generated:
 
     text: str
     token_ids: list[int]
-    logprobs: Sequence[float]
+    logprobs: Sequence[float] | np.ndarray
     policy_spans: list[tuple[int, int]]
     finish_reason: str  # stop, length, abort
 

@@ -79,7 +79,7 @@ class _Kept:
         }
 
 
-class WholeResponses(_Base):  # type: ignore[misc]
+class WholeResponses(_Base):
     """The scheduler that ``serve.engine`` names to vLLM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,9 @@
-"""init, policies, promote, rollback: the policy store."""
+"""init, policies, promote, rollback, history: the policy store."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -83,6 +84,41 @@ def rollback(settings: Settings, to: int | None, why: str) -> None:
     _tell(rollout.rollback(store, who=rollout.person(), why=why, to=to))
 
 
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@pass_settings
+def history(settings: Settings, as_json: bool) -> None:
+    """List which policy served when, who made it so, why, and by which verdict; the newest last."""
+    store = PolicyStore(settings.path(settings.serve.policies))
+    pointers = store.history()
+    if as_json:
+        click.echo(json.dumps([asdict(pointer) for pointer in pointers], indent=2))
+        return
+    if not pointers:
+        click.echo(f"nothing has served in {store.root}: run `millrace init --model NAME_OR_FOLDER`")
+        return
+    rows = [
+        [
+            pointer.at[:19].replace("T", " "),
+            str(pointer.version),
+            "-" if pointer.previous is None else str(pointer.previous),
+            pointer.who,
+            _verdict(pointer),
+            pointer.why,
+        ]
+        for pointer in pointers
+    ]
+    click.echo(table(["at (UTC)", "policy", "before", "who", "gate", "why"], rows))
+
+
+def _verdict(pointer: Pointer) -> str:
+    verdict = pointer.verdict or {}
+    if "rollback_from" in verdict:
+        return f"back from {verdict['rollback_from']}"
+    said = f"{verdict['verdict']} against {verdict.get('incumbent')}" if "verdict" in verdict else "-"
+    return f"overridden ({verdict.get('objection')})" if verdict.get("override") else said
+
+
 def _tell(pointer: Pointer) -> None:
     before = f" (before: {pointer.previous})" if pointer.previous is not None else ""
     click.echo(f"policy {pointer.version} serves{before}; running servers follow")
@@ -110,4 +146,4 @@ def _as_json(policy: Policy, pointer: Pointer | None) -> dict[str, object]:
     }
 
 
-COMMANDS = (init, policies, promote, rollback)
+COMMANDS = (init, policies, promote, rollback, history)

@@ -11,9 +11,10 @@ import yaml
 
 from deploy import cli, describe
 from deploy.config import Settings
+from serve.policies import PolicyStore
 
 COMMANDS = (
-    "init up serve schedule score train evaluate cycle policies promote rollback report doctor".split()  # noqa: SIM905
+    "init up serve schedule score train evaluate cycle policies promote rollback history keys report doctor".split()  # noqa: SIM905
 )
 
 
@@ -120,6 +121,24 @@ def test_init_makes_policy_1_and_a_config_file_that_loads(model: Path, capsys: p
     code, _, err = run("init", "--model", str(model), "--home", "h", capsys=capsys)
     assert code == 1
     assert "initialised already" in err
+
+
+def test_history_says_who_had_which_policy_serve_and_why(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("init", "--model", str(model), "--home", "h", capsys=capsys)
+    store = PolicyStore(Path("h/policies"))
+    store.publish(Path("h/policies/v000001"), parent=1, lineage={}, metrics={})
+    run("promote", "2", "--home", "h", "--override", "--why", "a try", capsys=capsys)
+    run("rollback", "--home", "h", "--why", "it was worse", capsys=capsys)
+    code, out, _ = run("history", "--home", "h", capsys=capsys)
+    assert code == 0
+    first, second, third = out.splitlines()[1:]
+    assert "init from" in first
+    assert "overridden (policy 2 was not evaluated" in second
+    assert "a try" in second
+    assert "back from 2" in third
+    assert "it was worse" in third
+    code, out, _ = run("history", "--home", "h", "--json", capsys=capsys)
+    assert [pointer["version"] for pointer in json.loads(out)] == [1, 2, 1]
 
 
 def test_init_refuses_what_is_no_causal_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
