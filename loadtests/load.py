@@ -21,7 +21,11 @@ ANSWER_TIMEOUT_S = 120
 
 @dataclass
 class Load:
-    """What a run saw; times in seconds. ``first``: until the first token's event, of streams only."""
+    """What a run saw; times in seconds. ``first``: until the first token's event, of streams only.
+
+    ``seconds`` ends with the last answer that counts: many clients are answered at once, in waves, and a wave that just
+    misses the end of the run should not take its time along.
+    """
 
     seconds: float = 0.0
     latencies: list[float] = field(default_factory=list)
@@ -31,7 +35,7 @@ class Load:
     @property
     def rate(self) -> float:
         """Answers a second."""
-        return len(self.latencies) / self.seconds
+        return len(self.latencies) / self.seconds if self.latencies else 0.0
 
 
 class Client(asyncio.Protocol):
@@ -42,6 +46,7 @@ class Client(asyncio.Protocol):
         self.requests = requests
         self.mark = mark
         self.load = load
+        self.started = time.perf_counter()
         self.until = until
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.Transport
@@ -77,6 +82,7 @@ class Client(asyncio.Protocol):
             self.load.failures.append(f"{self.parser.get_status_code()} {self.body[:200]!r}")
         elif now < self.until:
             self.load.latencies.append(now - self.sent)
+            self.load.seconds = now - self.started
         if now < self.until and len(self.load.failures) < 10:
             # Not from within the parser, which is about to be replaced.
             asyncio.get_running_loop().call_soon(self.send)
@@ -100,7 +106,7 @@ def run(port: int, requests: list[Iterator[bytes]], seconds: float, mark: bytes 
 
 
 async def _run(port: int, requests: list[Iterator[bytes]], seconds: float, mark: bytes | None) -> Load:
-    load = Load(seconds=seconds)
+    load = Load()
     loop = asyncio.get_running_loop()
     until = time.perf_counter() + seconds
     async with asyncio.timeout(CONNECT_TIMEOUT_S):
