@@ -88,10 +88,20 @@ class WholeResponses(_Base):
         self._cut_off: list[Request] = []
         self._core = _maker()
         self._stats_due = 0.0
+        self._seen_version = ""
         self._threads = Threads(self.vllm_config)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """As vLLM's, with as many threads for the step as it is worth."""
+        """As vLLM's, with as many threads for the step as it is worth.
+
+        Requests that have waited since before a swap compute their prompt under the new policy; what they would find
+        cached under their salt is of the old one.
+        """
+        if (version := self._version()) != self._seen_version:
+            self._seen_version = version
+            for request in self.requests.values():
+                if request.status != RequestStatus.RUNNING:
+                    request.skip_reading_prefix_cache = True
         output: SchedulerOutput = super().schedule(*args, **kwargs)
         self._threads.fit(output.total_num_scheduled_tokens)
         return output

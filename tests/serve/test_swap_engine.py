@@ -145,6 +145,28 @@ async def test_each_token_is_of_the_policy_that_its_label_names(
     assert bool(crossed) == (mode == "keep")
 
 
+async def test_a_request_that_waited_since_before_a_swap_uses_no_prefix_of_the_old_policy(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    prompt = list(b"the same beginning of every prompt, long enough to fill a block of the cache, " * 2)
+    engine, seats = swapper.engine, swapper.engine.config.max_num_seqs
+    await engine.generate("first", prompt, Sampling(max_tokens=1))  # its prefix is cached under policy 1
+    prepared = await swapper.prepare(2)
+    seated = [
+        asyncio.create_task(engine.generate(f"seated {i}", PROMPT, Sampling(max_tokens=60))) for i in range(seats)
+    ]
+    waiting = [asyncio.create_task(engine.generate(f"waiting {i}", prompt, Sampling(max_tokens=8))) for i in range(4)]
+    await asyncio.sleep(0.05)
+    done = await swapper.commit(prepared, 0)
+    assert done.ok, done.error
+    answers = [(await task).responses[0] for task in waiting]
+    await asyncio.gather(*seated)
+    for answer in answers:
+        assert answer.policy_spans == [(0, 2)], "it did not wait"
+        expected = reference_logprobs(policies[1].path, prompt, answer.token_ids)
+        assert list(answer.logprobs) == pytest.approx(expected, abs=CLOSE)
+
+
 async def test_weights_are_exchanged_whole_and_back(swapper: Swapper, policies: list[Policy]) -> None:
     for version in (2, 1, 2):
         await become(swapper, version)
