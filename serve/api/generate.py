@@ -36,7 +36,8 @@ _RESPONSE_COLUMNS = (
 _MAX_SEED = 2**63 - 1 - 4096  # vLLM counts up from it for n > 1
 
 
-Label = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+_LABEL_CHARACTERS = 200
+Label = Annotated[str, StringConstraints(min_length=1, max_length=_LABEL_CHARACTERS)]
 
 
 class Message(BaseModel):
@@ -84,7 +85,9 @@ class GenerateIn(BaseModel):
         description="Send the responses while they are made, as server-sent events: `delta` (response_id, index, text) "
         "and, at the end, one `done` with the body of the plain response, or `error` with a problem.",
     )
-    session_id: Label | None = Field(None, description="Your name for the conversation.")
+    session_id: Label | None = Field(
+        None, description="Your name for the conversation; without it, the header X-Session-Id."
+    )
     user: Label | None = Field(None, description="Your name for the person.")
     metadata: dict[Label, Annotated[str, StringConstraints(max_length=10_000)]] = Field(
         default_factory=dict, description="Texts that are kept with the responses and given to reward functions."
@@ -166,7 +169,8 @@ async def generate(request: Request) -> Response:
     with ExitStack() as admitted:
         admitted.enter_context(server.admitted())
         body = await read_body(request, GenerateIn, server.config.limits.body_bytes)
-        asked = await _understand(body, server, principal.tenant, request.scope["request_id"])
+        session_id = body.session_id or session_of(request)
+        asked = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
         bill = _Bill(server, principal, asked)
         admitted.callback(bill.settle)
         if body.stream:
@@ -210,7 +214,20 @@ def _tokens(generation: Generation) -> int:
     return sum(len(response.token_ids) for response in generation.responses)
 
 
-async def _understand(body: GenerateIn, server: Server, tenant: str, request_id: str) -> capture.Asked:
+def session_of(request: Request) -> str | None:
+    """The session that a fleet's router goes by. Raises Problem 422."""
+    for name, value in request.scope["headers"]:
+        if name == b"x-session-id":
+            session_id: str = value.decode("latin-1")
+            if not 1 <= len(session_id) <= _LABEL_CHARACTERS:
+                raise field_problem(422, "X-Session-Id", f"has {len(session_id)} characters, not 1 to 200")
+            return session_id
+    return None
+
+
+async def _understand(
+    body: GenerateIn, server: Server, tenant: str, request_id: str, session_id: str | None
+) -> capture.Asked:
     """The request as the engine needs it. Raises Problem 400 or 422 naming the field."""
     limits, engine = server.config.limits, server.engine
     if body.n > limits.n:
@@ -243,7 +260,7 @@ async def _understand(body: GenerateIn, server: Server, tenant: str, request_id:
         messages=json.dumps([message.model_dump() for message in body.messages], ensure_ascii=False)
         if body.messages
         else None,
-        session_id=body.session_id,
+        session_id=session_id,
         user=body.user,
         metadata=body.metadata,
         sampling=Sampling(

@@ -113,6 +113,19 @@ def test_a_wrong_field_is_named(server, fields, field):
     assert answer.json()["errors"][0]["field"].startswith(field)
 
 
+def test_the_session_may_come_as_a_header_and_the_body_has_the_last_word(server):
+    for body, expected in (({}, "of the header"), ({"session_id": "of the body"}, "of the body")):
+        answer = httpx.post(
+            f"{server.url}/generate",
+            json={"prompt": "a", "max_tokens": 1} | body,
+            headers={"X-Session-Id": "of the header"},
+            timeout=60,
+        )
+        assert row_of(server, answer.json()["responses"][0])["session_id"] == expected
+    answer = httpx.post(f"{server.url}/generate", json={"prompt": "a"}, headers={"X-Session-Id": "x" * 201}, timeout=60)
+    assert (answer.status_code, answer.json()["errors"][0]["field"]) == (422, "X-Session-Id")
+
+
 def test_the_metrics_are_told_what_the_engine_does(server):
     before = time.monotonic()
     ask(server, max_tokens=30)
