@@ -23,6 +23,7 @@ def row(prompt: list[int], reward: float | None, **sampling: Any) -> dict[str, A
         "logprobs": [-0.1, -0.2],
         "reward": reward,
         "sampling": {**SAMPLING, **sampling},
+        "metadata": [],
     }
 
 
@@ -37,6 +38,18 @@ def test_rows_sampled_below_full_support_are_refused_and_counted(cut: dict[str, 
     rows = [row([1], 0.0), row([1], 1.0, **cut)]
     traffic = TrafficGroups.of(pa.Table.from_pylist(rows))
     assert traffic.groups == []
+    assert traffic.refused == 1
+
+
+def test_rows_whose_distribution_was_changed_otherwise_are_refused_but_not_for_a_stop_token() -> None:
+    rows = [row([1], 0.0), row([1], 1.0), row([2], 0.0), row([2], 1.0)]
+    rows[1]["metadata"] = [("millrace:sampling", '{"presence_penalty": 0.5}')]
+    rows[3]["metadata"] = [("millrace:sampling", '{"stop_token_ids": [7]}'), ("theirs", "x")]
+    schema = pa.Table.from_pylist(rows[:1]).schema
+    at = schema.get_field_index("metadata")
+    schema = schema.set(at, pa.field("metadata", pa.map_(pa.string(), pa.string())))
+    traffic = TrafficGroups.of(pa.Table.from_pylist(rows, schema=schema))
+    assert [[r.prompt for r in g] for g in traffic.groups] == [[[2], [2]]]
     assert traffic.refused == 1
 
 
