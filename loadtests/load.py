@@ -21,7 +21,8 @@ ANSWER_TIMEOUT_S = 120
 
 @dataclass
 class Load:
-    """What a run saw; times in seconds. ``first``: until the first token's event, of streams only.
+    """What a run saw; times in seconds. ``first``: until the first token's event, of streams only; ``silent``: streams
+    that had none, as of tokens without a text.
 
     ``seconds`` ends with the last answer that counts: many clients are answered at once, in waves, and a wave that just
     misses the end of the run should not take its time along.
@@ -31,6 +32,7 @@ class Load:
     latencies: list[float] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    silent: int = 0
 
     @property
     def rate(self) -> float:
@@ -78,7 +80,8 @@ class Client(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         now = time.perf_counter()
-        if self.parser.get_status_code() != 200 or not self.seen:
+        self.load.silent += not self.seen
+        if self.parser.get_status_code() != 200:
             self.load.failures.append(f"{self.parser.get_status_code()} {self.body[:200]!r}")
         elif now < self.until:
             self.load.latencies.append(now - self.sent)
