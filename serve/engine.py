@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 WORKER: Final = "serve.weights.MillraceWorker"
 SCHEDULER: Final = "serve.scheduler.WholeResponses"
-_WHOLE: Final = {"millrace_whole": True}  # serve.scheduler.MARK; that module is for the engine's process
+# serve.scheduler.MARK and STREAM; that module is for the engine's process.
+_WHOLE: Final = {"millrace_whole": True}
+_STREAM: Final = {"millrace_whole": "stream"}
 _TIED_PYTHON: Final = Path(__file__).with_name("tied_python")
 _CPU_KV_CACHE_BYTES: Final = 512 << 20
 _ABORT_TIMEOUT_S: Final = 10.0
@@ -197,6 +199,25 @@ class Engine:
         ``underway`` has what there is, all of it at the end. Raises as ``generate`` does.
         """
         params = _sampling_params(sampling, streaming=True)
+        marked = sampling.n == 1 and not sampling.stop
+        if marked:
+            params.extra_args = _STREAM
+            self._whole.add(request_id)
+        try:
+            async for pieces in self._pieces(request_id, prompt_token_ids, sampling, params, underway, marked):
+                yield pieces
+        finally:
+            self._whole.discard(request_id)
+
+    async def _pieces(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        sampling: Sampling,
+        params: Any,
+        underway: Underway,
+        marked: bool,
+    ) -> AsyncIterator[list[tuple[int, str]]]:
         async for output in self._outputs(request_id, prompt_token_ids, params):
             if underway.first_token_ms is None and (metrics := output.metrics) is not None:
                 underway.queue_ms = _milliseconds(metrics.scheduled_ts - metrics.queued_ts)
@@ -204,11 +225,14 @@ class Engine:
             pieces = []
             for made in output.outputs:
                 growing = underway.responses[made.index]
-                text = made.text
-                growing.add(text, made.token_ids, made.logprobs, self.version)
+                text, note = made.text, output.kv_transfer_params or {}
+                last = made.finish_reason is not None
+                told = made.logprobs if not marked else None if last else note.get("logprobs")
+                growing.add(text, made.token_ids, told, self.version)
                 if made.finish_reason is not None:
                     spans = [(span.start, int(span.version)) for span in made.weight_versions or []]
-                    growing.end(made.finish_reason, spans)
+                    all_logprobs = np.frombuffer(note["logprobs"], "<f4") if marked and note else None
+                    growing.end(made.finish_reason, spans, all_logprobs)
                     if not sampling.stop:
                         text += self._rest(growing, made, prompt_token_ids)
                 if text:
@@ -261,7 +285,9 @@ class Engine:
         async with asyncio.timeout(_ABORT_TIMEOUT_S):
             if request_id in self._whole:
                 # By the engine alone, which has the tokens: vLLM's own abort would answer without them.
-                await llm.engine_core.abort_requests_async(list(llm.output_processor.external_req_ids[request_id]))
+                await llm.engine_core.abort_requests_async(
+                    list(llm.output_processor.external_req_ids.get(request_id, ()))
+                )
             else:
                 await llm.abort(request_id)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,25 +68,32 @@ class Growing:
     served when its tokens came, which around a swap can be a step off.
     """
 
-    __slots__ = ("_pieces", "_spans", "finish_reason")
+    __slots__ = ("_logprobs", "_pieces", "_spans", "finish_reason")
 
     def __init__(self) -> None:
+        self._logprobs: Sequence[float] | np.ndarray | None = None
         self._pieces: list[tuple[str, Sequence[int], Any, int]] = []
         self._spans: list[tuple[int, int]] | None = None
         self.finish_reason: str | None = None
 
     def add(self, text: str, token_ids: Sequence[int], logprobs: Any, version: int) -> None:
-        """The next piece, its logprobs as vLLM gives them, and the policy that serves as it comes."""
+        """The next piece, its logprobs as vLLM gives them or as numbers, and the policy that serves as it comes."""
         self._pieces.append((text, token_ids, logprobs, version))
 
-    def end(self, finish_reason: str, spans: list[tuple[int, int]]) -> None:
-        """After the last piece: why it is the last, and which policies made which tokens."""
+    def end(
+        self,
+        finish_reason: str,
+        spans: list[tuple[int, int]],
+        logprobs: Sequence[float] | np.ndarray | None = None,
+    ) -> None:
+        """After the last piece: why it is the last, which policies made which tokens, and all logprobs if not None."""
         self._spans = spans
+        self._logprobs = logprobs
         self.finish_reason = finish_reason
 
     def so_far(self) -> Generated:
-        """What there is; one that goes on has finish_reason "abort"."""
-        told, finish_reason = self._spans, self.finish_reason
+        """What there is; one that goes on has finish_reason "abort". A logprob that was not told yet is NaN."""
+        told, finish_reason, all_logprobs = self._spans, self.finish_reason, self._logprobs
         token_ids: list[int] = []
         logprobs: list[float] = []
         seen: list[tuple[int, int]] = []
@@ -94,9 +102,17 @@ class Growing:
             if ids and (not seen or seen[-1][1] != version):
                 seen.append((len(token_ids), version))
             token_ids += ids
-            logprobs += sampled_logprobs(ids, given)
+            if all_logprobs is None:
+                known = given if isinstance(given, list) else sampled_logprobs(ids, given)
+                logprobs += known if len(known) == len(ids) else [math.nan] * len(ids)
         text = "".join(piece[0] for piece in pieces)
-        return Generated(text, token_ids, logprobs, seen if told is None else told, finish_reason or "abort")
+        return Generated(
+            text,
+            token_ids,
+            logprobs if all_logprobs is None else all_logprobs,
+            seen if told is None else told,
+            finish_reason or "abort",
+        )
 
 
 class Underway:
