@@ -5,7 +5,7 @@ a decoding and a turn of the event loop a step. A request that is marked (``MARK
 kept here, in the engine's process, and goes out as one message, with a note (in ``kv_transfer_params``, which nothing
 else uses without a KV connector) of what would be known from the single ones: when its first token was made, the
 logprobs, and which policy made which token. One that is marked as a stream has its tokens handed over at once, each
-with its logprob as a plain number in the note: the arrays that vLLM would send cost the API process a third of its time.
+with its logprob as a plain number in the note: the arrays that vLLM would send cost it a third of its time.
 Numbers for the metrics go out a few times a second.
 
 The engine's process imports this module by name (``scheduler_cls``).
