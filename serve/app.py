@@ -9,7 +9,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,7 @@ class Server:
         """Open journal and lake, start the engine. Raises what keeps it from serving, everything closed again."""
         try:
             await asyncio.to_thread(self.keyring.load)
+            self.keyring.check_host(self.config.host)
             await asyncio.to_thread(self.lake.create)
             if recovered := await asyncio.to_thread(self.journal.open):
                 log.info("recovered %d journal segments", len(recovered))
@@ -202,7 +203,11 @@ class Server:
 
     def abort_later(self, key: str) -> None:
         """End a request in the engine, in a task of its own: whoever calls this may be cancelled at its next await."""
-        task = asyncio.create_task(self._abort(key))
+        self.later(self._abort(key))
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something in a task of its own, which the end of the server waits for."""
+        task = asyncio.create_task(work)
         self.work.add(task)
         task.add_done_callback(self.work.discard)
 
@@ -389,7 +394,7 @@ class _Uvicorn(uvicorn.Server):
         requests = list(self._server.engine.requests)
         log.warning("still %d requests after drain_timeout_s: aborting them", len(requests))
         for request_id in requests:
-            await self._server.engine.abort(request_id)
+            self._server.abort_later(request_id)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,6 +12,7 @@ from feedback.ids import uuid7
 from serve.generation import Generation, Sampling
 
 _keys = itertools.count()
+_STATUS: Final = {"abort": "aborted", "error": "error"}
 
 RESERVED: Final = "millrace:"
 """What the keys of a row's metadata begin with that are not the client's."""
@@ -58,7 +59,7 @@ def answered(asked: Asked, generation: Generation, response_ids: list[str] | Non
             logprobs=response.logprobs,
             policy_spans=[{"start": start, "policy_version": version} for start, version in response.policy_spans],
             finish_reason=response.finish_reason,
-            status="aborted" if response.finish_reason == "abort" else "complete",
+            status=_STATUS.get(response.finish_reason, "complete"),
             timings=timings,
         )
         for response_id, response in zip(

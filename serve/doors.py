@@ -8,6 +8,7 @@ and ``span_id`` in the request's scope.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from feedback.ids import uuid7
 from serve import logs
-from serve.api.http import Problem
+from serve.api.http import CLIENT_CLOSED_REQUEST, Problem
 from serve.auth import Keyring, Principal, Refused, scope_of
 from serve.limits import Limiter
 from serve.metrics import Metrics
@@ -105,6 +106,10 @@ class Doors:
             if answered:
                 raise
             await problem.response(path)(scope, receive, answer)
+        except asyncio.CancelledError:  # a proxy's way to say that its client has gone
+            if not answered:
+                code = CLIENT_CLOSED_REQUEST
+            raise
         except Exception as error:
             log.exception("%s %s failed", scope["method"], path)
             if answered:

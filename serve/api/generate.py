@@ -177,17 +177,22 @@ async def generate(request: Request) -> Response:
             events = Events(server, asked, admitted, partial(_answer, server, asked, body))
             bill.used = events.tokens
             return events
-        generation, ending = await _sample(server, asked, request)
+        try:
+            generation, ending = await _sample(server, asked, request)
+        except asyncio.CancelledError:  # by a proxy before this server, whose client has gone
+            bill.used = lambda: bill.paid
+            server.later(server.record(capture.failed(asked, status="aborted")))
+            raise
+        bill.used = partial(_tokens, generation)
         rows = capture.answered(asked, generation)
         await server.record(rows)
-        bill.used = partial(_tokens, generation)
+    if all(row["status"] == "complete" for row in rows):
+        return json_response(_answer(server, asked, body, generation, rows))
     if ending == "gone":
         return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
     if ending == "timeout":
         raise Problem(504, f"the request was aborted after {server.config.limits.timeout_s:g} s")
-    if any(row["status"] != "complete" for row in rows):
-        raise Problem(503, "the server is stopping; the response was cut off", retry_after=5)
-    return json_response(_answer(server, asked, body, generation, rows))
+    raise Problem(503, "the response was cut off: the server is stopping, or the engine failed", retry_after=5)
 
 
 class _Bill:

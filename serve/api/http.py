@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -15,6 +16,8 @@ from starlette.requests import ClientDisconnect
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_BODY_TIMEOUT_S = 60.0
+
 CLIENT_CLOSED_REQUEST = 499  # nginx's code
 
 OPENAI: Final = "/v1/"  # what the paths of OpenAI's API begin with
@@ -25,6 +28,7 @@ _TITLES: Final = {
     403: "The key may not do this",
     404: "Not found",
     405: "Method not allowed",
+    408: "Request timeout",
     409: "Conflict",
     413: "Body too large",
     422: "Invalid request",
@@ -118,14 +122,18 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
 
 
 async def read_bytes(request: Request, limit: int) -> bytes:
-    """The request's body. Raises Problem 413."""
+    """The request's body. Raises Problem 408 or 413."""
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise Problem(413, f"the body is larger than {limit} bytes")
-        chunks.append(chunk)
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limit:
+                    raise Problem(413, f"the body is larger than {limit} bytes")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise Problem(408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from None
     return b"".join(chunks)
 
 

@@ -16,6 +16,7 @@ from serve.capture import RESERVED
 from serve.config import LimitsConfig
 
 _MAX_SEED: Final = 2**63 - 1 - 4096  # vLLM counts up from it for n > 1
+_BAD_WORDS_BYTES: Final = 1000
 _MOST_LOGPROBS: Final = 20  # vLLM's own bound
 _TEXT: Final = {"type": "string"}
 _NUMBER: Final = {"type": "number"}
@@ -279,6 +280,14 @@ def _check_bounds(body: dict[str, Any], limits: LimitsConfig) -> None:
         value = body.get(name)
         if value is not None and not least <= value <= most:
             raise refuse(name, f"{value:g} is not between {least} and {most}")
+    # On a GPU vLLM's engine has room for so many, and dies of more.
+    for name, most in (("logit_bias", 1000), ("allowed_token_ids", 1000), ("stop_token_ids", 100), ("bad_words", 100)):
+        value = body.get(name)
+        if isinstance(value, list | dict) and len(value) > most:
+            raise refuse(name, f"has {len(value)} entries, {most} are allowed")
+    words = body.get("bad_words")
+    if isinstance(words, list) and (size := sum(len(str(word).encode()) for word in words)) > _BAD_WORDS_BYTES:
+        raise refuse("bad_words", f"has {size} bytes in all, {_BAD_WORDS_BYTES} are allowed")
 
 
 def _check_prompts(prompt: Any, limits: LimitsConfig) -> None:

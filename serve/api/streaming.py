@@ -157,6 +157,7 @@ class Events(Response):
                     await _all(starts)
                 except Problem:
                     await engine.abort(asked.key)
+                    await self._end_started(starts)
                     raise
                 started = True
             if self._gone:
@@ -166,6 +167,14 @@ class Events(Response):
                     b"".join([b"%b%b}\n\n" % (self._heads[index], orjson.dumps(text)) for index, text in pieces])
                 )
 
+    async def _end_started(self, starts: Sequence[asyncio.Future[Stream]]) -> None:
+        """End the responses whose start is on disk, where others' is refused."""
+        rows = self._rows(status="error")
+        taken = [(start.result(), row) for start, row in zip(starts, rows, strict=True) if start.exception() is None]
+        if taken:
+            with contextlib.suppress(Problem):
+                await self.server.end([stream for stream, _ in taken], [row for _, row in taken])
+
     async def _put(self, data: bytes, *, last: bool = False) -> None:
         if self._gone:
             return
@@ -173,8 +182,12 @@ class Events(Response):
             if not self._sent_at:
                 await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             self._sent_at = time.monotonic()
-            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-        except OSError:  # the client has gone
+            message = {"type": "http.response.body", "body": data, "more_body": not last}
+            if not last:  # what comes before the last has a limit around all of it
+                return await self._send(message)
+            async with asyncio.timeout(self.server.config.limits.timeout_s):  # a client that does not read
+                await self._send(message)
+        except (OSError, TimeoutError):  # the client has gone
             self._leave()
 
     def _leave(self) -> None:
