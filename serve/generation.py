@@ -53,9 +53,11 @@ class Generation:
 
 
 def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
-    """The logprobs of the sampled tokens, from vLLM's of one response: flat ones have nothing else."""
+    """The logprobs of the sampled tokens, from vLLM's of one response (flat ones have nothing else) or from numbers."""
     if logprobs is None:
         return []
+    if isinstance(logprobs, list) and logprobs and isinstance(logprobs[0], float):
+        return logprobs
     if hasattr(logprobs, "logprobs"):
         return list(logprobs.logprobs)
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=False)]
@@ -103,7 +105,7 @@ class Growing:
                 seen.append((len(token_ids), version))
             token_ids += ids
             if all_logprobs is None:
-                known = given if isinstance(given, list) else sampled_logprobs(ids, given)
+                known = sampled_logprobs(ids, given)
                 logprobs += known if len(known) == len(ids) else [math.nan] * len(ids)
         text = "".join(piece[0] for piece in pieces)
         return Generated(
