@@ -13,7 +13,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import string
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtests import load
+from loadtests.crash import free_port
 from loadtests.tiny_model import make_model_folder
 
 MILLRACE = str(Path(sys.executable).with_name("millrace"))
@@ -174,12 +174,6 @@ def measure(ours: Server, theirs: Server, cell: dict[str, Any], turns: int, seco
 
 def percentile(ordered: list[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

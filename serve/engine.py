@@ -233,6 +233,8 @@ class Engine:
                     spans = [(span.start, int(span.version)) for span in made.weight_versions or []]
                     all_logprobs = np.frombuffer(note["logprobs"], "<f4") if marked and note else None
                     growing.end(made.finish_reason, spans, all_logprobs)
+                    if marked and all_logprobs is None and made.finish_reason != "abort":
+                        raise EngineError("vLLM ended a stream without its logprobs")
                     if not sampling.stop:
                         text += self._rest(growing, made, prompt_token_ids)
                 if text:
