@@ -39,7 +39,7 @@ bench-capture: setup   ## measure the journal, the lake and scoring: about 4 min
 bench-serve: setup     ## measure the server against vLLM's own: about 10 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_serve $(ARGS)
 
-bench-swap: setup      ## measure swaps under streaming clients: about 8 minutes; the last line is JSON
+bench-swap: setup      ## measure swaps under streaming clients; the last line is JSON
 	$(BIN)/python -m loadtests.bench_swap $(ARGS)
 
 # How many bad requests to send.
