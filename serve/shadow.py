@@ -39,7 +39,7 @@ from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 from serve.mapped import MappedFile
 from serve.model_folder import safetensors_header
 
-_NICEST: Final = 19
+_NICENESS: Final = 10  # about a tenth of a processor beside one busy thread: behind requests, and yet in time
 _BREATH_S: Final = 0.002  # between two tensors, so that the engine's thread gets the interpreter
 _SLACK: Final = 1.05  # allocators round up
 _RELEASE_TIMEOUT_S: Final = 60.0
@@ -120,7 +120,7 @@ class Shadow:
     def _run(self) -> None:
         threads = torch.get_num_threads()
         try:
-            _lowest_priority()
+            _low_priority()
             if self._after is not None:
                 self._after.join(_RELEASE_TIMEOUT_S)
             self._require_memory()
@@ -192,7 +192,7 @@ class Shadow:
     def _release(self) -> None:
         if threading.current_thread() is not self._thread:
             self._thread.join()  # it may still be at work, when the API gave it up
-        _lowest_priority()
+        _low_priority()
         places, self._places = self._places, []
         layers, self._layers = self._layers, []
         self.holds = {}
@@ -341,9 +341,9 @@ def _breathing(files: list[MappedFile]) -> Iterator[tuple[str, torch.Tensor]]:
             time.sleep(_BREATH_S)
 
 
-def _lowest_priority() -> None:
+def _low_priority() -> None:
     # Linux has a priority for each thread. What this thread does for long, it does without the interpreter's lock.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICEST)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _mib(size: int) -> str:

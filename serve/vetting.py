@@ -22,7 +22,7 @@ from serve.model_folder import fingerprint
 from serve.policies import PolicyError, PolicyStore
 
 _PR_SET_PDEATHSIG: Final = 1
-_NICEST: Final = 19
+_NICENESS: Final = 10  # about a tenth of a processor beside one busy thread: behind requests, and yet in time
 
 Files = dict[str, dict[str, Any]]
 
@@ -79,7 +79,7 @@ def _run(command: list[str], timeout_s: float, answer: asyncio.Future[str]) -> N
             method(value)
 
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICEST)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         if done.returncode != 0:
             raise Refused(f"reading the policy ended with {done.returncode}: {done.stderr.strip()[-500:]}")
