@@ -17,6 +17,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,9 @@ class Journal:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         entry = Entry(table, row, waiter, loop, begins, ends)
-        if not self._offer(entry):
+        # The writer is woken when the loop has run what is ready now: often more rows, for the same commit; and a writer
+        # that is woken in the midst of that would only wait for the interpreter.
+        if not self._offer(entry, lambda: loop.call_soon(self._wake)):
             await asyncio.wait([waiter], timeout=self.config.append_timeout_s)
             self._refuse_if_waiting(entry)
         await waiter  # the watch ends it if the disk hangs
@@ -146,7 +149,7 @@ class Journal:
         check_row(table, row)
         waiter: Future[None] = Future()
         entry = Entry(table, row, waiter, None)
-        if not self._offer(entry):
+        if not self._offer(entry, self._condition.notify_all):
             deadline = time.monotonic() + self.config.append_timeout_s
             with self._condition:
                 self._condition.wait_for(
@@ -208,8 +211,8 @@ class Journal:
 
     # Callers' side: never more than a few microseconds under the lock.
 
-    def _offer(self, entry: Entry) -> bool:
-        """Queue the entry, or let it wait for room (False)."""
+    def _offer(self, entry: Entry, wake: Callable[[], object]) -> bool:
+        """Queue the entry, or let it wait for room (False). ``wake``: has the writer look at a queue that was empty."""
         with self._condition:
             if self._failure is not None:
                 raise JournalBroken(self._failure)
@@ -221,8 +224,12 @@ class Journal:
             entry.state = State.QUEUED
             self._queue.append(entry)
             if len(self._queue) == 1:
-                self._condition.notify_all()
+                wake()
             return True
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
 
     def _refuse_if_waiting(self, entry: Entry) -> None:
         with self._condition:

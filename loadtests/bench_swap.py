@@ -37,6 +37,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from loadtests.load import no_collector
+
 MILLRACE: Final = str(Path(sys.executable).with_name("millrace"))
 LETTERS: Final = {1: set(string.ascii_lowercase), 2: set(string.ascii_uppercase)}
 CONTEXT: Final = 512
@@ -102,7 +104,8 @@ def bench(size: Size, home: Path, *, shadow: bool, clients: int, swaps: int, str
     """One server, one mode."""
     with serving(size, home, shadow=shadow) as (url, process):
         streams: list[Stream] = []
-        normal, swapped = asyncio.run(run(size, home, url, streams, clients, swaps, stretches))
+        with no_collector():
+            normal, swapped = asyncio.run(run(size, home, url, streams, clients, swaps, stretches))
         memory = memory_of(process)
     return summary(streams, normal, swapped) | {"shadow_weights": shadow, **memory}
 
@@ -188,6 +191,7 @@ def summary(streams: list[Stream], normal: list[Stretch], swapped: list[Stretch]
         "gap_p99_ms": p99,
         "gap_swap_ms": statistics.median(during),
         "gap_swap_worst_ms": max(during),
+        "gap_each_swap_ms": [round(gap, 1) for gap in during],
         "gap_control_ms": statistics.median(control),
         "gap_control_worst_ms": max(control),
         "crossing_p50_ms": percentile(crossing, 0.5),
