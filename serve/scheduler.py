@@ -130,6 +130,7 @@ class WholeResponses(_Base):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """As vLLM's, without the outputs that are kept."""
+        self._threads.done()
         by_client: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         if self._kept:
             version = self._version()
