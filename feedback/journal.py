@@ -137,8 +137,8 @@ class Journal:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         entry = Entry(table, row, waiter, loop, begins, ends)
-        # The writer is woken when the loop has run what is ready now: often more rows, for the same commit; and a writer
-        # that is woken in the midst of that would only wait for the interpreter.
+        # The writer is woken when the loop has run what is ready: more rows for the same commit, and a
+        # writer that is woken in the midst of it would only wait for the interpreter.
         if not self._offer(entry, lambda: loop.call_soon(self._wake)):
             await asyncio.wait([waiter], timeout=self.config.append_timeout_s)
             self._refuse_if_waiting(entry)
