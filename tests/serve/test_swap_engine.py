@@ -23,7 +23,7 @@ from tests.serve.conftest import reference_logprobs
 
 PROMPT = list(b"the mill turns")
 CLOSE = 1e-4
-SIZE = Size("tiny", 64, 128, 2, 4, 2, 32, 258, "float32", 0, 0, 0)
+SIZE = Size("tiny", 64, 128, 2, 4, 2, 32, 258, "float32", 0, 0, 0, 20.0)
 """The make of the policies here: their head is not tied, and every token of 1 is a small letter, of 2 a capital one."""
 
 
