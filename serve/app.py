@@ -251,10 +251,24 @@ class Server:
                 *(self.journal.end(stream, row) for stream, row in zip(streams, rows, strict=True)),
                 return_exceptions=True,
             )
+            for stream, row, result in zip(streams, rows, results, strict=True):
+                if isinstance(result, JournalFull):
+                    self.later(self._end_later(stream, row | {"status": "error", "finish_reason": None}))
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
         self._count(rows, again=again)
+
+    async def _end_later(self, stream: Stream, row: dict[str, Any]) -> None:
+        """Record the end of a response whose client was told that it can't be recorded; else it stays open for good."""
+        while not self.draining:
+            await asyncio.sleep(_RETRY_AFTER_S)
+            try:
+                return await self.journal.end(stream, row)
+            except JournalFull:
+                continue
+            except JournalBroken:  # then it is recorded as aborted
+                return
 
     def _count(self, rows: list[dict[str, Any]], *, again: bool = False) -> None:
         metrics = self.metrics

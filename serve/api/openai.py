@@ -242,8 +242,14 @@ class _Events(StreamingResponse):
         self.undo = undo
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The exchange ends by its own limits, which are twice the client's time at most; what takes longer is a client
+        # that does not read. It gets no end of its stream, and the connection is closed.
+        timeout_s = self.exchange.server.config.limits.timeout_s
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout(2 * timeout_s + 2 * _LEAST_GRACE_S):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            log.info("the client of %s does not read its stream", self.exchange.response_id)
         finally:
             # In a task of its own: this one may be cancelled at its next await.
             task = asyncio.create_task(self.undo.aclose(), name=f"end of {self.exchange.response_id}")

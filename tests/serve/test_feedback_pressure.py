@@ -14,9 +14,11 @@ from typing import Any
 
 import httpx
 import pytest
+from feedback_rows import interaction
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
 from feedback.recovery import rows
+from serve.api.http import Problem
 from serve.app import Server, create_app
 from serve.config import ServeConfig
 
@@ -132,3 +134,23 @@ async def test_a_server_that_is_stopping_takes_no_feedback(app: tuple[httpx.Asyn
     for path, body in (("/feedback", thumb("a")), ("/feedback/batch", {"feedback": [thumb("a")]})):
         response = await client.post(path, json=body)
         assert (response.status_code, response.headers["Retry-After"]) == (503, "5")
+
+
+async def test_a_streams_end_that_found_no_room_is_recorded_as_an_error_when_there_is_some(
+    app: tuple[httpx.AsyncClient, Server], disk: threading.Event
+) -> None:
+    _, server = app
+    begun = [interaction(f"r{i}", response_token_ids=[], logprobs=[], policy_spans=[]) for i in range(12)]
+    streams = [await server.begin(row, lambda row=row: row) for row in begun]  # type: ignore[misc]
+    disk.clear()
+    ends = [server.end([stream], [interaction(stream.response_id)]) for stream in streams]
+    asyncio.get_running_loop().call_later(1, disk.set)
+    results = await asyncio.gather(*ends, return_exceptions=True)
+    refused = {stream.response_id for stream, result in zip(streams, results, strict=True) if result is not None}
+    assert 0 < len(refused) < 12
+    assert all(isinstance(result, Problem) and result.status == 503 for result in results if result is not None)
+    await asyncio.wait(server.work, timeout=30)
+    assert server.journal.stats()["open_streams"] == 0
+    ended = {row["response_id"]: row["status"] for row in rows(server.journal.folder, "interactions").to_pylist()}
+    assert {response_id for response_id, status in ended.items() if status == "error"} == refused
+    assert set(ended.values()) == {"error", "complete"}
