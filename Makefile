@@ -24,8 +24,11 @@ $(VENV)/.installed-$(LOCK): $(LOCK) pyproject.toml
 demo: setup      ## turn the whole loop on this machine: about 6 minutes
 	$(BIN)/millrace demo
 
+# Processes that tests run in, a file of tests in one of them, in order.
+JOBS ?= 2
+
 test: setup      ## run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup      ## style, types, and the layers of the house
 	$(BIN)/ruff check .
