@@ -1,4 +1,4 @@
-"""Is a policy what its manifest says, with no NaN in it? Answered by a process of its own at the lowest priority.
+"""Is a policy what its manifest says, with no NaN in it? Answered by a process of its own at low priority.
 
 ``python -m serve.vetting STORE VERSION FINITE`` reads every byte of the policy and prints one JSON object: ``files``,
 or ``refused`` with the reason. In the server's process, or the engine's, the same work would take the processor from
