@@ -135,7 +135,7 @@ async def run(
 async def swap(home: Path, url: str, version: int) -> Stretch:
     """`millrace promote`, and wait until the server has it."""
     began = time.perf_counter()
-    await command(home, "promote", str(version), "--override", "--why", "bench")
+    await command(home, "promote", str(version), "--no-wait", "--override", "--why", "bench")
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
         policy = await asyncio.to_thread(get, f"{url}/policy")
@@ -522,7 +522,7 @@ def main() -> None:
 def restart(home: Path) -> None:
     """Back to policy 1 for the next server."""
     subprocess.run(
-        [MILLRACE, "promote", "1", "--override", "--why", "bench", "--home", str(home)],
+        [MILLRACE, "promote", "1", "--no-wait", "--override", "--why", "bench", "--home", str(home)],
         capture_output=True, timeout=120, check=True, cwd=home,
     )  # fmt: skip
 

@@ -30,6 +30,7 @@ from serve.api.describe import openapi
 from serve.api.direct import Direct
 from serve.auth import Keyring, Principal
 from serve.config import ServeConfig
+from serve.connections import BoundedHttp
 from serve.doors import Doors
 from serve.engine import Engine, EngineError
 from serve.limits import Limiter
@@ -77,6 +78,7 @@ class Server:
             Path(config.replicas) / f"{config.replica_name}.jsonl",
             observe=self._observe_swap,
             orders=orders,
+            name=config.replica_name,
         )
         self._journal_folder = Path(feedback_config.journal.folder)
         self.journal = Journal(self._journal_folder, feedback_config.journal, config.replica_name)
@@ -357,7 +359,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
         uvicorn.Config(
             app,
             loop="uvloop",
-            http="httptools",
+            http=BoundedHttp,
             access_log=False,  # serve.doors has a better one
             log_config=None,
             server_header=False,

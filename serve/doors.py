@@ -28,7 +28,8 @@ from serve.metrics import Metrics
 log = logging.getLogger(__name__)
 access = logging.getLogger("serve.access")
 
-_READ: Final = frozenset({b"authorization", b"x-api-key", b"x-request-id", b"traceparent", b"tracestate"})
+_READ: Final = frozenset({b"authorization", b"x-api-key", b"x-request-id", b"traceparent", b"tracestate", b"origin"})
+_OWN_ORIGIN: Final = re.compile(rb"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 # version "-" trace-id "-" parent-id "-" trace-flags; versions after 00 may have more behind a further "-".
 _TRACEPARENT: Final = re.compile(
@@ -127,6 +128,9 @@ class Doors:
         """Whose request it is. Raises Problem 401 or 403."""
         keyring = self.keyring
         if not keyring.on:
+            # Browsers add it to what pages of others send here; no preflight keeps those from writing.
+            if (origin := given.get(b"origin")) is not None and not _OWN_ORIGIN.fullmatch(origin):
+                raise Problem(403, "a page of another host may not use a server without keys (millrace keys create)")
             return keyring.anonymous
         if wanted is None:
             return keyring.nobody

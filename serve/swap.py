@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from serve.config import SwapConfig
 from serve.engine import Engine, EngineError, Exchanged, Weights
-from serve.policies import Pointer, Policy, PolicyError, PolicyStore
+from serve.policies import Pointer, Policy, PolicyError, PolicyStore, StalePointer
 from serve.probe import Numbers, judge
 from serve.swappable import require_swappable, require_whole
 from serve.vetting import read, vet
@@ -91,10 +91,12 @@ class Swapper:
         *,
         observe: Callable[[Swap], None] = lambda swap: None,
         orders: Callable[[], Orders] | None = None,
+        name: str = "server",
     ) -> None:
         """``record``: the file that each swap is appended to, one JSON a line; ``observe`` is called after each.
 
         ``orders``: asked at every turn instead of the store's pointer; raises PolicyError or OSError if it can't tell.
+        Without it, the pointer is moved back from a policy that is refused, by ``name``.
         """
         self.store = store
         self.engine = engine
@@ -104,7 +106,8 @@ class Swapper:
         """Why the engine can't serve any more, if a swap failed and the old weights could not be put back."""
         self.failed: dict[str, Any] | None = None
         """The pointer that could not be followed, or prepared for, until another one is."""
-        self._orders = orders or (lambda: Orders(store.serving()))
+        self.name = name
+        self._orders = orders
         self._ready: tuple[int, Prepared] | None = None  # the generation that was prepared for
         self._readied = 0  # the newest generation that was prepared for, well or not
         self._observe = observe
@@ -122,7 +125,7 @@ class Swapper:
 
         Raises PolicyError (no pointer, no such policy, a damaged one), EngineError.
         """
-        pointer = self._orders().serve
+        pointer = self._ask_orders().serve
         if pointer is None:
             raise PolicyError(f"{self.store.root} has no serving policy yet: promote one first (millrace init)")
         files = await asyncio.to_thread(read, self.store, pointer.version, check_finite=False)
@@ -175,7 +178,7 @@ class Swapper:
         while self.broken is None:
             await asyncio.sleep(self.config.poll_seconds)
             try:
-                orders = self._orders()
+                orders = self._ask_orders()
                 unreadable = None
             except (PolicyError, OSError) as error:
                 if str(error) != unreadable:  # once, not at every look
@@ -200,6 +203,9 @@ class Swapper:
                 await swap
                 raise
 
+    def _ask_orders(self) -> Orders:
+        return Orders(self.store.serving()) if self._orders is None else self._orders()
+
     async def _act(self, pointer: Pointer) -> None:
         if pointer.version == self.engine.version:
             self._pointer, self.failed = pointer, None
@@ -211,13 +217,32 @@ class Swapper:
             self._pointer, self._since, self.failed = pointer, swap.at, None
             log.info("policy %d serves, held for %.1f ms; probe: %s", swap.to_version, swap.hold_ms, swap.probe)
         else:
-            self._fail(pointer, swap.error or "")
             log.error("policy %d refused, %d stays: %s", swap.to_version, swap.from_version, swap.error)
+            if self._orders is None:
+                await asyncio.to_thread(self._move_back, pointer, swap)
+            self._fail(pointer, swap.error or "")
         self._observe(swap)
         try:
             await asyncio.to_thread(_append, self.record, swap.to_json())
         except OSError as error:
             log.error("the swap to policy %d could not be recorded: %s", swap.to_version, error)
+
+    def _move_back(self, pointer: Pointer, swap: Swap) -> None:
+        """Have the store's pointer name again what serves: else the next start would try the refused policy."""
+        try:
+            back = self.store.promote(
+                swap.from_version,
+                expected=pointer.version,
+                who=self.name,
+                why=f"policy {swap.to_version} was refused: {swap.error}",
+                verdict={"rollback_from": swap.to_version},
+            )
+        except StalePointer as error:  # somebody was faster; the next look sees where it is
+            log.info("%s", error)
+        except (PolicyError, OSError) as error:
+            log.error("the serving pointer stays at policy %d: %s", pointer.version, error)
+        else:
+            self._pointer, self._seen = back, back.generation
 
     async def swap_to(self, pointer: Pointer) -> Swap:
         """Serve another policy from the next token on, or keep the old one; which it was is in the result."""

@@ -11,7 +11,7 @@ import click
 from deploy import initialise, rollout
 from deploy.commands.common import pass_settings, table
 from deploy.config import DEFAULT_FILE, Settings
-from serve.policies import Pointer, Policy, PolicyStore
+from serve.policies import Pointer, Policy, PolicyError, PolicyStore
 
 
 @click.command()
@@ -27,7 +27,12 @@ def init(settings: Settings, model: str, revision: str | None, write_config: boo
     click.echo(f"policy {pointer.version} of {settings.home} is {model}")
     if write_config and initialise.write_config(settings, DEFAULT_FILE):
         click.echo(f"wrote {DEFAULT_FILE}: every setting, with its meaning; change what you need")
-    click.echo("serve it with: millrace up")
+    click.echo("serve it with: millrace serve; with the whole loop, once reward and suite are set: millrace up")
+
+
+wait = click.option(
+    "--wait/--no-wait", default=True, show_default=True, help="Wait until the configured server serves it, if it runs."
+)
 
 
 @click.command()
@@ -37,11 +42,18 @@ def policies(settings: Settings, as_json: bool) -> None:
     """List the policies and show which one serves."""
     store = PolicyStore(settings.path(settings.serve.policies))
     pointer = store.serving()
-    found = [store.get(version) for version in store.versions()]
+    found, damaged = [], []
+    for version in store.versions():
+        try:
+            found.append(store.get(version))
+        except PolicyError as error:  # the others are as good as before
+            damaged.append(str(error))
+    for text in damaged:
+        click.echo(f"damaged: {text}", err=True)
     if as_json:
         click.echo(json.dumps([_as_json(policy, pointer) for policy in found], indent=2))
         return
-    if not found:
+    if not found and not damaged:
         click.echo(f"no policies in {store.root}: run `millrace init --model NAME_OR_FOLDER`")
         return
     rows = [
@@ -64,24 +76,26 @@ def policies(settings: Settings, as_json: bool) -> None:
 @click.argument("version", type=int)
 @click.option("--why", help="For the record.")
 @click.option("--override", is_flag=True, help="Promote without a passing verdict of the gate; needs --why.")
+@wait
 @pass_settings
-def promote(settings: Settings, version: int, why: str | None, override: bool) -> None:
-    """Make policy VERSION the one that serves. Running servers follow at once."""
+def promote(settings: Settings, version: int, why: str | None, override: bool, wait: bool) -> None:
+    """Make policy VERSION the one that serves, and wait until the running server, or fleet, has followed."""
     if override and not why:
         raise click.UsageError("--override needs --why: it goes on record")
     store = PolicyStore(settings.path(settings.serve.policies))
     pointer = rollout.promote(store, version, who=rollout.person(), why=why or "promoted by hand", override=override)
-    _tell(pointer)
+    _follow(settings, store, pointer, wait=wait)
 
 
 @click.command()
 @click.option("--to", type=int, metavar="VERSION", help="Go back to this policy instead of the one before.")
 @click.option("--why", default="rolled back by hand", show_default=True, help="For the record.")
+@wait
 @pass_settings
-def rollback(settings: Settings, to: int | None, why: str) -> None:
-    """Go back to the policy that served before."""
+def rollback(settings: Settings, to: int | None, why: str, wait: bool) -> None:
+    """Go back to the policy that served before, and wait until the running server, or fleet, has followed."""
     store = PolicyStore(settings.path(settings.serve.policies))
-    _tell(rollout.rollback(store, who=rollout.person(), why=why, to=to))
+    _follow(settings, store, rollout.rollback(store, who=rollout.person(), why=why, to=to), wait=wait)
 
 
 @click.command()
@@ -119,9 +133,22 @@ def _verdict(pointer: Pointer) -> str:
     return f"overridden ({verdict.get('objection')})" if verdict.get("override") else said
 
 
-def _tell(pointer: Pointer) -> None:
+def _follow(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: bool) -> None:
+    from deploy.cycle import StageFailed, server_policy, wait_until_served
+
     before = f" (before: {pointer.previous})" if pointer.previous is not None else ""
-    click.echo(f"policy {pointer.version} serves{before}; running servers follow")
+    if not wait:
+        return click.echo(f"the pointer names policy {pointer.version}{before}; running servers follow")
+    if server_policy(settings) is None:
+        return click.echo(
+            f"the pointer names policy {pointer.version}{before}; no server answers at {settings.server_url}, it will "
+            "serve that when it starts"
+        )
+    try:
+        wait_until_served(settings, store, pointer)
+    except StageFailed as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"policy {pointer.version} serves{before}")
 
 
 def _gate(policy: Policy) -> str:

@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.api.http import Problem
+from serve.fleet.router import nobody_is_there
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ class Explained:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith(_OWN_PATHS):
             return await self.app(scope, receive, send)
+        if nobody_is_there():  # Ray Serve would have the request wait until there is one
+            return await _answer("no replica is there at the moment; ask again", scope, receive, send)
         started = replaced = gone = False
 
         async def watched() -> Message:

@@ -15,9 +15,22 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from serve.fleet.sharing import in_share, rank
 
+_known: int | None = None
+
+
+def nobody_is_there() -> bool:
+    """Whether this process's router knows that there is no replica: a request would wait for one."""
+    return _known == 0
+
 
 class Router(RequestRouter):
     """A Ray Serve request router; made in each proxy."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Ray Serve when replicas came or went."""
+        global _known
+        _known = len(replicas)
+        super().update_replicas(replicas)
 
     def initialize_state(self, sticky: bool = False) -> None:
         """``sticky``: whether a session stays with a replica."""

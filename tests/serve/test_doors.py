@@ -6,6 +6,7 @@ has keys.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import AsyncIterator
@@ -303,6 +304,28 @@ async def test_without_keys_all_is_the_configured_tenants(door: Open) -> None:
     assert (await door.http.post("/feedback", json=THUMB)).status_code == 201
     assert rows(door.server.journal.folder, "feedback").column("tenant").to_pylist() == ["default"]
     assert (await door.http.get("/policy")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("origin", "code"),
+    [
+        ("http://evil.example", 403),
+        ("http://localhost.evil.example", 403),
+        ("null", 403),
+        ("http://localhost:8000", 201),
+        ("https://127.0.0.1", 201),
+        ("http://[::1]:3000", 201),
+    ],
+)
+async def test_without_keys_no_web_page_of_another_host_may_write(door: Open, origin: str, code: int) -> None:
+    sent = {"Origin": origin, "Content-Type": "text/plain"}  # which browsers send without asking first
+    answer = await door.http.post("/feedback", content=json.dumps(THUMB), headers=sent)
+    assert answer.status_code == code, answer.text
+
+
+async def test_with_a_key_the_page_does_not_matter(locked: Open, secrets: dict[str, str]) -> None:
+    headers = bearer(secrets["feedback"]) | {"Origin": "http://app.example"}
+    assert (await locked.http.post("/feedback", json=THUMB, headers=headers)).status_code == 201
 
 
 # Limits

@@ -87,6 +87,10 @@ async def test_a_damaged_policy_is_refused_once_and_the_old_one_serves_on(
     assert policy["version"] == serving
     assert policy["failed"]["version"] == damaged.version
     assert "model.safetensors" in policy["failed"]["error"]
+    pointer = server.store.serving()
+    assert pointer is not None
+    assert (pointer.version, pointer.who) == (serving, "replica-0"), "the next start must not try it again"
+    assert f"policy {damaged.version} was refused" in pointer.why
     response = await client.post("/generate", json={"prompt": "still there?", "max_tokens": 4})
     assert response.json()["policy_version"] == serving
     assert (await client.get("/ready")).status_code == 200
