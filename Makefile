@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint bench-capture bench-serve bench-swap bench-train crash-test fuzz format lock clean
+.PHONY: help setup demo test lint bench-capture bench-serve bench-swap bench-reshard bench-train crash-test fuzz format lock clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -44,6 +44,9 @@ bench-serve: setup     ## measure the server against vLLM's own: about 10 minute
 
 bench-swap: setup      ## measure swaps under streaming clients; the last line is JSON
 	$(BIN)/python -m loadtests.bench_swap $(ARGS)
+
+bench-reshard: setup   ## measure how weights get from training to generation; the last line is JSON
+	$(BIN)/python -m loadtests.bench_reshard $(ARGS)
 
 bench-train: setup     ## measure whole GRPO steps against TRL's; installs TRL in runs/trl; the last line is JSON
 	$(BIN)/python -m loadtests.bench_train $(ARGS)

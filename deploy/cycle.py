@@ -24,8 +24,12 @@ from evaluation.results import write_whole
 from feedback.config import RuleConfig
 from feedback.rewards.rules import RuleError, configured, load_rule
 from serve.policies import Pointer, PolicyError, PolicyStore
+from train.continuing import goes_on
+from train.hooks import HookError, load_function
 
 SERVER_TIMEOUT_S = 5.0
+SIGNALLED = 128  # a process that signal n ended has the code 128 + n
+TRAINING_ATTEMPTS = 3  # of cycles at one training run, of which all but the last were killed
 NO_REWARD = (
     "train.reward is null, and feedback.scoring.rules has no rule with a weight: training needs something that rewards "
     "its responses (a module:function, or a rule)"
@@ -40,6 +44,10 @@ class StageFailed(RuntimeError):
     """A stage of the cycle failed; the text says which and why."""
 
 
+class StageKilled(StageFailed):
+    """A stage's process was ended by a signal, and not by anything that it did."""
+
+
 class Stage(BaseModel):
     """One stage of a cycle; ``result`` is what it handed on."""
 
@@ -49,6 +57,7 @@ class Stage(BaseModel):
     ok: bool | None = None
     result: dict[str, Any] | None = None
     error: str | None = None
+    killed: bool = Field(False, description="It was stopped or killed, rather than failing by itself.")
 
 
 class CycleRecord(BaseModel):
@@ -60,6 +69,7 @@ class CycleRecord(BaseModel):
     started_at: datetime
     finished_at: datetime | None = None
     incumbent: int | None = None
+    run: str | None = Field(None, description="The training run; an earlier cycle's, if its training was killed.")
     candidate: int | None = None
     verdict: dict[str, Any] | None = None
     rewards: int | None = Field(None, description="Rows of the rewards table that the training could learn from.")
@@ -99,12 +109,18 @@ def check(settings: Settings) -> None:
     }
     if settings.train.reward:
         loads["train.reward"] = partial(load_rule, settings.train.reward)
+    loads |= {f"train.hooks {name!r}": partial(load_function, "train.hooks", name) for name in settings.train.hooks}
+    loads |= {
+        f"train.trackers {name!r}": partial(load_function, "train.trackers", name) for name in settings.train.trackers
+    }
     loads["evaluation.scorer"] = partial(load_scorer, settings.evaluation)
     for key, load in loads.items():
         try:
             load()
         except RuleError as error:
             problems.append(f"{key}: {error}")
+        except HookError as error:  # names its setting itself
+            problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -119,6 +135,24 @@ def records(settings: Settings) -> list[CycleRecord]:
     """The records of all cycles, oldest first."""
     folder = settings.path(settings.cycle.folder)
     return [CycleRecord.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("[0-9]*.json"))]
+
+
+def killed_training(settings: Settings, number: int, incumbent: int) -> CycleRecord | None:
+    """The last cycle before ``number`` that trained, if its training was killed and going on with it is safe.
+
+    Safe: it started from the policy that serves now, has a checkpoint, has the settings of now, and was not tried too
+    often (what kills it may be the run itself). Training checks all this again, and more.
+    """
+    before = [record for record in records(settings) if record.run is not None and record.number < number]
+    if not before:
+        return None
+    last = before[-1]
+    stage = next((stage for stage in reversed(last.stages) if stage.name == "train"), None)
+    if stage is None or not stage.killed or last.incumbent != incumbent:
+        return None
+    if sum(record.run == last.run for record in before) >= TRAINING_ATTEMPTS:
+        return None
+    return last if goes_on(settings.path(settings.train.runs) / str(last.run), settings.train) else None
 
 
 class _Cycle:
@@ -154,9 +188,14 @@ class _Cycle:
         if reason := self._nothing_new(self.record.rewards):
             return self._end("skipped", reason)
 
-        name = f"cycle-{self.record.number:06d}"
+        self.record.run = f"cycle-{self.record.number:06d}"
+        if killed := killed_training(self.settings, self.record.number, pointer.version):
+            self.record.run, self.record.rewards = killed.run, killed.rewards
+            self.say(f"goes on with run {killed.run}: the training of cycle {killed.number} was killed")
         trained = self._run(
-            "train", self.settings.cycle.train_timeout_s, "--run", name, "--parent", str(pointer.version)
+            "train",
+            self.settings.cycle.train_timeout_s,
+            *("--run", str(self.record.run), "--parent", str(pointer.version)),
         )
         self.record.candidate = trained["candidate"]
         if trained["candidate"] is None:
@@ -200,8 +239,9 @@ class _Cycle:
             finally:
                 child.stop()  # does nothing to a stage that has ended
             if code != 0:
+                failed = StageKilled if code > SIGNALLED else StageFailed
                 last = next((line for line in reversed(child.tail().splitlines()) if line.strip()), "it said nothing")
-                raise StageFailed(f"{name} ended with code {code}: {last.strip().removeprefix('error: ')} (log: {log})")
+                raise failed(f"{name} ended with code {code}: {last.strip().removeprefix('error: ')} (log: {log})")
             result: dict[str, Any] = json.loads(out.read_bytes())
             out.unlink()
             stage.result = result
@@ -233,6 +273,7 @@ class _Cycle:
             yield stage
         except BaseException as error:
             stage.ok, stage.error = False, str(error) or type(error).__name__
+            stage.killed = isinstance(error, (Stopped, StageKilled))
             raise
         else:
             stage.ok = True
@@ -317,6 +358,8 @@ def _close_dead(settings: Settings, say: Callable[[str], None]) -> None:
         if record.status == "running":
             during = f" in {record.stages[-1].name}" if record.stages else ""
             record.status, record.reason, record.finished_at = "failed", f"its process died{during}", _now()
+            if record.stages:
+                record.stages[-1].killed = record.stages[-1].ok is None
             _write(settings, record)
             say(f"cycle {record.number}: {record.reason}")
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from train.packing import balance, fill
+
 
 @dataclass(frozen=True)
 class Rollout:
@@ -99,13 +101,8 @@ class PackedBatch:
     def select(self, sequences: Tensor | Sequence[int]) -> PackedBatch:
         """The named sequences, in that order, as a batch of their own."""
         sequences = torch.as_tensor(sequences, dtype=torch.int64)
-        lengths = self.lengths[sequences]
-        cu_seqlens = offsets(lengths)
-        token_index = (
-            torch.arange(int(cu_seqlens[-1]))
-            - cu_seqlens[:-1].repeat_interleave(lengths)
-            + self.cu_seqlens[:-1][sequences].repeat_interleave(lengths)
-        )
+        cu_seqlens = offsets(self.lengths[sequences])
+        token_index = self.token_index(sequences)
         per_sequence = {"prompt_lengths", "temperatures", "rewards", "groups"}
         picked: dict[str, Tensor | None] = {"cu_seqlens": cu_seqlens}
         for field in fields(self):
@@ -117,34 +114,30 @@ class PackedBatch:
             )
         return PackedBatch(**picked)
 
+    def token_index(self, sequences: Tensor) -> Tensor:
+        """int64: the places of the tokens of the named sequences (int64 [n]), in that order."""
+        lengths = self.lengths[sequences]
+        place = torch.arange(int(lengths.sum())) - offsets(lengths)[:-1].repeat_interleave(lengths)
+        return place + self.cu_seqlens[sequences].repeat_interleave(lengths)
+
     def balanced(self, parts: int) -> list[Tensor]:
-        """Sequence indices for each of ``parts`` ranks: the longest first, each to the rank with the fewest tokens.
+        """Sequence indices for each of ``parts`` ranks, of about as many tokens; see ``train.packing.balance``.
 
         Raises:
             ValueError: fewer sequences than parts.
         """
         if len(self) < parts:
             raise ValueError(f"{len(self)} sequences cannot be split over {parts} ranks; each needs at least one")
-        lengths = self.lengths.tolist()
-        bins: list[list[int]] = [[] for _ in range(parts)]
-        loads = [0] * parts
-        for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
-            lightest = min(range(parts), key=lambda p: (loads[p], len(bins[p]), p))
-            bins[lightest].append(s)
-            loads[lightest] += lengths[s]
-        return [torch.tensor(sorted(b)) for b in bins]
+        return [torch.tensor(part) for part in balance(self.lengths.tolist(), parts)]
 
-    def micro_batches(self, tokens: int) -> list[Tensor]:
-        """Sequence indices in consecutive groups of at most ``tokens`` tokens (a longer sequence goes alone)."""
-        groups: list[list[int]] = []
-        room = 0
-        for s, length in enumerate(self.lengths.tolist()):
-            if not groups or length > room:
-                groups.append([])
-                room = tokens
-            groups[-1].append(s)
-            room -= length
-        return [torch.tensor(g) for g in groups]
+    def micro_batches(self, tokens: int, at_least: int = 1) -> list[Tensor]:
+        """Sequence indices in few groups of about equal size, at most ``tokens`` tokens: see ``train.packing.fill``.
+
+        Args:
+            tokens: the budget of a group; a longer sequence goes alone.
+            at_least: groups that are wanted even if fewer would do; there are never more than sequences.
+        """
+        return [torch.tensor(group) for group in fill(self.lengths.tolist(), tokens, at_least)]
 
     def minibatches(self, count: int) -> Iterator[PackedBatch]:
         """``count`` batches of whole groups, about equal in groups."""

@@ -37,6 +37,49 @@ class OptimizerConfig(_Section):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
 
 
+class FsdpConfig(_Section):
+    """How the weights in training are spread over the ranks."""
+
+    layers: list[str] | None = Field(
+        None, description="Classes of the modules to shard by; those that the model itself says not to split if unset."
+    )
+    replicas: int = Field(
+        1, ge=1, description="Groups of ranks that each hold the whole model, in shards (HSDP); divides train.ranks."
+    )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each sequence (Ulysses), for sequences too long for one; divides train.ranks and "
+        "the model's attention heads.",
+    )
+    cpu_offload: bool = Field(
+        False, description="Keep parameters, gradients and optimizer in CPU memory; without a GPU it does nothing."
+    )
+    reduce_every_micro_batch: bool = Field(
+        False,
+        description="Reduce gradients after each micro-batch, so that a rank never holds more than its shard of them; "
+        "otherwise it holds all until the last, and reduces once.",
+    )
+    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
+        "auto",
+        description="Implementation of attention; auto: sequence by sequence, flash attention on a GPU, SDPA on a CPU.",
+    )
+
+
+class LoraConfig(_Section):
+    """Low-rank adapters: what is trained in place of the weights themselves."""
+
+    rank: int = Field(16, ge=1, description="Rank of the adapters.")
+    alpha: int = Field(32, ge=1, description="An adapter's output is scaled by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of an adapter's input, in training.")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="Names of the linear layers that get one; all-linear: all but the output layer."
+    )
+    publish_adapter: bool = Field(
+        False, description="Leave the adapter in the run's folder too, in peft's format, beside the merged policy."
+    )
+
+
 class RolloutConfig(_Section):
     """How training samples fresh responses: vLLM inside the training processes."""
 
@@ -51,6 +94,19 @@ class RolloutConfig(_Section):
     kv_cache_bytes: int = Field(256 * 2**20, ge=2**20, description="KV cache of each engine, in bytes.")
     max_num_seqs: int = Field(256, ge=1, description="Sequences that an engine decodes at once.")
     enforce_eager: bool = Field(True, description="Don't compile the model: starts in seconds, decodes slower.")
+    reshard: Literal["plan", "gather"] = Field(
+        "plan",
+        description="How trained weights reach the engine. plan: a rank gets the slices that it lacks. gather: every "
+        "rank gets every tensor whole; for models whose weight loaders compute.",
+    )
+    reshard_bucket_bytes: int = Field(
+        64 * 2**20, ge=2**16, description="Extra memory that resharding by plan takes on each rank, in bytes."
+    )
+    staleness: Literal[0, 1] = Field(
+        0,
+        description="1: the next batch is sampled while this one is learned from, so that responses are of the policy "
+        "one step back (corrected by their logprobs); needs generation on a pool of its own. 0: no overlap.",
+    )
 
 
 class DataConfig(_Section):
@@ -62,6 +118,60 @@ class DataConfig(_Section):
     traffic_groups_per_step: int = Field(
         0, ge=0, description="Groups of logged responses, with the rewards that scoring gave them, added to each step."
     )
+
+
+class CheckpointConfig(_Section):
+    """What a run keeps so that it can go on after its process was killed."""
+
+    every_steps: int | None = Field(
+        10, ge=1, description="Steps from one checkpoint to the next; null: none, a killed run starts again."
+    )
+    keep: int = Field(2, ge=1, description="Checkpoints kept; older ones go when a newer one is whole.")
+    asynchronous: bool = Field(True, description="Write in the background, while the next steps are computed.")
+
+
+class PoolConfig(_Section):
+    """Processes, one a rank, on devices of their own."""
+
+    ranks: int | None = Field(None, ge=1, description="Processes; train.ranks if unset.")
+    threads: int | None = Field(None, ge=1, description="CPU threads of each; train.threads_per_rank if unset.")
+    gpus: int | None = Field(
+        None, ge=0, description="GPUs of each; if unset, one where the cluster has enough for every rank, else none."
+    )
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "PACK", description="Ray's placement: PACK on few machines, SPREAD on many; STRICT_ is one, or all different."
+    )
+
+
+class PlacementConfig(_Section):
+    """Which workers share processes, and so devices; workers of one pool do."""
+
+    pools: dict[str, PoolConfig] = Field({"all": PoolConfig()}, description="The pools, by name.")
+    actor: str = Field("all", description="Pool of the policy in training.")
+    reference: str = Field("all", description="Pool of the frozen parent policy, which KL is measured to.")
+    rollout: str = Field("all", description="Pool that generates. Apart from the actor's, weights are sent to it.")
+    reward: str | None = Field(None, description="Pool that rewards fresh responses; the driver itself if unset.")
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The pool of each role that has one."""
+        roles = {"actor": self.actor, "reference": self.reference, "rollout": self.rollout}
+        return roles if self.reward is None else {**roles, "reward": self.reward}
+
+    @model_validator(mode="after")
+    def _pools_are_used(self) -> PlacementConfig:
+        for role, pool in self.roles.items():
+            if pool not in self.pools:
+                raise ValueError(
+                    f"train.placement.{role}={pool} is no pool; set it to one of train.placement.pools: "
+                    f"{', '.join(self.pools)}"
+                )
+        if idle := set(self.pools) - set(self.roles.values()):
+            raise ValueError(
+                f"train.placement.pools has {', '.join(sorted(idle))}, and no role is on it; name it for one of actor, "
+                "reference, rollout, reward or take it out"
+            )
+        return self
 
 
 class TrainConfig(_Section):
@@ -84,6 +194,14 @@ class TrainConfig(_Section):
     ray_address: str | None = Field(
         None, description="Ray's job API, http://host:8265, of the cluster to train on; a local Ray if unset."
     )
+    launcher: Literal["ray", "torchrun"] = Field(
+        "ray",
+        description="What starts the workers. torchrun: one process a rank on this machine, without Ray; all workers "
+        "share them.",
+    )
+    placement: PlacementConfig = Field(
+        default_factory=PlacementConfig, description="Which workers share devices; by default all do."
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the workers to be up, in seconds.")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for any one call to the workers, in seconds.")
     max_kl: float | None = Field(
@@ -91,19 +209,74 @@ class TrainConfig(_Section):
     )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="The algorithm.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
+    fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="How the weights in training are spread.")
+    lora: LoraConfig | None = Field(None, description="Train low-rank adapters in place of all weights.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling of fresh responses.")
     data: DataConfig = Field(default_factory=DataConfig, description="What is learned from.")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="What a killed run goes on from."
+    )
+    trackers: list[str] = Field(
+        [], description="module:function, each called with the run, of further trackers: see train.trackers.Tracker."
+    )
+    hooks: list[str] = Field(
+        [], description="module:function, each called with the run, of hooks: see train.hooks.Hook."
+    )
+
+    def ranks_of(self, pool: str) -> int:
+        """The ranks of the named pool."""
+        return self.placement.pools[pool].ranks or self.ranks
+
+    def threads_of(self, pool: str) -> int:
+        """The threads of each rank of the named pool."""
+        return self.placement.pools[pool].threads or self.threads_per_rank
+
+    @model_validator(mode="after")
+    def _placement_suits(self) -> TrainConfig:
+        colocated = self.placement.rollout == self.placement.actor
+        if self.rollout.staleness > 0 and colocated:
+            raise ValueError(
+                f"train.rollout.staleness={self.rollout.staleness} needs generation on a pool of its own, and it "
+                f"shares the pool {self.placement.actor!r} with training; set train.placement.rollout to another, or "
+                "train.rollout.staleness to 0"
+            )
+        if self.launcher == "torchrun" and len(self.placement.pools) > 1:
+            raise ValueError(
+                f"train.launcher=torchrun has one pool, and train.placement.pools has {len(self.placement.pools)}; use "
+                "one, or train.launcher=ray"
+            )
+        if self.launcher == "torchrun" and self.ray_address:
+            raise ValueError(f"train.ray_address={self.ray_address} needs train.launcher=ray")
+        return self
 
     @model_validator(mode="after")
     def _ranks_divide(self) -> TrainConfig:
-        t = self.rollout.tensor_parallel_size
-        if self.ranks % t:
+        generating = self.ranks_of(self.placement.rollout)
+        t, replicas, share = self.rollout.tensor_parallel_size, self.fsdp.replicas, self.fsdp.sequence_parallel
+        if generating % t:
             raise ValueError(
-                f"train.rollout.tensor_parallel_size={t} does not divide train.ranks={self.ranks}; use a divisor of it"
+                f"train.rollout.tensor_parallel_size={t} does not divide {self._setting_of(self.placement.rollout)}; "
+                "use a divisor of it"
             )
+        for pool in (self.placement.actor, self.placement.reference):
+            ranks = self.ranks_of(pool)
+            if ranks % replicas or (pool == self.placement.rollout and ranks // replicas % t):
+                raise ValueError(
+                    f"train.fsdp.replicas={replicas} must divide {self._setting_of(pool)} into groups that "
+                    f"train.rollout.tensor_parallel_size={t} divides"
+                )
+            if ranks % share:
+                raise ValueError(
+                    f"train.fsdp.sequence_parallel={share} does not divide {self._setting_of(pool)}; use a divisor of "
+                    "it, and of the model's attention heads"
+                )
         if self.minibatches > self.data.prompts_per_step:
             raise ValueError(
                 f"train.minibatches={self.minibatches} is more than train.data.prompts_per_step="
                 f"{self.data.prompts_per_step}; a minibatch needs at least one prompt"
             )
         return self
+
+    def _setting_of(self, pool: str) -> str:
+        own = self.placement.pools[pool].ranks
+        return f"train.ranks={self.ranks}" if own is None else f"train.placement.pools.{pool}.ranks={own}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +60,26 @@ def _as_trained(metadata: dict[str, str]) -> bool:
     return further.keys() <= {"stop_token_ids"}
 
 
-def cycled(items: list[Any], count: int, rng: random.Random) -> Iterator[list[Any]]:
-    """``count`` items at a time, for ever: every item once, in a new order, before any comes again."""
-    order: list[Any] = []
-    while True:
-        while len(order) < count:
-            order += rng.sample(items, len(items))
-        yield order[:count]
-        order = order[count:]
+@dataclass(frozen=True)
+class Cycled:
+    """``count`` items a step, for ever: every item once, in a new order, before any comes again.
+
+    What a step gets is a function of the items, the seed and the step alone, so that a run that goes on from a step
+    draws what it would have drawn.
+    """
+
+    items: list[Any]
+    count: int
+    seed: str
+
+    def at(self, step: int) -> list[Any]:
+        """The items of a step; none if there are none."""
+        if not self.items:
+            return []
+        size = len(self.items)
+        first = step * self.count
+        orders = {turn: self._order(turn) for turn in range(first // size, (first + self.count - 1) // size + 1)}
+        return [self.items[orders[i // size][i % size]] for i in range(first, first + self.count)]
+
+    def _order(self, turn: int) -> list[int]:
+        return random.Random(f"{self.seed}:{turn}").sample(range(len(self.items)), len(self.items))

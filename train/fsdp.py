@@ -2,83 +2,238 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
+from train.attention import IMPLEMENTATION, Packing, packed, use_packed_attention
 from train.batch import PackedBatch
+from train.config import FsdpConfig, LoraConfig
+from train.lora import add_adapters, initialise, plain_parameters
+from train.mesh import Meshes, make_meshes
+from train.placement import placement_for
+from train.ulysses import Ulysses, sequence_parallel_group, share_sequences
+from train.vocabulary import scored_by_head
+from train.weights import FILE_BYTES, FolderWriter, load, remember_names, stored_in, stored_tensors
+
+log = logging.getLogger(__name__)
+
+_DEFAULTS = FsdpConfig()
 
 
-def build(policy: Path, *, dtype: torch.dtype, activation_checkpointing: bool = False) -> nn.Module:
-    """Load ``policy`` and shard it over all ranks: float32 master weights, ``dtype`` compute, float32 reduction.
+def build(
+    policy: Path,
+    *,
+    dtype: torch.dtype,
+    meshes: Meshes | None = None,
+    options: FsdpConfig = _DEFAULTS,
+    activation_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+    frozen: bool = False,
+) -> nn.Module:
+    """Make the model of ``policy``, sharded: float32 master weights, ``dtype`` compute, float32 reduction.
+
+    It is made without memory, sharded, and then each rank reads its own slices. Weights that are never trained are
+    held in ``dtype`` where that loses nothing: a frozen model's, which only compute, and the base of a LoRA run that is
+    stored in ``dtype``. Every rank must call it.
+
+    Args:
+        policy: a Hugging Face folder with safetensors weights.
+        dtype: of parameters and activations in the forward and backward pass.
+        meshes: the ranks to shard over; all, flat, if None.
+        options: how.
+        activation_checkpointing: recompute each layer's activations in the backward pass.
+        lora: train adapters and nothing else.
+        frozen: train nothing.
 
     Raises:
-        ValueError: the model does not name its decoder layers, so that there is nothing to shard by.
+        ValueError: no module is of the classes to shard by, or the policy's weights don't fit its config.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32, attn_implementation="sdpa").to(device)
-    names = set(model._no_split_modules or ())
-    layers = [m for m in model.modules() if type(m).__name__ in names]
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no modules named {sorted(names)} to shard by")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    meshes = meshes or make_meshes(device.type, ranks=torch.distributed.get_world_size())
+    config = AutoConfig.from_pretrained(policy)
+    stored = getattr(config, "dtype", None) or torch.float32
+    model = skeleton(config)
+    remember_names(model, policy)
+    choose_attention(model, options.attention, dtype, device)
+    if meshes.sp is not None:
+        share_sequences(model, meshes.sp)
+    if lora is not None:
+        add_adapters(model, lora)
+    if frozen:
+        model.requires_grad_(False)
+    for parameter in model.parameters():
+        if not parameter.requires_grad and (frozen or stored == dtype):
+            parameter.data = parameter.data.to(dtype)
+    layers = decoder_layers(model, options.layers)
     if activation_checkpointing:
-        apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__ in names)
-    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+        apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
+    offload = options.cpu_offload and device.type != "cpu"
+    if options.cpu_offload and not offload:
+        say(f"train.fsdp.cpu_offload does nothing: the compute device is {device}")
+    how: dict[str, Any] = {
+        "mesh": meshes.fsdp,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "shard_placement_fn": placement_for(model, meshes.fsdp.size(-1)),
+    }
+    for layer in reversed(layers):
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
+    home = torch.device("cpu") if offload else device
+    load(model, policy, home)
+    if lora is not None:
+        initialise(model, home)
+    return model.eval()
+
+
+def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+    """The model of a config: its parameters on the meta device, its buffers on the CPU with their values."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    # What is computed, not stored (rotary frequencies), is made by transformers' own rule; on meta it does nothing.
+    model.initialize_weights()
     return model
+
+
+def decoder_layers(model: nn.Module, classes: list[str] | None) -> list[nn.Module]:
+    """The modules to shard by: of the classes named, or those that the model itself says not to split.
+
+    Raises:
+        ValueError: there is no such module; the message lists the classes that there are.
+    """
+    wanted = set(classes if classes is not None else model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in wanted]
+    missing = wanted - {type(module).__name__ for module in layers}
+    if not layers or (classes is not None and missing):
+        asked = f"of class {', '.join(sorted(missing))}" if missing else "that it says not to split"
+        there = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"{type(model).__name__} has no modules {asked} to shard by; set train.fsdp.layers to the class of its "
+            f"decoder layers, out of: {', '.join(there)}"
+        )
+    return layers
+
+
+def choose_attention(model: PreTrainedModel, asked: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Set the implementation of attention, and say which it is.
+
+    Raises:
+        ValueError: the model does not have the one that is asked for.
+    """
+    flash = device.type == "cuda" and dtype != torch.float32
+    if asked != "auto":
+        model.set_attn_implementation(asked)
+    elif not use_packed_attention(model) and flash and is_flash_attn_2_available():
+        model.set_attn_implementation("flash_attention_2")
+    chosen = model.config._attn_implementation
+    if asked not in ("auto", chosen):
+        raise ValueError(
+            f"train.fsdp.attention={asked!r} is not for {type(model).__name__}; it kept {chosen!r}: use auto"
+        )
+    if chosen == IMPLEMENTATION:
+        chosen += f" ({'flash attention' if flash else 'SDPA'}, sequence by sequence)"
+    say(f"attention of {type(model).__name__}: {chosen}")
+
+
+@cache
+def say(message: str) -> None:
+    """Log it, once, on rank 0."""
+    if torch.distributed.get_rank() == 0:
+        log.warning(message)
 
 
 def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Log-probability of each response token at its sequence's temperature, and the entropy where it was sampled.
 
-    Attention never crosses sequences: the model sees positions that start again at zero, and masks by them.
+    Attention never crosses sequences, and the logits are never held whole. Under sequence parallelism every rank of a
+    group passes the same batch and gets the same answer, having run the model on its slice of the tokens.
 
     Returns:
         (log_probs, entropy): float32 [T], nats; zero at prompt tokens.
     """
-    device = next(model.parameters()).device
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    group = sequence_parallel_group(model)
+    ulysses = None if group is None else Ulysses(group, len(batch.tokens))
+    own = run = slice(0, len(batch.tokens))
+    if ulysses is not None:
+        own, run = ulysses.own, ulysses.run
+    # Each sampled token is scored where the token before it is; a rank scores what its own slice predicts.
     sampled = batch.response_mask.nonzero().flatten()
-    logits = model(
-        input_ids=batch.tokens[None].to(device),
-        position_ids=batch.position_ids[None].to(device),
-        use_cache=False,
-        logits_to_keep=(sampled - 1).to(device),
-    ).logits[0]
-    temperatures = batch.per_token(batch.temperatures)[sampled].to(device)
-    distribution = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
-    chosen = distribution.gather(1, batch.tokens[sampled].to(device)[:, None])[:, 0]
-    entropy = -(distribution.exp() * distribution).sum(-1)
+    scored = sampled[(sampled > own.start) & (sampled <= own.stop)]
+    temperatures = batch.per_token(batch.temperatures)[scored]
+    with ExitStack() as stack:
+        extra = {}
+        if model.config._attn_implementation == IMPLEMENTATION:
+            extra = stack.enter_context(packed(Packing(batch.lengths.tolist(), device, ulysses)))
+        stack.enter_context(
+            scored_by_head(model, *(x.to(device) for x in (scored - 1 - own.start, batch.tokens[scored], temperatures)))
+        )
+        scores = model(
+            input_ids=batch.tokens[None, run].to(device),
+            position_ids=batch.position_ids[None, run].to(device),
+            use_cache=False,
+            **extra,
+        ).logits
+    if ulysses is not None:
+        bounds = torch.tensor(ulysses.counts).cumsum(0)
+        owner = torch.searchsorted(bounds, sampled - 1, right=True)
+        scores = ulysses.everywhere(scores, owner.bincount(minlength=ulysses.size).tolist())
+    log_probs, entropy = scores.unbind(-1)
     zeros = torch.zeros(len(batch.tokens), device=device)
-    return zeros.index_put((sampled,), chosen).cpu(), zeros.index_put((sampled,), entropy.detach()).cpu()
+    at = (sampled.to(device),)
+    return zeros.index_put(at, log_probs).cpu(), zeros.index_put(at, entropy.detach()).cpu()
 
 
-def export(model: nn.Module, policy: Path, folder: Path) -> None:
-    """Gather the weights and have rank 0 write them to ``folder`` as a Hugging Face model; every rank must call it.
+def export(model: nn.Module, policy: Path, folder: Path, file_bytes: int = FILE_BYTES) -> None:
+    """Have rank 0 write the weights to ``folder`` as a Hugging Face model, adapters merged; every rank must call it.
+
+    Tensors are gathered one at a time, in the type that the policy stores, under the names that it uses. Rank 0 holds
+    one file's worth of them.
 
     Args:
         model: what ``build(policy, …)`` made.
         policy: where the model came from; its config and type are kept.
+        folder: exists; what is in it stays.
+        file_bytes: size of one file of weights; a tensor that is larger has its own.
+
+    Raises:
+        ValueError: a weight has no name in the policy, so that nothing could load what would be written.
     """
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if torch.distributed.get_rank() == 0:
-        config = AutoConfig.from_pretrained(policy)
-        stored = getattr(config, "dtype", None) or torch.float32
+    unwritten = set(stored_in(policy))
+    config = AutoConfig.from_pretrained(policy)
+    stored = getattr(config, "dtype", None) or torch.float32
+    writer = FolderWriter(folder, file_bytes) if torch.distributed.get_rank() == 0 else None
+    parameters = ((name, tensor.to(stored)) for name, tensor in plain_parameters(model))
+    for name, tensor in stored_tensors(model, parameters):
+        if name not in unwritten:
+            raise ValueError(
+                f"the trained model has a tensor {name!r}, and its parent in {policy} has none of that name"
+            )
+        unwritten.remove(name)
+        if writer is not None:
+            writer.add(name, tensor)
+    if unwritten:
+        say(f"not of {type(model).__name__}, so left out: {', '.join(sorted(unwritten))}")
+    if writer is not None:
+        writer.finish()
+        config.architectures, config.dtype = [type(model).__name__.removeprefix("FSDP")], stored
+        config.save_pretrained(folder)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
-        # A tied tensor has two names; a checkpoint holds it under the first.
-        every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        tied = every - {name for name, _ in model.named_parameters()}
-        weights = {name: tensor.to(stored) for name, tensor in state.items() if name not in tied}
-        skeleton.save_pretrained(folder, state_dict=weights)
+            of_config = AutoModelForCausalLM.from_config(config)
+        of_config.generation_config.save_pretrained(folder)
     torch.distributed.barrier()
 
 

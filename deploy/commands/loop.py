@@ -90,7 +90,12 @@ def _scoring_progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 @click.command()
-@click.option("--run", "name", metavar="NAME", help="Name of the run: its folder under train.runs.")
+@click.option(
+    "--run",
+    "name",
+    metavar="NAME",
+    help="Name of the run: its folder under train.runs. One that was killed goes on from its last checkpoint.",
+)
 @click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one if not given.")
 @json_out
 @pass_settings
@@ -104,7 +109,8 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
     resolved = settings.resolved()
     name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     with no_leftovers(), stop_on_signals():
-        from train.job import JobContext, run_job
+        from train.context import JobContext
+        from train.launch import run_job
 
         context = JobContext(
             run=name,

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,37 @@ def test_a_cycle_that_died_is_closed_as_failed_by_the_next(home_with_policy: Set
     assert run_cycle(home_with_policy).number == 5
     closed = cycle.records(home_with_policy)[0]
     assert (closed.status, closed.reason) == ("failed", "its process died in train")
+
+
+def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings) -> None:
+    run = settings.path("runs") / "cycle-000001"
+    (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+    (run / "start.json").write_text(json.dumps({"config": settings.train.model_dump(mode="json")}))
+    settings.path("cycles").mkdir()
+
+    def killed(number: int, **columns: Any) -> None:
+        stage = cycle.Stage(name="train", started_at=datetime.now(UTC), ok=False, killed=columns.pop("killed", True))
+        fields = {"incumbent": 1, "run": "cycle-000001", "status": "failed", "rewards": 7, **columns}
+        record = CycleRecord(number=number, started_at=datetime.now(UTC), stages=[stage], **fields)
+        (settings.path("cycles") / f"{number:06d}.json").write_text(record.model_dump_json())
+
+    assert cycle.killed_training(settings, 1, 1) is None
+    killed(1)
+    found = cycle.killed_training(settings, 2, 1)
+    assert found is not None
+    assert (found.run, found.rewards) == ("cycle-000001", 7)
+    assert cycle.killed_training(settings, 2, 3) is None, "another policy serves"
+    other = changed(settings, ("train.optimizer.learning_rate", "0.5"))
+    assert cycle.killed_training(other, 2, 1) is None, "other settings"
+    killed(2)
+    assert cycle.killed_training(settings, 3, 1) is not None
+    killed(3)
+    assert cycle.killed_training(settings, 4, 1) is None, "three attempts"
+    killed(1, killed=False)
+    assert cycle.killed_training(settings, 2, 1) is None, "it failed by itself"
+    killed(1)
+    (run / "checkpoints" / "step-00000010").rmdir()
+    assert cycle.killed_training(settings, 2, 1) is None, "no checkpoint"
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:

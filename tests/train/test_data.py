@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from train.config import TrainConfig
-from train.data import TrafficGroups, cycled
+from train.data import Cycled, TrafficGroups
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
@@ -54,8 +52,15 @@ def test_rows_whose_distribution_was_changed_otherwise_are_refused_but_not_for_a
 
 
 def test_every_item_comes_once_before_any_comes_again() -> None:
-    drawn = list(itertools.chain(*itertools.islice(cycled(list(range(10)), 4, random.Random(3)), 5)))
+    cycled = Cycled(list(range(10)), 4, "3")
+    drawn = [item for step in range(5) for item in cycled.at(step)]
     assert sorted(drawn[:10]) == sorted(drawn[10:]) == list(range(10))
+    assert drawn[:10] != drawn[10:]
+
+
+def test_a_step_that_wants_more_items_than_there_are_gets_some_again() -> None:
+    assert sorted(Cycled([1, 2, 3], 6, "3").at(1)) == [1, 1, 2, 2, 3, 3]
+    assert Cycled([], 6, "3").at(1) == []
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,9 @@ def test_every_item_comes_once_before_any_comes_again() -> None:
         ({"ranks": 3, "rollout": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2 does not divide train.ranks=3"),
         ({"algorithm": {"group_size": 1}}, "greater than or equal to 2"),
         ({"minibatches": 9, "data": {"prompts_per_step": 8}}, "train.minibatches=9 is more than"),
+        ({"rollout": {"staleness": 1}}, "train.rollout.staleness=1 needs generation on a pool of its own"),
+        ({"rollout": {"staleness": 2}}, "staleness"),
+        ({"checkpoint": {"every_steps": 0}}, "every_steps"),
         ({"stepz": 3}, "stepz"),
     ],
 )

@@ -15,18 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deploy.demo.seed import make_model, make_tokenizer
 from deploy.demo.task import items
 from serve.model_folder import safetensors_header
-from train import job
 from train.algorithms import load
 from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
-from train.controller import ResourcePool, WorkerError, WorkerGroup
+from train.controller import WorkerError, WorkerGroup
+from train.groups import start_groups
 from train.workers.rollout import Sample
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class Engine(NamedTuple):
-    pool: ResourcePool
     config: TrainConfig
     policy: Path
     actor: WorkerGroup
@@ -71,14 +70,8 @@ def engine(request: pytest.FixtureRequest, policy: Path) -> Iterator[Engine]:
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     try:
-        with job.start_pool(config) as pool:
-            groups = [
-                pool.group(
-                    role, f"train.workers.{role}:{role.capitalize()}Worker", policy=policy, config=config, **extra
-                )
-                for role, extra in (("actor", {}), ("reference", {}), ("rollout", {"seed": 5}))
-            ]
-            yield Engine(pool, config, policy, *groups)
+        with start_groups(config, policy, seed=5, reward="deploy.demo.task:reward") as groups:
+            yield Engine(config, policy, groups.actor, groups.reference, groups.rollout)
     finally:
         ray.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from train.batch import PackedBatch
 from train.config import TrainConfig
 from train.controller import Worker, dispatch, per_token
 from train.fsdp import build
-from train.workers.actor import forward_log_probs
+from train.lora import adapters_off
+from train.workers.actor import ActorWorker, forward_log_probs, meshes_of
 
 
 class ReferenceWorker(Worker):
@@ -21,9 +23,22 @@ class ReferenceWorker(Worker):
     def __init__(self, *, policy: Path, config: TrainConfig, **peers: Any) -> None:
         super().__init__(**peers)
         self.config = config
-        self.model = build(policy, dtype=getattr(torch, config.dtype)).requires_grad_(False)
+        actor = self.peers.get("actor")
+        # A LoRA run has its parent already: the actor with its adapters off.
+        self.shared = isinstance(actor, ActorWorker) and config.lora is not None and actor.policy == policy
+        if isinstance(actor, ActorWorker) and self.shared:
+            self.model = actor.model
+        else:
+            self.model = build(
+                policy,
+                dtype=getattr(torch, config.dtype),
+                meshes=actor.meshes if isinstance(actor, ActorWorker) else meshes_of(config, self.world_size),
+                options=config.fsdp,
+                frozen=True,
+            )
 
     @dispatch(per_token)
     def log_probs(self, batch: PackedBatch) -> Tensor:
         """float32 [T]: logprobs of the response tokens under the parent policy."""
-        return forward_log_probs(self.model, batch, self.config.micro_batch_tokens)
+        with adapters_off(self.model) if self.shared else nullcontext():
+            return forward_log_probs(self.model, batch, self.config.micro_batch_tokens)

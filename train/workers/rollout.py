@@ -11,7 +11,8 @@ import torch
 
 from train.config import TrainConfig
 from train.controller import Worker, by_engine, dispatch, to_all
-from train.reshard import hand_over
+from train.random_state import seed_of
+from train.reshard import HandOver, gather
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class RolloutWorker(Worker):
 
         r = config.rollout
         self.config = config
+        self.hand_over: HandOver | None = None
         job = [uuid.uuid4().hex]
         torch.distributed.broadcast_object_list(job, src=0)
         self.llm = LLM(
@@ -58,15 +60,37 @@ class RolloutWorker(Worker):
     @dispatch(to_all)
     def load_actor_weights(self, _: None = None) -> None:
         """Take over the weights of the actor in this process, as they are."""
-        hand_over(self.peers["actor"].model, self.llm)  # type: ignore[attr-defined]
+        model = self.peers["actor"].model  # type: ignore[attr-defined]
+        if self.config.rollout.reshard == "gather":
+            gather(model, self.llm)
+            return
+        if self.hand_over is None:
+            self.hand_over = HandOver(model, self.llm, bucket_bytes=self.config.rollout.reshard_bucket_bytes)
+        self.hand_over.run()
 
     @dispatch(by_engine)
-    def generate(self, prompts: list[list[int]], *, n: int) -> list[list[Sample]]:
-        """``n`` responses to each prompt (token ids)."""
+    def generate(self, prompts: list[list[int]], *, n: int, seed: int | None = None) -> list[list[Sample]]:
+        """``n`` responses to each prompt (token ids).
+
+        Args:
+            seed: of all samples of the call; equal weights and prompts give equal samples, on any number of engines.
+                None: the engine's own.
+        """
         from vllm import SamplingParams
 
         r = self.config.rollout
-        params = SamplingParams(n=n, temperature=r.temperature, max_tokens=r.max_tokens, logprobs=0)
+        engine, engines = self.rank // r.tensor_parallel_size, self.world_size // r.tensor_parallel_size
+        numbers = [engine + i * engines for i in range(len(prompts))]  # in the whole call: by_engine deals them out
+        params = [
+            SamplingParams(
+                n=n,
+                temperature=r.temperature,
+                max_tokens=r.max_tokens,
+                logprobs=0,
+                seed=None if seed is None else seed_of(seed, number),  # vLLM adds a sample's index
+            )
+            for number in numbers
+        ]
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
         return [[to_sample(c) for c in output.outputs] for output in outputs]
 

@@ -1,0 +1,93 @@
+"""A home that training jobs can run in: a tiny policy, a lake with prompts, a user's reward and hook."""
+
+from __future__ import annotations
+
+import itertools
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from deploy.demo.seed import make_tokenizer
+from deploy.demo.task import items
+from feedback.config import LakeConfig
+from feedback.lake import Lake
+from feedback.rows import to_batch
+from feedback.schema import TABLES
+from serve.policies import PolicyStore
+
+USERS_CODE = """
+import random
+from train.hooks import Hook
+
+def reward(batch):
+    # It draws random numbers, as a careless one does.
+    return [random.random() - len(ids) - 0.01 * sum(ids) for ids in batch["response_token_ids"].to_pylist()]
+
+class Diary(Hook):
+    def note(self, *words):
+        with (self.run.folder / "diary").open("a") as file:
+            print(*words, file=file)
+
+    def on_start(self):
+        self.note("start", self.run.first_step)
+
+    def on_step(self, step, metrics):
+        self.note("step", step)
+
+    def on_checkpoint(self, steps, folder):
+        self.note("checkpoint", steps)
+
+    def on_end(self, result, error):
+        self.note("end", result and result.candidate, error)
+"""
+
+
+def make_home(root: Path) -> None:
+    """A policy store whose policy serves, a lake with prompts, and a user's module."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **special, **heads)
+    Qwen3ForCausalLM(config).save_pretrained(root / "seed")
+    tokenizer.save_pretrained(root / "seed")
+    store = PolicyStore(root / "policies")
+    policy = store.publish(root / "seed", parent=None, lineage={}, metrics={})
+    store.promote(policy.version, who="test", why="test", expected=None)
+    lake = Lake(str(root / "lake"), LakeConfig())
+    lake.create()
+    rows = [row(str(i), x.prompt, tokenizer(x.prompt).input_ids) for i, x in enumerate(itertools.islice(items(1), 12))]
+    lake.append("interactions", table(rows))
+    (root / "users_code.py").write_text(USERS_CODE)
+
+
+def row(number: str, prompt: str, token_ids: list[int]) -> dict[str, Any]:
+    return {
+        "response_id": number,
+        "request_id": f"r{number}",
+        "tenant": "default",
+        "endpoint": "generate",
+        "replica": "replica-0",
+        "created_at": datetime(2026, 3, 1, 12, tzinfo=UTC),
+        "completed_at": datetime(2026, 3, 1, 12, tzinfo=UTC),
+        "prompt": prompt,
+        "prompt_token_ids": token_ids,
+        "response": "x",
+        "response_token_ids": [4],
+        "logprobs": [-0.25],
+        "policy_spans": [{"start": 0, "policy_version": 1}],
+        "sampling": {"temperature": 1.0, "max_tokens": 8, "n": 1, "stop": []},
+        "finish_reason": "stop",
+        "status": "complete",
+        "timings": {"queue_ms": 0.5, "first_token_ms": 3.0, "total_ms": 9.0},
+        "metadata": {},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_batches([to_batch(rows, TABLES["interactions"])])

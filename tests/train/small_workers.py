@@ -1,0 +1,74 @@
+"""Workers that do little, for tests of what calls them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from train.controller import Worker, by_rank, dispatch, per_token, to_all, to_all_gathered, to_first
+
+
+class Small(Worker):
+    """Says where it is, waits, fails."""
+
+    def __init__(self, *, folder: Path, **peers: Any) -> None:
+        super().__init__(**peers)
+        self.folder = folder
+
+    @dispatch(to_all_gathered)
+    def where(self, _: None) -> tuple[int, int]:
+        return self.rank, os.getpid()
+
+    @dispatch(to_first)
+    def only_first(self, word: str) -> str:
+        (self.folder / f"first-{self.rank}").touch()
+        return f"{word} from {self.rank}"
+
+    @dispatch(by_rank)
+    def doubled(self, numbers: list[int]) -> list[tuple[int, int]]:
+        return [(2 * n, self.rank) for n in numbers]
+
+    @dispatch(per_token)
+    def tokens(self, batch: Any) -> torch.Tensor:
+        return batch.tokens.float()
+
+    @dispatch(to_all)
+    def modules(self, name: str) -> bool:
+        return name in sys.modules
+
+    @dispatch(to_all)
+    def wait_for(self, name: str) -> None:
+        """Until the file is there."""
+        deadline = time.monotonic() + 60
+        while not (self.folder / name).exists():
+            assert time.monotonic() < deadline, name
+            time.sleep(0.01)
+
+    @dispatch(to_all)
+    def write(self, name: str) -> None:
+        (self.folder / name).touch()
+
+    @dispatch(to_all)
+    def sum_or_fail(self, failing: int) -> float:
+        """Rank ``failing`` raises; the others wait for it in a collective."""
+        if self.rank == failing:
+            raise ArithmeticError("this rank is broken")
+        return self.sum_of_ranks()
+
+    @dispatch(to_all)
+    def sum_or_hang(self, hanging: int) -> float:
+        """Rank ``hanging`` says so and stays away; the others wait for it in a collective."""
+        if self.rank == hanging:
+            (self.folder / "hanging").write_text(str(os.getpid()))
+            time.sleep(60)
+        return self.sum_of_ranks()
+
+    def sum_of_ranks(self) -> float:
+        total = torch.tensor(float(self.rank))
+        torch.distributed.all_reduce(total)
+        return float(total)

@@ -1,0 +1,121 @@
+"""The folders of checkpoints, random states, and what the driver makes of saves that fail."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from train import checkpoint_files
+from train.checkpoint import Saved
+from train.checkpoint_files import CheckpointError, checkpoints, name_of, prune, remove_unfinished, require_room, torn
+from train.config import CheckpointConfig
+from train.context import JobContext
+from train.controller import WorkerGroup
+from train.random_state import random_state, seed_all, seed_of, set_random_state
+from train.resume import Checkpoints, Progress, RunStart
+
+
+def test_pruning_removes_no_newer_one_and_what_is_half_written_or_half_removed_goes(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / name_of(step)).mkdir()
+    for rubbish in (".step-00000004.new", ".step-00000000.old"):
+        (tmp_path / rubbish).mkdir()
+    prune(tmp_path, 2)
+    assert [path.name for path in checkpoints(tmp_path)] == [name_of(3), name_of(2)]
+    assert remove_unfinished(tmp_path) == [".step-00000000.old", ".step-00000004.new"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [name_of(2), name_of(3)]
+
+
+def test_too_small_a_disk_is_told_with_both_sizes_and_what_would_do(tmp_path: Path) -> None:
+    require_room(tmp_path, 1.0)
+    with pytest.raises(CheckpointError, match=r"needs 1099511627776 MiB, .* MiB left: .*train\.checkpoint\.keep"):
+        require_room(tmp_path, 2.0**60)
+
+
+def test_a_checkpoint_of_another_format_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    aside = checkpoint_files.aside_of(tmp_path, 1)
+    aside.mkdir()
+    checkpoint_files.make_whole(aside, tmp_path / name_of(1))
+    assert torn(tmp_path / name_of(1)) is None
+    monkeypatch.setattr(checkpoint_files, "FORMAT", 2)
+    assert torn(tmp_path / name_of(1)) == "whole.json is of format 1, this version reads format 2"
+
+
+def test_random_states_come_back_through_json() -> None:
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    seed_all(3)
+    kept = json.dumps(random_state())
+    first = draw()
+    assert draw() != first
+    set_random_state(json.loads(kept))
+    assert draw() == first
+
+
+def test_seeds_of_different_names_differ() -> None:
+    seeds = {seed_of(run, step, prompt) for run in range(3) for step in range(30) for prompt in range(30)}
+    assert len(seeds) == 2700
+    assert max(seeds) < 2**62
+
+
+class Actor:
+    """Stands for the actor group: its saves end as told."""
+
+    def __init__(self, *errors: str | None) -> None:
+        self.errors = list(errors)
+        self.saves: list[int] = []
+
+    def save_checkpoint(self, driver: str, *, folder: Path, step: int) -> None:
+        assert json.loads(driver)["step"] == step
+        self.saves.append(step)
+
+    def saved(self, wait: bool) -> list[Saved]:
+        return [Saved(self.saves[-1], Path("there"), 0.1, self.errors.pop(0))] if self.saves and self.errors else []
+
+
+def checkpoints_by(actor: Actor, heard: list[int], **config: Any) -> Checkpoints:
+    context = JobContext(run="r", runs=Path("runs"), policies=Path("p"), lake_uri="l", reward="m:f")
+    return Checkpoints(
+        CheckpointConfig.model_validate(config), context, cast(WorkerGroup, actor), lambda step, _: heard.append(step)
+    )
+
+
+def progress(step: int) -> Progress:
+    start = RunStart(id="i", parent=1, parent_sha256="", lake_versions={}, reward="m:f", config={})
+    return Progress(start=start, step=step, data="", history=[], random={}, ahead=None)
+
+
+def test_a_failed_save_is_told_and_a_second_in_a_row_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    heard: list[int] = []
+    all_ = checkpoints_by(Actor("disk full", None, "disk full", "disk gone"), heard, every_steps=1)
+    all_.save(progress(1))
+    all_.hear()
+    assert "the checkpoint after step 1 failed, the run goes on: disk full" in capsys.readouterr().out
+    all_.save(progress(2))
+    all_.hear()
+    assert heard == [2]
+    all_.save(progress(3))
+    all_.hear()
+    all_.save(progress(4))
+    with pytest.raises(
+        CheckpointError, match="no checkpoint could be saved, after step 3: disk full; after step 4: disk g"
+    ):
+        all_.hear()
+
+
+def test_checkpoints_are_due_every_so_many_steps_or_never() -> None:
+    assert [s for s in range(1, 10) if checkpoints_by(Actor(), [], every_steps=3).due(s)] == [3, 6, 9]
+    assert not any(checkpoints_by(Actor(), [], every_steps=None).due(s) for s in range(1, 10))
+
+
+def test_a_synchronous_save_is_heard_of_before_the_next_step() -> None:
+    heard: list[int] = []
+    checkpoints_by(Actor(None), heard, asynchronous=False).save(progress(1))
+    assert heard == [1]

@@ -1,0 +1,41 @@
+"""A rank of torchrun with a small worker: ``torchrun … torchrun_driver.py FOLDER well|raises|killed``."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from train import torchrun
+from train.batch import PackedBatch, Rollout
+from train.config import TrainConfig
+from train.dispatch import Layout
+
+
+def main(folder: Path, what: str) -> None:
+    config = TrainConfig.model_validate(
+        {"ranks": 2, "launcher": "torchrun", "start_timeout_s": 100, "step_timeout_s": 100}
+    )
+    torchrun.be_rank(config, Layout(2), {}, partial(drive, folder, what))
+
+
+def drive(folder: Path, what: str) -> None:
+    small = torchrun.pool().group("small", "small_workers:Small", folder=folder)
+    if what == "raises":
+        small.sum_or_fail(1)
+    elif what == "killed":
+        small.sum_or_hang(1)
+    batch = PackedBatch.pack([Rollout([3], [4 + i] * (5 - i), [0.0] * (5 - i), 0.0, i) for i in range(4)])
+    assert [rank for rank, _ in small.where()] == [0, 1]
+    assert small.only_first("hello") == "hello from 0"
+    assert not (folder / "first-1").exists()
+    assert small.doubled([1, 2, 3]) == [(2, 0), (4, 1), (6, 0)]
+    assert (small.tokens.start(batch).result() == batch.tokens).all()
+    assert small.sum_or_fail(-1) == 1.0
+    assert small.modules("torch")
+    assert not small.modules("ray")
+    print("ALL WELL", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,259 @@
+"""Attention over a packed batch, sequence by sequence: no mask is made and no score across sequences computed.
+
+``IMPLEMENTATION`` is registered with transformers, so any model that takes its attention from there can use it. For
+positions that start again, transformers' own "sdpa" makes a [T, T] mask, and then computes all T² scores.
+
+On a GPU it is flash attention for sequences of any lengths. Elsewhere, sequences of like length are computed in one
+call of ``scaled_dot_product_attention``; the shorter ones of a call are filled up on the right, where a causal query
+never looks. Only attention sees that filling; embeddings, projections and MLPs don't.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from train.batch import offsets
+
+if TYPE_CHECKING:
+    from train.ulysses import Ulysses
+
+IMPLEMENTATION = "packed"
+"""What ``attn_implementation`` names. A model that is called without a ``Packing`` behaves as with "sdpa"."""
+
+_CALL = 3000
+"""What one more call of attention costs, in the unit of ``_cost``: about 0.2 ms on the CPU this was measured on."""
+
+
+class Packing:
+    """Where the sequences of a packed batch lie; made once a forward pass, used by every layer.
+
+    Not a dataclass: FSDP2 takes those apart and builds them anew at each layer.
+    """
+
+    def __init__(self, lengths: list[int], device: torch.device, ulysses: Ulysses | None = None) -> None:
+        self.ulysses = ulysses
+        self.longest = max(lengths)
+        calls = like_lengths(lengths)
+        self.shapes = [(len(sequences), lengths[sequences[0]]) for sequences in calls]
+        length = torch.tensor(lengths)
+        starts = offsets(length)
+        self.cu_seqlens = starts.to(device, torch.int32)
+        # Row i of what the calls compute is token order[i]; rows[t] is the row of token t.
+        by_call = torch.tensor([s for sequences in calls for s in sequences])
+        filled = torch.tensor([filled for count, filled in self.shapes for _ in range(count)])
+        place = torch.arange(int(filled.sum())) - offsets(filled)[:-1].repeat_interleave(filled)
+        last = (length[by_call] - 1).repeat_interleave(filled)
+        order = starts[by_call].repeat_interleave(filled) + place.minimum(last)
+        rows = torch.empty(int(starts[-1]), dtype=torch.int64)
+        real = (place <= last).nonzero().flatten()
+        rows[order[real]] = real
+        self.order = None if torch.equal(order, torch.arange(len(rows))) else order.to(device)
+        self.rows = rows.to(device)
+
+
+def like_lengths(lengths: list[int]) -> list[list[int]]:
+    """Sequences to compute in one call each, the longest first in each.
+
+    A sequence joins the one before it until what is computed in vain is worth a call.
+    """
+    calls: list[list[int]] = []
+    waste = 0
+    for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
+        more = _cost(lengths[calls[-1][0]]) - _cost(lengths[s]) if calls else 0
+        if not calls or waste + more > _CALL:
+            calls.append([])
+            waste = more = 0
+        calls[-1].append(s)
+        waste += more
+    return calls
+
+
+def _cost(length: int) -> int:
+    """Of one sequence: what is done for each token, and for each pair. Measured: a token costs as much as 60 scores."""
+    return length * (length + 60)
+
+
+def use_packed_attention(model: PreTrainedModel) -> bool:
+    """Have ``model`` use attention for packed batches; False if it makes its own attention, and keeps what it has.
+
+    Raises:
+        ValueError: a layer carries a state from token to token, which would cross sequences.
+    """
+    text = model.config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "layers_block_type", None) or ())
+    if stateful := sorted(k for k in kinds if "attention" not in k or "linear" in k):
+        raise ValueError(
+            f"{type(model).__name__} has layers of type {', '.join(stateful)}; their state would cross the sequences "
+            "of a packed batch; choose a policy whose layers are attention"
+        )
+    known = kinds <= {"full_attention", "sliding_attention", "attention"}
+    if not model._supports_attention_backend or not known or not model._can_set_attn_implementation():
+        return False
+    model.set_attn_implementation(IMPLEMENTATION)
+    return True
+
+
+@contextmanager
+def packed(packing: Packing) -> Iterator[dict[str, Any]]:
+    """Within, models make no attention masks. Yields what to call the model with beside its tokens and positions."""
+    token = _maskless.set(True)
+    try:
+        yield {"packing": packing}
+    finally:
+        _maskless.reset(token)
+
+
+_maskless: ContextVar[bool] = ContextVar("maskless", default=False)
+
+
+def _mask(*args: Any, **options: Any) -> Tensor | None:
+    return None if _maskless.get() else sdpa_mask(*args, **options)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence of the packing.
+
+    Args:
+        query: [1, query heads, T, D], or this rank's slice of the tokens under sequence parallelism.
+        key, value: the same, with as many heads or a divisor of them.
+        sliding_window: a token sees this many, itself included.
+        softcap: scores are capped to it by tanh (Gemma 2).
+        s_aux: [query heads], a score for each head that takes part in the softmax and adds nothing (attention sinks).
+
+    Returns:
+        ([1, T, query heads, D of value], None)
+    """
+    if packing is None and (softcap is not None or s_aux is not None):
+        out = _by_scores(query, key, value, attention_mask, scaling, dropout, softcap, s_aux)
+        return out.transpose(1, 2).contiguous(), None
+    if packing is None:
+        shared = {"scaling": scaling, "dropout": dropout, "position_bias": position_bias, **options}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **shared)
+    if position_bias is not None or query.shape[0] != 1:
+        raise ValueError(
+            f"{type(module).__name__} was given position_bias={position_bias is not None} and rows={query.shape[0]}; "
+            "packed attention takes one row of tokens and no position bias"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if packing.ulysses is not None:
+        q, k, v = packing.ulysses.heads_for_tokens(q, k, v)
+        s_aux = None if s_aux is None else packing.ulysses.own_heads(s_aux)
+    plain = softcap is None and s_aux is None
+    if q.is_cuda and q.dtype != torch.float32 and plain and not dropout:
+        out = _flash(q, k, v, packing, scaling, sliding_window)
+    else:
+        out = _by_length(q, k, v, packing, scaling, dropout, sliding_window, softcap, s_aux)
+    if packing.ulysses is not None:
+        out = packing.ulysses.tokens_for_heads(out)
+    return out[None], None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(
+        *(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest),
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+
+
+def _by_length(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """[T, heads, D] of each → [T, query heads, D of v], in as many calls as there are groups of like length."""
+    dtype = q.dtype
+    if packing.order is not None:
+        q, k, v = (x.index_select(0, packing.order) for x in (q, k, v))
+    if q.device.type == "cpu":
+        # Measured: torch's CPU kernel takes up to four times as long backward in bfloat16 as in float32.
+        q, k, v = (x.float() for x in (q, k, v))
+    sizes = [count * length for count, length in packing.shapes]
+    outs = []
+    for (count, length), *parts in zip(packing.shapes, *(x.split(sizes) for x in (q, k, v)), strict=True):
+        a, b, c = (x.unflatten(0, (count, length)).transpose(1, 2) for x in parts)
+        band = None
+        if window is not None and length > window:
+            back = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
+            band = (back >= 0) & (back < window)
+        if softcap is None and sinks is None:
+            out = functional.scaled_dot_product_attention(
+                *(a, b, c),
+                attn_mask=band,
+                dropout_p=dropout,
+                is_causal=band is None,
+                scale=scaling,
+                enable_gqa=a.shape[1] != b.shape[1],
+            )
+        else:
+            out = _by_scores(a, b, c, band, scaling, dropout, softcap, sinks)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+    out = torch.cat(outs) if len(outs) > 1 else outs[0]
+    out = out.to(dtype)
+    return out if packing.order is None else out.index_select(0, packing.rows)
+
+
+def _by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with what ``scaled_dot_product_attention`` has not: a soft cap on scores, sinks. [n, heads, L, D]."""
+    times = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    scores = (q @ k.transpose(2, 3)).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if allowed is None:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    scores = scores.masked_fill(~allowed, -torch.inf)
+    if sinks is not None:
+        column = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, -1)
+    return functional.dropout(weights, dropout).to(v.dtype) @ v
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, packed_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)

@@ -1,0 +1,109 @@
+"""The folders of a run's checkpoints: which are whole, which is the last, what goes. Imports no torch.
+
+``checkpoints/step-00000012`` is one that was whole when it got its name; ``whole.json`` in it names every file with
+its size. ``.step-00000012.new`` is being written, ``.step-00000012.old`` removed; after a kill either is rubbish.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Final
+
+FORMAT: Final = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint can't be written, or can't be continued from; the text says why and what would do."""
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The finished checkpoints of a run, the newest first."""
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def torn(checkpoint: Path) -> str | None:
+    """What of a checkpoint is missing or cut short, by its file sizes; None if it is whole."""
+    try:
+        whole = json.loads((checkpoint / "whole.json").read_text())
+        files: dict[str, int] = whole["files"]
+        if whole["format"] != FORMAT:
+            return f"whole.json is of format {whole['format']!r}, this version reads format {FORMAT}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"whole.json can't be read ({error})"
+    for name, size in files.items():
+        path = checkpoint / name
+        if not path.exists():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+    return None
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the ``keep`` newest checkpoints, each by renaming it aside first, so that none is ever partial."""
+    for old in checkpoints(folder)[keep:]:
+        aside = old.with_name(f".{old.name}.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        old.rename(aside)
+        shutil.rmtree(aside)
+
+
+def remove_unfinished(folder: Path) -> list[str]:
+    """Remove what a killed run left half-written or half-removed; the names."""
+    left = sorted(folder.glob(".step-*"))
+    for path in left:
+        shutil.rmtree(path)
+    return [path.name for path in left]
+
+
+def aside_of(folder: Path, step: int) -> Path:
+    return folder / f".{name_of(step)}.new"
+
+
+def make_whole(aside: Path, final: Path) -> None:
+    files = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+    write_synced(aside / "whole.json", json.dumps({"format": FORMAT, "files": files}, indent=1))
+    _fsync(aside)
+    if final.exists():  # a worker that outlived its killed driver finished it after the run was resumed
+        old = final.with_name(f".{final.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+        shutil.rmtree(old)
+    aside.rename(final)
+    _fsync(final.parent)
+
+
+def require_room(folder: Path, needed: float) -> None:
+    """Raise CheckpointError if the disk of ``folder`` has fewer bytes left than ``needed``."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise CheckpointError(
+            f"a checkpoint needs {needed / 2**20:.0f} MiB, {folder} has {free / 2**20:.0f} MiB left: free some, or "
+            "lower train.checkpoint.keep, or raise train.checkpoint.every_steps"
+        )
+
+
+def write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

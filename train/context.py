@@ -1,0 +1,46 @@
+"""What a training job is given, and what comes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from feedback.config import LakeConfig, RuleConfig
+
+
+class TrainingStopped(RuntimeError):
+    """Training ended early for its health; nothing was published."""
+
+
+class JobContext(BaseModel):
+    """Where a job finds and leaves things. Paths are absolute, and on a cluster shared by its machines."""
+
+    run: str = Field(description="Name of the run: its folder under runs. The same name again goes on with the run.")
+    runs: Path
+    policies: Path
+    lake_uri: str
+    lake: LakeConfig = Field(default_factory=LakeConfig)
+    reward: str | dict[str, RuleConfig] = Field(
+        description="What rewards rollouts: module:function, or rules by name, of which it is the weighted mean."
+    )
+    parent: int | None = Field(None, description="Policy to start from; the serving one if unset.")
+    python_path: list[str] = Field(default_factory=list, description="Folders that the reward's module is found in.")
+    lineage: dict[str, Any] = Field(default_factory=dict, description="More to keep in the policy's manifest.")
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.run
+
+
+class JobResult(BaseModel):
+    """What came of a job; ``candidate`` is None when nothing was published, and ``reason`` says why."""
+
+    run: str
+    candidate: int | None
+    parent: int
+    steps: int
+    reason: str | None
+    metrics: dict[str, float]
+    seconds: float

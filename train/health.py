@@ -1,0 +1,46 @@
+"""Numbers to watch in each step, and when they end a run."""
+
+from __future__ import annotations
+
+import math
+
+from train.advantages import uninformative
+from train.batch import PackedBatch
+from train.config import TrainConfig
+from train.context import TrainingStopped
+from train.kl import k1, k3
+
+
+def health(fresh: PackedBatch, batch: PackedBatch, updates: list[dict[str, float]]) -> dict[str, float]:
+    """What to watch: rewards of the fresh rollouts; KL and logprob differences by token, nats; means of the updates."""
+    assert batch.old_log_probs is not None
+    assert batch.ref_log_probs is not None
+    end = len(fresh.tokens)  # the fresh rollouts come first
+    mask = batch.response_mask.clone()
+    mask[end:] = False
+    old, behaviour, ref = (t[mask] for t in (batch.old_log_probs, batch.behaviour_log_probs, batch.ref_log_probs))
+    lengths = fresh.lengths - fresh.prompt_lengths
+    return {
+        "reward": float(fresh.rewards.mean()),
+        "reward_std": float(fresh.rewards.std()) if len(fresh) > 1 else 0.0,
+        "kl_ref": float(k3(old, ref).mean()),
+        "kl_behaviour": float(k1(behaviour, old).mean()),
+        "logprob_difference_mean": float((old - behaviour).abs().mean()),
+        "logprob_difference_max": float((old - behaviour).abs().max()),
+        "response_length": float(lengths.float().mean()),
+        "uninformative_fraction": float(uninformative(fresh.rewards, fresh.groups).float().mean()),
+        "responses": float(len(fresh)),
+        "traffic_responses": float(len(batch) - len(fresh)),
+        **{name: sum(u[name] for u in updates) / len(updates) for name in updates[0]},
+    }
+
+
+def check_health(config: TrainConfig, step: int, metrics: dict[str, float]) -> None:
+    for name, value in metrics.items():
+        if not math.isfinite(value):
+            raise TrainingStopped(f"step {step}: {name} is {value}; nothing is published")
+    if config.max_kl is not None and metrics["kl_ref"] > config.max_kl:
+        raise TrainingStopped(
+            f"step {step}: KL to the parent policy {metrics['kl_ref']:.4f} passed "
+            f"train.max_kl={config.max_kl}; nothing is published"
+        )

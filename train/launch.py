@@ -1,0 +1,179 @@
+"""Where a training job runs: over a Ray of its own in this process, as a job on a cluster, or under torchrun.
+
+``python -m train.job SPEC.json`` is what a cluster runs, in a Ray that is there. With ``--launcher torchrun`` it needs
+no Ray: as it is for one rank, under ``torchrun --nproc-per-node N -m train.job …`` for several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from train import torchrun
+from train.config import TrainConfig
+from train.context import JobContext, JobResult
+from train.dispatch import Layout
+from train.groups import environment, sizes
+from train.job import run
+from train.progress import say
+
+_STOP_S = 20.0
+
+
+def run_job(config: TrainConfig, context: JobContext) -> JobResult:
+    """Run the job by ``config.launcher``: torchrun; Ray, on the cluster of ``config.ray_address`` or its own.
+
+    Raises:
+        RuntimeError: the job failed on the cluster or under torchrun; the message ends with what it said last.
+    """
+    context.folder.mkdir(parents=True, exist_ok=True)
+    spec = context.folder / "job.json"
+    spec.write_text(json.dumps({"config": config.model_dump(mode="json"), "context": context.model_dump(mode="json")}))
+    if config.launcher == "torchrun":
+        run_torchrun(config, context, spec)
+    elif config.ray_address:
+        submit(config, context, spec)
+    else:
+        run_locally(spec)
+    return JobResult.model_validate_json((context.folder / "result.json").read_text())
+
+
+def run_locally(spec: Path) -> None:
+    import ray
+
+    config, context = read(spec)
+    sys.path[:0] = context.python_path
+    ray.init(
+        num_cpus=sum(config.ranks_of(pool) * config.threads_of(pool) for pool in config.placement.pools),
+        include_dashboard=False,
+        object_store_memory=256 * 2**20,
+        log_to_driver=False,
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": ":".join(sys.path)}},
+    )
+    try:
+        run_spec(config, context)
+    finally:
+        ray.shutdown()
+
+
+def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
+    """Run the job in processes of torchrun; they write to this process' output.
+
+    Raises:
+        RuntimeError: a rank failed. Its traceback is in the output, and in ``torchrun.log`` of the run's folder.
+    """
+    log = context.folder / "torchrun.log"
+    paths = [*context.python_path, *sys.path]
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            torchrun_command(config, spec), stderr=output, env={**os.environ, "PYTHONPATH": ":".join(paths)}
+        )
+        try:
+            code = process.wait()
+        except BaseException:  # whoever stops waiting for the job wants no candidate of it
+            process.terminate()
+            try:
+                process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+            raise
+    if code:
+        raise RuntimeError(f"{context.run}: torchrun ended with {code}; {log} ends with:\n{log.read_text()[-4000:]}")
+
+
+def torchrun_command(config: TrainConfig, spec: Path) -> list[str]:
+    ranks = config.ranks_of(config.placement.actor)
+    how = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0"]
+    return [sys.executable, "-m", "torch.distributed.run", *how, "-m", "train.job", "--launcher", "torchrun", str(spec)]
+
+
+def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
+    """Run the job by Ray's job API; its output is printed as it comes.
+
+    Raises:
+        RuntimeError: the job failed; the message ends with its last lines.
+    """
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(config.ray_address)
+    variables = {"env_vars": {"PYTHONPATH": ":".join(context.python_path)}} if context.python_path else {}
+    job_id = client.submit_job(
+        entrypoint=f"{sys.executable} -m train.job {spec}", runtime_env=variables, metadata={"run": context.run}
+    )
+    say(f"{context.run}: submitted as {job_id} to {config.ray_address}")
+    try:
+        follow(client, job_id)
+    except BaseException:
+        client.stop_job(job_id)  # whoever stops waiting for the job wants no candidate of it
+        raise
+
+
+def follow(client: Any, job_id: str) -> None:
+    """Print a job's output until it ends. Raises RuntimeError if it doesn't succeed."""
+    printed = 0
+    while True:
+        status = client.get_job_status(job_id)
+        logs = client.get_job_logs(job_id)
+        print(logs[printed:], end="", flush=True)
+        printed = len(logs)
+        if status == "SUCCEEDED":
+            return
+        if status.is_terminal():
+            message = client.get_job_info(job_id).message
+            raise RuntimeError(f"Ray job {job_id} ended as {status}: {message}\n{logs[-2000:]}")
+        time.sleep(1.0)
+
+
+def main() -> None:
+    """Entry point of a job: ``python -m train.job [--launcher ray|torchrun] SPEC.json``."""
+    parser = argparse.ArgumentParser(prog="python -m train.job", description="Run a training job from its file.")
+    parser.add_argument(
+        "--launcher", choices=["ray", "torchrun"], help="what runs the ranks; the job's own if not given"
+    )
+    parser.add_argument("spec", type=Path, metavar="SPEC.json", help="the job: {config, context}")
+    arguments = parser.parse_args()
+    config, context = read(arguments.spec, arguments.launcher)
+    sys.path[:0] = context.python_path
+    if config.launcher == "torchrun":
+        as_rank(config, context, arguments.spec)
+        return
+    import ray
+
+    ray.init(address="auto", log_to_driver=False)
+    run_spec(config, context)
+
+
+def as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
+    """Be one rank of the job; several without torchrun around them are started by it."""
+    ranks = config.ranks_of(config.placement.actor)
+    if "RANK" not in os.environ and ranks > 1:
+        command = torchrun_command(config, spec)
+        os.execv(command[0], command)
+    layout = Layout(ranks, **sizes(config, config.placement.actor))
+    record(torchrun.be_rank)(config, layout, environment(config), partial(run_spec, config, context))
+
+
+def run_spec(config: TrainConfig, context: JobContext) -> None:
+    """Run a job where its ranks can be started, and leave its result beside its metrics."""
+    result = run(config, context)
+    aside = context.folder / "result.json.new"
+    aside.write_text(result.model_dump_json(indent=2))
+    aside.rename(context.folder / "result.json")
+
+
+def read(spec: Path, launcher: str | None = None) -> tuple[TrainConfig, JobContext]:
+    """A job's file; ``launcher`` in place of its own if given."""
+    job = json.loads(spec.read_text())
+    if launcher is not None:
+        job["config"]["launcher"] = launcher
+    return TrainConfig.model_validate(job["config"]), JobContext.model_validate(job["context"])

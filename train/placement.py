@@ -1,0 +1,47 @@
+"""On which dimension FSDP2 shards each weight, so that most of what generation needs is in place already."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|base_model\.model|base_layer)\.")
+
+
+def placement_for(model: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard | None]:
+    """FSDP2's ``shard_placement_fn``: row-parallel weights on dim 1 where ``shards`` divides it, all others on dim 0.
+
+    Tensor parallelism slices the weight of a row-parallel layer, stored [out, in], on dim 1 (Megatron-LM,
+    arXiv 1909.08053, section 3). A shard on that dimension lies inside one slice, one on dim 0 crosses all of them.
+    Which layers those are is what the model's own tensor-parallel plan calls ``rowwise``; a model without a plan is
+    sharded on dim 0 throughout. FSDP2 shards other dimensions than the first only evenly.
+
+    Args:
+        model: a Hugging Face model, before ``fully_shard``; with or without wrappers around its layers.
+        shards: size of the shard dimension of the FSDP mesh.
+    """
+    rows = [_pattern(name) for name, style in _tensor_parallel_plan(model).items() if style == "rowwise"]
+    chosen = {
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2
+        and parameter.shape[1] % shards == 0
+        and any(pattern.fullmatch(_WRAPPERS.sub("", name)) for pattern in rows)
+    }
+    return lambda parameter: Shard(1) if parameter in chosen else None
+
+
+def _tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
+    """Layer pattern -> style, of the whole model: ``model.layers.*.mlp.down_proj`` -> ``rowwise``."""
+    for candidate in (model, getattr(getattr(model, "base_model", None), "model", None)):  # bare, or inside peft's
+        plan = getattr(candidate, "tp_plan", None)
+        if plan:
+            return dict(plan)
+    return {}
+
+
+def _pattern(layer: str) -> re.Pattern[str]:
+    return re.compile(re.escape(layer).replace(r"\*", r"\d+") + r"\.weight")

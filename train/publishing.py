@@ -1,0 +1,48 @@
+"""From a trained actor to a version in the policy store, once a run."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from serve import probe
+from serve.policies import Policy, PolicyStore
+from train.config import TrainConfig
+from train.context import JobContext
+from train.controller import WorkerGroup
+from train.resume import RunStart
+
+
+def publish(
+    store: PolicyStore,
+    parent: Policy,
+    actor: WorkerGroup,
+    config: TrainConfig,
+    context: JobContext,
+    start: RunStart,
+    history: list[dict[str, float]],
+    prompts: int,
+) -> Policy:
+    """Write weights, config and tokenizer aside, and have the store make a version of them."""
+    folder = context.folder / "candidate"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    actor.export(folder)
+    weights = {p.name for p in parent.path.glob("*.safetensors*")}
+    for name in parent.files:
+        if name not in weights and not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(parent.path / name, folder / name)
+    lineage: dict[str, Any] = {
+        **context.lineage,
+        "run": context.run,
+        "run_id": start.id,
+        "lake_versions": start.lake_versions,
+        "prompts": prompts,
+        "reward": start.reward,
+        "train": config.model_dump(mode="json"),
+    }
+    metrics = {"first": history[0], "last": history[-1], "steps": len(history)}
+    policy = store.publish(folder, parent=parent.version, lineage=lineage, metrics=metrics, probe=probe.measure)
+    shutil.rmtree(folder)
+    return policy

@@ -1,0 +1,245 @@
+"""Whether a run begins, goes on from its last checkpoint, or was finished already; and its checkpoints as it goes.
+
+A run is its name: its folder holds ``start.json`` (what it was started with) and ``checkpoints/``. The same name again,
+after a kill, goes on from the last whole checkpoint, reading the lake at the versions that the run read at its start.
+Once the run has published, its name gives that policy again and trains nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict
+
+from feedback.lake import Lake
+from serve.policies import Policy, PolicyError, PolicyStore
+from train.checkpoint_files import CheckpointError, checkpoints, remove_unfinished, torn, write_synced
+from train.config import CheckpointConfig, TrainConfig
+from train.context import JobContext
+from train.continuing import differing_settings
+from train.controller import WorkerGroup
+from train.progress import say
+from train.workers.rollout import Sample
+
+FAILED_SAVES: Final = 2  # in a row, and the run ends: nobody wants to find out after a day that nothing was kept
+
+
+class RunStart(BaseModel):
+    """What a run was started with; it stays that when the run goes on."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    parent: int
+    parent_sha256: str
+    lake_versions: dict[str, int]
+    reward: Any
+    config: dict[str, Any]
+
+
+class Progress(BaseModel):
+    """What the driver has to know to go on after ``step`` steps. ``ahead``: the next step's samples, if there are."""
+
+    start: RunStart
+    step: int
+    data: str
+    history: list[dict[str, float]]
+    random: dict[str, Any]
+    ahead: list[list[Sample]] | None
+
+
+@dataclass(frozen=True)
+class Begun:
+    """How a run begins. ``published``: it has, there is nothing left to do."""
+
+    start: RunStart
+    parent: Policy
+    checkpoint: Path | None = None
+    progress: Progress | None = None
+    published: Policy | None = None
+
+
+def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: Lake) -> Begun:
+    """Look into the run's folder, tidy it, and decide. Needs the folder's lock (``only_run``).
+
+    Raises:
+        CheckpointError: it was begun with something else, or all its checkpoints are torn.
+    """
+    if left := remove_unfinished(checkpoints_of(context)):
+        say(f"{context.run}: removed what was half-written: {', '.join(left)}")
+    checkpoint = last_whole(context)
+    progress = None if checkpoint is None else _progress(checkpoint)
+    start = progress.start if progress is not None else _read_start(context)
+    if start is not None:
+        published = _published(store, start)
+        differences = _differences(start, config, context, store)
+        if published is not None and config.steps != start.config["steps"]:
+            differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
+        if progress is not None and config.steps < progress.step:
+            differences.append(f"train.steps is {config.steps}, and {progress.step} are done")
+        if differences and (published is not None or checkpoint is not None):
+            state = f"published policy {published.version}" if published is not None else f"has {checkpoint}"
+            raise CheckpointError(
+                f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
+                "what differs, or give the run another name (--run)"
+            )
+        if not differences:
+            return Begun(start, store.get(start.parent), checkpoint, progress, published)
+    parent = _parent(store, context)
+    fresh = RunStart(
+        id=uuid.uuid4().hex,
+        parent=parent.version,
+        parent_sha256=parent.sha256,
+        lake_versions=lake.versions(),
+        reward=_reward(context),
+        config=config.model_dump(mode="json"),
+    )
+    return Begun(fresh, parent)
+
+
+def keep_start(context: JobContext, start: RunStart) -> None:
+    """Write down what the run is started with."""
+    aside = context.folder / ".start.json.new"
+    write_synced(aside, start.model_dump_json(indent=1))
+    aside.replace(context.folder / "start.json")
+
+
+@contextmanager
+def only_run(context: JobContext) -> Iterator[None]:
+    """Hold the run's folder; the lock goes with the process. Raises CheckpointError if another process holds it."""
+    context.folder.mkdir(parents=True, exist_ok=True)
+    checkpoints_of(context).mkdir(exist_ok=True)
+    with (context.folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"another process is in the middle of run {context.run} ({context.folder})") from None
+        yield
+
+
+def checkpoints_of(context: JobContext) -> Path:
+    return context.folder / "checkpoints"
+
+
+def last_whole(context: JobContext) -> Path | None:
+    """The newest checkpoint whose files are all there; a torn one is told and passed over.
+
+    Raises:
+        CheckpointError: there are some, and all are torn.
+    """
+    problems = []
+    for checkpoint in checkpoints(checkpoints_of(context)):
+        problem = torn(checkpoint)
+        if problem is None:
+            return checkpoint
+        say(f"{context.run}: {checkpoint} is torn ({problem}); looking for an older one")
+        problems.append(f"{checkpoint.name}: {problem}")
+    if problems:
+        raise CheckpointError(
+            f"run {context.run}: every checkpoint in {checkpoints_of(context)} is torn ({'; '.join(problems)}). Remove "
+            "the folder to begin anew, or give the run another name (--run)"
+        )
+    return None
+
+
+class Checkpoints:
+    """A run's checkpoints, seen from the driver: when to save, and what became of it."""
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        context: JobContext,
+        actor: WorkerGroup,
+        on_saved: Callable[[int, Path], None],
+    ) -> None:
+        self._config, self._run, self._folder = config, context.run, checkpoints_of(context)
+        self._actor, self._on_saved = actor, on_saved
+        self._failed: list[str] = []
+
+    def due(self, step: int) -> bool:
+        """Whether the state after ``step`` steps is to be kept."""
+        return self._config.every_steps is not None and step % self._config.every_steps == 0
+
+    def save(self, progress: Progress) -> None:
+        """Start a checkpoint; the next step need not wait for it. Raises as ``hear``."""
+        self._actor.save_checkpoint(progress.model_dump_json(), folder=self._folder, step=progress.step)
+        if not self._config.asynchronous:
+            self.hear(wait=True)
+
+    def hear(self, *, wait: bool = False) -> None:
+        """Tell what was saved since the last time; ``wait`` for a save that is under way.
+
+        Raises:
+            CheckpointError: saving failed twice in a row.
+        """
+        if self._config.every_steps is None:
+            return
+        for saved in self._actor.saved(wait):
+            if saved.error is None:
+                self._failed.clear()
+                self._on_saved(saved.step, saved.folder)
+                continue
+            self._failed.append(f"after step {saved.step}: {saved.error}")
+            if len(self._failed) >= FAILED_SAVES:
+                raise CheckpointError(f"{self._run}: no checkpoint could be saved, {'; '.join(self._failed)}")
+            say(f"{self._run}: the checkpoint after step {saved.step} failed, the run goes on: {saved.error}")
+
+
+# ------------------------------------------------------------------------------------------------------ the parts
+
+
+def _progress(checkpoint: Path) -> Progress:
+    try:
+        return Progress.model_validate_json((checkpoint / "driver.json").read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint}/driver.json can't be read: {error}") from error
+
+
+def _read_start(context: JobContext) -> RunStart | None:
+    path = context.folder / "start.json"
+    return RunStart.model_validate_json(path.read_bytes()) if path.exists() else None
+
+
+def _parent(store: PolicyStore, context: JobContext) -> Policy:
+    if context.parent is not None:
+        return store.get(context.parent)
+    pointer = store.serving()
+    if pointer is None:
+        raise ValueError(f"no policy is serving in {context.policies}; make one with: millrace init --model FOLDER")
+    return store.get(pointer.version)
+
+
+def _published(store: PolicyStore, start: RunStart) -> Policy | None:
+    """The policy that this very run published."""
+    for version in reversed(store.versions()):
+        if version <= start.parent:
+            break
+        policy = store.get(version)
+        if policy.lineage.get("run_id") == start.id:
+            return policy
+    return None
+
+
+def _reward(context: JobContext) -> Any:
+    return context.model_dump(mode="json", exclude_none=True)["reward"]
+
+
+def _differences(start: RunStart, config: TrainConfig, context: JobContext, store: PolicyStore) -> list[str]:
+    """What a run was started with and would not go on with; one line each, by setting."""
+    found = []
+    if context.parent is not None and context.parent != start.parent:
+        found.append(f"the parent policy is {context.parent}, it was {start.parent}")
+    try:
+        if store.get(start.parent).sha256 != start.parent_sha256:
+            found.append(f"policy {start.parent} has another content than when the run began")
+    except PolicyError as error:
+        found.append(f"the parent policy can't be had: {error}")
+    if _reward(context) != start.reward:
+        found.append(f"train.reward (or feedback.scoring.rules) is {_reward(context)!r}, it was {start.reward!r}")
+    return found + differing_settings(start.config, config)

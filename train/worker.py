@@ -1,0 +1,63 @@
+"""What runs in a rank: its workers, one of each role, and how a call reaches them."""
+
+from __future__ import annotations
+
+import importlib
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+
+class Worker:
+    """One rank of a group. ``peers`` are the workers of the other groups in the same process, by role."""
+
+    def __init__(self, peers: dict[str, Worker]) -> None:
+        self.peers = peers
+        self.rank = torch.distributed.get_rank()
+        self.world_size = torch.distributed.get_world_size()
+
+
+class Workers:
+    """The workers of one process, by role."""
+
+    def __init__(self) -> None:
+        self.by_role: dict[str, Worker] = {}
+
+    def create(self, role: str, target: str, options: dict[str, Any]) -> None:
+        self.by_role[role] = load_class(target)(peers=self.by_role, **options)
+
+    def call(self, role: str, method: str, argument: Any, options: dict[str, Any]) -> Any:
+        return getattr(self.by_role[role], method)(argument, **options)
+
+
+def load_class(target: str) -> type[Any]:
+    """The class named ``module:Class``."""
+    module, _, name = target.partition(":")
+    cls: type[Any] = getattr(importlib.import_module(module), name)
+    return cls
+
+
+def join_ranks(timeout_s: float, **store: Any) -> None:
+    """Make the process group of a pool; every rank calls it. Its collectives fail after ``timeout_s`` seconds."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **store)
+
+
+def follows_from_another(error: str) -> bool:
+    """Whether a failure is what a rank says when another one has gone: the cause is to be looked for there."""
+    return any(sign in error for sign in _LOST_PEER)
+
+
+_LOST_PEER = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Connection refused",
+    "recvValue failed",
+    "sendBytes failed",
+    "remote process exited or there was a network error",
+    "Timed out waiting",
+)
+"""As gloo, torch's TCPStore and NCCL say it."""

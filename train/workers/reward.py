@@ -1,0 +1,24 @@
+"""Rewards of fresh responses, on processes of their own: for rewards that are slow, or need a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+
+from feedback.config import RuleConfig
+from feedback.rewards.rules import load_reward
+from train.controller import Worker, by_rank, dispatch
+
+
+class RewardWorker(Worker):
+    """One rank that rewards."""
+
+    def __init__(self, *, reward: str | dict[str, RuleConfig], **peers: Any) -> None:
+        super().__init__(**peers)
+        self.reward = load_reward(reward)
+
+    @dispatch(by_rank)
+    def rewards(self, tables: list[pa.Table]) -> list[list[float | None]]:
+        """The reward of each row of each table."""
+        return [list(self.reward(table)) for table in tables]
