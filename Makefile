@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint bench-capture bench-serve bench-swap bench-reshard bench-train crash-test fuzz format lock clean
+.PHONY: help setup demo test lint bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap crash-test fuzz format lock clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,6 +50,9 @@ bench-reshard: setup   ## measure how weights get from training to generation; t
 
 bench-train: setup     ## measure whole GRPO steps against TRL's; installs TRL in runs/trl; the last line is JSON
 	$(BIN)/python -m loadtests.bench_train $(ARGS)
+
+bench-overlap: setup   ## measure sampling ahead against waiting; the last line is JSON
+	$(BIN)/python -m loadtests.bench_overlap $(ARGS)
 
 # How many bad requests to send.
 CASES ?= 10000
