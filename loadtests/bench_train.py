@@ -189,6 +189,7 @@ def our_job(case: Case, home: Path, dtype: str) -> Job:
         "steps": STEPS,
         "threads_per_rank": os.cpu_count(),
         "micro_batch_tokens": case.completions * (case.tokens + PROMPT_CHARACTERS) // 4,
+        "measure_kl": "false",
         "reward": "turns:reward",
         "hooks": json.dumps(["turns:OneStepATurn"]),
         "algorithm.group_size": GROUP,

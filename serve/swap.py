@@ -218,7 +218,7 @@ class Swapper:
             log.info("policy %d serves, held for %.1f ms; probe: %s", swap.to_version, swap.hold_ms, swap.probe)
         else:
             log.error("policy %d refused, %d stays: %s", swap.to_version, swap.from_version, swap.error)
-            if self._orders is None:
+            if self._orders is None and self.broken is None and self.engine.healthy:
                 await asyncio.to_thread(self._move_back, pointer, swap)
             self._fail(pointer, swap.error or "")
         self._observe(swap)
@@ -228,7 +228,10 @@ class Swapper:
             log.error("the swap to policy %d could not be recorded: %s", swap.to_version, error)
 
     def _move_back(self, pointer: Pointer, swap: Swap) -> None:
-        """Have the store's pointer name again what serves: else the next start would try the refused policy."""
+        """Have the store's pointer name again what serves: else the next start would try the refused policy.
+
+        An engine that died says nothing of the policy: then the pointer stays, and the next start serves what it names.
+        """
         try:
             back = self.store.promote(
                 swap.from_version,

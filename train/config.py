@@ -207,6 +207,11 @@ class TrainConfig(_Section):
     max_kl: float | None = Field(
         None, gt=0, description="Stop, and publish nothing, when KL to the parent passes this."
     )
+    measure_kl: bool = Field(
+        True,
+        description="Measure the KL to the parent policy on every step, also where neither loss nor max_kl needs it: "
+        "a forward pass, and the parent's weights in memory.",
+    )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="The algorithm.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="How the weights in training are spread.")
@@ -230,6 +235,16 @@ class TrainConfig(_Section):
     def threads_of(self, pool: str) -> int:
         """The threads of each rank of the named pool."""
         return self.placement.pools[pool].threads or self.threads_per_rank
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a run needs the parent policy's logprobs."""
+        return self.measure_kl or self.algorithm.kl_coefficient > 0 or self.max_kl is not None
+
+    @property
+    def old_log_probs_differ(self) -> bool:
+        """Whether an update's own forward pass can give other logprobs than the policy had before the step."""
+        return self.minibatches > 1 or (self.lora is not None and self.lora.dropout > 0)
 
     @model_validator(mode="after")
     def _placement_suits(self) -> TrainConfig:

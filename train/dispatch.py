@@ -89,6 +89,12 @@ def _join_tokens(layout: Layout, answers: list[torch.Tensor], tokens: list[torch
     return joined
 
 
+def _join_answer_and_tokens(
+    layout: Layout, answers: list[tuple[Any, torch.Tensor]], tokens: list[torch.Tensor]
+) -> tuple[Any, torch.Tensor]:
+    return answers[0][0], _join_tokens(layout, [answer[1] for answer in answers], tokens)
+
+
 def _dealt(share: Callable[[Layout], int]) -> Rule:
     """A list is dealt out to the parts of ``share(layout)`` consecutive ranks each, like cards."""
 
@@ -118,6 +124,10 @@ to_first = Rule(_to_first, _first_answer)
 by_tokens = Rule(_split_by_tokens, _first_answer)
 """A batch is split over the data-parallel ranks by sequences, balanced by tokens; the ranks agree on the answer among
 themselves."""
+
+answer_and_per_token = Rule(_split_by_tokens, _join_answer_and_tokens)
+"""A batch is split as in ``by_tokens``; each answers with a pair, the first as of ``by_tokens``, the second as of
+``per_token``."""
 
 per_token = Rule(_split_by_tokens, _join_tokens)
 """A batch is split as in ``by_tokens``; the answers are per-token tensors, put back in the batch's order."""

@@ -22,12 +22,12 @@ from train.controller import Pool, ResourcePool, WorkerGroup, results
 class Groups:
     """What the dataflow calls.
 
-    ``reward`` rewards rows of responses, here or on its pool. ``meeting`` is where weights change pools, None if
-    training and generation share one.
+    ``reference`` is None if nothing needs it. ``reward`` rewards rows of responses, here or on its pool. ``meeting`` is
+    where weights change pools, None if training and generation share one.
     """
 
     actor: WorkerGroup
-    reference: WorkerGroup
+    reference: WorkerGroup | None
     rollout: WorkerGroup
     reward: Callable[[pa.Table], Any]
     meeting: Any
@@ -67,7 +67,9 @@ def start_groups(
         trained = pools[on.actor].group("actor", actor, **common)
         groups = Groups(
             actor=trained,
-            reference=pools[on.reference].group("reference", "train.workers.reference:ReferenceWorker", **common),
+            reference=pools[on.reference].group("reference", "train.workers.reference:ReferenceWorker", **common)
+            if config.has_reference
+            else None,
             rollout=pools[on.rollout].group("rollout", rollout, **common, seed=seed),
             reward=rewarding,
             meeting=trained.meet(config.ranks_of(on.rollout)) if apart else None,

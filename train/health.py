@@ -14,16 +14,16 @@ from train.kl import k1, k3
 def health(fresh: PackedBatch, batch: PackedBatch, updates: list[dict[str, float]]) -> dict[str, float]:
     """What to watch: rewards of the fresh rollouts; KL and logprob differences by token, nats; means of the updates."""
     assert batch.old_log_probs is not None
-    assert batch.ref_log_probs is not None
     end = len(fresh.tokens)  # the fresh rollouts come first
     mask = batch.response_mask.clone()
     mask[end:] = False
-    old, behaviour, ref = (t[mask] for t in (batch.old_log_probs, batch.behaviour_log_probs, batch.ref_log_probs))
+    old, behaviour = batch.old_log_probs[mask], batch.behaviour_log_probs[mask]
+    ref = None if batch.ref_log_probs is None else batch.ref_log_probs[mask]
     lengths = fresh.lengths - fresh.prompt_lengths
     return {
         "reward": float(fresh.rewards.mean()),
         "reward_std": float(fresh.rewards.std()) if len(fresh) > 1 else 0.0,
-        "kl_ref": float(k3(old, ref).mean()),
+        **({} if ref is None else {"kl_ref": float(k3(old, ref).mean())}),
         "kl_behaviour": float(k1(behaviour, old).mean()),
         "logprob_difference_mean": float((old - behaviour).abs().mean()),
         "logprob_difference_max": float((old - behaviour).abs().max()),

@@ -104,10 +104,17 @@ def train(
             fresh = PackedBatch.pack(scored)
             batch = PackedBatch.pack(scored + logged)
             clock.lap("score")
-            batch = batch.with_(ref_log_probs=reference.log_probs(batch), old_log_probs=actor.log_probs(batch))
+            if reference is not None:
+                batch = batch.with_(ref_log_probs=reference.log_probs(batch))
+            if config.old_log_probs_differ:
+                batch = batch.with_(old_log_probs=actor.log_probs(batch))
             clock.lap("log_probs")
             batch = batch.with_(advantages=algorithm.advantages(batch))
-            updates = [actor.update(m) for m in batch.minibatches(config.minibatches)]
+            if config.old_log_probs_differ:
+                updates = [actor.update(m) for m in batch.minibatches(config.minibatches)]
+            else:
+                update, before = actor.learn(batch)
+                updates, batch = [update], batch.with_(old_log_probs=before)
             clock.lap("update")
             if overlaps:
                 ahead = pending.result()

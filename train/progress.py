@@ -15,8 +15,9 @@ def say(text: str) -> None:
 
 def say_step(run: str, step: int, steps: int, m: dict[str, float]) -> None:
     if not sys.stderr.isatty():
+        kl = f" kl {m['kl_ref']:.4f}" if "kl_ref" in m else ""
         say(
-            f"{run}: step {step + 1}/{steps} reward {m['reward']:.3f} kl {m['kl_ref']:.4f} entropy {m['entropy']:.3f} "
+            f"{run}: step {step + 1}/{steps} reward {m['reward']:.3f}{kl} entropy {m['entropy']:.3f} "
             f"length {m['response_length']:.1f} |dlogp| {m['logprob_difference_mean']:.1e} "
             f"{m['tokens_per_s']:.0f} tokens/s {m['seconds']:.2f} s"
         )

@@ -16,7 +16,7 @@ from feedback.journal import Journal
 from feedback.lake import Lake
 from feedback.sealing import seal
 
-EVERY = int(os.environ.get("POWER_LOSS_EVERY", "4"))
+EVERY = int(os.environ.get("POWER_LOSS_EVERY", "8"))
 """Of the different states of the disk, each so-manieth is tried; `make crash-test` tries all."""
 
 PRELUDE = f"""

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def cluster(folder: Path) -> Iterator[None]:
     ray.init(
-        num_cpus=5,
+        num_cpus=8,  # of the pools that the module keeps, and of those that tests make
         include_dashboard=False,
         object_store_memory=100 * 2**20,
         log_to_driver=False,
@@ -158,7 +158,7 @@ def test_a_rank_that_is_killed_in_a_call_is_named_although_the_others_fail_for_w
 
 
 def test_a_pool_that_has_no_room_says_what_was_asked_and_what_there_is() -> None:
-    with pytest.raises(WorkerError, match=r"pool big: no room within 1 s for 64 ranks of {'CPU': 1}.*'CPU': 5.0"):
+    with pytest.raises(WorkerError, match=r"pool big: no room within 1 s for 64 ranks of {'CPU': 1}.*'CPU': 8.0"):
         ResourcePool(ranks=64, threads=1, name="big", start_timeout_s=1)
     with started(ranks=1):
         pass  # what could not be placed is not waited for by what comes next

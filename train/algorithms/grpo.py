@@ -32,15 +32,18 @@ class GRPO:
 
         Args:
             log_probs: float32 [T], of the policy in training, with gradient.
-            batch: with advantages, old and reference logprobs.
+            batch: with advantages; with old logprobs, unless they are those of ``log_probs``; with reference logprobs,
+                if there is a KL coefficient.
         """
         c = self.config
-        assert batch.old_log_probs is not None
-        assert batch.ref_log_probs is not None
         assert batch.advantages is not None
+        old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         surrogate, clipped = clipped_surrogate(
-            log_probs, batch.old_log_probs, batch.advantages, clip_low=c.clip_low, clip_high=c.clip_high
+            log_probs, old, batch.advantages, clip_low=c.clip_low, clip_high=c.clip_high
         )
-        weight = truncated_importance(batch.old_log_probs, batch.behaviour_log_probs, cap=c.importance_cap)
-        loss = weight * surrogate + c.kl_coefficient * ESTIMATORS[c.kl_estimator](log_probs, batch.ref_log_probs)
+        weight = truncated_importance(old, batch.behaviour_log_probs, cap=c.importance_cap)
+        loss = weight * surrogate
+        if c.kl_coefficient:
+            assert batch.ref_log_probs is not None
+            loss = loss + c.kl_coefficient * ESTIMATORS[c.kl_estimator](log_probs, batch.ref_log_probs)
         return loss, {"clip_fraction": clipped.float(), "importance_weight": weight}

@@ -12,7 +12,7 @@ from train import algorithms
 from train.batch import PackedBatch
 from train.checkpoint import Saved, Saver, load
 from train.config import TrainConfig
-from train.controller import Worker, by_tokens, dispatch, per_token, to_all
+from train.controller import Worker, answer_and_per_token, by_tokens, dispatch, per_token, to_all
 from train.fsdp import build, export, require_gradient_sync, token_log_probs
 from train.lora import export_adapter
 from train.mesh import Meshes, make_meshes
@@ -54,6 +54,12 @@ class ActorWorker(Worker):
     @dispatch(by_tokens)
     def update(self, batch: PackedBatch) -> dict[str, float]:
         """One optimizer step on the batch; the loss is averaged over the response tokens of all ranks."""
+        return self.learn(batch)[0]
+
+    @dispatch(answer_and_per_token)
+    def learn(self, batch: PackedBatch) -> tuple[dict[str, float], Tensor]:
+        """``update``, and what ``log_probs`` would have given before it, at no cost: float32 [T]."""
+        before = torch.zeros(len(batch.tokens))
         tokens = all_sum(batch.response_mask.sum().double())
         micro_batches = equal_count(batch, self.config.micro_batch_tokens)
         totals: dict[str, Tensor] = {}
@@ -64,6 +70,8 @@ class ActorWorker(Worker):
             micro = batch.select(sequences if len(sequences) else [0])
             mask = micro.response_mask * float(len(sequences) > 0)
             log_probs, entropy = token_log_probs(self.model, micro)
+            if len(sequences):
+                before[batch.token_index(sequences)] = log_probs.detach()
             loss, health = self.algorithm.loss(log_probs, micro)
             # FSDP averages gradients over ranks; the sum over all tokens is wanted.
             ((loss * mask).sum() / tokens * self.world_size).backward()
@@ -78,7 +86,7 @@ class ActorWorker(Worker):
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
         means = {name: float(all_sum(value) / tokens) for name, value in totals.items()}
-        return {**means, "grad_norm": grad_norm, "learning_rate": rate}
+        return {**means, "grad_norm": grad_norm, "learning_rate": rate}, before
 
     @dispatch(to_all)
     def save_checkpoint(self, driver: str, *, folder: Path, step: int) -> None:
