@@ -40,6 +40,18 @@ PROMPT_CHARACTERS: Final = 32
 GROUP: Final = 8
 STEPS: Final = 1_000
 """More than are ever made: the jobs are stopped."""
+HOOK: Final = """
+from train.hooks import Hook
+from turns import Turns
+
+
+class OneStepATurn(Hook):
+    def on_start(self):
+        self.turns = Turns()
+
+    def on_step(self, step, metrics):
+        self.turns.step_ended()
+"""
 BARS: Final = {"25M": 2.5, "3M": 1.3}
 
 
@@ -191,7 +203,7 @@ def our_job(case: Case, home: Path, dtype: str) -> Job:
         "micro_batch_tokens": case.completions * (case.tokens + PROMPT_CHARACTERS) // 4,
         "measure_kl": "false",
         "reward": "turns:reward",
-        "hooks": json.dumps(["turns:OneStepATurn"]),
+        "hooks": json.dumps(["turns_hook:OneStepATurn"]),
         "algorithm.group_size": GROUP,
         "rollout.max_tokens": case.tokens,
         "data.prompts_per_step": case.completions // GROUP,
@@ -211,6 +223,7 @@ def make_home(folder: Path, model: Path, prompts: list[str]) -> Path:
     home = folder / "home"
     home.mkdir()
     shutil.copy(HERE / "turns.py", home / "turns.py")
+    (home / "turns_hook.py").write_text(HOOK)
     port = free_port()
     settings = ["--home", str(home), "--serve.port", str(port), "--serve.engine.kv_cache_bytes", str(64 << 20)]
     subprocess.run([MILLRACE, "init", "--model", str(model), *settings], check=True, cwd=home, capture_output=True)

@@ -28,26 +28,6 @@ class Turns:
             raise ConnectionError("the benchmark has ended")
 
 
-class OneStepATurn:
-    """The hook of a Millrace run: each step ends with a word to the benchmark."""
-
-    def __init__(self, run: Any) -> None:
-        self._turns = Turns()
-
-    def on_start(self) -> None:
-        """Nothing."""
-
-    def on_step(self, step: int, metrics: Any) -> None:
-        """The step is logged."""
-        self._turns.step_ended()
-
-    def on_checkpoint(self, steps: int, folder: Any) -> None:
-        """Nothing."""
-
-    def on_end(self, result: Any, error: BaseException | None) -> None:
-        """Nothing."""
-
-
 def share_of_letters(responses: list[str]) -> list[float]:
     """A reward that differs from response to response: the share of characters that are small letters."""
     return [sum(c.islower() for c in text) / max(1, len(text)) for text in responses]

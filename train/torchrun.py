@@ -54,6 +54,7 @@ def be_rank(config: TrainConfig, layout: Layout, environment: dict[str, str], dr
     except BaseException:
         joined.failures.report(joined.rank)
         raise
+    dist.destroy_process_group()  # or its threads may still run when the interpreter ends, which then aborts
 
 
 class Failures:
