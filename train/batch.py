@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +19,11 @@ from train.packing import balance, fill
 
 @dataclass(frozen=True)
 class Rollout:
-    """One response and what it was worth. ``log_probs``: nats, of the behaviour policy, one a response token."""
+    """One response and what it was worth.
+
+    ``log_probs``: nats, of the behaviour policy, one a response token. ``truncated``: it ended at the longest length.
+    ``fresh``: sampled by this run. ``baseline``: reward of the greedy response to its prompt, where that is asked for.
+    """
 
     prompt: list[int]
     response: list[int]
@@ -26,11 +31,23 @@ class Rollout:
     reward: float
     group: int
     temperature: float = 1.0
+    truncated: bool = False
+    fresh: bool = True
+    baseline: float = 0.0
+
+
+PER_SEQUENCE: Final = frozenset(
+    ("prompt_lengths", "temperatures", "rewards", "groups", "truncated", "fresh", "baselines")
+)
+"""Fields of a batch with one value a sequence."""
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """S sequences of T tokens in all."""
+    """S sequences of T tokens in all.
+
+    ``whole_groups``: sequences of a group are kept together, on a rank and in a micro-batch.
+    """
 
     tokens: Tensor  # int64 [T]
     cu_seqlens: Tensor  # int64 [S + 1]
@@ -38,10 +55,16 @@ class PackedBatch:
     temperatures: Tensor  # float32 [S]
     rewards: Tensor  # float32 [S]
     groups: Tensor  # int64 [S]
+    truncated: Tensor  # bool [S]
+    fresh: Tensor  # bool [S]
+    baselines: Tensor  # float32 [S]
     behaviour_log_probs: Tensor  # float32 [T]
     advantages: Tensor | None = None  # float32 [T]
     old_log_probs: Tensor | None = None  # float32 [T]
     ref_log_probs: Tensor | None = None  # float32 [T]
+    values: Tensor | None = None  # float32 [T], of the critic, before each token
+    returns: Tensor | None = None  # float32 [T], what the critic learns
+    whole_groups: bool = False
 
     @classmethod
     def pack(cls, rollouts: Sequence[Rollout]) -> PackedBatch:
@@ -67,6 +90,9 @@ class PackedBatch:
             temperatures=torch.tensor([r.temperature for r in rollouts], dtype=torch.float32),
             rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
             groups=torch.tensor([r.group for r in rollouts]),
+            truncated=torch.tensor([r.truncated for r in rollouts]),
+            fresh=torch.tensor([r.fresh for r in rollouts]),
+            baselines=torch.tensor([r.baseline for r in rollouts], dtype=torch.float32),
             behaviour_log_probs=torch.tensor(
                 [p for r in rollouts for p in (*([0.0] * len(r.prompt)), *r.log_probs)], dtype=torch.float32
             ),
@@ -94,24 +120,21 @@ class PackedBatch:
         """[S] → [T]: a sequence's value at each of its tokens."""
         return per_sequence.repeat_interleave(self.lengths)
 
-    def with_(self, **tensors: Tensor) -> PackedBatch:
-        """The batch with some of its tensors replaced."""
-        return replace(self, **tensors)
+    def with_(self, **fields: Any) -> PackedBatch:
+        """The batch with some of its fields replaced."""
+        return replace(self, **fields)
 
     def select(self, sequences: Tensor | Sequence[int]) -> PackedBatch:
         """The named sequences, in that order, as a batch of their own."""
         sequences = torch.as_tensor(sequences, dtype=torch.int64)
         cu_seqlens = offsets(self.lengths[sequences])
         token_index = self.token_index(sequences)
-        per_sequence = {"prompt_lengths", "temperatures", "rewards", "groups"}
-        picked: dict[str, Tensor | None] = {"cu_seqlens": cu_seqlens}
+        picked: dict[str, Any] = {"cu_seqlens": cu_seqlens, "whole_groups": self.whole_groups}
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in picked:
-                continue
-            picked[field.name] = (
-                None if value is None else value[sequences if field.name in per_sequence else token_index]
-            )
+            if field.name not in picked:
+                index = sequences if field.name in PER_SEQUENCE else token_index
+                picked[field.name] = None if value is None else value[index]
         return PackedBatch(**picked)
 
     def token_index(self, sequences: Tensor) -> Tensor:
@@ -126,9 +149,11 @@ class PackedBatch:
         Raises:
             ValueError: fewer sequences than parts.
         """
-        if len(self) < parts:
-            raise ValueError(f"{len(self)} sequences cannot be split over {parts} ranks; each needs at least one")
-        return [torch.tensor(part) for part in balance(self.lengths.tolist(), parts)]
+        units = self.units()
+        if len(units) < parts:
+            what = "groups" if self.whole_groups else "sequences"
+            raise ValueError(f"{len(units)} {what} cannot be split over {parts} ranks; each needs at least one")
+        return _joined(units, balance(self._tokens_of(units), parts))
 
     def micro_batches(self, tokens: int, at_least: int = 1) -> list[Tensor]:
         """Sequence indices in few groups of about equal size, at most ``tokens`` tokens: see ``train.packing.fill``.
@@ -137,7 +162,17 @@ class PackedBatch:
             tokens: the budget of a group; a longer sequence goes alone.
             at_least: groups that are wanted even if fewer would do; there are never more than sequences.
         """
-        return [torch.tensor(group) for group in fill(self.lengths.tolist(), tokens, at_least)]
+        units = self.units()
+        return _joined(units, fill(self._tokens_of(units), tokens, at_least))
+
+    def units(self) -> list[Tensor]:
+        """Indices of the sequences that stay together, ascending (int64): each by itself, or by groups."""
+        if not self.whole_groups:
+            return list(torch.arange(len(self))[:, None])
+        return [(self.groups == group).nonzero().flatten() for group in self.groups.unique()]
+
+    def _tokens_of(self, units: list[Tensor]) -> list[int]:
+        return [int(self.lengths[unit].sum()) for unit in units]
 
     def minibatches(self, count: int) -> Iterator[PackedBatch]:
         """``count`` batches of whole groups, about equal in groups."""
@@ -149,3 +184,8 @@ class PackedBatch:
 def offsets(lengths: Tensor) -> Tensor:
     """int64 [S] → int64 [S + 1]: where each sequence starts, and the end."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def _joined(units: list[Tensor], parts: list[list[int]]) -> list[Tensor]:
+    """The sequences of each part's units, ascending."""
+    return [torch.cat([units[u] for u in part]).sort().values for part in parts]

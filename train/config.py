@@ -7,24 +7,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from train.algorithms.config import AlgorithmConfig
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True)
-
-
-class AlgorithmConfig(_Section):
-    """What is learned from a batch of scored responses."""
-
-    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
-    group_size: int = Field(8, ge=2, description="Responses sampled for each prompt; their rewards are compared.")
-    normalise_by_std: bool = Field(True, description="Divide a group's advantages by their standard deviation.")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="The policy ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(0.28, gt=0, description="The policy ratio is clipped above 1 + clip_high.")
-    kl_coefficient: float = Field(0.0, ge=0, description="Weight of the KL to the parent policy in the loss.")
-    kl_estimator: Literal["k1", "k2", "k3"] = Field("k3", description="Estimator of that KL.")
-    importance_cap: float = Field(
-        2.0, gt=0, description="Cap of the weight that corrects for sampling and training logprobs that differ."
-    )
 
 
 class OptimizerConfig(_Section):
@@ -112,12 +99,28 @@ class RolloutConfig(_Section):
 class DataConfig(_Section):
     """What training learns from."""
 
-    prompts_per_step: int = Field(32, ge=1, description="Prompts of traffic that each step samples responses for.")
+    prompts_per_step: int = Field(
+        32, ge=1, description="Prompts that each step learns from; of offline algorithms, items."
+    )
     min_prompts: int = Field(32, ge=1, description="With fewer prompts in the lake, no training takes place.")
     max_prompts: int = Field(10_000, ge=1, description="The most recent prompts to draw from.")
-    traffic_groups_per_step: int = Field(
-        0, ge=0, description="Groups of logged responses, with the rewards that scoring gave them, added to each step."
+    traffic_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of prompts_per_step whose responses are logged ones, with the rewards that scoring gave, in "
+        "place of fresh ones. 1: nothing is sampled.",
     )
+
+    @property
+    def traffic_prompts_per_step(self) -> int:
+        """Prompts of a step whose responses are logged ones."""
+        return round(self.traffic_share * self.prompts_per_step)
+
+    @property
+    def fresh_prompts_per_step(self) -> int:
+        """Prompts of a step that responses are sampled for."""
+        return self.prompts_per_step - self.traffic_prompts_per_step
 
 
 class CheckpointConfig(_Section):
@@ -181,7 +184,7 @@ class TrainConfig(_Section):
     ranks: int = Field(1, ge=1, description="Worker processes; each holds an FSDP shard and generates.")
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each worker process.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are float32.")
-    steps: int = Field(20, ge=1, description="GRPO steps in one run.")
+    steps: int = Field(20, ge=1, description="Steps in one run.")
     minibatches: int = Field(1, ge=1, description="Optimizer steps on each batch of rollouts.")
     micro_batch_tokens: int = Field(4096, ge=16, description="Tokens in one forward and backward pass of a rank.")
     activation_checkpointing: bool = Field(
@@ -212,6 +215,9 @@ class TrainConfig(_Section):
         description="Measure the KL to the parent policy on every step, also where neither loss nor max_kl needs it: "
         "a forward pass, and the parent's weights in memory.",
     )
+    dataflow: str | None = Field(
+        None, description="module:class of a dataflow of your own, a subclass of train.dataflows.base.Dataflow."
+    )
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="The algorithm.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
     fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="How the weights in training are spread.")
@@ -239,7 +245,7 @@ class TrainConfig(_Section):
     @property
     def has_reference(self) -> bool:
         """Whether a run needs the parent policy's logprobs."""
-        return self.measure_kl or self.algorithm.kl_coefficient > 0 or self.max_kl is not None
+        return self.measure_kl or self.algorithm.kl.coefficient > 0 or self.max_kl is not None
 
     @property
     def old_log_probs_differ(self) -> bool:

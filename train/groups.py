@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from feedback.config import RuleConfig
 from feedback.rewards.rules import load_reward
-from train import torchrun
+from train import algorithms, torchrun
 from train.config import TrainConfig
 from train.controller import Pool, ResourcePool, WorkerGroup, results
 
@@ -68,7 +68,7 @@ def start_groups(
         groups = Groups(
             actor=trained,
             reference=pools[on.reference].group("reference", "train.workers.reference:ReferenceWorker", **common)
-            if config.has_reference
+            if config.has_reference or algorithms.load(config.algorithm).needs_reference
             else None,
             rollout=pools[on.rollout].group("rollout", rollout, **common, seed=seed),
             reward=rewarding,

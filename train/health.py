@@ -11,26 +11,26 @@ from train.context import TrainingStopped
 from train.kl import k1, k3
 
 
-def health(fresh: PackedBatch, batch: PackedBatch, updates: list[dict[str, float]]) -> dict[str, float]:
+def health(batch: PackedBatch, updates: list[dict[str, float]]) -> dict[str, float]:
     """What to watch: rewards of the fresh rollouts; KL and logprob differences by token, nats; means of the updates."""
     assert batch.old_log_probs is not None
-    end = len(fresh.tokens)  # the fresh rollouts come first
-    mask = batch.response_mask.clone()
-    mask[end:] = False
+    fresh = batch.fresh
+    mask = batch.response_mask & batch.per_token(fresh)
     old, behaviour = batch.old_log_probs[mask], batch.behaviour_log_probs[mask]
     ref = None if batch.ref_log_probs is None else batch.ref_log_probs[mask]
-    lengths = fresh.lengths - fresh.prompt_lengths
+    rewards = batch.rewards[fresh]
     return {
-        "reward": float(fresh.rewards.mean()),
-        "reward_std": float(fresh.rewards.std()) if len(fresh) > 1 else 0.0,
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
         **({} if ref is None else {"kl_ref": float(k3(old, ref).mean())}),
         "kl_behaviour": float(k1(behaviour, old).mean()),
         "logprob_difference_mean": float((old - behaviour).abs().mean()),
         "logprob_difference_max": float((old - behaviour).abs().max()),
-        "response_length": float(lengths.float().mean()),
-        "uninformative_fraction": float(uninformative(fresh.rewards, fresh.groups).float().mean()),
-        "responses": float(len(fresh)),
-        "traffic_responses": float(len(batch) - len(fresh)),
+        "response_length": float((batch.lengths - batch.prompt_lengths)[fresh].float().mean()),
+        "uninformative_fraction": float(uninformative(rewards, batch.groups[fresh]).float().mean()),
+        "responses": float(fresh.sum()),
+        "traffic_responses": float((~fresh).sum()),
+        "tokens": float(len(batch.tokens)),
         **{name: sum(u[name] for u in updates) / len(updates) for name in updates[0]},
     }
 

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
-from typing import Any
 
 from feedback.lake import Lake, LakeError
 from serve.policies import Policy, PolicyStore
-from train import algorithms
-from train.batch import PackedBatch
+from train import dataflows
 from train.checkpoint_files import CheckpointError
 from train.config import TrainConfig
 from train.context import JobContext, JobResult, TrainingStopped
+from train.dataflows.base import Data, Dataflow, Run
 from train.groups import start_groups
-from train.health import check_health, health
+from train.health import check_health
 from train.hooks import RunInfo
 from train.progress import Clock, progress_bar, say, say_step
 from train.publishing import publish
-from train.random_state import random_state, seed_all, seed_of, set_random_state
+from train.random_state import random_state, seed_all, set_random_state
 from train.resume import Begun, Checkpoints, Progress, begin, checkpoints_of, keep_start, only_run
-from train.samples import TrainingData, regroup, score
 from train.trackers import Watchers
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
@@ -48,24 +45,29 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         if begun.published is not None:
             return published_before(context, begun.published)
         seed = config.seed * 1_000_003 + begun.parent.version
-        data = read_data(config, context, lake, begun, seed)
-        if len(data.prompts.items) < config.data.min_prompts:
-            return too_few(config, context, begun.parent, len(data.prompts.items))
+        dataflow = dataflows.load(config)
+        data = read_data(dataflow, config, context, lake, begun, seed)
+        if data.usable < config.data.min_prompts:
+            return too_few(config, context, begun.parent, data.usable)
         keep_start(context, begun.start)
-        return train(config, context, store, begun, data, seed)
+        return train(dataflow, config, context, store, begun, data, seed)
 
 
 def train(
-    config: TrainConfig, context: JobContext, store: PolicyStore, begun: Begun, data: TrainingData, seed: int
+    dataflow: type[Dataflow],
+    config: TrainConfig,
+    context: JobContext,
+    store: PolicyStore,
+    begun: Begun,
+    data: Data,
+    seed: int,
 ) -> JobResult:
-    """The dataflow: from the first step, or from the checkpoint, to the published candidate."""
+    """From the first step, or from the checkpoint, to the published candidate."""
     started = time.monotonic()
-    say(f"{context.run}: starting actor, reference and rollout workers")
+    say(f"{context.run}: starting the workers")
     parent, progress = begun.parent, begun.progress
     first = progress.step if progress else 0
     history = list(progress.history) if progress else []
-    ahead = progress.ahead if progress else None
-    algorithm = algorithms.load(config.algorithm)
     info = RunInfo(context.run, context.folder, parent.version, first, config.steps, config)
 
     with (
@@ -73,57 +75,22 @@ def train(
         start_groups(config, parent.path, seed=seed, reward=context.reward) as groups,
         progress_bar() as bar,
     ):
-        actor, reference, rollout = groups.actor, groups.reference, groups.rollout
+        actor, clock = groups.actor, Clock()
         checkpoints = Checkpoints(config.checkpoint, context, actor, watchers.checkpoint)
+        flow = dataflow(Run(config, context, groups, data, seed, clock))
         if begun.checkpoint is not None and progress is not None:
             actor.load_checkpoint(begun.checkpoint)
-            groups.reshard()
+            flow.resume(progress.dataflow)
             set_random_state(progress.random)
         else:
             seed_all(seed)
         say(f"{context.run}: workers up after {time.monotonic() - started:.0f} s")
         watchers.start()
         task = bar.add_task(context.run, total=config.steps, completed=first)
-
-        def generate(step: int, call: Callable[..., Any]) -> Any:
-            prompts = [p.prompt_token_ids for p in data.prompts.at(step)]
-            return call(prompts, n=config.algorithm.group_size, seed=seed_of(seed, step))
-
         for step in range(first, config.steps):
-            clock = Clock()
-            asked = data.prompts.at(step)
-            sampled = ahead if ahead is not None else generate(step, rollout.generate)
-            clock.lap("generate")
-            overlaps = config.rollout.staleness > 0 and step + 1 < config.steps
-            if overlaps:  # the next batch is sampled with the weights of now, while they are trained on this one
-                groups.reshard()
-                clock.lap("reshard")
-                pending = generate(step + 1, rollout.generate.start)
-            scored = score(asked, sampled, groups.reward, temperature=config.rollout.temperature)
-            logged = regroup(data.traffic.at(step), first_group=len(asked))
-            fresh = PackedBatch.pack(scored)
-            batch = PackedBatch.pack(scored + logged)
-            clock.lap("score")
-            if reference is not None:
-                batch = batch.with_(ref_log_probs=reference.log_probs(batch))
-            if config.old_log_probs_differ:
-                batch = batch.with_(old_log_probs=actor.log_probs(batch))
-            clock.lap("log_probs")
-            batch = batch.with_(advantages=algorithm.advantages(batch))
-            if config.old_log_probs_differ:
-                updates = [actor.update(m) for m in batch.minibatches(config.minibatches)]
-            else:
-                update, before = actor.learn(batch)
-                updates, batch = [update], batch.with_(old_log_probs=before)
-            clock.lap("update")
-            if overlaps:
-                ahead = pending.result()
-                clock.lap("wait")
-            else:
-                ahead = None
-                groups.reshard()
-                clock.lap("reshard")
-            metrics = {**health(fresh, batch, updates), **clock.laps(len(batch.tokens))}
+            clock.start()
+            metrics = flow.step(step)
+            metrics |= clock.laps(metrics["tokens"])
             history.append(metrics)
             watchers.step(step, metrics)
             bar.advance(task)
@@ -138,11 +105,11 @@ def train(
                         data=data.digest,
                         history=history,
                         random=random_state(),
-                        ahead=ahead,
+                        dataflow=flow.state(),
                     )
                 )
         checkpoints.hear(wait=True)
-        candidate = publish(store, parent, actor, config, context, begun.start, history, len(data.prompts.items))
+        candidate = publish(store, parent, actor, config, context, begun.start, history, data.usable)
         shutil.rmtree(checkpoints_of(context))  # the run is finished: its name gives this policy from here on
         say(f"{context.run}: published policy {candidate.version} in {time.monotonic() - started:.0f} s")
         result = JobResult(
@@ -161,11 +128,13 @@ def train(
 # ---------------------------------------------------------------------------------------------- before the first step
 
 
-def read_data(config: TrainConfig, context: JobContext, lake: Lake, begun: Begun, seed: int) -> TrainingData:
+def read_data(
+    dataflow: type[Dataflow], config: TrainConfig, context: JobContext, lake: Lake, begun: Begun, seed: int
+) -> Data:
     """What the run learns from; the same as before, if it goes on."""
     versions, progress = begun.start.lake_versions, begun.progress
     try:
-        data = TrainingData.of(lake, versions, config, begun.parent.path, seed)
+        data = dataflow.read(lake, versions, config, begun.parent.path, seed)
     except LakeError as error:
         if progress is None:
             raise
@@ -179,9 +148,8 @@ def read_data(config: TrainConfig, context: JobContext, lake: Lake, begun: Begun
             "same prompts and responses. Give the run another name (--run)"
         )
     say(
-        f"{context.run}: from policy {begun.parent.version}, {len(data.prompts.items)} prompts ({data.too_long} too "
-        f"long), {len(data.traffic.items)} groups of traffic ({data.refused} responses sampled below full support left "
-        f"out), {config.ranks} ranks" + (f"; goes on after step {progress.step}" if progress is not None else "")
+        f"{context.run}: {config.algorithm.name} from policy {begun.parent.version}, {data}, {config.ranks} ranks"
+        + (f"; goes on after step {progress.step}" if progress is not None else "")
     )
     return data
 

@@ -146,6 +146,7 @@ def make_run(arguments: argparse.Namespace) -> None:
     """The run of one way."""
     import ray
 
+    from train.dataflows.online import Online
     from train.job import train
     from train.resume import Begun, RunStart, checkpoints_of
 
@@ -173,7 +174,7 @@ def make_run(arguments: argparse.Namespace) -> None:
             runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
         )
         try:
-            train(config, context, store, Begun(start, parent), data_of(arguments), seed=1)
+            train(Online, config, context, store, Begun(start, parent), data_of(arguments), seed=1)
         finally:
             ray.shutdown()
 

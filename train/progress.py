@@ -35,18 +35,22 @@ def progress_bar() -> Progress:
 
 
 class Clock:
-    """Laps of one step, in seconds."""
+    """Laps of one step, in seconds; of one name they add up."""
 
     def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """A step begins."""
         self._start = self._last = time.monotonic()
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
         now = time.monotonic()
-        self._laps[name] = now - self._last
+        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
         self._last = now
 
-    def laps(self, tokens: int) -> dict[str, float]:
+    def laps(self, tokens: float) -> dict[str, float]:
         total = self._last - self._start
         return {
             "time": time.time(),

@@ -25,7 +25,6 @@ from train.context import JobContext
 from train.continuing import differing_settings
 from train.controller import WorkerGroup
 from train.progress import say
-from train.workers.rollout import Sample
 
 FAILED_SAVES: Final = 2  # in a row, and the run ends: nobody wants to find out after a day that nothing was kept
 
@@ -44,14 +43,14 @@ class RunStart(BaseModel):
 
 
 class Progress(BaseModel):
-    """What the driver has to know to go on after ``step`` steps. ``ahead``: the next step's samples, if there are."""
+    """What the driver has to know to go on after ``step`` steps. ``dataflow``: its own state."""
 
     start: RunStart
     step: int
     data: str
     history: list[dict[str, float]]
     random: dict[str, Any]
-    ahead: list[list[Sample]] | None
+    dataflow: Any
 
 
 @dataclass(frozen=True)

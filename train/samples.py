@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 from feedback.datasets import Prompt, prompts, rollouts
 from feedback.lake import Lake
 from train.batch import Rollout
-from train.config import TrainConfig
+from train.config import RolloutConfig, TrainConfig
 from train.context import TrainingStopped
 from train.data import Cycled, TrafficGroups
 
@@ -39,15 +39,26 @@ class TrainingData:
         asked = prompts(lake, versions=versions, limit=config.data.max_prompts)
         longest = longest_prompt(config, policy)
         usable = [p for p in asked if len(p.prompt_token_ids) <= longest]
-        count = config.data.traffic_groups_per_step
+        count = config.data.traffic_prompts_per_step
         traffic = TrafficGroups.of(rollouts(lake, versions=versions)) if count else TrafficGroups([], 0)
         content = repr([p.prompt_token_ids for p in usable]) + repr(traffic.groups)
         return cls(
-            prompts=Cycled(usable, config.data.prompts_per_step, f"{seed}:prompts"),
+            prompts=Cycled(usable, config.data.fresh_prompts_per_step, f"{seed}:prompts"),
             traffic=Cycled(traffic.groups, min(count, len(traffic.groups)), f"{seed}:traffic"),
             too_long=len(asked) - len(usable),
             refused=traffic.refused,
             digest=hashlib.sha256(content.encode()).hexdigest(),
+        )
+
+    @property
+    def usable(self) -> int:
+        """Prompts that there are."""
+        return len(self.prompts.items)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.prompts.items)} prompts ({self.too_long} too long), {len(self.traffic.items)} groups of "
+            f"traffic ({self.refused} responses sampled below full support left out)"
         )
 
 
@@ -66,7 +77,7 @@ def longest_prompt(config: TrainConfig, policy: Path) -> int:
 
 
 def score(
-    asked: list[Prompt], sampled: list[list[Any]], reward: Callable[[pa.Table], Any], *, temperature: float
+    asked: list[Prompt], sampled: list[list[Any]], reward: Callable[[pa.Table], Any], config: RolloutConfig
 ) -> list[Rollout]:
     """Reward the samples; one group a prompt. A sample that the rule has no reward for is left out."""
     flat = [(group, prompt, s) for group, prompt in enumerate(asked) for s in sampled[group]]
@@ -82,7 +93,15 @@ def score(
         )
     )
     scored = [
-        Rollout(p.prompt_token_ids, s.token_ids, s.log_probs, float(r), group, temperature)
+        Rollout(
+            prompt=p.prompt_token_ids,
+            response=s.token_ids,
+            log_probs=s.log_probs,
+            reward=float(r),
+            group=group,
+            temperature=config.temperature,
+            truncated=s.finish_reason == "length",
+        )
         for (group, p, s), r in zip(flat, rewards, strict=True)
         if r is not None and s.token_ids
     ]
@@ -93,8 +112,4 @@ def score(
 
 def regroup(groups: list[list[Rollout]], *, first_group: int) -> list[Rollout]:
     """Logged groups as rollouts, numbered on from the fresh ones."""
-    return [
-        Rollout(r.prompt, r.response, r.log_probs, r.reward, first_group + i, r.temperature)
-        for i, group in enumerate(groups)
-        for r in group
-    ]
+    return [replace(rollout, group=first_group + i, fresh=False) for i, group in enumerate(groups) for rollout in group]

@@ -71,7 +71,7 @@ def test_every_unknown_key_is_named_at_once() -> None:
     [
         ("serve.port", "abc", ["serve.port", "'abc'", "--serve.port"]),
         ("serve.port", "70000", ["serve.port", "70000"]),
-        ("train.algorithm.kl_estimator", "k9", ["train.algorithm.kl_estimator", "'k9'", "'k3'"]),
+        ("train.algorithm.kl.estimator", "k9", ["train.algorithm.kl.estimator", "'k9'", "'k3'"]),
         ("train.optimizer.betas", "[0.9]", ["train.optimizer.betas"]),
         ("schedule.interval_seconds", "-1", ["schedule.interval_seconds", "-1"]),
         ("feedback.scoring.rules.mine.function", "no colon", ["feedback.scoring.rules.mine.function", "no colon"]),

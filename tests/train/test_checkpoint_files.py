@@ -89,7 +89,7 @@ def checkpoints_by(actor: Actor, heard: list[int], **config: Any) -> Checkpoints
 
 def progress(step: int) -> Progress:
     start = RunStart(id="i", parent=1, parent_sha256="", lake_versions={}, reward="m:f", config={})
-    return Progress(start=start, step=step, data="", history=[], random={}, ahead=None)
+    return Progress(start=start, step=step, data="", history=[], random={}, dataflow=None)
 
 
 def test_a_failed_save_is_told_and_a_second_in_a_row_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,7 +67,6 @@ def test_a_step_that_wants_more_items_than_there_are_gets_some_again() -> None:
     ("settings", "message"),
     [
         ({"ranks": 3, "rollout": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2 does not divide train.ranks=3"),
-        ({"algorithm": {"group_size": 1}}, "greater than or equal to 2"),
         ({"minibatches": 9, "data": {"prompts_per_step": 8}}, "train.minibatches=9 is more than"),
         ({"rollout": {"staleness": 1}}, "train.rollout.staleness=1 needs generation on a pool of its own"),
         ({"rollout": {"staleness": 2}}, "staleness"),

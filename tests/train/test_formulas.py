@@ -49,10 +49,10 @@ def test_a_group_whose_rewards_are_all_equal_is_uninformative_and_no_other() -> 
 
 @given(st.floats(-2, 2), st.floats(-2, 2), st.floats(-3, 3))
 def test_the_clipped_surrogate_is_ppos(log_prob: float, old: float, advantage: float) -> None:
-    loss, clipped = clipped_surrogate(
-        *(torch.tensor([x], dtype=torch.float64) for x in (log_prob, old, advantage)), clip_low=0.2, clip_high=0.28
-    )
     ratio = math.exp(log_prob - old)
+    loss, clipped = clipped_surrogate(
+        *(torch.tensor([x], dtype=torch.float64) for x in (ratio, advantage)), clip_low=0.2, clip_high=0.28
+    )
     bounded = min(max(ratio, 0.8), 1.28)
     assert float(loss) == pytest.approx(-min(ratio * advantage, bounded * advantage))
     assert bool(clipped) == (bounded * advantage < ratio * advantage)
@@ -65,7 +65,7 @@ def test_the_clip_stops_the_gradient_only_where_it_would_go_further_off(
     advantage: float, log_prob: float, moves: bool
 ) -> None:
     x = torch.tensor([log_prob], requires_grad=True)
-    loss, _ = clipped_surrogate(x, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.28)
+    loss, _ = clipped_surrogate(x.exp(), torch.tensor([advantage]), clip_low=0.2, clip_high=0.28)
     loss.sum().backward()
     assert x.grad is not None
     assert bool(x.grad.abs() > 0) == moves
@@ -98,12 +98,15 @@ def grpo_batch(advantages: list[float]) -> PackedBatch:
 
 
 def test_grpo_is_its_formula_token_by_token() -> None:
-    config = AlgorithmConfig(kl_coefficient=0.3, importance_cap=1.05)
+    config = AlgorithmConfig.model_validate(
+        {"kl": {"coefficient": 0.3}, "correction": {"cap": 1.05}, "clip_high": 0.28}
+    )
     batch = grpo_batch([1.5, -0.7])
     assert batch.old_log_probs is not None
     log_probs = batch.old_log_probs + torch.linspace(-0.5, 0.5, len(batch.tokens))
     loss, health = GRPO(config).loss(log_probs, batch)
-    for t in range(len(batch.tokens)):
+    expected = 0.0
+    for t in batch.response_mask.nonzero().flatten().tolist():
         now, old, mu, ref, a = (
             float(x[t])
             for x in (log_probs, batch.old_log_probs, batch.behaviour_log_probs, batch.ref_log_probs, batch.advantages)  # type: ignore[index]
@@ -111,14 +114,16 @@ def test_grpo_is_its_formula_token_by_token() -> None:
         ratio, weight = math.exp(now - old), min(math.exp(old - mu), 1.05)
         surrogate = -min(ratio * a, min(max(ratio, 0.8), 1.28) * a)
         kl = math.exp(ref - now) - 1 - (ref - now)
-        assert float(loss[t]) == pytest.approx(weight * surrogate + 0.3 * kl, abs=1e-5)
+        expected += (weight * surrogate + 0.3 * kl) / 3  # each response has three tokens
         assert float(health["importance_weight"][t]) == pytest.approx(weight, abs=1e-5)
+    assert float(loss) == pytest.approx(expected, abs=1e-5)
+    assert GRPO(config).count(batch) == 2.0
 
 
 def test_grpos_gradient_is_that_of_finite_differences() -> None:
     batch = grpo_batch([1.5, -0.7])
     assert batch.old_log_probs is not None
-    algorithm = GRPO(AlgorithmConfig(kl_coefficient=0.3))
+    algorithm = GRPO(AlgorithmConfig.model_validate({"kl": {"coefficient": 0.3}}))
     doubled = batch.with_(
         **{
             n: getattr(batch, n).double()

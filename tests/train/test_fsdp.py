@@ -244,8 +244,8 @@ def expected(folder: Path) -> dict[str, Any]:
         log_probs = torch.log_softmax(model(tokens[None]).logits[0], -1)[:-1].gather(1, tokens[1:, None])[:, 0]
         pieces.append(torch.cat([torch.zeros(1), log_probs]))
     log_probs = torch.cat(pieces) * batch.response_mask
-    losses, _ = load(TrainConfig().algorithm).loss(log_probs, batch)
-    loss = losses[batch.response_mask].mean()
+    algorithm = load(TrainConfig().algorithm)
+    loss = algorithm.loss(log_probs, batch)[0] / algorithm.count(batch)
     loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     return {"loss": float(loss.detach()), "gradients": gradients}

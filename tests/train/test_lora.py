@@ -69,7 +69,7 @@ def a_run(rank: int, policy: Path) -> dict[str, Any]:
             "ranks": RANKS,
             "dtype": "float32" if policy.name == "qwen3" else "bfloat16",
             "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0},
-            "algorithm": {"kl_coefficient": 0.01},
+            "algorithm": {"kl": {"coefficient": 0.01}},
             "activation_checkpointing": policy.name == "qwen3",
             "lora": {"rank": 3, "alpha": 6, "publish_adapter": True},
         }

@@ -109,7 +109,7 @@ def updates(policy: Path, sp: int) -> tuple[list[dict[str, float]], Tensor]:
             "dtype": "float32",
             "micro_batch_tokens": 24,
             "optimizer": {"learning_rate": 1e-2, "warmup_steps": 0},
-            "algorithm": {"kl_coefficient": 0.1},
+            "algorithm": {"kl": {"coefficient": 0.1}},
             "fsdp": {"sequence_parallel": sp},
         }
     )

@@ -1,13 +1,37 @@
-"""Algorithms, one small file each; a name in the config picks one here."""
+"""Algorithms, one small file each; a name in the config picks one. This file imports no torch."""
 
 from __future__ import annotations
 
-from train.algorithms.grpo import GRPO
-from train.config import AlgorithmConfig
+import importlib
+from typing import TYPE_CHECKING, Final
 
-ALGORITHMS = {"grpo": GRPO}
+if TYPE_CHECKING:
+    from train.algorithms.base import Algorithm
+    from train.algorithms.config import AlgorithmConfig
+
+ALGORITHMS: Final = {
+    "grpo": "train.algorithms.grpo:GRPO",
+}
 
 
-def load(config: AlgorithmConfig) -> GRPO:
-    """The algorithm that the config names."""
-    return ALGORITHMS[config.name](config)
+def load(config: AlgorithmConfig) -> Algorithm:
+    """The algorithm that the config names: one of ``ALGORITHMS``, or a class of the user's own as ``module:class``.
+
+    Raises:
+        ValueError: it names none.
+    """
+    module, _, name = ALGORITHMS.get(config.name, config.name).partition(":")
+    setting = f"train.algorithm.name={config.name!r}"
+    if not name:
+        raise ValueError(f"{setting} is no algorithm; use one of {', '.join(ALGORITHMS)}, or 'module:class'")
+    try:
+        algorithm = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ValueError(f"{setting}: the module can't be imported: {error}") from error
+    except AttributeError:
+        raise ValueError(f"{setting}: the module {module} has no {name!r}") from None
+    from train.algorithms.base import Algorithm
+
+    if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
+        raise ValueError(f"{setting} is no subclass of train.algorithms.base.Algorithm")
+    return algorithm(config)

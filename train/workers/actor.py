@@ -52,31 +52,36 @@ class ActorWorker(Worker):
         return forward_log_probs(self.model, batch, self.config.micro_batch_tokens)
 
     @dispatch(by_tokens)
-    def update(self, batch: PackedBatch) -> dict[str, float]:
-        """One optimizer step on the batch; the loss is averaged over the response tokens of all ranks."""
-        return self.learn(batch)[0]
+    def update(self, batch: PackedBatch, *, kl_coefficient: float | None = None) -> dict[str, float]:
+        """One optimizer step on the batch, with the algorithm's loss over all ranks.
+
+        Args:
+            kl_coefficient: the adapted one; the config's if None.
+        """
+        return self.learn(batch, kl_coefficient=kl_coefficient)[0]
 
     @dispatch(answer_and_per_token)
-    def learn(self, batch: PackedBatch) -> tuple[dict[str, float], Tensor]:
+    def learn(self, batch: PackedBatch, *, kl_coefficient: float | None = None) -> tuple[dict[str, float], Tensor]:
         """``update``, and what ``log_probs`` would have given before it, at no cost: float32 [T]."""
+        if kl_coefficient is not None:
+            self.algorithm.kl_coefficient = kl_coefficient
         before = torch.zeros(len(batch.tokens))
-        tokens = all_sum(batch.response_mask.sum().double())
+        count = all_sum(torch.tensor(self.algorithm.count(batch), dtype=torch.float64))
         micro_batches = equal_count(batch, self.config.micro_batch_tokens)
-        totals: dict[str, Tensor] = {}
+        means = Means()
         self.model.train()
         for i, sequences in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             require_gradient_sync(self.model, last or self.config.fsdp.reduce_every_micro_batch)
-            micro = batch.select(sequences if len(sequences) else [0])
-            mask = micro.response_mask * float(len(sequences) > 0)
+            micro = batch.select(sequences if len(sequences) else batch.units()[0])
             log_probs, entropy = token_log_probs(self.model, micro)
+            loss, health = self.algorithm.loss(log_probs, micro)
             if len(sequences):
                 before[batch.token_index(sequences)] = log_probs.detach()
-            loss, health = self.algorithm.loss(log_probs, micro)
-            # FSDP averages gradients over ranks; the sum over all tokens is wanted.
-            ((loss * mask).sum() / tokens * self.world_size).backward()
-            for name, value in {"loss": loss.detach(), "entropy": entropy, **health}.items():
-                totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64)) + (value * mask).double().sum()
+            means.add({"entropy": entropy, **health}, micro.response_mask, counts=len(sequences) > 0)
+            means.add_to("loss", loss.detach() * float(len(sequences) > 0), 0.0)
+            # FSDP averages gradients over ranks; the sum over all of them is wanted.
+            (loss * float(len(sequences) > 0) / count * self.world_size).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         if not torch.isfinite(torch.tensor(grad_norm)):
@@ -85,8 +90,8 @@ class ActorWorker(Worker):
         self.optimizer.zero_grad()
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
-        means = {name: float(all_sum(value) / tokens) for name, value in totals.items()}
-        return {**means, "grad_norm": grad_norm, "learning_rate": rate}, before
+        means.add_to("loss", torch.zeros(()), float(count) / self.world_size)
+        return {**means.over_ranks(), "grad_norm": grad_norm, "learning_rate": rate}, before
 
     @dispatch(to_all)
     def save_checkpoint(self, driver: str, *, folder: Path, step: int) -> None:
@@ -131,7 +136,7 @@ def forward_log_probs(model: torch.nn.Module, batch: PackedBatch, micro_batch_to
     result = torch.zeros(len(batch.tokens))
     with torch.no_grad():
         for sequences in equal_count(batch, micro_batch_tokens):
-            log_probs, _ = token_log_probs(model, batch.select(sequences if len(sequences) else [0]))
+            log_probs, _ = token_log_probs(model, batch.select(sequences if len(sequences) else batch.units()[0]))
             if len(sequences):
                 result[batch.token_index(sequences)] = log_probs
     return result
@@ -146,6 +151,32 @@ def equal_count(batch: PackedBatch, tokens: int) -> list[Tensor]:
     torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
     micro_batches = batch.micro_batches(tokens, at_least=int(count))
     return micro_batches + [torch.empty(0, dtype=torch.int64)] * (int(count) - len(micro_batches))
+
+
+class Means:
+    """Means of what micro-batches log, over all of them and all ranks."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, values: dict[str, Tensor], response_mask: Tensor, *, counts: bool) -> None:
+        """Take in tensors: of one of the mask's shape its response tokens, of another one all; or their names alone."""
+        for name, value in values.items():
+            taken = value.detach()
+            taken = taken[response_mask] if taken.shape == response_mask.shape else taken.flatten()
+            taken = taken if counts else taken[:0]
+            self.add_to(name, taken.double().sum(), float(taken.numel()))
+
+    def add_to(self, name: str, total: Tensor, count: float) -> None:
+        """Add to the sum that is named, and to what it is divided by."""
+        self._sums[name] = self._sums.get(name, torch.zeros(2, dtype=torch.float64)) + torch.stack(
+            [total.double().cpu(), torch.tensor(count, dtype=torch.float64)]
+        )
+
+    def over_ranks(self) -> dict[str, float]:
+        """The means; every rank must call it, and must have added to the same names."""
+        total = all_sum(torch.stack(list(self._sums.values())))
+        return {name: float(s / n) if n else 0.0 for name, (s, n) in zip(self._sums, total, strict=True)}
 
 
 def all_sum(value: Tensor) -> Tensor:

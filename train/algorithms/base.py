@@ -1,0 +1,89 @@
+"""What every algorithm is: what a response is worth, and what follows from it for the policy.
+
+An algorithm of your own is a subclass, named in the config as ``train.algorithm.name: my_package.mine:Mine``. Of
+``PolicyGradient`` override ``advantages``, ``ratio`` or ``surrogate``; of ``Algorithm``, ``advantages`` and ``loss``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor
+
+from train.algorithms.config import AlgorithmConfig
+from train.batch import PackedBatch
+from train.corrections import truncated_importance
+from train.kl import ESTIMATORS
+from train.losses import AGGREGATIONS, clipped_surrogate, token_ratio
+
+Loss = tuple[Tensor, dict[str, Tensor]]
+"""The loss, summed (float32, no dimensions); and what to log of it: [T], of which the mean over response tokens is
+taken, or of any other shape, of which the mean over all is."""
+
+
+class Algorithm:
+    """Base of all algorithms."""
+
+    needs_critic: ClassVar[bool] = False
+    """``advantages`` reads ``values`` of the batch, which a critic gives."""
+    needs_greedy: ClassVar[bool] = False
+    """``advantages`` reads ``baselines`` of the batch: the reward of the greedy response to each prompt."""
+    needs_reference: ClassVar[bool] = False
+    """``loss`` reads ``ref_log_probs`` of the batch, whatever the KL settings."""
+    whole_groups: ClassVar[bool] = False
+    """``loss`` compares responses of a group: none is split over ranks or micro-batches."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+        self.kl_coefficient = config.kl.coefficient
+        """Weight of the KL: the config's, or what it was adapted to."""
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        """float32 [T]: how much better each response token was than expected. ``batch`` is that of the whole step."""
+        raise NotImplementedError
+
+    def loss(self, log_probs: Tensor, batch: PackedBatch) -> Loss:
+        """What to minimise, summed over a micro-batch, and what to log.
+
+        Args:
+            log_probs: float32 [T], of the policy in training, with gradient.
+            batch: with ``advantages``; with ``old_log_probs``, unless they are those of ``log_probs``; with
+                ``ref_log_probs``, if there is a reference.
+        """
+        raise NotImplementedError
+
+    def count(self, batch: PackedBatch) -> float:
+        """What the sum of the losses over all micro-batches and ranks is divided by: this part's share of it."""
+        return float(batch.response_mask.sum())
+
+
+class PolicyGradient(Algorithm):
+    """Responses that were better than expected get likelier, in proportion, as far as a surrogate lets them.
+
+    Five choices make an algorithm of it: ``advantages``, ``ratio``, ``surrogate``, and by config the aggregation and
+    the KL.
+    """
+
+    def ratio(self, log_probs: Tensor, old_log_probs: Tensor, batch: PackedBatch) -> Tensor:
+        """float32 [T]: how much likelier a token has become since the step began."""
+        return token_ratio(log_probs, old_log_probs)
+
+    def surrogate(self, ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss of each token, float32 [T]; where the clip stopped the gradient, bool [T])."""
+        return clipped_surrogate(ratio, advantages, clip_low=self.config.clip_low, clip_high=self.config.clip_high)
+
+    def loss(self, log_probs: Tensor, batch: PackedBatch) -> Loss:
+        c = self.config
+        assert batch.advantages is not None
+        old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
+        weight = truncated_importance(old, batch.behaviour_log_probs, cap=c.correction.cap)
+        loss, clipped = self.surrogate(self.ratio(log_probs, old, batch), log_probs, batch.advantages)
+        loss = weight * loss
+        if self.kl_coefficient and c.kl.placement == "loss":
+            assert batch.ref_log_probs is not None
+            loss = loss + self.kl_coefficient * ESTIMATORS[c.kl.estimator](log_probs, batch.ref_log_probs)
+        weights, _ = AGGREGATIONS[c.aggregation](batch)
+        return (loss * weights).sum(), {"clip_fraction": clipped.float(), "importance_weight": weight}
+
+    def count(self, batch: PackedBatch) -> float:
+        return AGGREGATIONS[self.config.aggregation](batch)[1]

@@ -1,0 +1,31 @@
+"""Dataflows: what one step of a run does with the worker groups. This file imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
+    from train.dataflows.base import Dataflow
+
+
+def load(config: TrainConfig) -> type[Dataflow]:
+    """The dataflow of the config's algorithm, or the one of the user's own that it names as ``module:class``.
+
+    Raises:
+        ValueError: it names none.
+    """
+    own = "train.dataflows.offline:Offline" if config.algorithm.is_offline else "train.dataflows.online:Online"
+    module, _, name = (config.dataflow or own).partition(":")
+    try:
+        dataflow = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ValueError(f"train.dataflow={config.dataflow!r}: the module can't be imported: {error}") from error
+    except AttributeError:
+        raise ValueError(f"train.dataflow={config.dataflow!r}: the module {module} has no {name!r}") from None
+    from train.dataflows.base import Dataflow
+
+    if not (isinstance(dataflow, type) and issubclass(dataflow, Dataflow)):
+        raise ValueError(f"train.dataflow={config.dataflow!r} is no subclass of train.dataflows.base.Dataflow")
+    return dataflow

@@ -1,0 +1,74 @@
+"""What every dataflow is: the data that it reads once, and what a step does with the worker groups.
+
+A dataflow of your own is a subclass, named in the config as ``train.dataflow: my_package.mine:Mine``, of ``Dataflow``
+or of one of Millrace's own (``train.dataflows.online.Online``); override ``step``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from feedback.lake import Lake
+from train import algorithms
+from train.config import TrainConfig
+from train.context import JobContext
+from train.groups import Groups
+from train.progress import Clock
+
+
+class Data(Protocol):
+    """What a run learns from: a function of the lake's versions, the config and the seed."""
+
+    @property
+    def digest(self) -> str:
+        """Hash of all of it, by which a run that goes on sees that it is the same."""
+
+    @property
+    def usable(self) -> int:
+        """Prompts, or items, that there are; with fewer than ``train.data.min_prompts`` nothing is trained."""
+
+    def __str__(self) -> str:
+        """What there is, and what was left out and why, for the log."""
+
+
+@dataclass
+class Run:
+    """What a dataflow works with. ``clock`` takes the laps of a step."""
+
+    config: TrainConfig
+    context: JobContext
+    groups: Groups
+    data: Any
+    seed: int
+    clock: Clock
+
+
+class Dataflow:
+    """Base of all dataflows; made in the driver, once the workers are up."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.algorithm = algorithms.load(run.config.algorithm)
+
+    @classmethod
+    def read(cls, lake: Lake, versions: Mapping[str, int], config: TrainConfig, policy: Path, seed: int) -> Data:
+        """What the lake held at these versions, and the run learns from.
+
+        Raises:
+            feedback.lake.LakeError: it can't be read any more.
+        """
+        raise NotImplementedError
+
+    def step(self, step: int) -> dict[str, float]:
+        """Learn from what step ``step`` (from 0) draws; what to log, among it ``tokens``, computed in training."""
+        raise NotImplementedError
+
+    def state(self) -> Any:
+        """What ``resume`` needs after a kill, beside weights, optimizers and random states: what JSON can hold."""
+        return None
+
+    def resume(self, state: Any) -> None:
+        """Go on after the step that gave ``state``; the workers have the weights that they had then."""
