@@ -26,8 +26,8 @@ class Load:
     """What a run saw; times in seconds. ``first``: until the first token's event, of streams only; ``silent``: streams
     that had none, as of tokens without a text.
 
-    ``seconds`` ends with the last answer that counts: many clients are answered at once, in waves, and a wave that just
-    misses the end of the run should not take its time along.
+    ``seconds`` ends with the last answer. Every request that was sent is answered and counts, also after the time is
+    up: many clients are answered at once, in waves, and of a wave that is cut off a part would count with all its time.
     """
 
     seconds: float = 0.0
@@ -85,7 +85,7 @@ class Client(asyncio.Protocol):
         self.load.silent += not self.seen
         if self.parser.get_status_code() != 200:
             self.load.failures.append(f"{self.parser.get_status_code()} {self.body[:200]!r}")
-        elif now < self.until:
+        else:  # also what ends after the time: of requests that come and go in waves, a part of one would not be fair
             self.load.latencies.append(now - self.sent)
             self.load.seconds = now - self.started
         if now < self.until and len(self.load.failures) < 10:
