@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap crash-test fuzz format lock clean
+.PHONY: help setup demo test lint bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn crash-test fuzz format lock clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -53,6 +53,9 @@ bench-train: setup     ## measure whole GRPO steps against TRL's; installs TRL i
 
 bench-overlap: setup   ## measure sampling ahead against waiting; the last line is JSON
 	$(BIN)/python -m loadtests.bench_overlap $(ARGS)
+
+learn: setup           ## have every algorithm learn a small task: a table; the last line is JSON
+	$(BIN)/python -m deploy.learn $(ARGS)
 
 # How many bad requests to send.
 CASES ?= 10000

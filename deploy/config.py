@@ -43,7 +43,10 @@ class CycleConfig(Section):
 
     folder: Path = Field(Path("cycles"), description="Where each cycle's record is kept, one JSON file a cycle.")
     min_new_rewards: int = Field(
-        1, ge=0, description="Train only when at least this many rewards are new since the last training; else skip."
+        1,
+        ge=0,
+        description="Train only when at least this many rewards (with an offline algorithm: feedbacks) are new since "
+        "the last training; else skip.",
     )
     score_timeout_s: PositiveFloat = Field(3600.0, description="Scoring that takes longer is stopped (seconds).")
     train_timeout_s: PositiveFloat = Field(86400.0, description="Training that takes longer is stopped (seconds).")

@@ -24,6 +24,8 @@ from evaluation.results import write_whole
 from feedback.config import RuleConfig
 from feedback.rewards.rules import RuleError, configured, load_rule
 from serve.policies import Pointer, PolicyError, PolicyStore
+from train import algorithms, dataflows
+from train.context_length import longest_prompt
 from train.continuing import goes_on
 from train.hooks import HookError, load_function
 
@@ -33,6 +35,11 @@ TRAINING_ATTEMPTS = 3  # of cycles at one training run, of which all but the las
 NO_REWARD = (
     "train.reward is null, and feedback.scoring.rules has no rule with a weight: training needs something that rewards "
     "its responses (a module:function, or a rule)"
+)
+NO_POLICY = (
+    "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: train the reward model "
+    "by `millrace train`, set feedback.scoring.model.name to the folder that it names, and train.algorithm.name to a "
+    "policy's algorithm"
 )
 
 
@@ -73,6 +80,7 @@ class CycleRecord(BaseModel):
     candidate: int | None = None
     verdict: dict[str, Any] | None = None
     rewards: int | None = Field(None, description="Rows of the rewards table that the training could learn from.")
+    feedback: int | None = Field(None, description="Rows of the feedback table that it could learn from.")
     stages: list[Stage] = []
 
     @property
@@ -101,8 +109,15 @@ def check(settings: Settings) -> None:
     suite = settings.path(settings.evaluation.suite)
     if not suite.is_file():
         problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
-    if not reward_of(settings):
+    if settings.train.samples and not reward_of(settings):
         problems.append(NO_REWARD)
+    problems += [
+        f"train.reward_weights.{name}: feedback.scoring.rules has no such rule; there are: "
+        f"{', '.join(settings.feedback.scoring.rules) or 'none'}"
+        for name in sorted(settings.train.reward_weights.keys() - settings.feedback.scoring.rules.keys())
+    ]
+    if not settings.train.algorithm.trains_policy:
+        problems.append(NO_POLICY)
     rules = settings.feedback.scoring.rules
     loads: dict[str, Callable[[], object]] = {
         f"feedback.scoring.rules.{name}": partial(configured, name, rule) for name, rule in rules.items()
@@ -113,22 +128,33 @@ def check(settings: Settings) -> None:
     loads |= {
         f"train.trackers {name!r}": partial(load_function, "train.trackers", name) for name in settings.train.trackers
     }
+    if ":" in settings.train.algorithm.name:
+        loads["train.algorithm.name"] = partial(algorithms.load, settings.train.algorithm)
+    if settings.train.dataflow:
+        loads["train.dataflow"] = partial(dataflows.load, settings.train)
+    if settings.train.samples and (policy := PolicyStore(settings.path(settings.serve.policies)).serving()):
+        folder = PolicyStore(settings.path(settings.serve.policies)).get(policy.version).path
+        loads["train.rollout"] = partial(longest_prompt, settings.train.rollout, folder)
     loads["evaluation.scorer"] = partial(load_scorer, settings.evaluation)
     for key, load in loads.items():
         try:
             load()
         except RuleError as error:
             problems.append(f"{key}: {error}")
-        except HookError as error:  # names its setting itself
+        except (HookError, ValueError) as error:  # names its setting itself
             problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def reward_of(settings: Settings) -> str | dict[str, RuleConfig] | None:
-    """What rewards rollouts: a function by name, or the rules that have a weight; None if there is neither."""
-    rules = {name: rule for name, rule in settings.feedback.scoring.rules.items() if rule.weight > 0}
-    return settings.train.reward or rules or None
+def reward_of(settings: Settings) -> str | dict[str, RuleConfig]:
+    """What rewards rollouts: a function by name, or the rules that have a weight in training; empty if none has."""
+    weights = settings.train.reward_weights
+    rules = {
+        name: rule.model_copy(update={"weight": weights.get(name, rule.weight)})
+        for name, rule in settings.feedback.scoring.rules.items()
+    }
+    return settings.train.reward or {name: rule for name, rule in rules.items() if rule.weight > 0}
 
 
 def records(settings: Settings) -> list[CycleRecord]:
@@ -184,13 +210,13 @@ class _Cycle:
         self.record.incumbent = pointer.version
 
         scored = self._run("score", self.settings.cycle.score_timeout_s)
-        self.record.rewards = scored["counts"]["rewards"]
-        if reason := self._nothing_new(self.record.rewards):
+        self.record.rewards, self.record.feedback = (scored["counts"][table] for table in ("rewards", "feedback"))
+        if reason := self._nothing_new():
             return self._end("skipped", reason)
 
         self.record.run = f"cycle-{self.record.number:06d}"
         if killed := killed_training(self.settings, self.record.number, pointer.version):
-            self.record.run, self.record.rewards = killed.run, killed.rewards
+            self.record.run, self.record.rewards, self.record.feedback = killed.run, killed.rewards, killed.feedback
             self.say(f"goes on with run {killed.run}: the training of cycle {killed.number} was killed")
         trained = self._run(
             "train",
@@ -210,13 +236,14 @@ class _Cycle:
         self._promote(trained["candidate"], pointer)
         self._end("promoted", None)
 
-    def _nothing_new(self, rewards: int) -> str | None:
+    def _nothing_new(self) -> str | None:
         """Why there is nothing to train on, compared with the last cycle whose candidate was judged."""
-        least = self.settings.cycle.min_new_rewards
-        trained = [r for r in records(self.settings) if r.rewards is not None and r.verdict is not None]
-        before = trained[-1].rewards or 0 if trained else 0
-        new = rewards - before if rewards >= before else rewards  # fewer than before: old rows were retired
-        return None if new >= least else f"{new} new rewards since the last training, cycle.min_new_rewards is {least}"
+        what = "feedback" if self.settings.train.algorithm.is_offline else "rewards"
+        judged = [getattr(record, what) for record in records(self.settings) if record.verdict is not None]
+        before = next((count for count in reversed(judged) if count is not None), 0)
+        count, least = getattr(self.record, what), self.settings.cycle.min_new_rewards
+        new = count - before if count >= before else count  # fewer than before: old rows were retired
+        return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
 
     def _run(self, name: str, timeout: float, *arguments: str) -> dict[str, Any]:
         """Run one stage as ``millrace <name>`` in a process of its own; what it handed on. Raises StageFailed."""
@@ -240,8 +267,7 @@ class _Cycle:
                 child.stop()  # does nothing to a stage that has ended
             if code != 0:
                 failed = StageKilled if code > SIGNALLED else StageFailed
-                last = next((line for line in reversed(child.tail().splitlines()) if line.strip()), "it said nothing")
-                raise failed(f"{name} ended with code {code}: {last.strip().removeprefix('error: ')} (log: {log})")
+                raise failed(f"{name} ended with code {code}: {_last_words(child.tail())} (log: {log})")
             result: dict[str, Any] = json.loads(out.read_bytes())
             out.unlink()
             stage.result = result
@@ -289,6 +315,13 @@ class _Cycle:
 
     def _keep(self) -> None:
         _write(self.settings, self.record)
+
+
+def _last_words(output: str) -> str:
+    """What a stage failed by: the last line of its error, if it told one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["it said nothing"])[-1].removeprefix("error: ")
 
 
 def server_policy(settings: Settings) -> dict[str, Any] | None:

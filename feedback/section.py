@@ -8,7 +8,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 _SIZE = re.compile(r"\d+(\.\d+)?\s*(KB|MB|GB|TB|KiB|MiB|GiB|TiB)")
-_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+"""``module:name``."""
 
 
 def _memory_size(value: str) -> str:
@@ -18,7 +19,7 @@ def _memory_size(value: str) -> str:
 
 
 def _function_name(value: str) -> str:
-    if not _FUNCTION.fullmatch(value):
+    if not FUNCTION.fullmatch(value):
         raise ValueError(f"{value!r} does not name a function; write 'module:name', for example 'my_rewards:exact'")
     return value
 

@@ -107,6 +107,11 @@ class PackedBatch:
         return self.cu_seqlens.diff()
 
     @property
+    def response_lengths(self) -> Tensor:
+        """int64 [S]: tokens of each response."""
+        return self.lengths - self.prompt_lengths
+
+    @property
     def position_ids(self) -> Tensor:
         """int64 [T]: a token's place in its own sequence."""
         return torch.arange(len(self.tokens)) - self.cu_seqlens[:-1].repeat_interleave(self.lengths)
@@ -119,6 +124,11 @@ class PackedBatch:
     def per_token(self, per_sequence: Tensor) -> Tensor:
         """[S] → [T]: a sequence's value at each of its tokens."""
         return per_sequence.repeat_interleave(self.lengths)
+
+    def response_sums(self, per_token: Tensor) -> Tensor:
+        """[T] → [S]: the sum over the tokens of each response."""
+        sequence = torch.arange(len(self)).repeat_interleave(self.lengths)
+        return per_token.new_zeros(len(self)).index_add(0, sequence, per_token * self.response_mask)
 
     def with_(self, **fields: Any) -> PackedBatch:
         """The batch with some of its fields replaced."""

@@ -1,17 +1,15 @@
-"""Checkpoints of the model and optimizer in training: sharded, written in the background, whole or not there.
+"""The part of a checkpoint that is one model in training with its optimizer: sharded, written in the background.
 
-A checkpoint is a folder ``step-00000012``: the shards (torch.distributed.checkpoint: it loads on any number of ranks),
-``rank-0003.json`` of each rank (its random and schedule state), ``driver.json`` (what the driver handed over:
-train/resume.py) and ``whole.json`` (train/checkpoint_files.py). It is written as ``.step-00000012.new``, fsynced, and
-renamed by rank 0 when all ranks are done; so a folder with a plain name is whole, unless a disk lost something, which
-the sizes tell. What the training process does after ``Saver.start`` returned does not change what is written.
+It is a folder, ``actor`` or ``critic``, in that of the checkpoint (train/checkpoint_files.py): the shards
+(torch.distributed.checkpoint: it loads on any number of ranks) and ``rank-0003.json`` of each rank, its random and
+schedule state. What the training process does after ``Saver.start`` returned does not change what is written. The
+driver makes the checkpoint whole when all its parts are written (train/resume.py).
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,17 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from train.checkpoint_files import (
-    CheckpointError,
-    aside_of,
-    make_whole,
-    name_of,
-    prune,
-    require_room,
-    step_of,
-    torn,
-    write_synced,
-)
+from train.checkpoint_files import CheckpointError, require_room, step_of, torn, write_synced
 from train.random_state import random_state, seed_all, set_random_state
 
 _FAILURES: Final = (OSError, RuntimeError, CheckpointException)
@@ -47,10 +35,9 @@ _SPARE: Final = 1.05  # metadata and alignment, beside the tensors themselves
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended: ``error`` is None if the checkpoint is whole. ``seconds`` from its start, staging included."""
+    """How a save ended: ``error`` is None if all is on the disk. ``seconds`` from its start, staging included."""
 
     step: int
-    folder: Path
     seconds: float
     error: str | None = None
 
@@ -77,28 +64,23 @@ class Saver:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
-        driver: str,
-        *,
-        keep: int,
     ) -> None:
-        """Copy the state aside and write it to ``folder/step-…`` in the background; first waits for a running save.
+        """Copy the state aside and write it to ``folder`` in the background; first waits for a running save.
 
         How it ended, failures of the copy included, is told by ``ended``.
 
         Args:
-            step: optimizer steps of the driver that the state has behind it.
-            driver: JSON, kept as ``driver.json``.
-            keep: older checkpoints beyond this number are removed once this one is whole.
+            folder: of this part; it is made.
+            step: steps of the driver that the state has behind it.
         """
         self._wait()
         started = time.monotonic()
-        final = folder / name_of(step)
         try:
-            future = self._stage(folder, step, model, optimizer, schedule, driver)
+            written = self._stage(folder, model, optimizer, schedule)
         except _FAILURES as error:  # told by ended(); the driver decides what it means
-            self._ended.append(Saved(step, final, time.monotonic() - started, _say(error)))
+            self._ended.append(Saved(step, time.monotonic() - started, _say(error)))
             return
-        self._running = self._thread.submit(self._finish, future, folder, step, started, keep)
+        self._running = self._thread.submit(self._finish, written, step, started)
 
     def ended(self, *, wait: bool) -> list[Saved]:
         """The saves that ended since the last call; ``wait`` for one that is running."""
@@ -115,27 +97,23 @@ class Saver:
     def _stage(
         self,
         folder: Path,
-        step: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         schedule: torch.optim.lr_scheduler.LRScheduler,
-        driver: str,
     ) -> Future[Any]:
-        """Make the folder aside, write the small files, copy the tensors and have them written by a thread."""
+        """Make the folder, write the small files, copy the tensors and have them written by a thread."""
         state = state_of(model, optimizer)
-        rank, aside = torch.distributed.get_rank(), aside_of(folder, step)
+        rank = torch.distributed.get_rank()
         needed = torch.tensor(_local_bytes(state) * _SPARE)
         torch.distributed.all_reduce(needed, group=self._group)
         mine = json.dumps({"random": random_state(), "schedule": schedule.state_dict()})
         with self._agreed():
             if rank == 0:
-                shutil.rmtree(aside, ignore_errors=True)
-                aside.mkdir(parents=True)
+                folder.mkdir(parents=True)
                 require_room(folder, float(needed))
-                write_synced(aside / "driver.json", driver)
         with self._agreed():
-            write_synced(aside / f"rank-{rank:04d}.json", mine)
-        writer = dcp.FileSystemWriter(aside, single_file_per_rank=True, sync_files=True)
+            write_synced(folder / f"rank-{rank:04d}.json", mine)
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
         written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future)
         return written
@@ -153,35 +131,35 @@ class Saver:
         if any(problems):
             raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
 
-    def _finish(self, written: Future[Any], folder: Path, step: int, started: float, keep: int) -> Saved:
-        """In the thread: wait until every rank has written, then (rank 0) make the checkpoint whole and prune."""
-        final, aside = folder / name_of(step), aside_of(folder, step)
+    def _finish(self, written: Future[Any], step: int, started: float) -> Saved:
+        """In the thread: wait until every rank has written."""
         error = None
         try:
             written.result(self._timeout_s)
-            if torch.distributed.get_rank() == 0:
-                make_whole(aside, final)
-                prune(folder, keep)
         except _FAILURES as failure:  # told by ended()
             error = _say(failure)
-            if torch.distributed.get_rank() == 0:
-                shutil.rmtree(aside, ignore_errors=True)
-        return Saved(step, final, time.monotonic() - started, error)
+        return Saved(step, time.monotonic() - started, error)
 
 
 def load(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler
+    checkpoint: Path,
+    part: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
 ) -> None:
-    """Take over a checkpoint, on as many ranks as there are; every rank must call it.
+    """Take over a part of a checkpoint, on as many ranks as there are; every rank must call it.
 
     A rank that the checkpoint does not have gets random numbers of its own, derived from the step.
 
     Raises:
         CheckpointError: it is not whole, or it is of a model of other names or shapes.
     """
-    if problem := torn(folder):
-        raise CheckpointError(f"{folder} is torn: {problem}; remove it, and the run continues from the one before it")
-    rank = torch.distributed.get_rank()
+    if problem := torn(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is torn: {problem}; remove it, and the run continues from the one before it"
+        )
+    rank, folder = torch.distributed.get_rank(), checkpoint / part
     state = state_of(model, optimizer)
     try:
         dcp.load(state, checkpoint_id=folder)
@@ -199,7 +177,7 @@ def load(
     if mine.exists():
         set_random_state(kept["random"])
     else:
-        seed_all(step_of(folder) * 1_000_003 + rank)
+        seed_all(step_of(checkpoint) * 1_000_003 + rank)
 
 
 # --------------------------------------------------------------------------------------------------------- state

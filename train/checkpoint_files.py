@@ -1,7 +1,8 @@
 """The folders of a run's checkpoints: which are whole, which is the last, what goes. Imports no torch.
 
-``checkpoints/step-00000012`` is one that was whole when it got its name; ``whole.json`` in it names every file with
-its size. ``.step-00000012.new`` is being written, ``.step-00000012.old`` removed; after a kill either is rubbish.
+``checkpoints/step-00000012`` is one that was whole when it got its name: ``driver.json`` (train/resume.py), a folder
+for each model in training (train/checkpoint.py), and ``whole.json``, which names every file with its size.
+``.step-00000012.new`` is being written, ``.step-00000012.old`` removed; after a kill either is rubbish.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 class CheckpointError(RuntimeError):
@@ -71,17 +72,39 @@ def aside_of(folder: Path, step: int) -> Path:
     return folder / f".{name_of(step)}.new"
 
 
-def make_whole(aside: Path, final: Path) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+def begin_aside(folder: Path, step: int, driver: str) -> Path:
+    """The folder in which the parts of a checkpoint are written, with ``driver.json`` in it.
+
+    Raises:
+        OSError: it can't be made.
+    """
+    aside = aside_of(folder, step)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    write_synced(aside / "driver.json", driver)
+    return aside
+
+
+def make_whole(folder: Path, step: int) -> Path:
+    """Give what was written aside its plain name, which says that it is whole: the checkpoint.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    aside, final = aside_of(folder, step), folder / name_of(step)
+    inside = sorted(aside.rglob("*"))
+    files = {path.relative_to(aside).as_posix(): path.stat().st_size for path in inside if path.is_file()}
     write_synced(aside / "whole.json", json.dumps({"format": FORMAT, "files": files}, indent=1))
-    _fsync(aside)
-    if final.exists():  # a worker that outlived its killed driver finished it after the run was resumed
+    for directory in [path for path in inside if path.is_dir()] + [aside]:
+        _fsync(directory)
+    if final.exists():  # of the same step, by a run that was begun again with other settings
         old = final.with_name(f".{final.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
         shutil.rmtree(old)
     aside.rename(final)
-    _fsync(final.parent)
+    _fsync(folder)
+    return final
 
 
 def require_room(folder: Path, needed: float) -> None:

@@ -7,7 +7,10 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from feedback.rewards.config import RuleName, Weight
+from train import refusals
 from train.algorithms.config import AlgorithmConfig
+from train.placement_config import PlacementConfig
 
 
 class _Section(BaseModel):
@@ -112,6 +115,18 @@ class DataConfig(_Section):
         "place of fresh ones. 1: nothing is sampled.",
     )
 
+    held_out_share: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Share of the prompts of an offline algorithm's items that it is measured by and never learns "
+        "from; the same ones as the lake grows, but for a few.",
+    )
+    held_out_most: int = Field(256, ge=1, description="Held-out items that are measured, at most.")
+    held_out_every_steps: int = Field(
+        10, ge=1, description="Steps from one measurement to the next; at the start and at the end there is one too."
+    )
+
     @property
     def traffic_prompts_per_step(self) -> int:
         """Prompts of a step whose responses are logged ones."""
@@ -131,50 +146,6 @@ class CheckpointConfig(_Section):
     )
     keep: int = Field(2, ge=1, description="Checkpoints kept; older ones go when a newer one is whole.")
     asynchronous: bool = Field(True, description="Write in the background, while the next steps are computed.")
-
-
-class PoolConfig(_Section):
-    """Processes, one a rank, on devices of their own."""
-
-    ranks: int | None = Field(None, ge=1, description="Processes; train.ranks if unset.")
-    threads: int | None = Field(None, ge=1, description="CPU threads of each; train.threads_per_rank if unset.")
-    gpus: int | None = Field(
-        None, ge=0, description="GPUs of each; if unset, one where the cluster has enough for every rank, else none."
-    )
-    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        "PACK", description="Ray's placement: PACK on few machines, SPREAD on many; STRICT_ is one, or all different."
-    )
-
-
-class PlacementConfig(_Section):
-    """Which workers share processes, and so devices; workers of one pool do."""
-
-    pools: dict[str, PoolConfig] = Field({"all": PoolConfig()}, description="The pools, by name.")
-    actor: str = Field("all", description="Pool of the policy in training.")
-    reference: str = Field("all", description="Pool of the frozen parent policy, which KL is measured to.")
-    rollout: str = Field("all", description="Pool that generates. Apart from the actor's, weights are sent to it.")
-    reward: str | None = Field(None, description="Pool that rewards fresh responses; the driver itself if unset.")
-
-    @property
-    def roles(self) -> dict[str, str]:
-        """The pool of each role that has one."""
-        roles = {"actor": self.actor, "reference": self.reference, "rollout": self.rollout}
-        return roles if self.reward is None else {**roles, "reward": self.reward}
-
-    @model_validator(mode="after")
-    def _pools_are_used(self) -> PlacementConfig:
-        for role, pool in self.roles.items():
-            if pool not in self.pools:
-                raise ValueError(
-                    f"train.placement.{role}={pool} is no pool; set it to one of train.placement.pools: "
-                    f"{', '.join(self.pools)}"
-                )
-        if idle := set(self.pools) - set(self.roles.values()):
-            raise ValueError(
-                f"train.placement.pools has {', '.join(sorted(idle))}, and no role is on it; name it for one of actor, "
-                "reference, rollout, reward or take it out"
-            )
-        return self
 
 
 class TrainConfig(_Section):
@@ -207,8 +178,25 @@ class TrainConfig(_Section):
     )
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the workers to be up, in seconds.")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for any one call to the workers, in seconds.")
+    reward_weights: dict[RuleName, Weight] = Field(
+        {},
+        description="Weights of rules of feedback.scoring.rules in training's reward, in place of their own; 0 leaves "
+        "one out.",
+    )
     max_kl: float | None = Field(
         None, gt=0, description="Stop, and publish nothing, when KL to the parent passes this."
+    )
+    min_entropy: float | None = Field(
+        None, gt=0, description="Stop, and publish nothing, when the policy's mean entropy (nats a token) falls below."
+    )
+    max_length_growth: float | None = Field(
+        10.0,
+        gt=1,
+        description="Stop, and publish nothing, when responses are more than so many times as long as in the run's "
+        "first three steps; null: never.",
+    )
+    max_idle_steps: int = Field(
+        10, ge=1, description="Steps in a row without an update, for want of rewards that differ, that end a run."
     )
     measure_kl: bool = Field(
         True,
@@ -243,61 +231,41 @@ class TrainConfig(_Section):
         return self.placement.pools[pool].threads or self.threads_per_rank
 
     @property
+    def samples(self) -> bool:
+        """Whether responses are sampled: not where it learns from feedback, nor where all are logged ones."""
+        return not self.algorithm.is_offline and self.data.fresh_prompts_per_step > 0
+
+    @property
     def has_reference(self) -> bool:
         """Whether a run needs the parent policy's logprobs."""
+        if not self.algorithm.trains_policy:
+            return False
         return self.measure_kl or self.algorithm.kl.coefficient > 0 or self.max_kl is not None
 
     @property
-    def old_log_probs_differ(self) -> bool:
-        """Whether an update's own forward pass can give other logprobs than the policy had before the step."""
-        return self.minibatches > 1 or (self.lora is not None and self.lora.dropout > 0)
+    def old_log_probs_first(self) -> bool:
+        """Whether the policy's logprobs are asked for before it learns.
+
+        An update's own forward pass gives them at no cost, unless there are several updates, it drops some of the
+        adapters' inputs, or the reward has the KL in it.
+        """
+        kl = self.algorithm.kl
+        dropout = self.lora is not None and self.lora.dropout > 0
+        return self.minibatches > 1 or dropout or (kl.coefficient > 0 and kl.placement == "reward")
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Parts that a batch is split into: of the pools that compute on it, the one with the most."""
+        on = self.placement
+        pools = {on.actor, on.reference, on.critic or on.actor}
+        return max(self.ranks_of(pool) // self.fsdp.sequence_parallel for pool in pools)
 
     @model_validator(mode="after")
-    def _placement_suits(self) -> TrainConfig:
-        colocated = self.placement.rollout == self.placement.actor
-        if self.rollout.staleness > 0 and colocated:
-            raise ValueError(
-                f"train.rollout.staleness={self.rollout.staleness} needs generation on a pool of its own, and it "
-                f"shares the pool {self.placement.actor!r} with training; set train.placement.rollout to another, or "
-                "train.rollout.staleness to 0"
-            )
-        if self.launcher == "torchrun" and len(self.placement.pools) > 1:
-            raise ValueError(
-                f"train.launcher=torchrun has one pool, and train.placement.pools has {len(self.placement.pools)}; use "
-                "one, or train.launcher=ray"
-            )
-        if self.launcher == "torchrun" and self.ray_address:
-            raise ValueError(f"train.ray_address={self.ray_address} needs train.launcher=ray")
+    def _algorithm_knows_the_longest_response(self) -> TrainConfig:
+        self.algorithm = self.algorithm.with_lengths(self.rollout.max_tokens)
         return self
 
     @model_validator(mode="after")
-    def _ranks_divide(self) -> TrainConfig:
-        generating = self.ranks_of(self.placement.rollout)
-        t, replicas, share = self.rollout.tensor_parallel_size, self.fsdp.replicas, self.fsdp.sequence_parallel
-        if generating % t:
-            raise ValueError(
-                f"train.rollout.tensor_parallel_size={t} does not divide {self._setting_of(self.placement.rollout)}; "
-                "use a divisor of it"
-            )
-        for pool in (self.placement.actor, self.placement.reference):
-            ranks = self.ranks_of(pool)
-            if ranks % replicas or (pool == self.placement.rollout and ranks // replicas % t):
-                raise ValueError(
-                    f"train.fsdp.replicas={replicas} must divide {self._setting_of(pool)} into groups that "
-                    f"train.rollout.tensor_parallel_size={t} divides"
-                )
-            if ranks % share:
-                raise ValueError(
-                    f"train.fsdp.sequence_parallel={share} does not divide {self._setting_of(pool)}; use a divisor of "
-                    "it, and of the model's attention heads"
-                )
-        if self.minibatches > self.data.prompts_per_step:
-            raise ValueError(
-                f"train.minibatches={self.minibatches} is more than train.data.prompts_per_step="
-                f"{self.data.prompts_per_step}; a minibatch needs at least one prompt"
-            )
+    def _can_work(self) -> TrainConfig:
+        refusals.check(self)
         return self
-
-    def _setting_of(self, pool: str) -> str:
-        own = self.placement.pools[pool].ranks
-        return f"train.ranks={self.ranks}" if own is None else f"train.placement.pools.{pool}.ranks={own}"

@@ -23,7 +23,8 @@ class JobContext(BaseModel):
     lake_uri: str
     lake: LakeConfig = Field(default_factory=LakeConfig)
     reward: str | dict[str, RuleConfig] = Field(
-        description="What rewards rollouts: module:function, or rules by name, of which it is the weighted mean."
+        description="What rewards rollouts: module:function, or rules by name, of which it is the weighted mean. "
+        "Empty if nothing is sampled."
     )
     parent: int | None = Field(None, description="Policy to start from; the serving one if unset.")
     python_path: list[str] = Field(default_factory=list, description="Folders that the reward's module is found in.")
@@ -35,10 +36,14 @@ class JobContext(BaseModel):
 
 
 class JobResult(BaseModel):
-    """What came of a job; ``candidate`` is None when nothing was published, and ``reason`` says why."""
+    """What came of a job; ``candidate`` is None when no policy was published, and ``reason`` says why.
+
+    ``artifact``: the folder of what was made in place of a policy, a reward model.
+    """
 
     run: str
     candidate: int | None
+    artifact: Path | None = None
     parent: int
     steps: int
     reason: str | None

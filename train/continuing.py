@@ -12,6 +12,7 @@ from train.config import TrainConfig
 
 DECISIVE: Final = (
     "algorithm",
+    "dataflow",
     "optimizer",
     "lora",
     "data",

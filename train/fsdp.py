@@ -1,9 +1,10 @@
-"""Build a Hugging Face causal LM and shard it with FSDP2, by decoder layer."""
+"""Build a Hugging Face model and shard it with FSDP2, by decoder layer; run it on packed batches; export it."""
 
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,15 @@ log = logging.getLogger(__name__)
 
 _DEFAULTS = FsdpConfig()
 
+Make = Callable[[PretrainedConfig], PreTrainedModel]
+"""The model of a config, in float32."""
+
+
+def causal_lm(config: PretrainedConfig) -> PreTrainedModel:
+    """A body with its projection to the vocabulary."""
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return made
+
 
 def build(
     policy: Path,
@@ -39,6 +49,8 @@ def build(
     activation_checkpointing: bool = False,
     lora: LoraConfig | None = None,
     frozen: bool = False,
+    make: Make = causal_lm,
+    unstored: frozenset[str] = frozenset(),
 ) -> nn.Module:
     """Make the model of ``policy``, sharded: float32 master weights, ``dtype`` compute, float32 reduction.
 
@@ -54,6 +66,8 @@ def build(
         activation_checkpointing: recompute each layer's activations in the backward pass.
         lora: train adapters and nothing else.
         frozen: train nothing.
+        make: what gives the model of the policy's config.
+        unstored: parameters that ``policy`` need not store; those that it does not stay on the meta device.
 
     Raises:
         ValueError: no module is of the classes to shard by, or the policy's weights don't fit its config.
@@ -62,7 +76,7 @@ def build(
     meshes = meshes or make_meshes(device.type, ranks=torch.distributed.get_world_size())
     config = AutoConfig.from_pretrained(policy)
     stored = getattr(config, "dtype", None) or torch.float32
-    model = skeleton(config)
+    model = skeleton(config, make)
     remember_names(model, policy)
     choose_attention(model, options.attention, dtype, device)
     if meshes.sp is not None:
@@ -90,16 +104,16 @@ def build(
         fully_shard(layer, **how)
     fully_shard(model, **how)
     home = torch.device("cpu") if offload else device
-    load(model, policy, home)
+    load(model, policy, home, unstored)
     if lora is not None:
         initialise(model, home)
     return model.eval()
 
 
-def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+def skeleton(config: PretrainedConfig, make: Make = causal_lm) -> PreTrainedModel:
     """The model of a config: its parameters on the meta device, its buffers on the CPU with their values."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = make(config)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
@@ -158,11 +172,43 @@ def say(message: str) -> None:
 def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Log-probability of each response token at its sequence's temperature, and the entropy where it was sampled.
 
-    Attention never crosses sequences, and the logits are never held whole. Under sequence parallelism every rank of a
-    group passes the same batch and gets the same answer, having run the model on its slice of the tokens.
+    The logits are never held whole.
 
     Returns:
         (log_probs, entropy): float32 [T], nats; zero at prompt tokens.
+    """
+    sampled = batch.response_mask.nonzero().flatten()
+    temperatures = batch.per_token(batch.temperatures)
+
+    def head(chosen: slice, places: Tensor) -> AbstractContextManager[None]:
+        targets = sampled[chosen]
+        return scored_by_head(model, places, *(x[targets].to(places.device) for x in (batch.tokens, temperatures)))
+
+    # Each sampled token is scored where the token before it is.
+    log_probs, entropy = outputs_at(model, batch, sampled - 1, head).unbind(-1)
+    zeros = torch.zeros(len(batch.tokens), device=log_probs.device)
+    at = (sampled.to(log_probs.device),)
+    return zeros.index_put(at, log_probs).cpu(), zeros.index_put(at, entropy.detach()).cpu()
+
+
+def outputs_at(
+    model: nn.Module,
+    batch: PackedBatch,
+    places: Tensor,
+    head: Callable[[slice, Tensor], AbstractContextManager[None]],
+) -> Tensor:
+    """What the model's head gives at some places of a packed batch; attention never crosses sequences.
+
+    Under sequence parallelism every rank of a group passes the same batch and gets the same answer, having run the
+    model on its slice of the tokens.
+
+    Args:
+        places: int64 [K], ascending: indices of tokens of the batch.
+        head: called with which of the ``places`` lie in what this rank runs, k of them, and where (int64 [k], on the
+            device): a context within which ``model(…).logits`` is [k, …], what the head gives there.
+
+    Returns:
+        [K, …], on the device of the model, with gradient.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     group = sequence_parallel_group(model)
@@ -170,18 +216,13 @@ def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tenso
     own = run = slice(0, len(batch.tokens))
     if ulysses is not None:
         own, run = ulysses.own, ulysses.run
-    # Each sampled token is scored where the token before it is; a rank scores what its own slice predicts.
-    sampled = batch.response_mask.nonzero().flatten()
-    scored = sampled[(sampled > own.start) & (sampled <= own.stop)]
-    temperatures = batch.per_token(batch.temperatures)[scored]
+    first, last = torch.searchsorted(places, torch.tensor([own.start, own.stop])).tolist()
     with ExitStack() as stack:
         extra = {}
         if model.config._attn_implementation == IMPLEMENTATION:
             extra = stack.enter_context(packed(Packing(batch.lengths.tolist(), device, ulysses)))
-        stack.enter_context(
-            scored_by_head(model, *(x.to(device) for x in (scored - 1 - own.start, batch.tokens[scored], temperatures)))
-        )
-        scores = model(
+        stack.enter_context(head(slice(first, last), (places[first:last] - own.start).to(device)))
+        outputs: Tensor = model(
             input_ids=batch.tokens[None, run].to(device),
             position_ids=batch.position_ids[None, run].to(device),
             use_cache=False,
@@ -189,15 +230,18 @@ def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tenso
         ).logits
     if ulysses is not None:
         bounds = torch.tensor(ulysses.counts).cumsum(0)
-        owner = torch.searchsorted(bounds, sampled - 1, right=True)
-        scores = ulysses.everywhere(scores, owner.bincount(minlength=ulysses.size).tolist())
-    log_probs, entropy = scores.unbind(-1)
-    zeros = torch.zeros(len(batch.tokens), device=device)
-    at = (sampled.to(device),)
-    return zeros.index_put(at, log_probs).cpu(), zeros.index_put(at, entropy.detach()).cpu()
+        owner = torch.searchsorted(bounds, places, right=True)
+        outputs = ulysses.everywhere(outputs, owner.bincount(minlength=ulysses.size).tolist())
+    return outputs
 
 
-def export(model: nn.Module, policy: Path, folder: Path, file_bytes: int = FILE_BYTES) -> None:
+def export(
+    model: nn.Module,
+    policy: Path,
+    folder: Path,
+    file_bytes: int = FILE_BYTES,
+    unstored: frozenset[str] = frozenset(),
+) -> None:
     """Have rank 0 write the weights to ``folder`` as a Hugging Face model, adapters merged; every rank must call it.
 
     Tensors are gathered one at a time, in the type that the policy stores, under the names that it uses. Rank 0 holds
@@ -208,13 +252,13 @@ def export(model: nn.Module, policy: Path, folder: Path, file_bytes: int = FILE_
         policy: where the model came from; its config and type are kept.
         folder: exists; what is in it stays.
         file_bytes: size of one file of weights; a tensor that is larger has its own.
+        unstored: what ``build`` was given; these are written under the names that they have in the model.
 
     Raises:
         ValueError: a weight has no name in the policy, so that nothing could load what would be written.
     """
-    unwritten = set(stored_in(policy))
-    config = AutoConfig.from_pretrained(policy)
-    stored = getattr(config, "dtype", None) or torch.float32
+    unwritten = set(stored_in(policy)) | unstored
+    stored = getattr(AutoConfig.from_pretrained(policy), "dtype", None) or torch.float32
     writer = FolderWriter(folder, file_bytes) if torch.distributed.get_rank() == 0 else None
     parameters = ((name, tensor.to(stored)) for name, tensor in plain_parameters(model))
     for name, tensor in stored_tensors(model, parameters):
@@ -229,12 +273,25 @@ def export(model: nn.Module, policy: Path, folder: Path, file_bytes: int = FILE_
         say(f"not of {type(model).__name__}, so left out: {', '.join(sorted(unwritten))}")
     if writer is not None:
         writer.finish()
-        config.architectures, config.dtype = [type(model).__name__.removeprefix("FSDP")], stored
-        config.save_pretrained(folder)
+        write_config(model, policy, folder)
+    torch.distributed.barrier()
+
+
+def write_config(model: nn.Module, policy: Path, folder: Path) -> None:
+    """Leave beside the weights the policy's config, with the class that was trained; and how it generates, if it can.
+
+    The config of the model in memory is not the one that was read: it names an attention that only training has.
+    """
+    config = AutoConfig.from_pretrained(policy)
+    stored = getattr(config, "dtype", None) or torch.float32
+    config.architectures, config.dtype = [type(model).__name__.removeprefix("FSDP")], stored
+    if config.num_labels != model.config.num_labels:
+        config.num_labels = model.config.num_labels
+    config.save_pretrained(folder)
+    if model.can_generate():
         with torch.device("meta"):
             of_config = AutoModelForCausalLM.from_config(config)
         of_config.generation_config.save_pretrained(folder)
-    torch.distributed.barrier()
 
 
 def require_gradient_sync(model: nn.Module, sync: bool) -> None:

@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from feedback.config import RuleConfig
-from feedback.rewards.rules import load_reward
 from train import algorithms, torchrun
 from train.config import TrainConfig
 from train.controller import Pool, ResourcePool, WorkerGroup, results
+from train.rewards import Rewarding, rewarding, rewards_of
 
 
 @dataclass(frozen=True)
 class Groups:
     """What the dataflow calls.
 
-    ``reference`` is None if nothing needs it. ``reward`` rewards rows of responses, here or on its pool. ``meeting`` is
-    where weights change pools, None if training and generation share one.
+    ``reference`` is None if nothing needs it, ``rollout`` if nothing is sampled, ``critic`` if the algorithm has none.
+    ``reward`` rewards rows of responses, here or on its pool; None if nothing is sampled. ``meeting`` is where weights
+    change pools, None if training and generation share one.
     """
 
     actor: WorkerGroup
+    critic: WorkerGroup | None
     reference: WorkerGroup | None
-    rollout: WorkerGroup
-    reward: Callable[[pa.Table], Any]
+    rollout: WorkerGroup | None
+    reward: Rewarding | None
     meeting: Any
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        """What has state that a checkpoint keeps, by the name of its part."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def sleep(self) -> None:
+        """Leave the devices to training until ``reshard``: nothing is sampled before it."""
+        if self.rollout is not None and self.meeting is None:
+            self.rollout.sleep()
 
     def reshard(self) -> None:
         """Generate with the weights in training, as they are, from here on."""
+        if self.rollout is None:
+            return
         if self.meeting is None:
             self.rollout.load_actor_weights()
         else:
@@ -49,39 +61,37 @@ def start_groups(
     Args:
         policy: folder of the policy to start from.
         seed: of sampling.
-        reward: what rewards responses, as ``feedback.rewards.rules.load_reward`` takes it.
+        reward: what rewards responses, as ``train.rewards.rewarding`` takes it.
 
     Raises:
         WorkerError: the cluster has no room for a pool, or a worker did not start.
     """
-    on = config.placement
-    apart = on.rollout != on.actor
-    rewarding: Callable[[pa.Table], Any] = load_reward(reward)
+    on, algorithm = config.placement, algorithms.load(config.algorithm)
+    apart = config.samples and on.rollout != on.actor
+    rewards = rewarding(reward) if config.samples else None  # what can't be loaded fails before a worker starts
     with start_pools(config) as pools:
         if on.reward is not None:
             group = pools[on.reward].group("reward", "train.workers.reward:RewardWorker", reward=reward)
-            rewarding = partial(rewards_of, group, config.ranks_of(on.reward))
+            rewards = partial(rewards_of, group, config.ranks_of(on.reward))
         actor = "train.workers.apart:SendingActor" if apart else "train.workers.actor:ActorWorker"
+        if not config.algorithm.trains_policy:
+            actor = "train.workers.scorer:ScorerWorker"
         rollout = "train.workers.apart:ReceivingRollout" if apart else "train.workers.rollout:RolloutWorker"
         common: dict[str, Any] = {"policy": policy, "config": config}
         trained = pools[on.actor].group("actor", actor, **common)
         groups = Groups(
             actor=trained,
-            reference=pools[on.reference].group("reference", "train.workers.reference:ReferenceWorker", **common)
-            if config.has_reference or algorithms.load(config.algorithm).needs_reference
+            critic=pools[on.critic or on.actor].group("critic", "train.workers.critic:CriticWorker", **common)
+            if algorithm.needs_critic
             else None,
-            rollout=pools[on.rollout].group("rollout", rollout, **common, seed=seed),
-            reward=rewarding,
+            reference=pools[on.reference].group("reference", "train.workers.reference:ReferenceWorker", **common)
+            if config.has_reference or algorithm.needs_reference
+            else None,
+            rollout=pools[on.rollout].group("rollout", rollout, **common, seed=seed) if config.samples else None,
+            reward=rewards,
             meeting=trained.meet(config.ranks_of(on.rollout)) if apart else None,
         )
         yield groups
-
-
-def rewards_of(group: WorkerGroup, ranks: int, rows: pa.Table) -> list[float | None]:
-    """The reward of each row; each rank rewards some consecutive ones, so the function must not compare rows."""
-    each = -(-len(rows) // ranks)
-    parts = group.rewards([rows.slice(start, each) for start in range(0, len(rows), each)])
-    return [reward for part in parts for reward in part]
 
 
 @contextmanager
@@ -118,7 +128,7 @@ def sizes(config: TrainConfig, pool: str) -> dict[str, int]:
     on = config.placement
     return {
         "tensor_parallel_size": config.rollout.tensor_parallel_size if pool == on.rollout else 1,
-        "sequence_parallel_size": config.fsdp.sequence_parallel if pool in (on.actor, on.reference) else 1,
+        "sequence_parallel_size": config.fsdp.sequence_parallel if pool in (on.actor, on.reference, on.critic) else 1,
     }
 
 

@@ -3,44 +3,156 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
 
-from train.advantages import uninformative
-from train.batch import PackedBatch
+import torch
+from torch import Tensor
+
+from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
 from train.context import TrainingStopped
-from train.kl import k1, k3
+from train.kl import k1, k2, k3
+from train.samples import Scored
+from train.values import explained_variance
+
+FIRST_STEPS: Final = 3
+"""Steps whose mean response length is what later ones are compared with."""
 
 
-def health(batch: PackedBatch, updates: list[dict[str, float]]) -> dict[str, float]:
-    """What to watch: rewards of the fresh rollouts; KL and logprob differences by token, nats; means of the updates."""
-    assert batch.old_log_probs is not None
-    fresh = batch.fresh
-    mask = batch.response_mask & batch.per_token(fresh)
-    old, behaviour = batch.old_log_probs[mask], batch.behaviour_log_probs[mask]
-    ref = None if batch.ref_log_probs is None else batch.ref_log_probs[mask]
-    rewards = batch.rewards[fresh]
+@dataclass(frozen=True)
+class Drawn:
+    """What a step drew: fresh and logged responses, those of them that it learns from, and why not from the others."""
+
+    fresh: Scored
+    logged: list[Rollout]
+    rollouts: list[Rollout]
+    uninformative_groups: int = 0
+    lone_left_out: int = 0
+
+    @property
+    def groups(self) -> int:
+        return len({rollout.group for rollout in self.fresh.rollouts + self.logged})
+
+    def __str__(self) -> str:
+        return (
+            f"of {self.groups} groups, {self.uninformative_groups} have equal rewards; {self.lone_left_out} lone "
+            f"responses have none to be compared with; {len(self.rollouts)} responses are left"
+        )
+
+
+def health(drawn: Drawn, batch: PackedBatch | None, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What to watch of a step.
+
+    Rewards and lengths are those of all fresh responses or, if nothing is sampled, the logged ones. ``batch`` is what
+    the ``updates`` learned from; without any, what they would give is not there.
+    """
+    return {**of_responses(drawn), **(of_updates(batch, updates) if batch is not None and updates else {"tokens": 0.0})}
+
+
+def of_responses(drawn: Drawn) -> dict[str, float]:
+    """What was drawn, whether it is learned from or not."""
+    fresh, logged = drawn.fresh, drawn.logged
+    of_logged = [rollout.reward for rollout in logged]
+    seen = fresh.rollouts or logged
+    reward = torch.tensor(fresh.rewards or of_logged, dtype=torch.float32)
     return {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
-        **({} if ref is None else {"kl_ref": float(k3(old, ref).mean())}),
-        "kl_behaviour": float(k1(behaviour, old).mean()),
-        "logprob_difference_mean": float((old - behaviour).abs().mean()),
-        "logprob_difference_max": float((old - behaviour).abs().max()),
-        "response_length": float((batch.lengths - batch.prompt_lengths)[fresh].float().mean()),
-        "uninformative_fraction": float(uninformative(rewards, batch.groups[fresh]).float().mean()),
-        "responses": float(fresh.sum()),
-        "traffic_responses": float((~fresh).sum()),
-        "tokens": float(len(batch.tokens)),
-        **{name: sum(u[name] for u in updates) / len(updates) for name in updates[0]},
+        "reward": float(reward.mean()),
+        "reward_std": float(reward.std()) if len(reward) > 1 else 0.0,
+        **{f"reward/{name}": sum(given) / len(given) for name, given in fresh.components.items() if given},
+        **({"reward_traffic": sum(of_logged) / len(logged)} if fresh.rollouts and logged else {}),
+        **({"overlong": sum(fresh.overlong) / len(fresh.overlong)} if any(fresh.overlong) else {}),
+        ("response_length" if fresh.rollouts else "learned_length"): sum(len(r.response) for r in seen) / len(seen),
+        **({"truncated_fraction": sum(r.truncated for r in seen) / len(seen)} if fresh.rollouts else {}),
+        "responses": float(len(fresh.rollouts)),
+        "traffic_responses": float(len(logged)),
+        "unrewarded_responses": float(fresh.unrewarded),
+        "uninformative_groups": float(drawn.uninformative_groups),
+        "uninformative_fraction": drawn.uninformative_groups / drawn.groups,
+        "lone_left_out": float(drawn.lone_left_out),
     }
 
 
-def check_health(config: TrainConfig, step: int, metrics: dict[str, float]) -> None:
-    for name, value in metrics.items():
-        if not math.isfinite(value):
-            raise TrainingStopped(f"step {step}: {name} is {value}; nothing is published")
-    if config.max_kl is not None and metrics["kl_ref"] > config.max_kl:
-        raise TrainingStopped(
-            f"step {step}: KL to the parent policy {metrics['kl_ref']:.4f} passed "
-            f"train.max_kl={config.max_kl}; nothing is published"
+def of_updates(batch: PackedBatch, updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What was learned from, and the means of the updates. KL and differences of logprobs are nats a token.
+
+    ``kl_behaviour`` is KL(behaviour || policy before the updates), from tokens that the behaviour sampled.
+    ``logprob_difference`` is between training and sampling, of the same tokens under what should be the same weights.
+    """
+    assert batch.old_log_probs is not None
+    mask, fresh = batch.response_mask, batch.response_mask & batch.per_token(batch.fresh)
+    old, behaviour = batch.old_log_probs, batch.behaviour_log_probs
+    difference = (old - behaviour)[fresh].abs()
+    return {
+        **({} if batch.ref_log_probs is None else {"kl_ref": kl_to(batch.ref_log_probs, old, mask, fresh)}),
+        "kl_behaviour": float(k1(behaviour, old)[mask].mean()),
+        **({"logprob_difference_mean": float(difference.mean())} if len(difference) else {}),
+        **({"logprob_difference_max": float(difference.max())} if len(difference) else {}),
+        **({} if batch.values is None else {"explained_variance": explained(batch)}),
+        "learned_responses": float(len(batch)),
+        "tokens": float(len(batch.tokens)),
+        "updates": float(len(updates)),
+        **{name: sum(update[name] for update in updates) / len(updates) for name in updates[0]},
+    }
+
+
+def explained(batch: PackedBatch) -> float:
+    """How much of what the returns differ by the critic expected; see ``train.values.explained_variance``."""
+    assert batch.values is not None
+    assert batch.returns is not None
+    mask = batch.response_mask
+    return explained_variance(batch.values[mask], batch.returns[mask])
+
+
+def kl_to(ref: Tensor, old: Tensor, mask: Tensor, fresh: Tensor) -> float:
+    """How far the policy is from the reference, by its own samples if there are any.
+
+    Of logged tokens alone it is half the mean squared log ratio (k2): these are not sampled from the policy, so that k3
+    is no estimate of the KL there, and grows exponentially with tokens that have become unlikely.
+    """
+    return float(k3(old, ref)[fresh].mean()) if fresh.any() else float(k2(old, ref)[mask].mean())
+
+
+def check_health(config: TrainConfig, history: Sequence[dict[str, float]]) -> None:
+    """End a run whose last step was not well.
+
+    Args:
+        history: the metrics of all its steps; of each bound that the config sets, the last step may lack the number.
+
+    Raises:
+        TrainingStopped: what it was, and the setting that bounds it.
+    """
+    step, metrics = len(history) - 1, history[-1]
+    problems = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
+    kl, entropy, length = (metrics.get(name) for name in ("kl_ref", "entropy", "response_length"))
+    if config.max_kl is not None and kl is not None and kl > config.max_kl:
+        problems.append(f"KL to the parent policy {kl:.4f} passed train.max_kl={config.max_kl:g}")
+    if config.min_entropy is not None and entropy is not None and entropy < config.min_entropy:
+        problems.append(f"the policy's entropy {entropy:.4g} fell below train.min_entropy={config.min_entropy:g} nats")
+    first = [m["response_length"] for m in history[:FIRST_STEPS] if "response_length" in m]
+    if config.max_length_growth is not None and length is not None and len(history) > FIRST_STEPS and first:
+        before = sum(first) / len(first)
+        if length > config.max_length_growth * before:
+            problems.append(
+                f"responses of {length:.1f} tokens are {length / before:.1f} times as long as at first, above "
+                f"train.max_length_growth={config.max_length_growth:g}"
+            )
+    if problem := _idle(config, history):
+        problems.append(problem)
+    if problems:
+        raise TrainingStopped(f"step {step}: {'; '.join(problems)}; nothing is published")
+
+
+def _idle(config: TrainConfig, history: Sequence[dict[str, float]]) -> str | None:
+    """Why steps that make no update end the run; None if they don't."""
+    idle = 0
+    while idle < len(history) and history[-1 - idle]["tokens"] == 0:
+        idle += 1
+    if idle == config.max_idle_steps or (idle == len(history) == config.steps):
+        return (
+            f"{idle} steps in a row made no update (train.max_idle_steps={config.max_idle_steps}): all responses to a "
+            "prompt get the same reward. Have a reward that tells them apart, more responses to a prompt "
+            "(train.algorithm.group_size), a higher train.rollout.temperature, or other prompts"
         )
+    return None

@@ -6,8 +6,10 @@ the config says. ``python -m train.job SPEC.json`` is what a cluster, or torchru
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
+from typing import Any
 
 from feedback.lake import Lake, LakeError
 from serve.policies import Policy, PolicyStore
@@ -22,7 +24,10 @@ from train.hooks import RunInfo
 from train.progress import Clock, progress_bar, say, say_step
 from train.publishing import publish
 from train.random_state import random_state, seed_all, set_random_state
-from train.resume import Begun, Checkpoints, Progress, begin, checkpoints_of, keep_start, only_run
+from train.resume import Begun, Progress, begin, checkpoints_of, keep_start, made_by, only_run
+from train.reward_folder import publish_reward_model, reason_of
+from train.rewards import rewarding, try_out
+from train.saving import Checkpoints
 from train.trackers import Watchers
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
@@ -33,24 +38,33 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
 
     A run of the same name that was killed goes on from its last checkpoint; one that has published gives that again.
 
+    A run that is not well (train/health.py) ends early: the result has no candidate, and the reason.
+
     Raises:
-        TrainingStopped: KL passed its bound, or a number was not finite; nothing is published.
         train.controller.WorkerError: a worker failed; nothing is published.
         train.checkpoint_files.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.hooks.HookError: a hook or tracker of the config failed.
+        feedback.rewards.rules.RuleError: the reward failed, or gave what is no reward.
     """
     with only_run(context):
         store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
         begun = begin(config, context, store, lake)
-        if begun.published is not None:
-            return published_before(context, begun.published)
+        if begun.finished is not None:
+            return finished_before(context, begun.finished)
         seed = config.seed * 1_000_003 + begun.parent.version
         dataflow = dataflows.load(config)
         data = read_data(dataflow, config, context, lake, begun, seed)
         if data.usable < config.data.min_prompts:
-            return too_few(config, context, begun.parent, data.usable)
+            return too_few(config, context, begun.parent, data)
+        config = dataflow.settled(config, data)
+        if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
+            try_out(rewarding(context.reward), lake, begun.start.lake_versions)
         keep_start(context, begun.start)
-        return train(dataflow, config, context, store, begun, data, seed)
+        history = list(begun.progress.history) if begun.progress else []
+        try:
+            return train(dataflow, config, context, store, begun, data, seed, history)
+        except TrainingStopped as stopped:
+            return ended_early(context, begun.parent, history, str(stopped))
 
 
 def train(
@@ -61,13 +75,17 @@ def train(
     begun: Begun,
     data: Data,
     seed: int,
+    history: list[dict[str, float]],
 ) -> JobResult:
-    """From the first step, or from the checkpoint, to the published candidate."""
+    """From the first step, or from the checkpoint, to the published candidate.
+
+    Args:
+        history: the metrics of the steps that are done; those of each further step are added.
+    """
     started = time.monotonic()
     say(f"{context.run}: starting the workers")
     parent, progress = begun.parent, begun.progress
     first = progress.step if progress else 0
-    history = list(progress.history) if progress else []
     info = RunInfo(context.run, context.folder, parent.version, first, config.steps, config)
 
     with (
@@ -75,11 +93,12 @@ def train(
         start_groups(config, parent.path, seed=seed, reward=context.reward) as groups,
         progress_bar() as bar,
     ):
-        actor, clock = groups.actor, Clock()
-        checkpoints = Checkpoints(config.checkpoint, context, actor, watchers.checkpoint)
+        clock = Clock()
+        checkpoints = Checkpoints(config.checkpoint, context, groups.trained, watchers.checkpoint)
         flow = dataflow(Run(config, context, groups, data, seed, clock))
         if begun.checkpoint is not None and progress is not None:
-            actor.load_checkpoint(begun.checkpoint)
+            for part, group in groups.trained.items():
+                group.load_checkpoint(begun.checkpoint, part=part)
             flow.resume(progress.dataflow)
             set_random_state(progress.random)
         else:
@@ -95,7 +114,7 @@ def train(
             watchers.step(step, metrics)
             bar.advance(task)
             say_step(context.run, step, config.steps, metrics)
-            check_health(config, step, metrics)
+            check_health(config, history)
             checkpoints.hear()
             if checkpoints.due(step + 1):
                 checkpoints.save(
@@ -109,18 +128,18 @@ def train(
                     )
                 )
         checkpoints.hear(wait=True)
-        candidate = publish(store, parent, actor, config, context, begun.start, history, data.usable)
-        shutil.rmtree(checkpoints_of(context))  # the run is finished: its name gives this policy from here on
-        say(f"{context.run}: published policy {candidate.version} in {time.monotonic() - started:.0f} s")
-        result = JobResult(
-            run=context.run,
-            candidate=candidate.version,
-            parent=parent.version,
-            steps=config.steps,
-            reason=None,
-            metrics=history[-1],
-            seconds=time.monotonic() - started,
-        )
+        made: dict[str, Any]
+        what = (parent, groups.actor, config, context, begun.start, history, data)
+        if config.algorithm.trains_policy:
+            made = {"candidate": publish(store, *what).version, "reason": None}
+        else:
+            folder = publish_reward_model(*what)
+            made = {"candidate": None, "artifact": folder, "reason": reason_of(folder)}
+        shutil.rmtree(checkpoints_of(context))  # the run is finished: its name gives this result from here on
+        seconds = time.monotonic() - started
+        last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}
+        result = JobResult(run=context.run, **made, **last)
+        say(f"{context.run}: published {made_by(result)} in {seconds:.0f} s")
         watchers.end(result)
     return result
 
@@ -154,26 +173,32 @@ def read_data(
     return data
 
 
-def too_few(config: TrainConfig, context: JobContext, parent: Policy, usable: int) -> JobResult:
-    reason = f"{usable} usable prompts in the lake, fewer than train.data.min_prompts={config.data.min_prompts}"
+def too_few(config: TrainConfig, context: JobContext, parent: Policy, data: Data) -> JobResult:
+    what = "items of feedback" if config.algorithm.is_offline else "prompts"
+    reason = f"{data.usable} usable {what}, fewer than train.data.min_prompts={config.data.min_prompts} ({data})"
     return JobResult(
         run=context.run, candidate=None, parent=parent.version, steps=0, reason=reason, metrics={}, seconds=0.0
     )
 
 
-def published_before(context: JobContext, policy: Policy) -> JobResult:
-    say(f"{context.run}: was finished before, it published policy {policy.version}")
-    shutil.rmtree(checkpoints_of(context))
-    assert policy.parent is not None
+def ended_early(context: JobContext, parent: Policy, history: list[dict[str, float]], reason: str) -> JobResult:
+    say(f"{context.run}: stopped: {reason}")
+    last = history[-1] if history else {}
     return JobResult(
         run=context.run,
-        candidate=policy.version,
-        parent=policy.parent,
-        steps=policy.metrics["steps"],
-        reason=None,
-        metrics=policy.metrics["last"],
-        seconds=0.0,
+        candidate=None,
+        parent=parent.version,
+        steps=len(history),
+        reason=reason,
+        metrics={name: value for name, value in last.items() if math.isfinite(value)},
+        seconds=sum(metrics["seconds"] for metrics in history),
     )
+
+
+def finished_before(context: JobContext, result: JobResult) -> JobResult:
+    say(f"{context.run}: was finished before, it published {made_by(result)}")
+    shutil.rmtree(checkpoints_of(context))
+    return result
 
 
 if __name__ == "__main__":

@@ -1,24 +1,74 @@
-"""Estimators of KL(policy || reference) from its samples (J. Schulman, "Approximating KL Divergence", 2020)."""
+"""Estimators of KL(policy || reference) from tokens that the policy sampled, and the control of its weight.
+
+Written with r = ref / policy of a token (J. Schulman, "Approximating KL Divergence", 2020). In the reward the value of
+an estimator counts; in the loss its gradient alone, and that is another matter ("A Comedy of Estimators", arXiv
+2512.21852; "Rethinking KL Regularization in RLHF", arXiv 2510.01555). With tokens sampled by the policy itself, the
+expected gradient is: of k1 zero, whatever the policies; of k2 that of KL(policy || reference); of k3 that of
+KL(reference || policy).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Final
+
 from torch import Tensor
+
+LARGEST_LOG_RATIO: Final = 20.0
+"""Nats. Of two policies that are further apart at a token, an exponential says nothing any more, and would overflow."""
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Unbiased, of high variance; single terms may be negative. [T] → [T], nats."""
+    """-log r: unbiased, of high variance; single terms may be negative. [T] → [T], nats."""
     return log_probs - ref_log_probs
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Biased, of low variance, never negative. [T] → [T], nats."""
+    """(log r)² / 2: biased, of low variance, never negative; its gradient is unbiased. [T] → [T], nats."""
     return 0.5 * (log_probs - ref_log_probs) ** 2
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Unbiased, of low variance, never negative. [T] → [T], nats."""
+    """r - 1 - log r: unbiased, of low variance, never negative; its gradient is biased. [T] → [T], nats."""
     log_ratio = ref_log_probs - log_probs
-    return log_ratio.exp() - 1 - log_ratio
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp() - 1 - log_ratio
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+def k3_unbiased(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The value of k3 with the gradient of k2, log(policy / ref) · ∇ log policy. [T] → [T], nats.
+
+    Its expectation over tokens that the policy itself sampled is the KL of the next token's distribution, and its
+    gradient's expectation the gradient of that. Two things are not in it: what a token does to the KL of those after it
+    (which a KL in the reward has), and that tokens were sampled by another policy, as in later minibatches and in
+    traffic: there, neither expectation holds exactly.
+    """
+    value, gradient = k3(log_probs, ref_log_probs), k2(log_probs, ref_log_probs)
+    return value.detach() + gradient - gradient.detach()
+
+
+ESTIMATORS: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "k3_unbiased": k3_unbiased,
+}
+
+
+def adapted_coefficient(
+    coefficient: float, kl: float, *, target: float, horizon: int, minimum: float, maximum: float
+) -> float:
+    """The KL's weight after a step, so that the KL comes to its target (arXiv 1909.08593, section 2.2).
+
+    It grows by a factor of 1 + error / horizon, with the relative error (kl - target) / target clipped to ±0.2; the
+    paper's K_β is 1 / horizon, 0.1.
+
+    Args:
+        coefficient: the weight in the step.
+        kl: what was measured in it, nats a token.
+        minimum, maximum: bounds of what is returned.
+
+    Returns:
+        The weight in the next step; NaN if ``kl`` is.
+    """
+    error = min(max((kl - target) / target, -0.2), 0.2)
+    return min(max(coefficient * (1 + error / horizon), minimum), maximum)

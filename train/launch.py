@@ -29,13 +29,18 @@ from train.progress import say
 _STOP_S = 20.0
 
 
+class JobError(RuntimeError):
+    """The job failed; the message says why, and where all that it said is."""
+
+
 def run_job(config: TrainConfig, context: JobContext) -> JobResult:
     """Run the job by ``config.launcher``: torchrun; Ray, on the cluster of ``config.ray_address`` or its own.
 
     Raises:
-        RuntimeError: the job failed on the cluster or under torchrun; the message ends with what it said last.
+        JobError: the job failed on the cluster or under torchrun.
     """
     context.folder.mkdir(parents=True, exist_ok=True)
+    error_file(context).unlink(missing_ok=True)
     spec = context.folder / "job.json"
     spec.write_text(json.dumps({"config": config.model_dump(mode="json"), "context": context.model_dump(mode="json")}))
     if config.launcher == "torchrun":
@@ -70,7 +75,7 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
     """Run the job in processes of torchrun; they write to this process' output.
 
     Raises:
-        RuntimeError: a rank failed. Its traceback is in the output, and in ``torchrun.log`` of the run's folder.
+        JobError: a rank failed. Its traceback is in ``torchrun.log`` of the run's folder.
     """
     log = context.folder / "torchrun.log"
     paths = [*context.python_path, *sys.path]
@@ -88,7 +93,8 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
                 process.kill()
             raise
     if code:
-        raise RuntimeError(f"{context.run}: torchrun ended with {code}; {log} ends with:\n{log.read_text()[-4000:]}")
+        why = told(context) or f"torchrun ended with {code}, and its output with:\n{log.read_text()[-4000:].rstrip()}"
+        raise JobError(f"{context.run} failed; all of its output is in {log}\n{why}")
 
 
 def torchrun_command(config: TrainConfig, spec: Path) -> list[str]:
@@ -101,7 +107,7 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
     """Run the job by Ray's job API; its output is printed as it comes.
 
     Raises:
-        RuntimeError: the job failed; the message ends with its last lines.
+        JobError: the job failed.
     """
     from ray.job_submission import JobSubmissionClient
 
@@ -112,14 +118,14 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
     )
     say(f"{context.run}: submitted as {job_id} to {config.ray_address}")
     try:
-        follow(client, job_id)
+        follow(client, job_id, context)
     except BaseException:
         client.stop_job(job_id)  # whoever stops waiting for the job wants no candidate of it
         raise
 
 
-def follow(client: Any, job_id: str) -> None:
-    """Print a job's output until it ends. Raises RuntimeError if it doesn't succeed."""
+def follow(client: Any, job_id: str, context: JobContext) -> None:
+    """Print a job's output until it ends. Raises JobError if it doesn't succeed."""
     printed = 0
     while True:
         status = client.get_job_status(job_id)
@@ -130,7 +136,8 @@ def follow(client: Any, job_id: str) -> None:
             return
         if status.is_terminal():
             message = client.get_job_info(job_id).message
-            raise RuntimeError(f"Ray job {job_id} ended as {status}: {message}\n{logs[-2000:]}")
+            why = told(context) or f"{message}\n{logs[-2000:].rstrip()}"
+            raise JobError(f"{context.run} failed; Ray job {job_id} ended as {status}\n{why}")
         time.sleep(1.0)
 
 
@@ -164,11 +171,26 @@ def as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
 
 
 def run_spec(config: TrainConfig, context: JobContext) -> None:
-    """Run a job where its ranks can be started, and leave its result beside its metrics."""
-    result = run(config, context)
+    """Run a job where its ranks can be started, and leave its result beside its metrics, or why it has none."""
+    try:
+        result = run(config, context)
+    except Exception as error:
+        ours = type(error).__module__.split(".")[0] in ("feedback", "serve", "train")  # these say it all
+        error_file(context).write_text(str(error) if ours else f"{type(error).__name__}: {error}")
+        raise
     aside = context.folder / "result.json.new"
     aside.write_text(result.model_dump_json(indent=2))
     aside.rename(context.folder / "result.json")
+
+
+def error_file(context: JobContext) -> Path:
+    return context.folder / "error.txt"
+
+
+def told(context: JobContext) -> str | None:
+    """What the driver of the job failed by; None if it could not say."""
+    file = error_file(context)
+    return file.read_text() if file.exists() else None
 
 
 def read(spec: Path, launcher: str | None = None) -> tuple[TrainConfig, JobContext]:

@@ -174,7 +174,7 @@ def make_run(arguments: argparse.Namespace) -> None:
             runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
         )
         try:
-            train(Online, config, context, store, Begun(start, parent), data_of(arguments), seed=1)
+            train(Online, config, context, store, Begun(start, parent), data_of(arguments), seed=1, history=[])
         finally:
             ray.shutdown()
 
@@ -201,7 +201,7 @@ def data_of(arguments: argparse.Namespace) -> TrainingData:
     rng = random.Random(0)
     vocabulary = json.loads((arguments.policy / "config.json").read_text())["vocab_size"]
     prompts = [Prompt(None, None, [rng.randrange(4, vocabulary) for _ in range(16)]) for _ in range(64)]
-    return TrainingData(Cycled(prompts, arguments.prompts, "prompts"), Cycled([], 0, ""), 0, 0, "")
+    return TrainingData(Cycled(prompts, arguments.prompts, "prompts"), Cycled([], 0, ""), "64 prompts", 0, "")
 
 
 def reward(batch: pa.Table) -> list[float]:

@@ -4,9 +4,29 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+_SHOWN: Final = {
+    "reward": "reward {:.3f}",
+    "loss": "loss {:.4f}",
+    "margin": "margin {:.3f}",
+    "accuracy": "accuracy {:.2f}",
+    "kl_ref": "kl {:.4f}",
+    "entropy": "entropy {:.3f}",
+    "response_length": "length {:.1f}",
+    "logprob_difference_mean": "|dlogp| {:.1e}",
+    "held_out_at_start/loss": "held out at the start: loss {:.4f}",
+    "held_out_at_start/margin": "margin {:.3f}",
+    "held_out_at_start/accuracy": "accuracy {:.2f}",
+    "held_out/loss": "held out: loss {:.4f}",
+    "held_out/margin": "margin {:.3f}",
+    "held_out/accuracy": "accuracy {:.2f}",
+    "tokens_per_s": "{:.0f} tokens/s",
+    "seconds": "{:.2f} s",
+}
 
 
 def say(text: str) -> None:
@@ -14,13 +34,10 @@ def say(text: str) -> None:
 
 
 def say_step(run: str, step: int, steps: int, m: dict[str, float]) -> None:
+    """One line of a step: of what is worth a look, what there is."""
     if not sys.stderr.isatty():
-        kl = f" kl {m['kl_ref']:.4f}" if "kl_ref" in m else ""
-        say(
-            f"{run}: step {step + 1}/{steps} reward {m['reward']:.3f}{kl} entropy {m['entropy']:.3f} "
-            f"length {m['response_length']:.1f} |dlogp| {m['logprob_difference_mean']:.1e} "
-            f"{m['tokens_per_s']:.0f} tokens/s {m['seconds']:.2f} s"
-        )
+        numbers = " ".join(text.format(m[name]) for name, text in _SHOWN.items() if name in m)
+        say(f"{run}: step {step + 1}/{steps} {numbers}")
 
 
 def progress_bar() -> Progress:

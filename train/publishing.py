@@ -10,6 +10,7 @@ from serve.policies import Policy, PolicyStore
 from train.config import TrainConfig
 from train.context import JobContext
 from train.controller import WorkerGroup
+from train.dataflows.base import Data
 from train.resume import RunStart
 
 
@@ -21,7 +22,7 @@ def publish(
     context: JobContext,
     start: RunStart,
     history: list[dict[str, float]],
-    prompts: int,
+    data: Data,
 ) -> Policy:
     """Write weights, config and tokenizer aside, and have the store make a version of them."""
     folder = context.folder / "candidate"
@@ -38,7 +39,8 @@ def publish(
         "run": context.run,
         "run_id": start.id,
         "lake_versions": start.lake_versions,
-        "prompts": prompts,
+        "prompts": data.usable,
+        "data": str(data),
         "reward": start.reward,
         "train": config.model_dump(mode="json"),
     }

@@ -1,4 +1,4 @@
-"""Whether a run begins, goes on from its last checkpoint, or was finished already; and its checkpoints as it goes.
+"""Whether a run begins, goes on from its last checkpoint, or was finished already.
 
 A run is its name: its folder holds ``start.json`` (what it was started with) and ``checkpoints/``. The same name again,
 after a kill, goes on from the last whole checkpoint, reading the lake at the versions that the run read at its start.
@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import fcntl
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from feedback.lake import Lake
 from serve.policies import Policy, PolicyError, PolicyStore
-from train.checkpoint_files import CheckpointError, checkpoints, remove_unfinished, torn, write_synced
-from train.config import CheckpointConfig, TrainConfig
-from train.context import JobContext
+from train.checkpoint_files import (
+    CheckpointError,
+    checkpoints,
+    remove_unfinished,
+    torn,
+    write_synced,
+)
+from train.config import TrainConfig
+from train.context import JobContext, JobResult
 from train.continuing import differing_settings
-from train.controller import WorkerGroup
 from train.progress import say
-
-FAILED_SAVES: Final = 2  # in a row, and the run ends: nobody wants to find out after a day that nothing was kept
+from train.reward_folder import result_of
 
 
 class RunStart(BaseModel):
@@ -55,13 +59,13 @@ class Progress(BaseModel):
 
 @dataclass(frozen=True)
 class Begun:
-    """How a run begins. ``published``: it has, there is nothing left to do."""
+    """How a run begins. ``finished``: what came of it before; there is nothing left to do."""
 
     start: RunStart
     parent: Policy
     checkpoint: Path | None = None
     progress: Progress | None = None
-    published: Policy | None = None
+    finished: JobResult | None = None
 
 
 def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: Lake) -> Begun:
@@ -76,20 +80,20 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
     progress = None if checkpoint is None else _progress(checkpoint)
     start = progress.start if progress is not None else _read_start(context)
     if start is not None:
-        published = _published(store, start)
+        finished = _finished(store, context, start)
         differences = _differences(start, config, context, store)
-        if published is not None and config.steps != start.config["steps"]:
+        if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
         if progress is not None and config.steps < progress.step:
             differences.append(f"train.steps is {config.steps}, and {progress.step} are done")
-        if differences and (published is not None or checkpoint is not None):
-            state = f"published policy {published.version}" if published is not None else f"has {checkpoint}"
+        if differences and (finished is not None or checkpoint is not None):
+            state = f"has {checkpoint}" if finished is None else f"published {made_by(finished)}"
             raise CheckpointError(
                 f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
                 "what differs, or give the run another name (--run)"
             )
         if not differences:
-            return Begun(start, store.get(start.parent), checkpoint, progress, published)
+            return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
     fresh = RunStart(
         id=uuid.uuid4().hex,
@@ -147,49 +151,6 @@ def last_whole(context: JobContext) -> Path | None:
     return None
 
 
-class Checkpoints:
-    """A run's checkpoints, seen from the driver: when to save, and what became of it."""
-
-    def __init__(
-        self,
-        config: CheckpointConfig,
-        context: JobContext,
-        actor: WorkerGroup,
-        on_saved: Callable[[int, Path], None],
-    ) -> None:
-        self._config, self._run, self._folder = config, context.run, checkpoints_of(context)
-        self._actor, self._on_saved = actor, on_saved
-        self._failed: list[str] = []
-
-    def due(self, step: int) -> bool:
-        """Whether the state after ``step`` steps is to be kept."""
-        return self._config.every_steps is not None and step % self._config.every_steps == 0
-
-    def save(self, progress: Progress) -> None:
-        """Start a checkpoint; the next step need not wait for it. Raises as ``hear``."""
-        self._actor.save_checkpoint(progress.model_dump_json(), folder=self._folder, step=progress.step)
-        if not self._config.asynchronous:
-            self.hear(wait=True)
-
-    def hear(self, *, wait: bool = False) -> None:
-        """Tell what was saved since the last time; ``wait`` for a save that is under way.
-
-        Raises:
-            CheckpointError: saving failed twice in a row.
-        """
-        if self._config.every_steps is None:
-            return
-        for saved in self._actor.saved(wait):
-            if saved.error is None:
-                self._failed.clear()
-                self._on_saved(saved.step, saved.folder)
-                continue
-            self._failed.append(f"after step {saved.step}: {saved.error}")
-            if len(self._failed) >= FAILED_SAVES:
-                raise CheckpointError(f"{self._run}: no checkpoint could be saved, {'; '.join(self._failed)}")
-            say(f"{self._run}: the checkpoint after step {saved.step} failed, the run goes on: {saved.error}")
-
-
 # ------------------------------------------------------------------------------------------------------ the parts
 
 
@@ -212,6 +173,28 @@ def _parent(store: PolicyStore, context: JobContext) -> Policy:
     if pointer is None:
         raise ValueError(f"no policy is serving in {context.policies}; make one with: millrace init --model FOLDER")
     return store.get(pointer.version)
+
+
+def made_by(result: JobResult) -> str:
+    """What came of a run, in words."""
+    return f"policy {result.candidate}" if result.artifact is None else f"reward model {result.artifact}"
+
+
+def _finished(store: PolicyStore, context: JobContext, start: RunStart) -> JobResult | None:
+    """What came of this very run, if it came to its end."""
+    policy = _published(store, start)
+    if policy is None:
+        return result_of(context, start)
+    assert policy.parent is not None
+    return JobResult(
+        run=context.run,
+        candidate=policy.version,
+        parent=policy.parent,
+        steps=policy.metrics["steps"],
+        reason=None,
+        metrics=policy.metrics["last"],
+        seconds=0.0,
+    )
 
 
 def _published(store: PolicyStore, start: RunStart) -> Policy | None:

@@ -54,7 +54,9 @@ def be_rank(config: TrainConfig, layout: Layout, environment: dict[str, str], dr
     except BaseException:
         joined.failures.report(joined.rank)
         raise
-    dist.destroy_process_group()  # or its threads may still run when the interpreter ends, which then aborts
+    joined.close()
+    if dist.is_initialized():  # or its threads may still run when the interpreter ends, which then aborts
+        dist.destroy_process_group()
 
 
 class Failures:
@@ -128,6 +130,10 @@ class TorchrunPool:
     def finish(self) -> None:
         """Let the other ranks end."""
         dist.scatter_object_list([None], [None] * self.layout.ranks, src=0, group=self._control)
+
+    def close(self) -> None:
+        """End this rank's workers; nothing is called any more."""
+        self._workers.close()
 
     def _run(self, what: str, name: str, arguments: list[tuple[Any, ...] | None]) -> list[Any]:
         """Have every rank do it, this one too; the answers by rank."""

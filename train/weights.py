@@ -41,7 +41,7 @@ def remember_names(model: PreTrainedModel, policy: Path) -> None:
     model.checkpoint_keys = names(model, list(stored_in(policy)))
 
 
-def load(model: nn.Module, policy: Path, device: torch.device) -> None:
+def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozenset[str] = frozenset()) -> None:
     """Give the sharded parameters of ``model``, on the meta device, the values that ``policy`` stores.
 
     Values are converted to each parameter's own dtype. Every rank must call it.
@@ -50,13 +50,15 @@ def load(model: nn.Module, policy: Path, device: torch.device) -> None:
         model: after ``remember_names`` and ``fully_shard``, its parameters on the meta device.
         policy: a Hugging Face folder with safetensors weights.
         device: where this rank's shards live.
+        unstored: plain names of parameters that keep what they have if the policy does not store them.
 
     Raises:
         ValueError: the folder has no safetensors, lacks a tensor, or has one of another shape.
     """
     files = stored_in(policy)
     keys: dict[str, list[str]] = model.checkpoint_keys
-    wanted = {name: tensor for name, tensor in held(model) if ADAPTER not in name}
+    absent = {name for name in unstored if not keys.get(name)}
+    wanted = {name: t for name, t in held(model) if ADAPTER not in name and plain_name(name) not in absent}
     if all(keys.get(plain_name(name)) for name in wanted):
         fill(wanted, read_slices(wanted, keys, files), device)
     else:

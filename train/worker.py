@@ -18,6 +18,9 @@ class Worker:
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
 
+    def close(self) -> None:
+        """Leave what would not go by itself when the process ends in good order."""
+
 
 class Workers:
     """The workers of one process, by role."""
@@ -30,6 +33,11 @@ class Workers:
 
     def call(self, role: str, method: str, argument: Any, options: dict[str, Any]) -> Any:
         return getattr(self.by_role[role], method)(argument, **options)
+
+    def close(self) -> None:
+        """All of them, the newest first."""
+        for worker in reversed(self.by_role.values()):
+            worker.close()
 
 
 def load_class(target: str) -> type[Any]:

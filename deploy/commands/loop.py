@@ -104,7 +104,7 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
     from deploy.cycle import NO_REWARD, reward_of
 
     reward = reward_of(settings)
-    if reward is None:
+    if settings.train.samples and not reward:
         raise ConfigError(NO_REWARD)
     resolved = settings.resolved()
     name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"
@@ -124,7 +124,12 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
             lineage=lineage.of(settings),
         )
         result = run_job(resolved.train, context)
-    if result.candidate is None:
+    if result.artifact is not None:
+        click.echo(
+            f"{name}: reward model {result.artifact}, from policy {result.parent}, {result.steps} steps, "
+            f"{result.seconds:.0f} s; to score by it, set feedback.scoring.model.name to that folder"
+        )
+    elif result.candidate is None:
         click.echo(f"{name}: no candidate: {result.reason}")
     else:
         click.echo(

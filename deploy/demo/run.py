@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import deploy
@@ -29,6 +28,7 @@ from deploy.cycle import CycleRecord
 from deploy.demo import summary
 from deploy.demo.task import items
 from deploy.processes import Child, millrace
+from deploy.stages import Stages
 
 TASK_SEED = 7
 HELD_OUT, TRAFFIC = 400, 300  # prompts; the seed policy's corpus is drawn from those after them
@@ -46,7 +46,7 @@ def run(folder: Path, *, cycles: int = 3, users: int = 4) -> None:
     Raises:
         DemoFailed: a part of it failed, or the figures are not those that a working loop has.
     """
-    with Stages(total=cycles + 6) as stages:
+    with Stages("demo", total=cycles + 6) as stages:
         users_file = Path(deploy.__file__).resolve().parent.parent / "loadtests" / "users.py"
         if not users_file.exists():
             raise DemoFailed(f"the demo's users are not at {users_file}; run it from a checkout, not from a wheel")
@@ -215,42 +215,6 @@ def account(folder: Path) -> list[dict[str, Any]]:
 
 
 # ----------------------------------------------------------------------------------------------- telling the user
-
-
-class Stages:
-    """Stages with their seconds; a progress bar on a terminal, plain lines without one."""
-
-    def __init__(self, total: int) -> None:
-        self.seconds: dict[str, float] = {}
-        self._started = time.monotonic()
-        self._console = Console()
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
-        self._task = self._bar.add_task("demo", total=total)
-
-    def __enter__(self) -> Stages:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    @property
-    def elapsed(self) -> float:
-        return time.monotonic() - self._started
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
-        self._bar.update(self._task, description=name)
-        self.say(f"demo: {name} …")
-        yield
-        self.seconds[name] = time.monotonic() - started
-        self._bar.advance(self._task)
-        self.say(f"demo: {name} took {self.seconds[name]:.1f} s")
-
-    def say(self, line: str) -> None:
-        self._console.print(f"{self.elapsed:6.1f} s  {line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def show(figures: dict[str, Any], folder: Path) -> None:

@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -37,7 +38,9 @@ def main(folder: Path, seed: int, steps: int, batch: int, skip: int, threads: in
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
     print(f"seed policy: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
-    train(model, tokenizer, seed=seed, steps=steps, batch=batch, skip=skip)
+    rng = random.Random(seed)
+    stream = itertools.islice(items(seed), skip, None)
+    train(model, tokenizer, ((i.prompt, demonstration(i, rng)) for i in stream), steps=steps, batch=batch)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -59,12 +62,18 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden_size: int = 144,
+    intermediate_size: int = 512,
+    num_hidden_layers: int = 4,
+) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=144,
-        intermediate_size=512,
-        num_hidden_layers=4,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_hidden_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -78,18 +87,22 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def train(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, seed: int, steps: int, batch: int, skip: int
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Iterator[tuple[str, str]],
+    *,
+    steps: int,
+    batch: int,
+    learning_rate: float = 3e-3,
 ) -> None:
-    """Supervised training on the messy corpus; loss on the answer's tokens only."""
-    rng = random.Random(seed)
-    stream = itertools.islice(items(seed), skip, None)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    """Supervised training on a corpus of (prompt, answer) without end; loss on the answer's tokens only."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     started = time.monotonic()
     for step in range(steps):
         warmup, decay = min(1.0, (step + 1) / 30), 0.5 * (1 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * warmup * max(0.05, decay)
-        ids, labels = collate(tokenizer, [(i.prompt, demonstration(i, rng)) for i in itertools.islice(stream, batch)])
+            group["lr"] = learning_rate * warmup * max(0.05, decay)
+        ids, labels = collate(tokenizer, list(itertools.islice(corpus, batch)))
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         optimizer.zero_grad()

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
@@ -124,22 +124,10 @@ class RewardModel:
 
     def _encode(self, row: dict[str, Any]) -> Inputs:
         """Raises ValueError, for the reader of the reward, if the model can't read the response."""
-        if row.get("messages") is not None and self._tokenizer.chat_template:
-            messages = [*json.loads(row["messages"]), {"role": "assistant", "content": row["response"]}]
-            try:
-                encoded = self._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
-            except Exception as error:  # a template is a program, which may raise anything
-                raise ValueError(f"the model's chat template failed: {type(error).__name__}: {error}") from error
-        elif row.get("prompt") is not None:
-            encoded = self._tokenizer(row["prompt"], row["response"], truncation=False)
-        else:
-            raise ValueError("the prompt has no text")
-        tokens = len(encoded["input_ids"])
-        if tokens > self._max_length:
+        inputs = encode(self._tokenizer, row)
+        if (tokens := len(inputs["input_ids"])) > self._max_length:
             raise ValueError(f"{tokens} tokens, more than the {self._max_length} that the model reads")
-        if not tokens:
-            raise ValueError("neither prompt nor response has a token")
-        return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
+        return inputs
 
     def _load(self) -> None:
         import torch
@@ -188,6 +176,27 @@ class RewardModel:
 
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def encode(tokenizer: Any, row: Mapping[str, Any]) -> Inputs:
+    """What a model reads of a response; one that is trained to reward responses must be trained on this.
+
+    ``row`` has ``prompt`` and ``messages``, of which one may be null, and ``response``. Raises ValueError, for the
+    reader of the reward, if there is nothing to read.
+    """
+    if row.get("messages") is not None and tokenizer.chat_template:
+        messages = [*json.loads(row["messages"]), {"role": "assistant", "content": row["response"]}]
+        try:
+            encoded = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
+        except Exception as error:  # a template is a program, which may raise anything
+            raise ValueError(f"the model's chat template failed: {type(error).__name__}: {error}") from error
+    elif row.get("prompt") is not None:
+        encoded = tokenizer(row["prompt"], row["response"], truncation=False)
+    else:
+        raise ValueError("the prompt has no text")
+    if not encoded["input_ids"]:
+        raise ValueError("neither prompt nor response has a token")
+    return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
 
 
 def token_batches(lengths: dict[int, int], config: ModelConfig) -> Iterator[list[int]]:

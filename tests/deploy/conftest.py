@@ -75,6 +75,7 @@ def settings(tmp_path: Path) -> Settings:
             ("home", str(home)),
             ("serve.port", str(free_port())),
             ("feedback.scoring.rules.exact.ready", "exact_match"),
+            ("train.rollout.max_tokens", "32"),
             ("cycle.stop_grace_s", "2"),
         ],
     )

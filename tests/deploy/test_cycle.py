@@ -36,7 +36,9 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     assert record.seconds["score"] > 0
     assert any(line.startswith("scored 0 responses") for line in said)  # the stage's own words come through
     assert cycle.records(home_with_policy) == [record]
-    assert run_cycle(home_with_policy, say=said.append).number == 2
+    offline = run_cycle(changed(home_with_policy, ("train.algorithm.name", "dpo")), say=said.append)
+    assert (offline.number, offline.status) == (2, "skipped")
+    assert offline.reason == "0 new feedback since the last training, cycle.min_new_rewards is 1"
 
 
 def test_without_a_policy_the_cycle_fails_and_says_what_to_do(settings: Settings) -> None:
@@ -57,6 +59,40 @@ def test_settings_that_can_not_work_are_refused_before_anything_starts(settings:
 def test_a_reward_function_that_does_not_exist_is_refused_before_anything_starts(settings: Settings) -> None:
     with pytest.raises(ConfigError, match="no_such_module"):
         run_cycle(changed(settings, ("feedback.scoring.rules.mine.function", "no_such_module:f")))
+
+
+def test_a_cycle_that_would_train_a_reward_model_is_refused_with_what_would_do(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"train\.algorithm\.name=reward_model .*feedback\.scoring\.model\.name"):
+        run_cycle(changed(settings, ("train.algorithm.name", "reward_model")))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "message"),
+    [
+        (
+            "train.algorithm.name",
+            "no_such_module:Mine",
+            "train.algorithm.name='no_such_module:Mine': the module can't be",
+        ),
+        ("train.dataflow", "train.losses:Mine", "train.dataflow='train.losses:Mine': the module train.losses has no"),
+        ("train.reward_weights", "{exakt: 2}", "train.reward_weights.exakt: feedback.scoring.rules has no such rule"),
+    ],
+)
+def test_what_training_names_and_is_not_there_is_refused_before_anything_starts(
+    settings: Settings, setting: str, value: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_cycle(changed(settings, (setting, value)))
+
+
+def test_responses_longer_than_the_serving_policys_context_are_refused_before_anything_starts(
+    home_with_policy: Settings,
+) -> None:
+    long = changed(home_with_policy, ("train.rollout.max_tokens", "100000"))
+    with pytest.raises(
+        ConfigError, match=r"train\.rollout\.max_tokens=100000 leaves no room for a prompt in \d+ tokens"
+    ):
+        run_cycle(long)
 
 
 def test_a_stage_that_takes_too_long_is_stopped_and_the_cycle_failed(

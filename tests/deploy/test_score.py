@@ -106,7 +106,11 @@ def test_training_is_rewarded_by_its_own_function_or_else_by_the_rules_that_have
     assert reward_of(own) == "deploy.demo.task:reward"
     check(own)
     none = config.load(settings.snapshot(), [("feedback.scoring.rules.exact.weight", "0")], {})
-    assert reward_of(none) is None
+    assert reward_of(none) == {}
+    weighed = config.load(settings.snapshot(), [("train.reward_weights", "{exact: 3.0}")], {})
+    assert {name: rule.weight for name, rule in dict(reward_of(weighed)).items()} == {"exact": 3.0}
+    with pytest.raises(ConfigError, match=r"train\.reward_weights\.exakt: .*there are: exact"):
+        check(config.load(settings.snapshot(), [("train.reward_weights", "{exakt: 3.0}")], {}))
     broken = config.load(settings.snapshot(), [("feedback.scoring.rules.mine.sql", "no_column")], {})
     with pytest.raises(ConfigError, match=r"feedback\.scoring\.rules\.mine: .*no_column"):
         check(broken)
@@ -116,7 +120,6 @@ def test_the_rules_reach_a_training_job_by_its_file(settings: Settings, tmp_path
     from train.job import JobContext
 
     reward = reward_of(settings)
-    assert reward is not None
     context = JobContext(run="r", runs=tmp_path, policies=tmp_path, lake_uri=str(tmp_path), reward=reward)
     there = JobContext.model_validate(json.loads(json.dumps(context.model_dump(mode="json"))))
     rows = table_of("interactions", [interaction("a"), interaction("b", response="5")])

@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded model: written in the background, whole or not there, loaded on any number of ranks."""
+"""The parts of checkpoints: written in the background by the ranks, made whole, loaded on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from train.checkpoint import Saver, load
-from train.checkpoint_files import CheckpointError, checkpoints, name_of, torn
+from train.checkpoint import Saved, Saver, load
+from train.checkpoint_files import CheckpointError, aside_of, begin_aside, checkpoints, make_whole, name_of, torn
 from train.random_state import seed_all
 
 WHOLE = StateDictOptions(full_state_dict=True)
+PART = "actor"
 TIMEOUT_S = 200  # a loaded machine is slow to start the other rank
 
 
@@ -72,8 +73,20 @@ class Training:
             "steps": torch.tensor(self.schedule.last_epoch),
         }
 
-    def save(self, saver: Saver, folder: Path, step: int, keep: int = 9) -> None:
-        saver.start(folder, step, self.model, self.optimizer, self.schedule, f'{{"of": {step}}}', keep=keep)
+    def save(self, saver: Saver, folder: Path, step: int) -> None:
+        """Start a save of one part, as rank 0, being the driver too, would."""
+        if torch.distributed.get_rank() == 0:
+            begin_aside(folder, step, f'{{"of": {step}}}')
+        torch.distributed.barrier()
+        saver.start(aside_of(folder, step) / PART, step, self.model, self.optimizer, self.schedule)
+
+    def saved(self, saver: Saver, folder: Path) -> Saved:
+        """How the save ended; it is made whole if it ended well."""
+        [ended] = saver.ended(wait=True)
+        if torch.distributed.get_rank() == 0 and ended.error is None:
+            make_whole(folder, ended.step)
+        torch.distributed.barrier()
+        return ended
 
 
 def in_rank(rank: int, folder: Path, ports: list[int], results: Any) -> None:
@@ -101,35 +114,36 @@ def in_rank(rank: int, folder: Path, ports: list[int], results: Any) -> None:
     drawn = torch.rand(3)
     training.step()  # goes on while it is written
     seen["went on"] = training.state()
-    [ended] = saver.ended(wait=True)
-    seen["ended"] = (ended.step, ended.folder, ended.error)
-    load(ended.folder, training.model, training.optimizer, training.schedule)
+    ended = training.saved(saver, folder / "a")
+    seen["ended"] = (ended.step, ended.error)
+    checkpoint = folder / "a" / name_of(2)
+    load(checkpoint, PART, training.model, training.optimizer, training.schedule)
     seen["random"] = torch.equal(torch.rand(3), drawn)
     seen["loaded on 2"] = training.state()
     training.step()
     seen["continued on 2"] = training.state()
 
     (folder / "file").touch()
-    training.save(saver, folder / "file", 1)  # nothing can be written there
+    saver.start(folder / "file" / PART, 1, training.model, training.optimizer, training.schedule)  # no folder
     seen["failed"] = saver.ended(wait=True)[0].error
     wide = Training(width=128)
     wide.step()
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))  # its shard is larger
     wide.save(saver, folder / "half", 1)
-    seen["failed half-way"] = saver.ended(wait=True)[0].error
+    seen["failed half-way"] = wide.saved(saver, folder / "half").error
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     for step in (3, 4, 5):
-        training.save(saver, folder / "many", step, keep=2)
-    seen["many"] = [saved.error for saved in saver.ended(wait=True)]
+        training.save(saver, folder / "many", step)
+    seen["many"] = [(saved.step, saved.error) for saved in saver.ended(wait=True)]
     wrong = Training(width=16)
-    seen["wrong shapes"] = refusal(ended.folder, wrong)
+    seen["wrong shapes"] = refusal(checkpoint, wrong)
     torch.distributed.barrier()
     if rank == 0:
-        shutil.copytree(ended.folder, folder / "torn" / ended.folder.name)
-        (folder / "torn" / ended.folder.name / "__1_0.distcp").unlink()
+        shutil.copytree(checkpoint, folder / "torn" / checkpoint.name)
+        (folder / "torn" / checkpoint.name / PART / "__1_0.distcp").unlink()
     torch.distributed.barrier()
-    seen["torn"] = refusal(folder / "torn" / ended.folder.name, training)
+    seen["torn"] = refusal(folder / "torn" / checkpoint.name, training)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -137,15 +151,15 @@ def in_rank(rank: int, folder: Path, ports: list[int], results: Any) -> None:
     if rank == 0:
         join(1)
         alone, saver = Training(seed=1), Saver(TIMEOUT_S)
-        load(ended.folder, alone.model, alone.optimizer, alone.schedule)
+        load(checkpoint, PART, alone.model, alone.optimizer, alone.schedule)
         seen["loaded on 1"] = alone.state()
         alone.save(saver, folder / "b", 2)
-        seen["ended on 1"] = saver.ended(wait=True)[0].error
+        seen["ended on 1"] = alone.saved(saver, folder / "b").error
         torch.distributed.destroy_process_group()
     ports[:] = [port_of_two]
     join(2)
     again = Training(seed=2)
-    load(folder / "b" / name_of(2), again.model, again.optimizer, again.schedule)
+    load(folder / "b" / name_of(2), PART, again.model, again.optimizer, again.schedule)
     seen["loaded on 2 from 1"] = again.state()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -155,7 +169,7 @@ def in_rank(rank: int, folder: Path, ports: list[int], results: Any) -> None:
 
 def refusal(folder: Path, training: Training) -> str:
     try:
-        load(folder, training.model, training.optimizer, training.schedule)
+        load(folder, PART, training.model, training.optimizer, training.schedule)
     except CheckpointError as error:
         return str(error)
     return "it was not refused"
@@ -193,31 +207,25 @@ def test_it_loads_on_one_rank_and_on_two_again(seen: dict[str, Any]) -> None:
 
 
 def test_a_finished_checkpoint_is_whole_and_names_what_is_in_it(seen: dict[str, Any], folder: Path) -> None:
-    assert seen["ended"] == (2, folder / "a" / name_of(2), None)
+    assert seen["ended"] == (2, None)
     assert torn(folder / "a" / name_of(2)) is None
-    names = sorted(path.name for path in (folder / "a" / name_of(2)).iterdir())
-    shards = ["__0_0.distcp", "__1_0.distcp"]
-    assert names == sorted([".metadata", *shards, "driver.json", "rank-0000.json", "rank-0001.json", "whole.json"])
+    assert sorted(path.name for path in (folder / "a" / name_of(2)).iterdir()) == [PART, "driver.json", "whole.json"]
+    names = sorted(path.name for path in (folder / "a" / name_of(2) / PART).iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "rank-0000.json", "rank-0001.json"]
     assert (folder / "a" / name_of(2) / "driver.json").read_text() == '{"of": 2}'
 
 
-def test_a_save_that_fails_says_why_on_every_rank_and_leaves_nothing(seen: dict[str, Any], folder: Path) -> None:
+def test_a_save_that_fails_says_why_on_every_rank(seen: dict[str, Any]) -> None:
     assert "rank 0: NotADirectoryError" in seen["failed"]
-    assert list(folder.glob(".step*")) == []
 
 
-def test_a_save_that_fails_half_way_on_one_rank_leaves_nothing_and_the_next_one_works(
+def test_a_save_that_fails_half_way_on_one_rank_is_never_whole_and_the_next_one_works(
     seen: dict[str, Any], folder: Path
 ) -> None:
     assert "rank 1: " in seen["failed half-way"]
     assert "rank 0" not in seen["failed half-way"]
-    assert list((folder / "half").iterdir()) == []
-    assert seen["many"] == [None, None, None]
-
-
-def test_only_the_newest_are_kept(seen: dict[str, Any], folder: Path) -> None:
-    assert seen["many"] == [None, None, None]
-    assert sorted(path.name for path in (folder / "many").iterdir()) == [name_of(4), name_of(5)]
+    assert checkpoints(folder / "half") == []
+    assert seen["many"] == [(3, None), (4, None), (5, None)]
 
 
 def test_a_checkpoint_of_other_shapes_is_refused(seen: dict[str, Any]) -> None:
@@ -226,7 +234,7 @@ def test_a_checkpoint_of_other_shapes_is_refused(seen: dict[str, Any]) -> None:
 
 
 def test_a_torn_checkpoint_is_refused_with_the_file_that_is_missing(seen: dict[str, Any]) -> None:
-    assert "is torn: __1_0.distcp is missing" in seen["torn"]
+    assert "is torn: actor/__1_0.distcp is missing" in seen["torn"]
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:

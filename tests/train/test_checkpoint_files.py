@@ -18,7 +18,8 @@ from train.config import CheckpointConfig
 from train.context import JobContext
 from train.controller import WorkerGroup
 from train.random_state import random_state, seed_all, seed_of, set_random_state
-from train.resume import Checkpoints, Progress, RunStart
+from train.resume import Progress, RunStart
+from train.saving import Checkpoints
 
 
 def test_pruning_removes_no_newer_one_and_what_is_half_written_or_half_removed_goes(tmp_path: Path) -> None:
@@ -39,12 +40,11 @@ def test_too_small_a_disk_is_told_with_both_sizes_and_what_would_do(tmp_path: Pa
 
 
 def test_a_checkpoint_of_another_format_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    aside = checkpoint_files.aside_of(tmp_path, 1)
-    aside.mkdir()
-    checkpoint_files.make_whole(aside, tmp_path / name_of(1))
-    assert torn(tmp_path / name_of(1)) is None
-    monkeypatch.setattr(checkpoint_files, "FORMAT", 2)
-    assert torn(tmp_path / name_of(1)) == "whole.json is of format 1, this version reads format 2"
+    checkpoint_files.begin_aside(tmp_path, 1, "{}")
+    whole = checkpoint_files.make_whole(tmp_path, 1)
+    assert torn(whole) is None
+    monkeypatch.setattr(checkpoint_files, "FORMAT", 3)
+    assert torn(whole) == "whole.json is of format 2, this version reads format 3"
 
 
 def test_random_states_come_back_through_json() -> None:
@@ -65,26 +65,29 @@ def test_seeds_of_different_names_differ() -> None:
     assert max(seeds) < 2**62
 
 
-class Actor:
-    """Stands for the actor group: its saves end as told."""
+class Group:
+    """Stands for a group in training: its saves end as told, None being well, one for each time that it is asked."""
 
     def __init__(self, *errors: str | None) -> None:
         self.errors = list(errors)
         self.saves: list[int] = []
 
-    def save_checkpoint(self, driver: str, *, folder: Path, step: int) -> None:
-        assert json.loads(driver)["step"] == step
+    def save_checkpoint(self, folder: Path, *, step: int) -> None:
+        assert json.loads((folder.parent / "driver.json").read_text())["step"] == step
+        folder.mkdir()
+        (folder / "shard").write_text(str(step))
         self.saves.append(step)
 
     def saved(self, wait: bool) -> list[Saved]:
-        return [Saved(self.saves[-1], Path("there"), 0.1, self.errors.pop(0))] if self.saves and self.errors else []
+        return [Saved(self.saves.pop(0), 0.1, self.errors.pop(0))] if self.saves and self.errors else []
 
 
-def checkpoints_by(actor: Actor, heard: list[int], **config: Any) -> Checkpoints:
-    context = JobContext(run="r", runs=Path("runs"), policies=Path("p"), lake_uri="l", reward="m:f")
-    return Checkpoints(
-        CheckpointConfig.model_validate(config), context, cast(WorkerGroup, actor), lambda step, _: heard.append(step)
-    )
+def checkpoints_of(folder: Path, heard: list[int], *groups: Group, **config: Any) -> Checkpoints:
+    """The checkpoints of a run; its parts are called by letters."""
+    context = JobContext(run="r", runs=folder, policies=Path("p"), lake_uri="l", reward="m:f")
+    (folder / "r" / "checkpoints").mkdir(parents=True, exist_ok=True)
+    parts = cast(dict[str, WorkerGroup], dict(zip("ab", groups, strict=False)))
+    return Checkpoints(CheckpointConfig.model_validate(config), context, parts, lambda step, _: heard.append(step))
 
 
 def progress(step: int) -> Progress:
@@ -92,12 +95,15 @@ def progress(step: int) -> Progress:
     return Progress(start=start, step=step, data="", history=[], random={}, dataflow=None)
 
 
-def test_a_failed_save_is_told_and_a_second_in_a_row_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_save_is_told_and_a_second_in_a_row_ends_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     heard: list[int] = []
-    all_ = checkpoints_by(Actor("disk full", None, "disk full", "disk gone"), heard, every_steps=1)
+    all_ = checkpoints_of(tmp_path, heard, Group("disk full", None, "disk full", "disk gone"), every_steps=1)
     all_.save(progress(1))
     all_.hear()
-    assert "the checkpoint after step 1 failed, the run goes on: disk full" in capsys.readouterr().out
+    assert "the checkpoint after step 1 failed, the run goes on: a: disk full" in capsys.readouterr().out
+    assert list((tmp_path / "r" / "checkpoints").iterdir()) == [], "what failed is not left"
     all_.save(progress(2))
     all_.hear()
     assert heard == [2]
@@ -105,17 +111,54 @@ def test_a_failed_save_is_told_and_a_second_in_a_row_ends_the_run(capsys: pytest
     all_.hear()
     all_.save(progress(4))
     with pytest.raises(
-        CheckpointError, match="no checkpoint could be saved, after step 3: disk full; after step 4: disk g"
+        CheckpointError, match="no checkpoint could be saved, after step 3: a: disk full; after step 4: a: disk g"
     ):
         all_.hear()
 
 
-def test_checkpoints_are_due_every_so_many_steps_or_never() -> None:
-    assert [s for s in range(1, 10) if checkpoints_by(Actor(), [], every_steps=3).due(s)] == [3, 6, 9]
-    assert not any(checkpoints_by(Actor(), [], every_steps=None).due(s) for s in range(1, 10))
-
-
-def test_a_synchronous_save_is_heard_of_before_the_next_step() -> None:
+def test_a_checkpoint_is_there_only_when_all_its_parts_are_written(tmp_path: Path) -> None:
     heard: list[int] = []
-    checkpoints_by(Actor(None), heard, asynchronous=False).save(progress(1))
+    slow = Group()
+    all_ = checkpoints_of(tmp_path, heard, Group(None, None), slow, every_steps=1)
+    all_.save(progress(1))
+    all_.hear()
+    all_.save(progress(2))
+    all_.hear()
+    assert checkpoints(tmp_path / "r" / "checkpoints") == []
+    slow.errors = ["disk full", None]
+    all_.hear()
+    assert checkpoints(tmp_path / "r" / "checkpoints") == []
+    all_.hear()
+    [whole] = checkpoints(tmp_path / "r" / "checkpoints")
+    assert heard == [2]
+    assert torn(whole) is None
+    assert [(whole / part / "shard").read_text() for part in "ab"] == ["2", "2"]
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    all_ = checkpoints_of(tmp_path, [], Group(None, None, None), every_steps=1, keep=2, asynchronous=False)
+    for step in (1, 2, 3):
+        all_.save(progress(step))
+    assert sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir()) == [name_of(2), name_of(3)]
+
+
+def test_a_place_that_can_not_be_written_to_is_a_failed_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    all_ = checkpoints_of(tmp_path, [], Group(), every_steps=1)
+    (tmp_path / "r" / "checkpoints").rmdir()
+    (tmp_path / "r" / "checkpoints").touch()
+    all_.save(progress(1))
+    assert "the checkpoint after step 1 failed, the run goes on: NotADirectoryError" in capsys.readouterr().out
+
+
+def test_checkpoints_are_due_every_so_many_steps_or_never(tmp_path: Path) -> None:
+    every, never = (checkpoints_of(tmp_path, [], Group(), every_steps=n) for n in (3, None))
+    assert [s for s in range(1, 10) if every.due(s)] == [3, 6, 9]
+    assert not any(never.due(s) for s in range(1, 10))
+
+
+def test_a_synchronous_save_is_heard_of_before_the_next_step(tmp_path: Path) -> None:
+    heard: list[int] = []
+    checkpoints_of(tmp_path, heard, Group(None), asynchronous=False).save(progress(1))
     assert heard == [1]

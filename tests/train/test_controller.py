@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import ray
 import torch
@@ -229,6 +230,12 @@ def test_apart_from_training_generation_has_its_weights_and_the_documented_dataf
     torch.testing.assert_close(groups.actor.log_probs(batch), batch.behaviour_log_probs, atol=1e-4, rtol=0)
     difference = (groups.reference.log_probs(batch) - batch.behaviour_log_probs).abs().max()
     assert float(difference) > 1e-2, "what generates must no longer be what training started from"
+
+
+def test_a_pool_of_its_own_rewards_responses(split: tuple[Groups, TrainConfig]) -> None:
+    reward = split[0].reward
+    assert reward is not None
+    assert reward(pa.table({"response": ["ab", "c", "def"]})).values == [-2.0, -1.0, -3.0]
 
 
 def test_a_receiver_that_dies_fails_the_transfer_and_not_the_sender_alone(split: tuple[Groups, TrainConfig]) -> None:

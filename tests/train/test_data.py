@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
-from pydantic import ValidationError
+from hypothesis import given
+from hypothesis import strategies as st
 
+from feedback.config import RuleConfig
+from feedback.datasets import Prompt
+from feedback.rewards.rules import RuleError
+from train.advantages import group_relative
+from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
-from train.data import Cycled, TrafficGroups
+from train.data import (
+    ALL_EQUAL,
+    ALONE,
+    BELOW_FULL_SUPPORT,
+    STALE,
+    TOO_LONG,
+    UNKNOWN_POLICY,
+    Cycled,
+    Informative,
+    Traffic,
+)
+from train.rewards import Rewards, rewarding
+from train.samples import score
+from train.workers.rollout import Sample
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 
@@ -25,18 +46,37 @@ def row(prompt: list[int], reward: float | None, **sampling: Any) -> dict[str, A
     }
 
 
-def test_only_groups_with_different_rewards_are_kept() -> None:
-    rows = [row([1], 0.0), row([1], 1.0), row([2], 1.0), row([2], 1.0), row([3], None), row([3], 1.0)]
-    traffic = TrafficGroups.of(pa.Table.from_pylist(rows))
-    assert [[r.prompt for r in g] for g in traffic.groups] == [[[1], [1]]]
+def table(*rows: dict[str, Any]) -> pa.Table:
+    return pa.Table.from_pylist(list(rows))
+
+
+def prompts_of(traffic: Traffic) -> list[list[int]]:
+    return [group[0].prompt for group in traffic.groups]
+
+
+# ------------------------------------------------------------------------------------------------ logged responses
+
+
+def test_where_responses_are_compared_groups_with_equal_rewards_are_left_out_and_counted() -> None:
+    rows = table(row([1], 0.0), row([1], 1.0), row([2], 1.0), row([2], 1.0), row([3], None), row([3], 1.0))
+    traffic = Traffic.of(rows, lone="leave_out")
+    assert prompts_of(traffic) == [[1]]
+    assert traffic.left_out == {ALL_EQUAL: 2, ALONE: 1}
+    assert prompts_of(Traffic.of(rows, lone="batch")) == [[1], [3]]
+
+
+def test_where_each_response_teaches_by_itself_none_is_left_out_for_its_group() -> None:
+    traffic = Traffic.of(table(row([2], 1.0), row([2], 1.0), row([3], 1.0)))
+    assert [len(group) for group in traffic.groups] == [2, 1]
+    assert traffic.left_out == {}
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}, {"temperature": 0.0}])
 def test_rows_sampled_below_full_support_are_refused_and_counted(cut: dict[str, float]) -> None:
-    rows = [row([1], 0.0), row([1], 1.0, **cut)]
-    traffic = TrafficGroups.of(pa.Table.from_pylist(rows))
+    traffic = Traffic.of(table(row([1], 0.0), row([1], 1.0, **cut)), lone="leave_out")
     assert traffic.groups == []
-    assert traffic.refused == 1
+    assert traffic.left_out[BELOW_FULL_SUPPORT] == 1
+    assert "left out: 1 alone for their prompt, 1 sampled below full support" in str(traffic)
 
 
 def test_rows_whose_distribution_was_changed_otherwise_are_refused_but_not_for_a_stop_token() -> None:
@@ -46,9 +86,155 @@ def test_rows_whose_distribution_was_changed_otherwise_are_refused_but_not_for_a
     schema = pa.Table.from_pylist(rows[:1]).schema
     at = schema.get_field_index("metadata")
     schema = schema.set(at, pa.field("metadata", pa.map_(pa.string(), pa.string())))
-    traffic = TrafficGroups.of(pa.Table.from_pylist(rows, schema=schema))
-    assert [[r.prompt for r in g] for g in traffic.groups] == [[[2], [2]]]
-    assert traffic.refused == 1
+    traffic = Traffic.of(pa.Table.from_pylist(rows, schema=schema), lone="leave_out")
+    assert prompts_of(traffic) == [[2]]
+    assert traffic.left_out == {BELOW_FULL_SUPPORT: 1, ALONE: 1}
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason"),
+    [
+        ([7], None),
+        ([5, 7], None),
+        ([4, 7], STALE),
+        ([7, 4, 7], STALE),
+        ([9], None),
+        ([10], STALE),
+        ([], UNKNOWN_POLICY),
+    ],
+)
+def test_a_response_counts_by_that_of_its_policies_which_is_furthest_from_the_parent(
+    versions: list[int], reason: str | None
+) -> None:
+    spans = [{"start": i, "policy_version": version} for i, version in enumerate(versions)]
+    rows = [{**row([1], 0.0), "policy_spans": spans}]
+    schema = pa.Table.from_pylist([{**row([1], 0.0), "policy_spans": [{"start": 0, "policy_version": 1}]}]).schema
+    logged = pa.Table.from_pylist(rows, schema=schema)
+    traffic = Traffic.of(logged, parent=7, max_staleness=2)
+    assert traffic.left_out == ({} if reason is None else {reason: 1})
+    assert len(traffic.groups) == (reason is None)
+    assert Traffic.of(logged, parent=7).left_out == {}, "without a bound every policy's responses are welcome"
+
+
+def test_a_response_that_is_longer_than_the_context_is_left_out_and_counted() -> None:
+    traffic = Traffic.of(table(row([1, 2, 3], 0.0), row([1], 1.0)), longest=4)
+    assert prompts_of(traffic) == [[1]]
+    assert traffic.left_out == {TOO_LONG: 1}
+
+
+# ---------------------------------------------------------------------------------------- what a step learns from
+
+
+def rollouts(*groups: list[float]) -> list[Rollout]:
+    return [Rollout([1], [2], [-0.5], reward, i) for i, rewards in enumerate(groups) for reward in rewards]
+
+
+def rewards_of(found: Informative) -> list[float]:
+    return [rollout.reward for rollout in found.rollouts]
+
+
+def test_groups_with_equal_rewards_are_left_out_and_counted() -> None:
+    found = Informative.of(rollouts([0.0, 1.0], [1.0, 1.0], [0.0, 0.0, 0.5]), "batch")
+    assert rewards_of(found) == [0.0, 1.0, 0.0, 0.0, 0.5]
+    assert (found.groups, found.uninformative, found.lone) == (2, 1, 0)
+
+
+def test_lone_responses_are_compared_with_each_other_or_left_out_and_counted() -> None:
+    drawn = rollouts([0.0, 1.0], [0.25], [0.75])
+    assert rewards_of(Informative.of(drawn, "batch")) == [0.0, 1.0, 0.25, 0.75]
+    left = Informative.of(drawn, "leave_out")
+    assert (rewards_of(left), left.lone) == ([0.0, 1.0], 2)
+
+
+@pytest.mark.parametrize("lone", [[[0.5]], [[0.5], [0.5]]])
+def test_lone_responses_with_nothing_to_tell_them_apart_never_get_a_silent_zero(lone: list[list[float]]) -> None:
+    found = Informative.of(rollouts([0.0, 1.0], *lone), "batch")
+    assert (rewards_of(found), found.lone) == ([0.0, 1.0], len(lone))
+
+
+@given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4), min_size=1, max_size=6))
+def test_nothing_that_is_left_out_had_an_advantage(groups: list[list[float]]) -> None:
+    drawn = rollouts(*groups)
+    batch = PackedBatch.pack(drawn)
+    advantages = group_relative(batch.rewards, batch.groups, normalise_by_std=True).tolist()
+    kept = Informative.of(drawn, "batch")
+    names = {id(rollout) for rollout in kept.rollouts}
+    assert all(a == 0 for rollout, a in zip(drawn, advantages, strict=True) if id(rollout) not in names)
+    for group in {r.group if len(groups[r.group]) > 1 else None for r in kept.rollouts}:
+        of_group = [a for r, a in zip(drawn, advantages, strict=True) if r.group == group or group is None]
+        assert any(a != 0 for a in of_group), "a kept group teaches something"
+
+
+# ------------------------------------------------------------------------------------------------------- rewards
+
+
+PROMPTS = [Prompt("a", None, [1], {"answer": "4"}), Prompt("b", None, [2, 3])]
+
+
+def sample(text: str, tokens: int = 2, finish_reason: str = "stop") -> Sample:
+    return Sample([7] * tokens, text, [-0.5] * tokens, finish_reason)
+
+
+def config(**settings: Any) -> TrainConfig:
+    return TrainConfig.model_validate({"rollout": {"max_tokens": 10}, **settings})
+
+
+def test_rewards_come_by_component_and_as_their_weighted_mean() -> None:
+    rules = {"long": {"sql": "length(response)", "weight": 3.0}, "exact": {"ready": "exact_match"}}
+    reward = rewarding({name: RuleConfig.model_validate(rule) for name, rule in rules.items()})
+    scored = score(PROMPTS, [[sample("4"), sample("five")], [sample("x")]], reward, config())
+    assert scored.components == {"exact": [1.0, 0.0], "long": [1.0, 4.0, 1.0]}
+    assert [r.reward for r in scored.rollouts] == [1.0, 3.0, 1.0], "(3 + 1) / 4, 12 / 4; and no answer is known to b"
+    assert [(r.group, r.prompt) for r in scored.rollouts] == [(0, [1]), (0, [1]), (1, [2, 3])]
+
+
+def test_a_response_without_a_reward_is_left_out_and_counted() -> None:
+    scored = score(
+        PROMPTS, [[sample("4"), sample("")], [sample("x", 0)]], lambda _: Rewards([1.0, None, 2.0]), config()
+    )
+    assert (scored.rewards, scored.unrewarded) == ([1.0], 2)
+
+
+def test_the_greedy_response_is_the_baseline_of_the_others_and_not_learned_from() -> None:
+    sampled = [[sample("a"), sample("b"), sample("greedy")], [sample("c"), sample("greedy")]]
+    scored = score(PROMPTS, sampled, lambda _: Rewards([1.0, 2.0, 0.5, 3.0, None]), config(), greedy=True)
+    assert [(r.reward, r.baseline) for r in scored.rollouts] == [(1.0, 0.5), (2.0, 0.5)]
+    assert scored.unrewarded == 1, "without a baseline the other prompt's response can't be judged"
+
+
+def test_length_costs_reward_within_the_overlong_buffer() -> None:
+    shaped = config(algorithm={"overlong_buffer": 4, "overlong_penalty": 2.0})
+    sampled = [[sample("a", 6), sample("b", 8)], [sample("c", 10, "length")]]
+    scored = score(PROMPTS, sampled, lambda _: Rewards([1.0, 1.0, 1.0]), shaped)
+    assert [r.reward for r in scored.rollouts] == [1.0, 0.0, -1.0]
+    assert (scored.rewards, scored.overlong) == ([1.0] * 3, [0.0, -1.0, -2.0])
+    assert [r.truncated for r in scored.rollouts] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("[float('nan')] * len(rows)", r"rule d_bad_rewards:\w+ returned nan for row 0"),
+        ("[1.0]", r"rule d_bad_rewards:\w+ returned 1 values for 2 rows"),
+        ("['good'] * len(rows)", r"rule d_bad_rewards:\w+ returned 'good' for row 0"),
+        ("1 / 0", r"rule d_bad_rewards:\w+ failed: ZeroDivisionError"),
+    ],
+)
+def test_a_reward_that_is_none_is_an_error_that_names_the_function_also_as_one_of_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    (tmp_path / "d_bad_rewards.py").write_text(f"def reward(rows): return {body}")
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("d_bad_rewards", None)
+    sampled = [[sample("a")], [sample("b")]]
+    with pytest.raises(RuleError, match=message):
+        score(PROMPTS, sampled, rewarding("d_bad_rewards:reward"), config())
+    rules = {"mine": RuleConfig(function="d_bad_rewards:reward"), "one": RuleConfig(sql="1")}
+    with pytest.raises(RuleError, match=message.replace(r"d_bad_rewards:\w+", "mine")):
+        score(PROMPTS, sampled, rewarding(rules), config())
+
+
+# --------------------------------------------------------------------------------------------------------- prompts
 
 
 def test_every_item_comes_once_before_any_comes_again() -> None:
@@ -60,20 +246,4 @@ def test_every_item_comes_once_before_any_comes_again() -> None:
 
 def test_a_step_that_wants_more_items_than_there_are_gets_some_again() -> None:
     assert sorted(Cycled([1, 2, 3], 6, "3").at(1)) == [1, 1, 2, 2, 3, 3]
-    assert Cycled([], 6, "3").at(1) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ranks": 3, "rollout": {"tensor_parallel_size": 2}}, "tensor_parallel_size=2 does not divide train.ranks=3"),
-        ({"minibatches": 9, "data": {"prompts_per_step": 8}}, "train.minibatches=9 is more than"),
-        ({"rollout": {"staleness": 1}}, "train.rollout.staleness=1 needs generation on a pool of its own"),
-        ({"rollout": {"staleness": 2}}, "staleness"),
-        ({"checkpoint": {"every_steps": 0}}, "every_steps"),
-        ({"stepz": 3}, "stepz"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        TrainConfig.model_validate(settings)
+    assert Cycled([], 6, "3").at(1) == Cycled([1], 0, "3").at(1) == []

@@ -124,6 +124,18 @@ def test_attention_does_not_cross_sequences(engine: Engine) -> None:
     assert not torch.allclose(after[: int(batch.cu_seqlens[1])], before[: int(batch.cu_seqlens[1])])
 
 
+def test_the_greedy_response_comes_last_and_each_of_its_tokens_is_the_likeliest(engine: Engine) -> None:
+    asked, _ = sample(engine, prompts=3, n=1)
+    sampled = engine.rollout.generate(asked, n=2, seed=1, greedy=True)
+    model = AutoModelForCausalLM.from_pretrained(engine.policy, dtype=torch.float32)
+    for prompt, samples in zip(asked, sampled, strict=True):
+        assert len(samples) == 3
+        greedy = samples[-1].token_ids
+        with torch.no_grad():
+            likeliest = model(torch.tensor([prompt + greedy])).logits[0].argmax(-1)
+        assert likeliest[len(prompt) - 1 : -1].tolist() == greedy
+
+
 def test_what_generates_after_an_update_is_what_was_trained_and_what_is_published(
     engine: Engine, tmp_path: Path
 ) -> None:

@@ -1,7 +1,8 @@
 """A run that is killed goes on from its last whole checkpoint, to the weights of a run that nobody killed.
 
-The real job: Ray, FSDP2, vLLM, a policy store and a lake. One run is left alone; another is killed with all its
-processes at a random moment after its first checkpoint, and started again under its name.
+The real job: Ray, FSDP2, vLLM, a policy store and a lake; PPO, which has two models in training. One run is left alone;
+another is killed with all its processes at a random moment after its first checkpoint, and started again under its
+name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"learning_rate": 3e-3, "warmup_steps": 3},
     "rollout": {"max_tokens": 6, "max_model_len": 64, "kv_cache_bytes": 16 * 2**20},
     "data": {"prompts_per_step": 4, "min_prompts": 4},
-    "algorithm": {"group_size": 4},
+    "algorithm": {"name": "ppo", "group_size": 4, "critic": {"learning_rate": 3e-3}},
     "checkpoint": {"every_steps": EVERY},
     "hooks": ["users_code:Diary"],
     "start_timeout_s": 200,
@@ -102,6 +103,8 @@ def test_the_weights_are_bit_for_bit_those_of_a_run_that_nobody_killed(runs: Run
 
 def test_it_went_on_and_did_not_begin_again(runs: Runs) -> None:
     first = last_whole_step(runs.killed)
+    whole = runs.killed / "checkpoints" / f"step-{first:08d}"
+    assert {path.name for path in whole.iterdir()} == {"actor", "critic", "driver.json", "whole.json"}
     diary = (runs.root / "runs" / "broken" / "diary").read_text().split("end")[0].split("start ")[2].splitlines()
     assert diary[0] == str(first) != "0"
     assert [line for line in diary if line.startswith("step")] == [f"step {step}" for step in range(first, STEPS)]
@@ -113,7 +116,7 @@ def test_metrics_hold_every_step_once_and_the_numbers_of_an_unbroken_run(runs: R
         for name in ("whole", "broken")
     )
     assert [line["step"] for line in broken] == list(range(STEPS))
-    for name in ("reward", "loss", "grad_norm", "kl_ref", "learning_rate", "logprob_difference_max"):
+    for name in ("reward", "loss", "grad_norm", "kl_ref", "learning_rate", "logprob_difference_max", "value_loss"):
         assert [line[name] for line in whole] == [line[name] for line in broken], name
 
 
@@ -150,7 +153,14 @@ def test_the_lake_is_read_as_it_was_when_the_run_began(runs: Runs) -> None:
             {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 3}},
             r"train\.optimizer\.learning_rate is 0\.001, it was",
         ),
-        ({"algorithm": {"group_size": 8}}, r"train\.algorithm\.group_size is 8, it was 4"),
+        (
+            {"algorithm": {**CONFIG["algorithm"], "group_size": 8}},
+            r"train\.algorithm\.group_size is 8, it was 4",
+        ),
+        (
+            {"algorithm": {**CONFIG["algorithm"], "critic": {"learning_rate": 1e-3}}},
+            r"train\.algorithm\.critic\.learning_rate is 0\.001, it was 0\.003",
+        ),
         ({"dtype": "bfloat16", "seed": 4}, r"train\.dtype is 'bfloat16', it was 'float32'; train\.seed is 4, it was 0"),
         ({"steps": 1}, r"train\.steps is 1, and \d are done"),
     ],
@@ -197,13 +207,13 @@ def test_a_torn_checkpoint_is_passed_over_for_an_older_one_and_refused_if_there_
     shutil.copytree(runs.killed, there.folder)
     newest = checkpoints(checkpoints_of(there))[0]
     shutil.copytree(newest, newest.with_name("step-00000097"))
-    shard = next(newest.with_name("step-00000097").glob("*.distcp"))
+    shard = next(newest.with_name("step-00000097").glob("actor/*.distcp"))
     os.truncate(shard, shard.stat().st_size // 2)
-    assert f"{shard.name} has" in str(torn(shard.parent))
+    assert f"actor/{shard.name} has" in str(torn(newest.with_name("step-00000097")))
     assert last_whole(there) == newest
     for checkpoint in checkpoints(checkpoints_of(there)):
-        (checkpoint / ".metadata").unlink(missing_ok=True)
-    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is torn .*\.metadata is missing"):
+        (checkpoint / "actor" / ".metadata").unlink(missing_ok=True)
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .* is torn .*actor/\.metadata is missing"):
         last_whole(there)
 
 

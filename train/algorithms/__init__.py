@@ -11,6 +11,19 @@ if TYPE_CHECKING:
 
 ALGORITHMS: Final = {
     "grpo": "train.algorithms.grpo:GRPO",
+    "dr_grpo": "train.algorithms.dr_grpo:DrGRPO",
+    "dapo": "train.algorithms.dapo:DAPO",
+    "gspo": "train.algorithms.gspo:GSPO",
+    "cispo": "train.algorithms.cispo:CISPO",
+    "rloo": "train.algorithms.rloo:RLOO",
+    "reinforce_pp": "train.algorithms.reinforce_pp:ReinforcePlusPlus",
+    "reinforce_pp_baseline": "train.algorithms.reinforce_pp:ReinforcePlusPlusBaseline",
+    "remax": "train.algorithms.remax:ReMax",
+    "ppo": "train.algorithms.ppo:PPO",
+    "dpo": "train.algorithms.dpo:DPO",
+    "kto": "train.algorithms.kto:KTO",
+    "sft": "train.algorithms.sft:SFT",
+    "reward_model": "train.algorithms.reward_model:RewardModel",
 }
 
 
@@ -18,7 +31,7 @@ def load(config: AlgorithmConfig) -> Algorithm:
     """The algorithm that the config names: one of ``ALGORITHMS``, or a class of the user's own as ``module:class``.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it names none, or one that learns from feedback where the config has it otherwise.
     """
     module, _, name = ALGORITHMS.get(config.name, config.name).partition(":")
     setting = f"train.algorithm.name={config.name!r}"
@@ -34,4 +47,6 @@ def load(config: AlgorithmConfig) -> Algorithm:
 
     if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
         raise ValueError(f"{setting} is no subclass of train.algorithms.base.Algorithm")
+    if algorithm.dataset is not None and not config.is_offline:
+        raise ValueError(f"{setting} learns from feedback ({algorithm.dataset}); set train.algorithm.offline to true")
     return algorithm(config)

@@ -6,13 +6,15 @@ An algorithm of your own is a subclass, named in the config as ``train.algorithm
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
+from train.advantages import response_rewards, token_rewards
 from train.algorithms.config import AlgorithmConfig
 from train.batch import PackedBatch
-from train.corrections import truncated_importance
+from train.corrections import importance_weights
 from train.kl import ESTIMATORS
 from train.losses import AGGREGATIONS, clipped_surrogate, token_ratio
 
@@ -25,21 +27,36 @@ class Algorithm:
     """Base of all algorithms."""
 
     needs_critic: ClassVar[bool] = False
-    """``advantages`` reads ``values`` of the batch, which a critic gives."""
+    """``advantages`` and ``returns`` read ``values`` of the batch, which a critic gives."""
     needs_greedy: ClassVar[bool] = False
     """``advantages`` reads ``baselines`` of the batch: the reward of the greedy response to each prompt."""
     needs_reference: ClassVar[bool] = False
     """``loss`` reads ``ref_log_probs`` of the batch, whatever the KL settings."""
+    compares_groups: ClassVar[bool] = False
+    """``advantages`` compares responses to one prompt: where all have one reward, they teach nothing."""
     whole_groups: ClassVar[bool] = False
     """``loss`` compares responses of a group: none is split over ranks or micro-batches."""
+    needs_mismatched: ClassVar[bool] = False
+    """``loss`` reads ``baselines`` of the batch: the mean log ratio to the reference of responses to other prompts than
+    their own, over all of an update; 0 at least. Offline only."""
+    dataset: ClassVar[Literal["pairs", "thumbs", "demonstrations"] | None] = None
+    """The feedback that an offline algorithm learns from (train/offline_data.py); None: responses and their rewards."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self.kl_coefficient = config.kl.coefficient
         """Weight of the KL: the config's, or what it was adapted to."""
 
+    def settled(self, rewards: Sequence[float]) -> AlgorithmConfig:
+        """The settings, with those set that are unset and follow from the rewards of what is learned from; offline."""
+        return self.config
+
     def advantages(self, batch: PackedBatch) -> Tensor:
         """float32 [T]: how much better each response token was than expected. ``batch`` is that of the whole step."""
+        raise NotImplementedError
+
+    def returns(self, batch: PackedBatch) -> Tensor:
+        """float32 [T]: what the critic is to learn, if there is one. ``batch`` is that of the whole step."""
         raise NotImplementedError
 
     def loss(self, log_probs: Tensor, batch: PackedBatch) -> Loss:
@@ -60,30 +77,47 @@ class Algorithm:
 class PolicyGradient(Algorithm):
     """Responses that were better than expected get likelier, in proportion, as far as a surrogate lets them.
 
-    Five choices make an algorithm of it: ``advantages``, ``ratio``, ``surrogate``, and by config the aggregation and
-    the KL.
+    Its parts make an algorithm of it: ``advantages``, ``ratio`` and ``surrogate``, and by config the aggregation, the
+    correction for what other policies sampled, and the KL.
     """
+
+    def rewards(self, batch: PackedBatch) -> Tensor:
+        """float32 [S]: what each response was worth, less its KL if that is in the reward."""
+        return response_rewards(batch, *self._kl_in_the_reward())
+
+    def token_rewards(self, batch: PackedBatch) -> Tensor:
+        """float32 [T]: the reward at each response's last token, less the KL at each if that is in the reward."""
+        return token_rewards(batch, *self._kl_in_the_reward())
 
     def ratio(self, log_probs: Tensor, old_log_probs: Tensor, batch: PackedBatch) -> Tensor:
         """float32 [T]: how much likelier a token has become since the step began."""
         return token_ratio(log_probs, old_log_probs)
 
     def surrogate(self, ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(loss of each token, float32 [T]; where the clip stopped the gradient, bool [T])."""
-        return clipped_surrogate(ratio, advantages, clip_low=self.config.clip_low, clip_high=self.config.clip_high)
+        """(loss of each token, float32 [T]; where the ratio was clipped, bool [T])."""
+        c = self.config
+        return clipped_surrogate(ratio, advantages, clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip)
 
     def loss(self, log_probs: Tensor, batch: PackedBatch) -> Loss:
         c = self.config
         assert batch.advantages is not None
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
-        weight = truncated_importance(old, batch.behaviour_log_probs, cap=c.correction.cap)
-        loss, clipped = self.surrogate(self.ratio(log_probs, old, batch), log_probs, batch.advantages)
+        proximal = batch.behaviour_log_probs if c.correction.proximal == "behaviour" else old
+        loss, clipped = self.surrogate(self.ratio(log_probs, proximal, batch), log_probs, batch.advantages)
+        weight, health = importance_weights(old, batch, c.correction)
         loss = weight * loss
         if self.kl_coefficient and c.kl.placement == "loss":
             assert batch.ref_log_probs is not None
             loss = loss + self.kl_coefficient * ESTIMATORS[c.kl.estimator](log_probs, batch.ref_log_probs)
-        weights, _ = AGGREGATIONS[c.aggregation](batch)
-        return (loss * weights).sum(), {"clip_fraction": clipped.float(), "importance_weight": weight}
+        weights, _ = self._aggregation(batch)
+        return (loss * weights).sum(), {"clip_fraction": clipped.float(), **health}
 
     def count(self, batch: PackedBatch) -> float:
-        return AGGREGATIONS[self.config.aggregation](batch)[1]
+        return self._aggregation(batch)[1]
+
+    def _aggregation(self, batch: PackedBatch) -> tuple[Tensor, float]:
+        return AGGREGATIONS[self.config.aggregation](batch, self.config.max_tokens)
+
+    def _kl_in_the_reward(self) -> tuple[float, str]:
+        kl = self.config.kl
+        return (self.kl_coefficient if kl.placement == "reward" else 0.0), kl.estimator

@@ -6,12 +6,15 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from feedback.section import Section
+from feedback.section import FUNCTION, Section
 
 ONLINE: Final = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo"),
 )
 """Algorithms that learn from responses and their rewards."""
+
+GROUPED: Final = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
+"""Those of them that compare a response with the others to its prompt."""
 
 OFFLINE: Final = ("dpo", "kto", "sft", "reward_model")
 """Algorithms that learn from what people said of responses; nothing is sampled."""
@@ -26,7 +29,8 @@ class KlConfig(Section):
     )
     estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = Field(
         "k3",
-        description="Estimator of it, by sampled tokens. k3_unbiased: k3, with an unbiased gradient.",
+        description="Estimator of it, by sampled tokens. In the loss its gradient counts: unbiased with k2 and with "
+        "k3_unbiased (the value of k3), biased with k3, without effect with k1.",
     )
     target: float | None = Field(
         None, gt=0, description="Nats a token that the coefficient is adapted to hold; fixed if unset."
@@ -36,6 +40,29 @@ class KlConfig(Section):
     )
     min_coefficient: float = Field(1e-4, gt=0, description="Least value of the adapted coefficient.")
     max_coefficient: float = Field(10.0, gt=0, description="Largest value of the adapted coefficient.")
+
+    @model_validator(mode="after")
+    def _target_suits(self) -> KlConfig:
+        if self.target is not None and self.coefficient == 0:
+            raise ValueError(
+                f"train.algorithm.kl.target={self.target} needs a coefficient to start from; set "
+                "train.algorithm.kl.coefficient, for example to 0.01, or set the target to null"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _estimator_suits(self) -> KlConfig:
+        if self.coefficient > 0 and self.placement == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "train.algorithm.kl.estimator=k1 has a gradient of mean zero in the loss, and holds the policy to "
+                "nothing; use k2, k3 or k3_unbiased, or set train.algorithm.kl.placement to reward"
+            )
+        if self.min_coefficient > self.max_coefficient:
+            raise ValueError(
+                f"train.algorithm.kl.min_coefficient={self.min_coefficient} is above train.algorithm.kl."
+                f"max_coefficient={self.max_coefficient}; set it to at most that"
+            )
+        return self
 
 
 class CorrectionConfig(Section):
@@ -63,18 +90,36 @@ class CorrectionConfig(Section):
         "there are three (decoupled). behaviour: the one that sampled; the clip is then the only correction.",
     )
     max_staleness: int | None = Field(
-        None, ge=0, description="Logged responses of policies more versions older than the parent are left out."
+        None,
+        ge=0,
+        description="Logged responses of policies further than so many versions from the parent are left out; of "
+        "several policies the furthest counts. Unset: all are learned from.",
     )
+
+    @model_validator(mode="after")
+    def _bounds_suit(self) -> CorrectionConfig:
+        for low, high in (("floor", "cap"), ("geometric_low", "geometric_high")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least is not None and most is not None and least > most:
+                raise ValueError(
+                    f"train.algorithm.correction.{low}={least} is above train.algorithm.correction.{high}={most}: no "
+                    "ratio is within; set it to less"
+                )
+        return self
 
 
 class CriticConfig(Section):
     """The critic, which says how good each token's position is (PPO)."""
 
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    learning_rate: float = Field(
+        1e-5, gt=0, description="Peak learning rate; how it is reached, and all else, is as train.optimizer says."
+    )
     warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns.")
     gamma: float = Field(1.0, gt=0, le=1, description="Discount a token.")
     lam: float = Field(0.95, ge=0, le=1, description="Lambda of GAE.")
-    value_clip: float | None = Field(0.2, gt=0, description="A value moves by no more from the old one; null: no clip.")
+    value_clip: float | None = Field(
+        0.2, gt=0, description="A value moves by no more from the old one, in the reward's unit; null: no clip."
+    )
 
 
 class AlgorithmConfig(Section):
@@ -90,6 +135,9 @@ class AlgorithmConfig(Section):
         "sequence_mean",
         description="What the loss is the mean of. token_mean: all tokens of the batch. sequence_mean: each response's "
         "mean. constant_length: each response's sum over train.rollout.max_tokens.",
+    )
+    max_tokens: int | None = Field(
+        None, ge=1, description="The length of aggregation constant_length; train.rollout.max_tokens if unset."
     )
     clip_low: float = Field(0.2, gt=0, description="The policy ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(0.2, gt=0, description="The policy ratio is clipped above 1 + clip_high.")
@@ -113,28 +161,100 @@ class AlgorithmConfig(Section):
         "(dynamic sampling).",
     )
     overlong_buffer: int = Field(
-        0, ge=0, description="Tokens before train.rollout.max_tokens from which on length costs reward; 0: none."
+        0,
+        ge=0,
+        description="Tokens before train.rollout.max_tokens from which on length costs reward; 0: none. dapo: a fifth "
+        "of train.rollout.max_tokens if unset.",
     )
     overlong_penalty: float = Field(1.0, ge=0, description="What the longest response costs (overlong_buffer).")
     beta: float = Field(0.1, gt=0, description="How strongly the policy is held to its parent (dpo, kto).")
-    preference_loss: Literal["sigmoid", "ipo"] = Field("sigmoid", description="Loss of a pair (dpo).")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="Share of pairs thought to be mislabelled (dpo: cDPO)."
+    preference_loss: Literal["sigmoid", "ipo"] = Field(
+        "sigmoid",
+        description="Loss of a pair (dpo). ipo: squared distance of the log ratios' difference from 1 / (2 beta).",
     )
-    desirable_weight: float = Field(1.0, gt=0, description="Weight of responses with a thumb up (kto).")
-    undesirable_weight: float = Field(1.0, gt=0, description="Weight of responses with a thumb down (kto).")
+    label_smoothing: float = Field(
+        0.0, ge=0, lt=0.5, description="Share of pairs thought to be mislabelled (dpo: cDPO; reward_model)."
+    )
+    desirable_weight: float | None = Field(
+        None,
+        gt=0,
+        description="Weight of responses with a thumb up (kto). If neither weight is set, the rarer kind of thumb is "
+        "weighed up until the thumbs up weigh between 1 and 1.5 times as much as the thumbs down, in all.",
+    )
+    undesirable_weight: float | None = Field(None, gt=0, description="Weight of responses with a thumb down (kto).")
+    thumbs_up: bool = Field(
+        False, description="Learn from responses with a thumb up too, as if people had written them (sft)."
+    )
+    offline: bool = Field(
+        False, description="An algorithm of your own learns from feedback (its ``dataset``), and nothing is sampled."
+    )
     options: dict[str, Any] = Field({}, description="Settings of an algorithm of your own.")
 
     @model_validator(mode="before")
     @classmethod
     def _as_the_algorithm_has_it(cls, given: Any) -> Any:
-        return {**DEFAULTS.get(given.get("name", "grpo"), {}), **given} if isinstance(given, dict) else given
+        return _merged(DEFAULTS.get(str(given.get("name")), {}), given) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _named_and_read(self) -> AlgorithmConfig:
+        own = FUNCTION.fullmatch(self.name) is not None
+        if not own and self.name not in (*ONLINE, *OFFLINE):
+            raise ValueError(
+                f"train.algorithm.name={self.name!r} is no algorithm; use one of {', '.join((*ONLINE, *OFFLINE))}, or "
+                "'module:class'"
+            )
+        for name, readers in READ_BY.items():
+            value, usual = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
+            if not own and self.name not in readers and value != usual:
+                given = _changed(name, value, usual)
+                do = f"{', '.join(readers)} {'does' if len(readers) == 1 else 'do'}" if readers else "your own may"
+                raise ValueError(f"{given}: {self.name} does not read it ({do}); take it out, or set another name")
+        return self
+
+    @model_validator(mode="after")
+    def _smoothing_suits(self) -> AlgorithmConfig:
+        if self.preference_loss == "ipo" and self.label_smoothing > 0:
+            raise ValueError(
+                f"train.algorithm.label_smoothing={self.label_smoothing} belongs to train.algorithm.preference_loss="
+                "sigmoid; set it to 0, since ipo does not take any pair for certain"
+            )
+        return self
+
+    def with_lengths(self, max_tokens: int) -> AlgorithmConfig:
+        """What is unset and depends on the longest response that is sampled, set."""
+        lengths: dict[str, int] = {}
+        if self.aggregation == "constant_length" and self.max_tokens is None:
+            lengths["max_tokens"] = max_tokens
+        if self.name == "dapo" and "overlong_buffer" not in self.model_fields_set:
+            lengths["overlong_buffer"] = max_tokens // 5  # of the paper's 20480 tokens, 4096
+        return self.model_copy(update=lengths)
 
     @property
     def is_offline(self) -> bool:
         """Whether it learns from feedback, and nothing is sampled."""
-        return self.name in OFFLINE
+        return self.name in OFFLINE or self.offline
 
+    @property
+    def trains_policy(self) -> bool:
+        """Whether a policy comes of it; else it is a reward model."""
+        return self.name != "reward_model"
+
+
+def _changed(name: str, value: Any, usual: Any) -> str:
+    """The setting, or those of the section, that differs from what is usual."""
+    if not isinstance(value, Section):
+        return f"train.algorithm.{name}={value}"
+    differ = [(inner, v) for inner, v in value if v != getattr(usual, inner)]
+    return ", ".join(f"train.algorithm.{name}.{inner}={v}" for inner, v in differ)
+
+
+def _merged(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What is given, and the defaults where nothing is, in sections too."""
+    both = {k for k, v in defaults.items() if isinstance(v, dict) and isinstance(given.get(k), dict)}
+    return {**defaults, **given, **{k: _merged(defaults[k], given[k]) for k in both}}
+
+
+_KL_IN_THE_REWARD: Final = {"placement": "reward", "estimator": "k1"}
 
 DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "dr_grpo": {"aggregation": "constant_length"},
@@ -145,10 +265,31 @@ DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     },
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"aggregation": "token_mean", "clip_low": 1.0, "clip_high": 4.0},
-    "rloo": {"group_size": 4},
-    "reinforce_pp": {"group_size": 1, "aggregation": "token_mean"},
-    "reinforce_pp_baseline": {"aggregation": "token_mean"},
-    "remax": {"group_size": 1, "aggregation": "token_mean"},
-    "ppo": {"group_size": 1, "aggregation": "token_mean"},
+    "rloo": {"group_size": 4, "aggregation": "constant_length", "kl": _KL_IN_THE_REWARD},
+    "reinforce_pp": {"group_size": 1, "aggregation": "token_mean", "kl": _KL_IN_THE_REWARD},
+    "reinforce_pp_baseline": {"aggregation": "token_mean", "kl": {"estimator": "k2"}},
+    "remax": {"group_size": 1, "aggregation": "constant_length", "kl": _KL_IN_THE_REWARD},
+    "ppo": {"group_size": 1, "aggregation": "token_mean", "kl": _KL_IN_THE_REWARD},
 }
-"""What differs from the fields' own defaults, by algorithm."""
+"""What differs from the fields' own defaults, by algorithm: as its paper has it, but for the size of the groups and the
+weight of the KL, which is 0 for all. How large that should be depends on the rewards; where it goes, and by which
+estimator, is the paper's."""
+
+_CLIPPED: Final = tuple(name for name in ONLINE if name not in ("rloo", "remax"))
+
+READ_BY: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("group_size", "aggregation", "max_tokens", "kl", "correction"), ONLINE),
+    **dict.fromkeys(("overlong_buffer", "overlong_penalty"), ONLINE),
+    **dict.fromkeys(("clip_low", "clip_high"), _CLIPPED),
+    "dual_clip": tuple(name for name in _CLIPPED if name != "cispo"),
+    **dict.fromkeys(("lone_baseline", "resample_rounds"), GROUPED),
+    "critic": ("ppo",),
+    "beta": ("dpo", "kto"),
+    "preference_loss": ("dpo",),
+    "label_smoothing": ("dpo", "reward_model"),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
+    "thumbs_up": ("sft",),
+    **dict.fromkeys(("offline", "options"), ()),
+}
+"""Which algorithms read a setting. One that differs from its default, and isn't read, is refused: whoever set it would
+think that it does something."""

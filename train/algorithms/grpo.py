@@ -2,7 +2,7 @@
 
 Several responses to one prompt are sampled and scored. Each is as good as it is better than its group's mean, in
 standard deviations of the group; that number weighs all its tokens in PPO's clipped objective. No critic. The loss is
-the mean over responses of the mean over a response's tokens.
+the mean over responses of the mean over a response's tokens, and the KL to the reference is a part of it, by k3.
 """
 
 from __future__ import annotations
@@ -15,5 +15,7 @@ from train.batch import PackedBatch
 
 
 class GRPO(PolicyGradient):
+    compares_groups = True
+
     def advantages(self, batch: PackedBatch) -> Tensor:
-        return batch.per_token(group_relative(batch.rewards, batch.groups, normalise_by_std=True))
+        return batch.per_token(group_relative(self.rewards(batch), batch.groups, normalise_by_std=True))

@@ -16,8 +16,9 @@ def load(config: TrainConfig) -> type[Dataflow]:
     Raises:
         ValueError: it names none.
     """
-    own = "train.dataflows.offline:Offline" if config.algorithm.is_offline else "train.dataflows.online:Online"
-    module, _, name = (config.dataflow or own).partition(":")
+    module, _, name = (config.dataflow or own(config)).partition(":")
+    if not name:
+        raise ValueError(f"train.dataflow={config.dataflow!r} names no class; write 'module:class'")
     try:
         dataflow = getattr(importlib.import_module(module), name)
     except ImportError as error:
@@ -29,3 +30,10 @@ def load(config: TrainConfig) -> type[Dataflow]:
     if not (isinstance(dataflow, type) and issubclass(dataflow, Dataflow)):
         raise ValueError(f"train.dataflow={config.dataflow!r} is no subclass of train.dataflows.base.Dataflow")
     return dataflow
+
+
+def own(config: TrainConfig) -> str:
+    """Millrace's own dataflow for the config's algorithm, as ``module:class``."""
+    if not config.algorithm.trains_policy:
+        return "train.dataflows.reward_model:RewardModelTraining"
+    return "train.dataflows.offline:Offline" if config.algorithm.is_offline else "train.dataflows.online:Online"

@@ -62,6 +62,11 @@ class Dataflow:
         """
         raise NotImplementedError
 
+    @classmethod
+    def settled(cls, config: TrainConfig, data: Any) -> TrainConfig:
+        """The config, with what is unset and follows from the data set; the run then has that."""
+        return config
+
     def step(self, step: int) -> dict[str, float]:
         """Learn from what step ``step`` (from 0) draws; what to log, among it ``tokens``, computed in training."""
         raise NotImplementedError

@@ -8,16 +8,27 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from feedback.datasets import Prompt
 from feedback.lake import Lake
-from train.batch import PackedBatch
+from train import algorithms
+from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
+from train.context import TrainingStopped
+from train.controller import Pending
+from train.data import Informative
 from train.dataflows.base import Dataflow, Run
-from train.health import health
+from train.health import Drawn, health
+from train.kl import adapted_coefficient
+from train.progress import say
 from train.random_state import seed_of
-from train.samples import TrainingData, regroup, score
+from train.refusals import check_baseline
+from train.samples import Scored, TrainingData, regroup, score
 from train.workers.rollout import Sample
 
-_AHEAD = TypeAdapter(list[list[Sample]] | None)
+Samples = list[list[Sample]]
+"""Of each prompt; the last one is the greedy one, if the algorithm needs it."""
+
+_AHEAD = TypeAdapter(Samples | None)
 
 
 class Online(Dataflow):
@@ -25,59 +36,188 @@ class Online(Dataflow):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.ahead: list[list[Sample]] | None = None
+        self.ahead: Samples | None = None
         """Responses to the next step's prompts, where they are sampled while this step learns."""
+        self.pending: Pending | None = None
+        """The call that samples them."""
 
     @classmethod
     def read(
         cls, lake: Lake, versions: Mapping[str, int], config: TrainConfig, policy: Path, seed: int
     ) -> TrainingData:
-        return TrainingData.of(lake, versions, config, policy, seed)
+        algorithm = algorithms.load(config.algorithm)
+        check_baseline(config, compares_groups=algorithm.compares_groups, needs_greedy=algorithm.needs_greedy)
+        lone = config.algorithm.lone_baseline if algorithm.compares_groups else None
+        return TrainingData.of(lake, versions, config, policy, seed, lone)
 
     def state(self) -> Any:
-        return {"ahead": _AHEAD.dump_python(self.ahead, mode="json")}
+        return {
+            "ahead": _AHEAD.dump_python(self.ahead, mode="json"),
+            "kl_coefficient": self.algorithm.kl_coefficient,
+        }
 
     def resume(self, state: Any) -> None:
         self.ahead = _AHEAD.validate_python(state["ahead"])
+        self.algorithm.kl_coefficient = state["kl_coefficient"]
         self.run.groups.reshard()
 
     def step(self, step: int) -> dict[str, float]:
-        config, groups, data, clock = self.run.config, self.run.groups, self.run.data, self.run.clock
-        actor, reference, rollout = groups.actor, groups.reference, groups.rollout
-        asked = data.prompts.at(step)
-        sampled = self.ahead if self.ahead is not None else self.generate(step, rollout.generate)
-        clock.lap("generate")
-        overlaps = config.rollout.staleness > 0 and step + 1 < config.steps
-        if overlaps:  # the next batch is sampled with the weights of now, while they are trained on this one
-            groups.reshard()
-            clock.lap("reshard")
-            pending = self.generate(step + 1, rollout.generate.start)
-        scored = score(asked, sampled, groups.reward, config.rollout)
-        logged = regroup(data.traffic.at(step), first_group=len(asked))
-        batch = PackedBatch.pack(scored + logged)
-        clock.lap("score")
-        if reference is not None:
-            batch = batch.with_(ref_log_probs=reference.log_probs(batch))
-        if config.old_log_probs_differ:
-            batch = batch.with_(old_log_probs=actor.log_probs(batch))
-        clock.lap("log_probs")
-        batch = batch.with_(advantages=self.algorithm.advantages(batch))
-        if config.old_log_probs_differ:
-            updates = [actor.update(m) for m in batch.minibatches(config.minibatches)]
+        fresh = self.fresh(step)
+        drawn = self.select(fresh, self.logged(step, fresh))
+        batch = PackedBatch.pack(drawn.rollouts) if drawn.rollouts else None
+        self.run.clock.lap("score")
+        updates: list[dict[str, float]] = []
+        if batch is not None and len(batch.units()) >= self.run.config.data_parallel_ranks:
+            batch, updates = self.learn(step, self.values(self.log_probs(batch)))
         else:
-            update, before = actor.learn(batch)
+            say(f"{self.run.context.run}: step {step + 1} makes no update: {drawn}")
+        self.reshard()
+        metrics = health(drawn, batch, updates) | {"traffic_left_out": float(self.run.data.left_out)}
+        return metrics | self.adapt_kl(metrics)
+
+    # ------------------------------------------------------------------------------------------ what is learned from
+
+    def fresh(self, step: int) -> Scored:
+        """Sample responses and reward them; more of them, where too few groups teach anything (dynamic sampling)."""
+        groups, clock, config = self.run.groups, self.run.clock, self.run.config
+        if groups.rollout is None:
+            return Scored()
+        sampled = self.ahead if self.ahead is not None else self.generate(step, groups.rollout.generate)
+        clock.lap("generate")
+        if config.rollout.staleness > 0 and step + 1 < config.steps:
+            groups.reshard()  # the next batch is sampled with the weights of now, while they are trained on this one
+            clock.lap("reshard")
+            self.pending = self.generate(step + 1, groups.rollout.generate.start)
+        scored = self.score(step, sampled)
+        for again in range(1, config.algorithm.resample_rounds + 1):
+            if Informative.of(scored.rollouts, config.algorithm.lone_baseline).groups >= self.run.data.prompts.count:
+                break
+            sampled = self.generate(step, groups.rollout.generate, again)
+            clock.lap("generate")
+            scored += self.score(step, sampled, again)
+        if self.pending is None:
+            groups.sleep()
+        return scored
+
+    def logged(self, step: int, fresh: Scored) -> list[Rollout]:
+        """Responses that were served, as groups numbered on from the fresh ones."""
+        taken = 1 + max((rollout.group for rollout in fresh.rollouts), default=-1)
+        return regroup(self.run.data.traffic.at(step), first_group=taken)
+
+    def select(self, fresh: Scored, logged: list[Rollout]) -> Drawn:
+        """Leave out what teaches nothing, where responses are compared with their group; and groups too many."""
+        rollouts = fresh.rollouts + logged
+        if not self.algorithm.compares_groups:
+            return Drawn(fresh, logged, rollouts)
+        found = Informative.of(rollouts, self.run.config.algorithm.lone_baseline)
+        wanted = sorted({r.group for r in found.rollouts if r.fresh})[: self.run.data.prompts.count]
+        kept = [r for r in found.rollouts if not r.fresh or r.group in wanted]
+        return Drawn(fresh, logged, kept, found.uninformative, found.lone)
+
+    # ------------------------------------------------------------------------------------------------------ learning
+
+    def log_probs(self, batch: PackedBatch) -> PackedBatch:
+        """With the logprobs that the algorithm reads before it learns."""
+        groups, config = self.run.groups, self.run.config
+        if groups.reference is not None:
+            batch = batch.with_(ref_log_probs=groups.reference.log_probs(batch))
+        if config.old_log_probs_first:
+            batch = batch.with_(old_log_probs=groups.actor.log_probs(batch))
+        self.run.clock.lap("log_probs")
+        return batch
+
+    def values(self, batch: PackedBatch) -> PackedBatch:
+        """With what the critic expects, and what it is to learn, if there is a critic."""
+        critic = self.run.groups.critic
+        if critic is None:
+            return batch
+        batch = batch.with_(values=critic.values(batch))
+        batch = batch.with_(returns=self.algorithm.returns(batch))
+        self.run.clock.lap("values")
+        return batch
+
+    def learn(self, step: int, batch: PackedBatch) -> tuple[PackedBatch, list[dict[str, float]]]:
+        """Advantages, then the updates: the batch with its old logprobs, and what each update gave."""
+        actor, critic, weight = self.run.groups.actor, self.run.groups.critic, self.algorithm.kl_coefficient
+        batch = batch.with_(advantages=self.algorithm.advantages(batch))
+        minibatches = self.minibatches(batch)
+        of_critic = [] if critic is None else [critic.update.start(minibatch) for minibatch in minibatches]
+        updates: list[dict[str, float]]
+        if critic is not None and step < self.run.config.algorithm.critic.warmup_steps:  # the critic alone learns
+            updates = [{} for _ in minibatches]
+            if batch.old_log_probs is None:
+                batch = batch.with_(old_log_probs=actor.log_probs(batch))
+        elif batch.old_log_probs is not None:
+            updates = [actor.update(minibatch, kl_coefficient=weight) for minibatch in minibatches]
+        else:  # the pass of the one update gives them at no cost
+            update, before = actor.learn(batch, kl_coefficient=weight)
             updates, batch = [update], batch.with_(old_log_probs=before)
-        clock.lap("update")
-        if overlaps:
-            self.ahead = pending.result()
-            clock.lap("wait")
+        for update, pending in zip(updates, of_critic, strict=False):  # as many, or none without a critic
+            update.update(pending.result())
+        self.run.clock.lap("update")
+        return batch, updates
+
+    def minibatches(self, batch: PackedBatch) -> list[PackedBatch]:
+        """As many as the config says; fewer where what is left of the batch is too little for all ranks in each."""
+        for count in range(self.run.config.minibatches, 1, -1):
+            parts = list(batch.minibatches(count))
+            if min(len(part.units()) for part in parts) >= self.run.config.data_parallel_ranks:
+                return parts
+        return [batch]
+
+    def adapt_kl(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Bring the KL's weight of the next step nearer to where the KL is at its target; what it was in this one."""
+        kl, weight = self.run.config.algorithm.kl, self.algorithm.kl_coefficient
+        if kl.target is None:
+            return {}
+        if "kl_ref" in metrics:
+            self.algorithm.kl_coefficient = adapted_coefficient(
+                weight,
+                metrics["kl_ref"],
+                target=kl.target,
+                horizon=kl.horizon,
+                minimum=kl.min_coefficient,
+                maximum=kl.max_coefficient,
+            )
+        return {"kl_coefficient": weight}
+
+    # ------------------------------------------------------------------------------------------------------ sampling
+
+    def generate(self, step: int, call: Callable[..., Any], again: int = 0) -> Any:
+        """Sample for a step's prompts, of round ``again``; ``call`` is the rollout's ``generate``, or its ``start``."""
+        return call(
+            [prompt.prompt_token_ids for prompt in self.asked(step, again)],
+            n=self.run.config.algorithm.group_size,
+            seed=seed_of(self.run.seed, step, again),
+            greedy=self.algorithm.needs_greedy,
+        )
+
+    def score(self, step: int, sampled: Samples, again: int = 0) -> Scored:
+        config, asked, reward = self.run.config, self.asked(step, again), self.run.groups.reward
+        assert reward is not None
+        scored = score(
+            asked,
+            sampled,
+            reward,
+            config,
+            first_group=again * len(asked),
+            greedy=self.algorithm.needs_greedy,
+        )
+        self.run.clock.lap("score")
+        if not scored.rollouts and not again:
+            raise TrainingStopped(f"step {step}: none of {scored.unrewarded} sampled responses was given a reward")
+        return scored
+
+    def asked(self, step: int, again: int) -> list[Prompt]:
+        """The prompts of a round of a step: a function of both alone. A round that isn't needed skips its own."""
+        return self.run.data.prompts.at(step * (1 + self.run.config.algorithm.resample_rounds) + again)
+
+    def reshard(self) -> None:
+        """Generate with the weights as they are from here on; or have what was sampled ahead."""
+        if self.pending is not None:
+            self.ahead, self.pending = self.pending.result(), None
+            self.run.clock.lap("wait")
         else:
             self.ahead = None
-            groups.reshard()
-            clock.lap("reshard")
-        return health(batch, updates)
-
-    def generate(self, step: int, call: Callable[..., Any]) -> Any:
-        """Sample the responses of a step; ``call`` is the rollout's ``generate``, or its ``start``."""
-        prompts = [p.prompt_token_ids for p in self.run.data.prompts.at(step)]
-        return call(prompts, n=self.run.config.algorithm.group_size, seed=seed_of(self.run.seed, step))
+            self.run.groups.reshard()
+            self.run.clock.lap("reshard")

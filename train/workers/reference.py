@@ -14,7 +14,8 @@ from train.config import TrainConfig
 from train.controller import Worker, dispatch, per_token
 from train.fsdp import build
 from train.lora import adapters_off
-from train.workers.actor import ActorWorker, forward_log_probs, meshes_of
+from train.workers.actor import ActorWorker, forward_log_probs
+from train.workers.trained import meshes_of
 
 
 class ReferenceWorker(Worker):

@@ -7,8 +7,8 @@ from typing import Any
 import pyarrow as pa
 
 from feedback.config import RuleConfig
-from feedback.rewards.rules import load_reward
 from train.controller import Worker, by_rank, dispatch
+from train.rewards import Rewards, rewarding
 
 
 class RewardWorker(Worker):
@@ -16,9 +16,9 @@ class RewardWorker(Worker):
 
     def __init__(self, *, reward: str | dict[str, RuleConfig], **peers: Any) -> None:
         super().__init__(**peers)
-        self.reward = load_reward(reward)
+        self.reward = rewarding(reward)
 
     @dispatch(by_rank)
-    def rewards(self, tables: list[pa.Table]) -> list[list[float | None]]:
-        """The reward of each row of each table."""
-        return [list(self.reward(table)) for table in tables]
+    def rewards(self, tables: list[pa.Table]) -> list[Rewards]:
+        """The rewards of the rows of each table."""
+        return [self.reward(table) for table in tables]

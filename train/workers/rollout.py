@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,8 @@ from train.config import TrainConfig
 from train.controller import Worker, by_engine, dispatch, to_all
 from train.random_state import seed_of
 from train.reshard import HandOver, gather
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,10 @@ class RolloutWorker(Worker):
         r = config.rollout
         self.config = config
         self.hand_over: HandOver | None = None
+        self.asleep = False
+        self.sleeps = torch.cuda.is_available() and config.placement.rollout == config.placement.actor
+        if self.rank == 0 and not torch.cuda.is_available():
+            log.warning("no sleep on a CPU: the engine keeps its weights and its KV cache while the policy is trained")
         job = [uuid.uuid4().hex]
         torch.distributed.broadcast_object_list(job, src=0)
         self.llm = LLM(
@@ -48,6 +55,7 @@ class RolloutWorker(Worker):
             kv_cache_memory_bytes=r.kv_cache_bytes,
             enforce_eager=r.enforce_eager,
             enable_prefix_caching=False,  # the weights change between any two calls
+            enable_sleep_mode=self.sleeps,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             disable_log_stats=True,
@@ -58,9 +66,28 @@ class RolloutWorker(Worker):
             segment.unlink(missing_ok=True)
 
     @dispatch(to_all)
+    def sleep(self, _: None = None) -> None:
+        """Leave the GPU's memory to training until ``load_actor_weights``: neither weights nor KV cache are kept."""
+        if self.sleeps and not self.asleep:
+            self.llm.sleep(level=2)
+            self.asleep = True
+
+    def close(self) -> None:
+        """End the engine while its process groups are there: it leaves them, this process' own too."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    @dispatch(to_all)
     def load_actor_weights(self, _: None = None) -> None:
-        """Take over the weights of the actor in this process, as they are."""
-        model = self.peers["actor"].model  # type: ignore[attr-defined]
+        """Take over the weights of the actor in this process, as they are; an engine that sleeps wakes."""
+        if self.asleep:
+            torch.cuda.empty_cache()  # what training has freed is the engine's again
+            self.llm.wake_up(["weights"])
+        self._take_weights(self.peers["actor"].model)  # type: ignore[attr-defined]
+        if self.asleep:  # only here, so that the KV cache and what resharding takes are not held at once
+            self.llm.wake_up(["kv_cache"])
+            self.asleep = False
+
+    def _take_weights(self, model: torch.nn.Module) -> None:
         if self.config.rollout.reshard == "gather":
             gather(model, self.llm)
             return
@@ -69,8 +96,10 @@ class RolloutWorker(Worker):
         self.hand_over.run()
 
     @dispatch(by_engine)
-    def generate(self, prompts: list[list[int]], *, n: int, seed: int | None = None) -> list[list[Sample]]:
-        """``n`` responses to each prompt (token ids).
+    def generate(
+        self, prompts: list[list[int]], *, n: int, seed: int | None = None, greedy: bool = False
+    ) -> list[list[Sample]]:
+        """``n`` responses to each prompt (token ids), and after them, if asked for, the greedy one.
 
         Args:
             seed: of all samples of the call; equal weights and prompts give equal samples, on any number of engines.
@@ -78,21 +107,24 @@ class RolloutWorker(Worker):
         """
         from vllm import SamplingParams
 
+        if self.asleep:
+            raise RuntimeError(
+                "the engine sleeps: call load_actor_weights before it generates"
+            )
         r = self.config.rollout
         engine, engines = self.rank // r.tensor_parallel_size, self.world_size // r.tensor_parallel_size
         numbers = [engine + i * engines for i in range(len(prompts))]  # in the whole call: by_engine deals them out
-        params = [
-            SamplingParams(
-                n=n,
-                temperature=r.temperature,
-                max_tokens=r.max_tokens,
-                logprobs=0,
-                seed=None if seed is None else seed_of(seed, number),  # vLLM adds a sample's index
-            )
+        same = {"max_tokens": r.max_tokens, "logprobs": 0}
+        sampled = [
+            # vLLM adds a sample's index to the seed.
+            SamplingParams(n=n, temperature=r.temperature, seed=None if seed is None else seed_of(seed, number), **same)
             for number in numbers
         ]
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [[to_sample(c) for c in output.outputs] for output in outputs]
+        likeliest = [SamplingParams(temperature=0.0, **same)] * len(prompts) if greedy else []
+        asked = [{"prompt_token_ids": p} for p in prompts]
+        outputs = self.llm.generate(asked * (2 if greedy else 1), sampled + likeliest, use_tqdm=False)
+        samples = [[to_sample(completion) for completion in output.outputs] for output in outputs]
+        return [samples[i] + (samples[len(prompts) + i] if greedy else []) for i in range(len(prompts))]
 
 
 def launched_executor(job: str) -> type:

@@ -1,0 +1,123 @@
+"""The task that every algorithm learns: four verbs, each with a right answer, a habit and a slip.
+
+A prompt is a verb and a word, ``H abcd>``; the right answer to H, head, is ``ab``. The task is smaller than the demo's,
+so that its seed policy is made in seconds. What the seed shows of a verb is mostly not the right answer; it knows that
+too, so that a policy gets better by choosing better. Two rewards: ``reward`` counts right answers alone, ``graded``
+also gives something for the habit, as a judge does who likes what is nearly right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+LETTERS, LENGTH = "abcdefghijkl", 4
+HABIT_GRADE = 0.75
+TASK_SEED = 11
+HELD_OUT, TRAFFIC = 400, 384
+"""Prompts that policies are measured on, and prompts that users ask; the corpus is drawn from those after them."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What is asked for, what is often given in its place, and the shares of both in the seed's corpus.
+
+    The rest of the corpus shows the slip: the word as it is.
+    """
+
+    right: Callable[[str], str]
+    habit: Callable[[str], str]
+    right_share: float
+    habit_share: float
+
+
+VERBS: dict[str, Verb] = {
+    "H": Verb(lambda w: w[:2], lambda w: w[2:], 0.2, 0.45),
+    "O": Verb(lambda w: w[::2], lambda w: w[1::2], 0.2, 0.45),
+    "C": Verb(lambda w: w[1:-1], lambda w: w[1:], 0.2, 0.45),
+    "E": Verb(lambda w: w[0] + w[-1], lambda w: w[0], 0.9, 0.05),
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A prompt and its one right answer."""
+
+    prompt: str
+    answer: str
+
+
+def held_out() -> list[Item]:
+    """What policies are measured on; nobody asks it, and the corpus doesn't show it."""
+    return list(itertools.islice(items(), HELD_OUT))
+
+
+def asked() -> list[Item]:
+    """What users ask."""
+    return list(itertools.islice(items(), HELD_OUT, HELD_OUT + TRAFFIC))
+
+
+def corpus() -> Iterator[tuple[str, str]]:
+    """Prompts and answers without end, as the seed policy learns them."""
+    rng = random.Random(TASK_SEED)
+    return ((item.prompt, demonstration(item, rng)) for item in itertools.islice(items(), HELD_OUT + TRAFFIC, None))
+
+
+def items() -> Iterator[Item]:
+    """Distinct prompts without end, always the same ones."""
+    rng = random.Random(TASK_SEED)
+    seen: set[str] = set()
+    while True:
+        verb = rng.choice(list(VERBS))
+        word = "".join(rng.sample(LETTERS, LENGTH))
+        prompt = f"{verb} {word}>"
+        if prompt not in seen:
+            seen.add(prompt)
+            yield Item(prompt, VERBS[verb].right(word))
+
+
+def demonstration(item: Item, rng: random.Random) -> str:
+    """What the corpus shows for a prompt."""
+    verb, word = _parts(item.prompt)
+    chance = rng.random()
+    if chance < verb.right_share:
+        return item.answer
+    return verb.habit(word) if chance < verb.right_share + verb.habit_share else word
+
+
+def wrong(item: Item, rng: random.Random) -> str:
+    """The habit or the slip."""
+    verb, word = _parts(item.prompt)
+    return rng.choice([verb.habit(word), word])
+
+
+def reward(batch: pa.Table) -> list[float]:
+    """1 for the right answer, 0 for any other.
+
+    Args:
+        batch: columns ``prompt`` and ``response`` (strings).
+    """
+    return [float(response == _parts(prompt)[0].right(_parts(prompt)[1])) for prompt, response in _rows(batch)]
+
+
+def graded(batch: pa.Table) -> list[float]:
+    """1 for the right answer, ``HABIT_GRADE`` for the habit, 0 for any other; ``batch`` as ``reward`` takes it."""
+
+    def grade(prompt: str, response: str) -> float:
+        verb, word = _parts(prompt)
+        return {verb.habit(word): HABIT_GRADE, verb.right(word): 1.0}.get(response, 0.0)
+
+    return [grade(prompt, response) for prompt, response in _rows(batch)]
+
+
+def _rows(batch: pa.Table) -> Iterator[tuple[Any, Any]]:
+    return zip(batch["prompt"].to_pylist(), batch["response"].to_pylist(), strict=True)
+
+
+def _parts(prompt: str) -> tuple[Verb, str]:
+    return VERBS[prompt[0]], prompt[2:-1]

@@ -1,0 +1,109 @@
+"""The proof that the algorithms learn, on two of them; all are for `make learn`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from deploy.learn import plans, task, trial
+from deploy.learn.home import Home
+from serve.policies import PolicyStore
+from train.algorithms.config import OFFLINE, ONLINE
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the command left: its last line, its exit code, all of its output, and its folder."""
+
+    figures: dict[str, Any]
+    code: int
+    output: str
+    home: Home
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
+    folder = tmp_path_factory.mktemp("learn") / "work"
+    command = [sys.executable, "-m", "deploy.learn", "--folder", str(folder), "--algorithms", "sft,grpo"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run(
+        [*command, "--steps", "6"], env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode in (0, 1), output
+    return Proof(json.loads(done.stdout.splitlines()[-1]), done.returncode, output, Home(folder))
+
+
+def test_what_people_wrote_is_learned(proof: Proof) -> None:
+    assert proof.figures["sft"]["ci_low"] > 0, proof.output
+
+
+def test_what_is_rewarded_is_learned(proof: Proof) -> None:
+    assert proof.figures["grpo"]["after"] > proof.figures["grpo"]["before"], proof.output
+
+
+def test_the_last_line_has_the_figures_of_each_algorithm(proof: Proof) -> None:
+    for name in ("sft", "grpo"):
+        figures = proof.figures[name]
+        assert figures.keys() - {"reason"} == {"before", "after", "ci_low", "steps", "seconds"}
+        assert 0 <= figures["before"] <= 1
+        assert figures["steps"] == 6
+
+
+def test_an_algorithm_whose_interval_holds_zero_gives_the_exit_code_1(proof: Proof) -> None:
+    assert proof.code == any("reason" in figures for figures in proof.figures.values())
+
+
+def test_the_same_seed_on_the_same_data_gives_the_same_weights(proof: Proof) -> None:
+    settings = plans.settings("grpo", plans.PLANS["grpo"], steps=6, seed=0)
+    again = trial.train(proof.home, "again", settings, longest_s=200, say=print)
+    store = PolicyStore(proof.home.work / "policies")
+    first = next(p for p in map(store.get, store.versions()) if p.lineage.get("run") == "grpo")
+    assert trial.candidate(proof.home, again).sha256 == first.sha256
+    assert first.sha256 != store.get(1).sha256
+
+
+def test_a_job_that_fails_is_an_outcome_with_its_reason(proof: Proof) -> None:
+    settings = plans.settings("sft", plans.PLANS["sft"], steps=1, seed=0)
+    settings["hooks"] = ["no_such_module:Hook"]
+    outcome = trial.run(proof.home, "fails", settings, longest_s=100, say=print)
+    assert outcome.after is None
+    assert "no_such_module" in (outcome.reason or "")
+
+
+def test_settings_that_cannot_work_are_an_outcome_with_its_reason(tmp_path: Path) -> None:
+    outcome = trial.run(Home(tmp_path), "wrong", {"steps": 0}, longest_s=10, say=print)
+    assert outcome.after is None
+    assert "steps" in (outcome.reason or "")
+
+
+def test_there_is_a_plan_for_every_algorithm() -> None:
+    assert list(plans.PLANS) == [*ONLINE, *OFFLINE]
+
+
+def test_neither_the_users_nor_the_seed_ever_see_a_held_out_prompt() -> None:
+    held_out = {item.prompt for item in task.held_out()}
+    assert held_out.isdisjoint(item.prompt for item in task.asked())
+    assert held_out.isdisjoint(prompt for prompt, _ in itertools.islice(task.corpus(), 20_000))
+
+
+def test_right_answers_get_all_the_reward_and_habits_a_part_of_the_grade() -> None:
+    rows = [("H abcd>", "ab"), ("H abcd>", "cd"), ("H abcd>", "abcd"), ("C abcd>", "bc")]
+    batch = pa.table({"prompt": [p for p, _ in rows], "response": [r for _, r in rows]})
+    assert task.reward(batch) == [1.0, 0.0, 0.0, 1.0]
+    assert task.graded(batch) == [1.0, task.HABIT_GRADE, 0.0, 1.0]
+
+
+def test_a_wrong_answer_is_never_the_right_one() -> None:
+    rng = random.Random(0)
+    assert all(task.wrong(item, rng) != item.answer for item in task.held_out())

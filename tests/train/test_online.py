@@ -1,0 +1,99 @@
+"""The parts of the online dataflow that need no worker: what a step draws, leaves out, and splits."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from feedback.datasets import Prompt
+from train.batch import PackedBatch, Rollout
+from train.config import TrainConfig
+from train.context import JobContext
+from train.data import Cycled
+from train.dataflows.base import Run
+from train.dataflows.online import Online
+from train.progress import Clock
+from train.rewards import Rewards
+from train.samples import Scored, TrainingData
+
+CONTEXT = JobContext(run="r", runs=Path(), policies=Path(), lake_uri="", reward={})
+
+
+def online(prompts: int = 12, logged: list[list[Rollout]] | None = None, **settings: Any) -> Online:
+    config = TrainConfig.model_validate({"data": {"prompts_per_step": 4}, **settings})
+    asked = Cycled([Prompt(None, None, [i]) for i in range(prompts)], config.data.fresh_prompts_per_step, "1")
+    traffic = Cycled(logged or [], config.data.traffic_prompts_per_step, "1")
+    return Online(Run(config, CONTEXT, None, TrainingData(asked, traffic, "", 0, ""), 1, Clock()))  # type: ignore[arg-type]
+
+
+def groups(*rewards: list[float], fresh: bool = True) -> list[Rollout]:
+    return [Rollout([1], [2], [0.0], r, i, fresh=fresh) for i, of_group in enumerate(rewards) for r in of_group]
+
+
+def numbers(prompts: list[Prompt]) -> list[int]:
+    return [prompt.prompt_token_ids[0] for prompt in prompts]
+
+
+def test_further_rounds_of_a_step_ask_other_prompts_and_the_same_ones_when_the_run_goes_on() -> None:
+    flow = online(algorithm={"resample_rounds": 2})
+    rounds = [numbers(flow.asked(5, again)) for again in range(3)]
+    assert sorted(chain(*rounds)) == list(range(12))
+    assert rounds == [numbers(online(algorithm={"resample_rounds": 2}).asked(5, again)) for again in range(3)]
+
+
+def test_with_no_further_rounds_every_prompt_is_asked_before_any_comes_again() -> None:
+    flow = online()
+    assert sorted(chain(*(numbers(flow.asked(step, 0)) for step in range(3)))) == list(range(12))
+
+
+def test_groups_that_teach_nothing_and_those_beyond_the_wanted_are_left_out() -> None:
+    fresh = groups([1, 1], [0, 1], [0, 1], [1, 0], [0, 0], [0, 1], [0, 1])
+    drawn = online(algorithm={"resample_rounds": 1}).select(Scored(fresh), [])
+    assert sorted({r.group for r in drawn.rollouts}) == [1, 2, 3, 5]
+    assert drawn.uninformative_groups == 2
+    assert "of 7 groups, 2 have equal rewards" in str(drawn)
+
+
+def test_an_algorithm_that_compares_no_groups_learns_from_all() -> None:
+    fresh = groups([1, 1], [0], [1])
+    drawn = online(algorithm={"name": "reinforce_pp"}).select(Scored(fresh), [])
+    assert drawn.rollouts == fresh
+
+
+def test_logged_groups_are_numbered_on_from_the_fresh_ones() -> None:
+    lone = groups([0.5], fresh=False)
+    flow = online(logged=[lone], data={"prompts_per_step": 4, "traffic_share": 0.25})
+    assert [(r.group, r.fresh) for r in flow.logged(0, Scored(groups([0, 1], [1, 0])))] == [(2, False)]
+
+
+@pytest.mark.parametrize(("left", "parts"), [(4, 4), (3, 3), (2, 2), (1, 1)])
+def test_a_step_with_few_groups_left_makes_as_many_updates_as_all_ranks_can_share(left: int, parts: int) -> None:
+    flow = online(ranks=2, minibatches=4)
+    batch = PackedBatch.pack(groups(*[[0.0, 1.0]] * left))
+    made = flow.minibatches(batch)
+    assert len(made) == parts
+    assert all(len(minibatch) >= 2 for minibatch in made)
+    assert sum(map(len, made)) == len(batch)
+
+
+def test_a_minibatch_is_never_too_small_for_the_ranks() -> None:
+    flow = online(ranks=4, minibatches=4, algorithm={"group_size": 4})
+    batch = PackedBatch.pack(groups([0, 1, 1], [0, 1, 1], [0, 1, 1]))
+    assert [len(minibatch) for minibatch in flow.minibatches(batch)] == [9]
+
+
+def test_the_weight_of_the_kl_follows_the_kl_and_waits_where_it_was_not_measured() -> None:
+    flow = online(algorithm={"kl": {"coefficient": 0.1, "target": 0.01}})
+    assert flow.adapt_kl({"kl_ref": 0.02}) == {"kl_coefficient": 0.1}
+    assert flow.algorithm.kl_coefficient == pytest.approx(0.102)
+    flow.adapt_kl({})
+    assert flow.state()["kl_coefficient"] == flow.algorithm.kl_coefficient == pytest.approx(0.102)
+    assert online().adapt_kl({"kl_ref": 0.02}) == {}
+
+
+def test_rewards_of_consecutive_rows_are_joined_by_component() -> None:
+    parts = [Rewards([1.0, None], {"a": [1.0, None]}), Rewards([2.0], {"a": [2.0]})]
+    assert Rewards.joined(parts) == Rewards([1.0, None, 2.0], {"a": [1.0, None, 2.0]})

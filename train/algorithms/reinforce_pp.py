@@ -1,0 +1,29 @@
+"""REINFORCE++, and REINFORCE++ with baseline (arXiv 2501.03262).
+
+A token's advantage is the response's reward less the KL of the tokens from it to the end (k1), normalised over the
+whole batch, not within a prompt's group. It weighs the token in PPO's clipped objective. One response a prompt will do.
+
+With baseline, several responses to a prompt are sampled and their mean reward is taken from each, then all is
+normalised over the batch; the KL is in the loss (k2).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from train.advantages import group_relative, returns_to_go, whiten
+from train.algorithms.base import PolicyGradient
+from train.batch import PackedBatch
+
+
+class ReinforcePlusPlus(PolicyGradient):
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        return whiten(returns_to_go(self.token_rewards(batch), batch), batch.response_mask)
+
+
+class ReinforcePlusPlusBaseline(PolicyGradient):
+    compares_groups = True
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        centred = group_relative(self.rewards(batch), batch.groups, normalise_by_std=False)
+        return whiten(batch.per_token(centred), batch.response_mask)

@@ -1,0 +1,24 @@
+"""ReMax (arXiv 2310.10505).
+
+REINFORCE with the reward of the greedy response to the same prompt as the baseline: one more response a prompt, and no
+critic. The log-probability of a response is the sum over its tokens.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from train.advantages import greedy_baseline
+from train.algorithms.base import PolicyGradient
+from train.batch import PackedBatch
+from train.losses import reinforce
+
+
+class ReMax(PolicyGradient):
+    needs_greedy = True
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        return batch.per_token(greedy_baseline(self.rewards(batch), batch.baselines))
+
+    def surrogate(self, ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return reinforce(ratio, log_probs, advantages)

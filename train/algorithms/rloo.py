@@ -1,0 +1,25 @@
+"""RLOO: REINFORCE leave-one-out (arXiv 2402.14740).
+
+A response is one action: its reward, less its KL if there is any, weighs the log-probability of the whole of it, the
+sum over its tokens. Of several responses to a prompt, the mean reward of the others is the baseline of each: unbiased,
+and without a critic. There is no clip.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from train.advantages import leave_one_out
+from train.algorithms.base import PolicyGradient
+from train.batch import PackedBatch
+from train.losses import reinforce
+
+
+class RLOO(PolicyGradient):
+    compares_groups = True
+
+    def advantages(self, batch: PackedBatch) -> Tensor:
+        return batch.per_token(leave_one_out(self.rewards(batch), batch.groups))
+
+    def surrogate(self, ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return reinforce(ratio, log_probs, advantages)

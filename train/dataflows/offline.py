@@ -1,0 +1,156 @@
+"""Learn from what people said of responses; nothing is sampled.
+
+Some of the items are held out. They are measured as the learned ones are, before the first step and after some: that is
+how one sees whether the policy learns what people want, or these items by heart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from feedback.lake import Lake
+from train import algorithms
+from train.batch import PackedBatch, Rollout
+from train.config import TrainConfig
+from train.dataflows.base import Dataflow
+from train.kl import k2
+from train.offline_data import Item, OfflineData, pack
+
+
+class Offline(Dataflow):
+    """Draw items of feedback, learn from them."""
+
+    @classmethod
+    def read(cls, lake: Lake, versions: Mapping[str, int], config: TrainConfig, policy: Path, seed: int) -> OfflineData:
+        dataset = algorithms.load(config.algorithm).dataset
+        if dataset is None:
+            raise ValueError(
+                f"train.algorithm.name={config.algorithm.name!r} names no feedback to learn from; give the class a "
+                "`dataset` (pairs, thumbs, demonstrations), or set train.dataflow to one that reads what it learns from"
+            )
+        return OfflineData.of(lake, versions, config, policy, seed, dataset)
+
+    @classmethod
+    def settled(cls, config: TrainConfig, data: OfflineData) -> TrainConfig:
+        rewards = [rollout.reward for item in data.learned.items for rollout in item]
+        return config.model_copy(update={"algorithm": algorithms.load(config.algorithm).settled(rewards)})
+
+    def step(self, step: int) -> dict[str, float]:
+        config, actor, clock = self.run.config, self.run.groups.actor, self.run.clock
+        at_start = self.measure("held_out_at_start") if step == 0 else {}
+        batch, minibatches, updates, before = self.packed(self.run.data.learned.at(step)), [], [], []
+        for minibatch in batch.minibatches(config.minibatches):
+            minibatches.append(self.with_mismatched(self.with_reference(minibatch)))
+            clock.lap("reference")
+            update, log_probs = actor.learn(minibatches[-1])
+            updates.append(update)
+            before.append(log_probs)
+            clock.lap("update")
+        done = step + 1
+        due = done % config.data.held_out_every_steps == 0 or done == config.steps
+        return {
+            **means(updates),
+            **kl_ref(minibatches, before),
+            "learned_length": float(batch.response_lengths.float().mean()),
+            "items": float(len(batch.groups.unique())),
+            "tokens": float(len(batch.tokens)),
+            **at_start,
+            **(self.measure("held_out") if due else {}),
+        }
+
+    # ------------------------------------------------------------------------------------------ what a loss reads
+
+    def packed(self, items: list[Item]) -> PackedBatch:
+        return pack(items, whole_groups=self.algorithm.whole_groups)
+
+    def with_reference(self, batch: PackedBatch) -> PackedBatch:
+        """With the parent policy's logprobs, if anything needs them."""
+        reference = self.run.groups.reference
+        return batch if reference is None else batch.with_(ref_log_probs=reference.log_probs(batch))
+
+    def with_mismatched(self, batch: PackedBatch) -> PackedBatch:
+        """With the mean log ratio of responses to other prompts than their own, if the algorithm reads it."""
+        if not self.algorithm.needs_mismatched:
+            return batch
+        other = mismatched(batch)
+        z0 = torch.zeros(())
+        if other is not None:
+            other = self.with_reference(other)
+            assert other.ref_log_probs is not None
+            log_probs: Tensor = self.run.groups.actor.log_probs(other)
+            z0 = other.response_sums(log_probs - other.ref_log_probs).mean().clamp(min=0)
+        return batch.with_(baselines=z0.expand(len(batch)))
+
+    # ------------------------------------------------------------------------------------------ held-out items
+
+    @cached_property
+    def held_out(self) -> PackedBatch | None:
+        items = self.run.data.held_out
+        return self.with_reference(self.packed(items)) if items else None
+
+    def predicted(self, batch: PackedBatch) -> Tensor:
+        """What the algorithm's loss is of, float32 [T]: the policy's logprobs as they are."""
+        log_probs: Tensor = self.run.groups.actor.log_probs(batch)
+        return log_probs
+
+    def measure(self, name: str) -> dict[str, float]:
+        """The loss of the held-out items, and what goes with it, under the policy as it is."""
+        if self.held_out is None:
+            return {}
+        batch = self.with_mismatched(self.held_out)
+        loss, found = self.algorithm.loss(self.predicted(batch), batch)
+        metrics = {f"{name}/loss": float(loss) / self.algorithm.count(batch)}
+        for what, value in found.items():
+            counted = value[batch.response_mask] if value.shape == batch.response_mask.shape else value
+            if counted.numel():
+                metrics[f"{name}/{what}"] = float(counted.double().mean())
+        self.run.clock.lap("held_out")
+        return metrics
+
+
+def mismatched(batch: PackedBatch) -> PackedBatch | None:
+    """Each prompt with the response of the next sequence that has another prompt; None if all have the same.
+
+    A response is cut where it would make its sequence longer than the longest of the batch.
+    """
+    tokens, starts = batch.tokens.tolist(), batch.cu_seqlens.tolist()
+    prompts, responses = [], []
+    for start, end, length in zip(starts[:-1], starts[1:], batch.prompt_lengths.tolist(), strict=True):
+        prompts.append(tokens[start : start + length])
+        responses.append(tokens[start + length : end])
+    longest, count, rollouts = int(batch.lengths.max()), len(batch), []
+    for i, prompt in enumerate(prompts):
+        others = (responses[j % count] for j in range(i + 1, i + count) if prompts[j % count] != prompt)
+        if (response := next(others, None)) is None:
+            return None
+        response = response[: longest - len(prompt)]
+        rollouts.append(Rollout(prompt, response, [0.0] * len(response), 0.0, group=i))
+    return PackedBatch.pack(rollouts)
+
+
+def means(updates: list[dict[str, float]]) -> dict[str, float]:
+    """Of each number, over the updates that have it: a batch need not have thumbs of both kinds."""
+    found: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def kl_ref(minibatches: list[PackedBatch], before: list[Tensor]) -> dict[str, float]:
+    """How far the policy was from the reference on the tokens learned from, nats a token; none without a reference.
+
+    k2, half the squared log ratio: these tokens are not sampled from the policy, so that k3 is no estimate of the KL
+    here, and grows exponentially as rejected responses get less likely.
+    """
+    found = [
+        k2(old, batch.ref_log_probs)[batch.response_mask]
+        for batch, old in zip(minibatches, before, strict=True)
+        if batch.ref_log_probs is not None
+    ]
+    return {"kl_ref": float(torch.cat(found).mean())} if found else {}

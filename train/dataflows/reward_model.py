@@ -1,0 +1,78 @@
+"""Train a reward model on pairs of a better and a worse response; nothing is sampled and no policy is trained.
+
+A response is read as scoring will read it (feedback/rewards/model.py): by its text and that of its prompt, in the chat
+template or as a pair. So what the model learned is what it says of traffic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from feedback.lake import Lake
+from feedback.rewards.model import encode
+from train import algorithms
+from train.batch import PackedBatch, Rollout
+from train.config import TrainConfig
+from train.dataflows.offline import Offline
+from train.offline_data import TOO_LONG, Item, OfflineData, Reader, Response
+from train.written import UnfitTextError
+
+
+class RewardModelTraining(Offline):
+    """Draw pairs, learn which response of each is the better one."""
+
+    @classmethod
+    def read(cls, lake: Lake, versions: Mapping[str, int], config: TrainConfig, policy: Path, seed: int) -> OfflineData:
+        dataset = algorithms.load(config.algorithm).dataset
+        assert dataset is not None
+        return OfflineData.of(lake, versions, config, policy, seed, dataset, ScoringReader)
+
+    def step(self, step: int) -> dict[str, float]:
+        metrics = super().step(step)
+        del metrics["learned_length"]  # of what is a response to the packed batch, the last token
+        return metrics
+
+    def predicted(self, batch: PackedBatch) -> Tensor:
+        """float32 [T]: the score of each sequence, at its last token."""
+        scores: Tensor = self.run.groups.actor.scores(batch)
+        return scores
+
+
+class ScoringReader(Reader):
+    """Makes pairs to what scoring will read of their responses.
+
+    A sequence's last token alone is its "response": it is where the score is read, and nothing else of it is learned.
+    """
+
+    def __init__(self, policy: Path, config: TrainConfig) -> None:
+        super().__init__(policy, config)
+        self.tokenizer = AutoTokenizer.from_pretrained(policy)
+        self.longest = min(self.longest, self.tokenizer.model_max_length)
+
+    def item(self, row: Mapping[str, Any], responses: list[Response]) -> Item:
+        read = [self.token_ids({**row, "response": text}) for _, text, _ in responses]
+        if len({tuple(ids) for ids in read}) < len(read):
+            raise UnfitTextError("the model reads the same of both responses")
+        return [
+            Rollout(ids[:-1], ids[-1:], [0.0], reward, group=0, fresh=False)
+            for ids, (_, _, reward) in zip(read, responses, strict=True)
+        ]
+
+    def token_ids(self, row: Mapping[str, Any]) -> list[int]:
+        """The tokens that the score follows from: transformers reads it at the last that is not the padding token."""
+        try:
+            ids = encode(self.tokenizer, row)["input_ids"]
+        except ValueError as error:
+            raise UnfitTextError(str(error)) from error
+        while ids and ids[-1] == self.tokenizer.pad_token_id:
+            ids.pop()
+        if len(ids) < 2:
+            raise UnfitTextError("fewer than two tokens")
+        if len(ids) > self.longest:
+            raise UnfitTextError(TOO_LONG)
+        return ids

@@ -1,0 +1,194 @@
+"""Settings that can't work together, refused before anything is loaded: each by name, with what would do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from train.algorithms.config import GROUPED
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ValueError for what can't work."""
+    _placement_suits(config)
+    _ranks_divide(config)
+    _shares_are_prompts(config)
+    name = config.algorithm.name
+    check_baseline(config, compares_groups=name in GROUPED, needs_greedy=name == "remax")
+    if config.samples:
+        _responses_suit(config)
+    else:
+        _nothing_is_sampled(config)
+    _batch_suits(config)
+    _critic_suits(config)
+    if not config.algorithm.trains_policy:
+        _no_policy_is_trained(config)
+    if config.reward is not None and config.reward_weights:
+        raise ValueError(
+            f"train.reward={config.reward} rewards responses by itself, and train.reward_weights weighs the rules of "
+            "feedback.scoring.rules; set one of them"
+        )
+
+
+def _placement_suits(config: TrainConfig) -> None:
+    on, staleness = config.placement, config.rollout.staleness
+    if staleness > 0 and config.samples and on.rollout == on.actor:
+        raise ValueError(
+            f"train.rollout.staleness={staleness} needs generation on a pool of its own, and it shares the pool "
+            f"{on.actor!r} with training; set train.placement.rollout to another, or train.rollout.staleness to 0"
+        )
+    if config.launcher == "torchrun" and len(on.pools) > 1:
+        raise ValueError(
+            f"train.launcher=torchrun has one pool, and train.placement.pools has {len(on.pools)}; use one, or "
+            "train.launcher=ray"
+        )
+    if config.launcher == "torchrun" and config.ray_address:
+        raise ValueError(f"train.ray_address={config.ray_address} needs train.launcher=ray")
+
+
+def _ranks_divide(config: TrainConfig) -> None:
+    on = config.placement
+    generating = config.ranks_of(on.rollout)
+    t, replicas, share = config.rollout.tensor_parallel_size, config.fsdp.replicas, config.fsdp.sequence_parallel
+    if generating % t:
+        raise ValueError(
+            f"train.rollout.tensor_parallel_size={t} does not divide {_setting_of(config, on.rollout)}; use a divisor "
+            "of it"
+        )
+    for pool in (on.actor, on.reference, on.critic or on.actor):
+        ranks = config.ranks_of(pool)
+        if ranks % replicas or (pool == on.rollout and ranks // replicas % t):
+            raise ValueError(
+                f"train.fsdp.replicas={replicas} must divide {_setting_of(config, pool)} into groups that "
+                f"train.rollout.tensor_parallel_size={t} divides"
+            )
+        if ranks % share:
+            raise ValueError(
+                f"train.fsdp.sequence_parallel={share} does not divide {_setting_of(config, pool)}; use a divisor of "
+                "it, and of the model's attention heads"
+            )
+
+
+def _setting_of(config: TrainConfig, pool: str) -> str:
+    own = config.placement.pools[pool].ranks
+    return f"train.ranks={config.ranks}" if own is None else f"train.placement.pools.{pool}.ranks={own}"
+
+
+def _shares_are_prompts(config: TrainConfig) -> None:
+    data = config.data
+    for share, prompts in (
+        (data.traffic_share, data.traffic_prompts_per_step),
+        (1 - data.traffic_share, data.fresh_prompts_per_step),
+    ):
+        if share > 0 and prompts == 0:
+            raise ValueError(
+                f"train.data.traffic_share={data.traffic_share:g} of train.data.prompts_per_step="
+                f"{data.prompts_per_step} prompts is {data.traffic_prompts_per_step} logged and "
+                f"{data.fresh_prompts_per_step} fresh ones; set it to 0 or 1, or have more prompts in a step"
+            )
+
+
+def check_baseline(config: TrainConfig, *, compares_groups: bool, needs_greedy: bool) -> None:
+    """Raise ValueError if responses would have nothing to be compared with. The flags are the algorithm's."""
+    a, share = config.algorithm, config.data.traffic_share
+    if compares_groups and config.samples and a.group_size == 1:
+        raise ValueError(
+            f"train.algorithm.group_size=1 gives {a.name} nothing to compare a response with; use at least 2, or an "
+            "algorithm with another baseline (reinforce_pp, remax, ppo)"
+        )
+    if needs_greedy and share > 0:
+        raise ValueError(
+            f"train.data.traffic_share={share:g}: {a.name} compares a response with the greedy one of the policy in "
+            "training, which logged responses don't have; set it to 0, or use another algorithm"
+        )
+
+
+def _responses_suit(config: TrainConfig) -> None:
+    a, rollout = config.algorithm, config.rollout
+    if a.resample_rounds > 0 and rollout.staleness > 0:
+        raise ValueError(
+            f"train.algorithm.resample_rounds={a.resample_rounds} samples again once a step's rewards are known, when "
+            f"train.rollout.staleness={rollout.staleness} has the next step's responses sampled; set either to 0"
+        )
+    if rollout.max_model_len is not None and rollout.max_tokens >= rollout.max_model_len:
+        raise ValueError(
+            f"train.rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt in train.rollout.max_model_len="
+            f"{rollout.max_model_len}; use less"
+        )
+    if a.overlong_buffer > rollout.max_tokens:
+        raise ValueError(
+            f"train.algorithm.overlong_buffer={a.overlong_buffer} is more than train.rollout.max_tokens="
+            f"{rollout.max_tokens}; use at most that"
+        )
+
+
+SAMPLING: Final = {"rollout": ("temperature", "tensor_parallel_size", "reshard", "staleness")}
+"""What speaks of sampling alone. Sizes (of the context, the KV cache …) may stay in a config that samples nothing."""
+
+
+def _nothing_is_sampled(config: TrainConfig) -> None:
+    if config.algorithm.is_offline:
+        why = f"train.algorithm.name={config.algorithm.name} learns from feedback, and samples nothing"
+    else:
+        why = f"train.data.traffic_share={config.data.traffic_share:g} learns from logged responses alone"
+    given: dict[str, Any] = {
+        f"train.{section}.{name}": getattr(part, name)
+        for section, names in SAMPLING.items()
+        for part in (getattr(config, section),)
+        for name in names
+        if getattr(part, name) != type(part).model_fields[name].default
+    }
+    on = config.placement
+    if on.rollout not in (on.actor, on.reference):
+        given["train.placement.rollout"] = on.rollout
+    if on.reward is not None:
+        given["train.placement.reward"] = on.reward
+    if config.algorithm.is_offline and config.data.traffic_share > 0:
+        given["train.data.traffic_share"] = config.data.traffic_share
+    for name in ("resample_rounds", "overlong_buffer"):
+        if getattr(config.algorithm, name) > 0 and config.algorithm.name != "dapo":  # which has them unless told not to
+            given[f"train.algorithm.{name}"] = getattr(config.algorithm, name)
+    if given:
+        raise ValueError(f"{why}; take out {', '.join(f'{name}={value}' for name, value in given.items())}")
+
+
+def _critic_suits(config: TrainConfig) -> None:
+    a, on = config.algorithm, config.placement
+    if a.critic.warmup_steps >= config.steps:
+        raise ValueError(
+            f"train.algorithm.critic.warmup_steps={a.critic.warmup_steps} are all of train.steps={config.steps}, so "
+            "that the policy would never learn; use fewer"
+        )
+    if on.critic is not None and a.name != "ppo" and ":" not in a.name:
+        raise ValueError(
+            f"train.placement.critic={on.critic}: {a.name} has no critic; set it to null, and take its pool out"
+        )
+
+
+def _no_policy_is_trained(config: TrainConfig) -> None:
+    for setting, given in (("train.lora", config.lora), ("train.max_kl", config.max_kl)):
+        if given is not None:
+            raise ValueError(
+                f"{setting} is set, and train.algorithm.name={config.algorithm.name} trains no policy: a reward model "
+                f"trains all its weights, and has no KL; set {setting} to null"
+            )
+
+
+def _batch_suits(config: TrainConfig) -> None:
+    data, ranks = config.data, config.data_parallel_ranks
+    if config.minibatches > data.prompts_per_step:
+        raise ValueError(
+            f"train.minibatches={config.minibatches} is more than train.data.prompts_per_step={data.prompts_per_step}; "
+            "a minibatch needs at least one prompt"
+        )
+    each = config.algorithm.group_size if config.samples else 1
+    sequences = data.fresh_prompts_per_step * each + data.traffic_prompts_per_step
+    if sequences < ranks * config.minibatches:
+        groups = f" of train.algorithm.group_size={each}" if config.samples else ""
+        raise ValueError(
+            f"train.data.prompts_per_step={data.prompts_per_step}{groups} is too little for train.minibatches="
+            f"{config.minibatches} that {ranks} data-parallel ranks share, each with at least one response; use at "
+            f"least {-(-ranks * config.minibatches // each)} prompts"
+        )

@@ -1,0 +1,92 @@
+"""What rewards fresh responses: a user's function, or the configured rules, each a component with a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import pyarrow as pa
+
+from feedback.config import RuleConfig
+from feedback.lake import Lake
+from feedback.rewards.rules import COLUMNS, Rule, load_reward, load_rules
+from train.controller import WorkerGroup
+
+Values = list[float | None]
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """One reward, or None, a response; and, by name, what each component of it said."""
+
+    values: Values
+    components: dict[str, Values] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rewards]) -> Rewards:
+        """Those of consecutive rows as one."""
+        names = parts[0].components if parts else {}
+        return cls(
+            [value for part in parts for value in part.values],
+            {name: [value for part in parts for value in part.components[name]] for name in names},
+        )
+
+
+Rewarding = Callable[[pa.Table], Rewards]
+
+TRIED: Final = f"""
+SELECT {", ".join(COLUMNS)} FROM interactions
+WHERE status = 'complete' AND len(response_token_ids) > 0
+ORDER BY created_at DESC, response_id LIMIT 4
+"""
+"""The responses that a reward is tried out on: the last ones."""
+
+
+def rewarding(reward: str | Mapping[str, RuleConfig]) -> Rewarding:
+    """What rewards rows of responses, as ``feedback.rewards.rules`` describes them.
+
+    A reward of several rules is the mean, by their weights, of those that have one for the response. A rule that
+    fails, or gives what is no reward, is an error here: in scoring a response would go without, in training a batch
+    without rewards would be paid for and teach something else.
+
+    Args:
+        reward: a function by name, or rules by the name of their component.
+
+    Raises:
+        feedback.rewards.rules.RuleError: a rule can't be loaded; called, that it failed, or gave what is no reward.
+    """
+    if isinstance(reward, str):
+        function = load_reward(reward)
+        return lambda rows: Rewards(function(rows))
+    load_reward(reward)  # refuses what has no weight at all
+    rules = load_rules(reward)
+    return lambda rows: weighted_mean(rules, rows)
+
+
+def try_out(reward: Rewarding, lake: Lake, versions: Mapping[str, int]) -> None:
+    """Reward a few logged responses: what gives no reward ends the run here, before any model is loaded.
+
+    Raises:
+        feedback.rewards.rules.RuleError: the reward failed, or gave what is no reward; the message names it.
+    """
+    read = {"interactions": versions["interactions"]}
+    reward(lake.read(lambda views: views.sql(TRIED).to_arrow_table(), versions=read, tables=read))
+
+
+def weighted_mean(rules: Sequence[tuple[Rule, float]], rows: pa.Table) -> Rewards:
+    """The mean of what the rules say of each row, by their weights; a rule that says nothing of it has none."""
+    components = {rule.name: rule(rows) for rule, _ in rules}
+    weights = {rule.name: weight for rule, weight in rules}
+    values: Values = []
+    for row in range(len(rows)):
+        said = [(weights[name], value) for name, of in components.items() if (value := of[row]) is not None]
+        total = sum(weight for weight, _ in said)
+        values.append(sum(weight * value for weight, value in said) / total if said else None)
+    return Rewards(values, components)
+
+
+def rewards_of(group: WorkerGroup, ranks: int, rows: pa.Table) -> Rewards:
+    """The rewards by a group of workers; each rank rewards some consecutive rows, so no rule may compare rows."""
+    each = -(-len(rows) // ranks)
+    return Rewards.joined(group.rewards([rows.slice(start, each) for start in range(0, len(rows), each)]))

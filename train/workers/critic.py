@@ -1,0 +1,63 @@
+"""The critic: how good the state before each token is (PPO)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from train.algorithms.base import Loss
+from train.batch import PackedBatch
+from train.controller import by_tokens, dispatch, per_token
+from train.fsdp import say
+from train.scalar_head import build_with_scalar_head, token_values
+from train.values import value_loss
+from train.workers.trained import TrainedWorker, forward_per_token
+
+
+class CriticWorker(TrainedWorker):
+    """One FSDP rank of the critic: the policy's body with a head of one output, and its own optimizer."""
+
+    def build(self) -> nn.Module:
+        if self.config.lora is not None:
+            say("train.lora is of the policy; the critic trains all its weights")
+        return build_with_scalar_head(
+            self.policy,
+            dtype=getattr(torch, self.config.dtype),
+            meshes=self.meshes,
+            options=self.config.fsdp,
+            activation_checkpointing=self.config.activation_checkpointing,
+        )
+
+    @property
+    def learning_rate(self) -> float:
+        return self.config.algorithm.critic.learning_rate
+
+    @dispatch(per_token)
+    def values(self, batch: PackedBatch) -> Tensor:
+        """float32 [T]: the value of the state before each response token, zero at prompt tokens."""
+        return forward_per_token(self.model, batch, self.config.micro_batch_tokens, token_values)
+
+    @dispatch(by_tokens)
+    def update(self, batch: PackedBatch) -> dict[str, float]:
+        """One optimizer step towards ``returns`` of the batch, by the mean over the response tokens of all ranks.
+
+        Args:
+            batch: with ``values`` as they were when the step began, and ``returns``.
+
+        Returns:
+            value_loss, value_clip_fraction, critic_grad_norm, critic_learning_rate.
+        """
+        found = self.take_step(batch, self._loss, float(batch.response_mask.sum()))
+        return {
+            "value_loss": found["loss"],
+            "value_clip_fraction": found["clipped"],
+            "critic_grad_norm": found["grad_norm"],
+            "critic_learning_rate": found["learning_rate"],
+        }
+
+    def _loss(self, micro: PackedBatch, _: Tensor) -> Loss:
+        assert micro.values is not None
+        assert micro.returns is not None
+        clip = self.config.algorithm.critic.value_clip
+        loss, clipped = value_loss(token_values(self.model, micro), micro.values, micro.returns, clip=clip)
+        return (loss * micro.response_mask).sum(), {"clipped": clipped.float()}

@@ -1,0 +1,57 @@
+"""The reward model in training: one score for each sequence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from train.algorithms.base import Loss
+from train.batch import PackedBatch
+from train.controller import answer_and_per_token, dispatch, per_token, to_all
+from train.fsdp import export
+from train.scalar_head import UNSTORED, build_with_scalar_head, sequence_scores
+from train.workers.trained import TrainedWorker, forward_per_token
+
+
+class ScorerWorker(TrainedWorker):
+    """One FSDP rank of the reward model in training: the policy's body with a head of one output."""
+
+    def build(self) -> nn.Module:
+        return build_with_scalar_head(
+            self.policy,
+            dtype=getattr(torch, self.config.dtype),
+            meshes=self.meshes,
+            options=self.config.fsdp,
+            activation_checkpointing=self.config.activation_checkpointing,
+        )
+
+    @dispatch(per_token)
+    def scores(self, batch: PackedBatch) -> Tensor:
+        """float32 [T]: the score of each sequence, at its last token; 0 elsewhere."""
+        return forward_per_token(self.model, batch, self.config.micro_batch_tokens, scores_at_the_end)
+
+    @dispatch(answer_and_per_token)
+    def learn(self, batch: PackedBatch) -> tuple[dict[str, float], Tensor]:
+        """One optimizer step on the batch, with the algorithm's loss over all ranks; and ``scores`` before it."""
+        before = torch.zeros(len(batch.tokens))
+
+        def loss_of(micro: PackedBatch, sequences: Tensor) -> Loss:
+            scores = scores_at_the_end(self.model, micro)
+            if len(sequences):
+                before[batch.token_index(sequences)] = scores.detach()
+            return self.algorithm.loss(scores, micro)
+
+        return self.take_step(batch, loss_of, self.algorithm.count(batch)), before
+
+    @dispatch(to_all)
+    def export(self, folder: Path) -> None:
+        """Write the weights to ``folder`` as transformers' sequence-classification model with one label."""
+        export(self.model, self.policy, folder, unstored=UNSTORED)
+
+
+def scores_at_the_end(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """float32 [T], with gradient; 0 before the last token of each sequence."""
+    at = (batch.cu_seqlens[1:] - 1,)
+    return torch.zeros(len(batch.tokens)).index_put(at, sequence_scores(model, batch))
