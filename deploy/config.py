@@ -140,7 +140,7 @@ class Settings(BaseSettings):
                 "feedback": feedback.model_copy(update={"journal": journal, "lake": lake, "scoring": scoring}),
                 "serve": serve.model_copy(update=folders),
                 "evaluation": evaluation.model_copy(update=judged),
-                "train": self.train.model_copy(update={"runs": self.path(self.train.runs)}),
+                "train": self.train.resolved(self.path),
                 "cycle": self.cycle.model_copy(update={"folder": self.path(self.cycle.folder)}),
                 "up": self.up.model_copy(update={"logs": self.path(self.up.logs)}),
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -221,6 +222,14 @@ class TrainConfig(_Section):
     hooks: list[str] = Field(
         [], description="module:function, each called with the run, of hooks: see train.hooks.Hook."
     )
+
+    def resolved(self, path: Callable[[Path], Path]) -> TrainConfig:
+        """The same with every path made absolute by ``path``."""
+        critic = self.algorithm.critic
+        if critic.model is not None:
+            critic = critic.model_copy(update={"model": path(critic.model)})
+        algorithm = self.algorithm.model_copy(update={"critic": critic})
+        return self.model_copy(update={"runs": path(self.runs), "algorithm": algorithm})
 
     def ranks_of(self, pool: str) -> int:
         """The ranks of the named pool."""

@@ -199,8 +199,7 @@ def outputs_at(
 ) -> Tensor:
     """What the model's head gives at some places of a packed batch; attention never crosses sequences.
 
-    Under sequence parallelism every rank of a group passes the same batch and gets the same answer, having run the
-    model on its slice of the tokens.
+    Under sequence parallelism every rank of a group passes the same batch, runs its slice, and gets the same answer.
 
     Args:
         places: int64 [K], ascending: indices of tokens of the batch.

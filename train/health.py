@@ -105,6 +105,13 @@ def explained(batch: PackedBatch) -> float:
     return explained_variance(batch.values[mask], batch.returns[mask])
 
 
+def at_end(batch: PackedBatch, log_probs: Tensor) -> dict[str, float]:
+    """What of the policy that would be published no later step can measure. ``log_probs``: its own, float32 [T]."""
+    mask, fresh = batch.response_mask, batch.response_mask & batch.per_token(batch.fresh)
+    kl = {} if batch.ref_log_probs is None else {"kl_ref_at_end": kl_to(batch.ref_log_probs, log_probs, mask, fresh)}
+    return {"log_prob_at_end": float(log_probs[mask].mean()), **kl}
+
+
 def kl_to(ref: Tensor, old: Tensor, mask: Tensor, fresh: Tensor) -> float:
     """How far the policy is from the reference, by its own samples if there are any.
 
@@ -125,8 +132,9 @@ def check_health(config: TrainConfig, history: Sequence[dict[str, float]]) -> No
     """
     step, metrics = len(history) - 1, history[-1]
     problems = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
-    kl, entropy, length = (metrics.get(name) for name in ("kl_ref", "entropy", "response_length"))
-    if config.max_kl is not None and kl is not None and kl > config.max_kl:
+    kl = max((metrics[name] for name in ("kl_ref", "kl_ref_at_end") if name in metrics), default=0.0)
+    entropy, length = metrics.get("entropy"), metrics.get("response_length")
+    if config.max_kl is not None and kl > config.max_kl:
         problems.append(f"KL to the parent policy {kl:.4f} passed train.max_kl={config.max_kl:g}")
     if config.min_entropy is not None and entropy is not None and entropy < config.min_entropy:
         problems.append(f"the policy's entropy {entropy:.4g} fell below train.min_entropy={config.min_entropy:g} nats")
@@ -149,7 +157,7 @@ def _idle(config: TrainConfig, history: Sequence[dict[str, float]]) -> str | Non
     idle = 0
     while idle < len(history) and history[-1 - idle]["tokens"] == 0:
         idle += 1
-    if idle == config.max_idle_steps or (idle == len(history) == config.steps):
+    if idle >= config.max_idle_steps or (idle == len(history) == config.steps):
         return (
             f"{idle} steps in a row made no update (train.max_idle_steps={config.max_idle_steps}): all responses to a "
             "prompt get the same reward. Have a reward that tells them apart, more responses to a prompt "

@@ -26,7 +26,7 @@ from train.publishing import publish
 from train.random_state import random_state, seed_all, set_random_state
 from train.resume import Begun, Progress, begin, checkpoints_of, keep_start, made_by, only_run
 from train.reward_folder import publish_reward_model, reason_of
-from train.rewards import rewarding, try_out
+from train.rewards import try_out
 from train.saving import Checkpoints
 from train.trackers import Watchers
 
@@ -58,7 +58,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
             return too_few(config, context, begun.parent, data)
         config = dataflow.settled(config, data)
         if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
-            try_out(rewarding(context.reward), lake, begun.start.lake_versions)
+            try_out(context.reward, lake, begun.start.lake_versions)
         keep_start(context, begun.start)
         history = list(begun.progress.history) if begun.progress else []
         try:

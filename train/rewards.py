@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from feedback.config import RuleConfig
 from feedback.lake import Lake
-from feedback.rewards.rules import COLUMNS, Rule, load_reward, load_rules
+from feedback.rewards.rules import COLUMNS, Rule, RuleError, load_reward, load_rules
 from train.controller import WorkerGroup
 
 Values = list[float | None]
@@ -64,14 +64,19 @@ def rewarding(reward: str | Mapping[str, RuleConfig]) -> Rewarding:
     return lambda rows: weighted_mean(rules, rows)
 
 
-def try_out(reward: Rewarding, lake: Lake, versions: Mapping[str, int]) -> None:
+def try_out(reward: str | Mapping[str, RuleConfig], lake: Lake, versions: Mapping[str, int]) -> None:
     """Reward a few logged responses: what gives no reward ends the run here, before any model is loaded.
 
     Raises:
         feedback.rewards.rules.RuleError: the reward failed, or gave what is no reward; the message names it.
     """
     read = {"interactions": versions["interactions"]}
-    reward(lake.read(lambda views: views.sql(TRIED).to_arrow_table(), versions=read, tables=read))
+    rows = lake.read(lambda views: views.sql(TRIED).to_arrow_table(), versions=read, tables=read)
+    try:
+        rewarding(reward)(rows)
+    except RuleError as error:
+        setting = f"train.reward={reward}" if isinstance(reward, str) else "feedback.scoring.rules"
+        raise RuleError(f"{setting}: {error}. A reward gives one number a response, or None for no reward") from error
 
 
 def weighted_mean(rules: Sequence[tuple[Rule, float]], rows: pa.Table) -> Rewards:

@@ -101,6 +101,21 @@ def show(outcomes: dict[str, Outcome]) -> None:
         table.add_row(name, *shares, str(outcome.steps), f"{outcome.seconds:.0f}", outcome.reason or "")
     console = Console() if sys.stdout.isatty() else Console(width=140)
     console.print(table)
+    for outcome in outcomes.values():
+        if isinstance(outcome, experiment.OffPolicy):
+            console.print(by_staleness(outcome))
+
+
+def by_staleness(found: experiment.OffPolicy) -> Table:
+    forms = list(experiment.FORMS)
+    table = Table(title=f"From another policy's traffic alone, after {share(found.before)} before")
+    for column in ("staleness", *forms, "corrected less uncorrected (95 %)"):
+        table.add_column(column)
+    for staleness, accuracy in found.accuracy.items():
+        value, low, high = found.difference[staleness]
+        gain = f"{share(value, '+')} ({share(low, '+')} to {share(high, '+')})"
+        table.add_row(staleness, *(share(accuracy[form]) for form in forms), gain)
+    return table
 
 
 def share(value: float | None, sign: str = "") -> str:
@@ -108,8 +123,8 @@ def share(value: float | None, sign: str = "") -> str:
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """What the JSON has of an outcome: ``reason`` only if there is one."""
-    found = {key: round(value, 4) if isinstance(value, float) else value for key, value in asdict(outcome).items()}
+    """What the JSON has of an outcome: numbers to four digits, ``reason`` only if there is one."""
+    found = json.loads(json.dumps(asdict(outcome)), parse_float=lambda number: round(float(number), 4))
     return {key: value for key, value in found.items() if key != "reason" or value is not None}
 
 

@@ -1,15 +1,18 @@
 """Learning from another policy's traffic alone, with correction for it and without.
 
 A policy is trained online for some cycles. Then it learns from logged responses only: those of the policy one cycle
-before it (low staleness), and those of the seed policy, which all cycles lie between (high). The reward gives something
-for the habit, so that a habit which the older policy had looks better than its average. Without correction what is
-learned is weighted by what the older policy did, and the habit comes back; with it, by what the policy itself does.
+before it (low staleness), and those of the seed policy, which all cycles lie between (high). Their rewards give
+something for the habit, so that it looks better than the older policy's average. Without correction each response
+counts as often as the older policy gave it, and the habit comes back; with it, as often as the policy itself would.
+The correction that does this is of whole responses, which is what rewards are of. By tokens it is done too, for
+comparison: each token is weighed by its own ratio, as if those before it had come from the policy itself.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -31,10 +34,11 @@ from serve.policies import Policy
 GRADED: Final = "deploy.learn.task:graded"
 CYCLES: Final = 2
 SEEDS: Final = 2
-CYCLE: Final = Plan(steps=8, items=32, learning_rate=5e-4)
+CYCLE: Final = Plan(steps=4, items=32, learning_rate=5e-4)
 FROM_TRAFFIC: Final = Plan(steps=24, items=64, learning_rate=5e-4, minibatches=1)
 FORMS: Final[dict[str, dict[str, Any]]] = {
-    "corrected": {"form": "truncate", "cap": 5.0},
+    "corrected": {"form": "truncate", "level": "sequence", "cap": 5.0},
+    "by_token": {"form": "truncate", "level": "token", "cap": 5.0},
     "uncorrected": {"form": "none", "proximal": "old"},
 }
 
@@ -43,7 +47,7 @@ Scores = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class OffPolicy(Outcome):
-    """``before``, ``after`` and ``ci_low`` are of learning with correction, at high staleness.
+    """``before``, ``after`` and ``ci_low`` are of learning with correction of whole responses, at high staleness.
 
     ``accuracy``: by staleness and form. ``difference``: of corrected less uncorrected, by staleness, with its 95 %
     interval as (value, low, high).
@@ -67,7 +71,7 @@ def experiment(home: Home, *, seed: int, longest_s: float, say: Say) -> OffPolic
     policies = [home.first()]
     for cycle in range(CYCLES):
         settings = plans.settings("grpo", CYCLE, steps=None, seed=seed)
-        policies.append(learn(home, f"cycle-{cycle + 1}", settings, policies[-1], home.lake, longest_s, say))
+        policies.append(learn(home, f"cycle-{cycle + 1}", settings, policies[-1], longest_s, say))
     start = policies[-1]
     before = scores(home, start)
     accuracy: dict[str, dict[str, float]] = {}
@@ -80,7 +84,8 @@ def experiment(home: Home, *, seed: int, longest_s: float, say: Say) -> OffPolic
             for number in range(SEEDS):
                 settings = traffic_alone(correction, seed=seed + number)
                 name = f"{staleness}-{form}-{number}"
-                runs.append(scores(home, learn(home, name, settings, start, lake, longest_s, say)))
+                learned = learn(home, name, settings, start, longest_s, say, lake_uri=str(lake))
+                runs.append(scores(home, learned))
             after[staleness, form] = np.mean(runs, axis=0)
             accuracy.setdefault(staleness, {})[form] = float(after[staleness, form].mean())
             say(f"{staleness} staleness, {form}: {before.mean():.3f} to {accuracy[staleness][form]:.3f}")
@@ -114,16 +119,15 @@ def traffic_alone(correction: dict[str, Any], *, seed: int) -> dict[str, Any]:
 
 
 def learn(
-    home: Home, name: str, settings: dict[str, Any], parent: Policy, lake: Any, longest_s: float, say: Say
+    home: Home, name: str, settings: dict[str, Any], parent: Policy, longest_s: float, say: Say, **context: Any
 ) -> Policy:
-    """The policy that the run publishes; the lake's rewards, and those of fresh responses, are graded."""
-    result = trial.train(
-        home, name, settings, longest_s=longest_s, say=say, parent=parent.version, lake_uri=str(lake), reward=GRADED
-    )
+    """The policy that the run publishes."""
+    version = parent.version
+    result = trial.train(home, name, settings, longest_s=longest_s, say=say, parent=version, **context)
     return trial.candidate(home, result)
 
 
-def log_traffic(home: Home, behaviour: Policy, folder: Any) -> traffic.Logged:
+def log_traffic(home: Home, behaviour: Policy, folder: Path) -> traffic.Logged:
     """Have the policy answer the users, into a lake of its own."""
     lake = Lake(str(folder), LakeConfig())
     with OfflineEngine(behaviour.path, homes.engine_config()) as engine:

@@ -73,12 +73,11 @@ def test_the_same_seed_on_the_same_data_gives_the_same_weights(proof: Proof) -> 
     assert first.sha256 != store.get(1).sha256
 
 
-def test_a_job_that_fails_is_an_outcome_with_its_reason(proof: Proof) -> None:
+def test_a_job_that_does_not_end_is_an_outcome_with_its_reason(proof: Proof) -> None:
     settings = plans.settings("sft", plans.PLANS["sft"], steps=1, seed=0)
-    settings["hooks"] = ["no_such_module:Hook"]
-    outcome = trial.run(proof.home, "fails", settings, longest_s=100, say=print)
+    outcome = trial.run(proof.home, "slow", settings, longest_s=1.0, say=print)
     assert outcome.after is None
-    assert "no_such_module" in (outcome.reason or "")
+    assert outcome.reason == "TimeoutError: slow still runs after 1 s"
 
 
 def test_settings_that_cannot_work_are_an_outcome_with_its_reason(tmp_path: Path) -> None:

@@ -172,6 +172,13 @@ def test_an_algorithm_of_ones_own_that_is_none_is_refused_by_name(name: str, mes
         algorithms.load(AlgorithmConfig(name=name))
 
 
+def test_an_algorithm_of_ones_own_that_learns_from_feedback_samples_nothing() -> None:
+    config = TrainConfig.model_validate({"algorithm": {"name": "train.algorithms.dpo:DPO", "offline": True}})
+    assert not config.samples
+    assert dataflows.load(config).__name__ == "Offline"
+    refused(r"train\.algorithm\.offline=True: grpo does not read it", algorithm={"offline": True})
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

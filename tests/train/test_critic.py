@@ -68,6 +68,8 @@ def in_a_rank(rank: int, folder: Path) -> None:
         "updates": {name: an_update(rank, folder / "scored", cut) for name, cut in CUTS.items()},
         "in bfloat16": an_update(rank, folder / "scored", {"dtype": "bfloat16"}),
         "from zero": an_update(rank, folder / "qwen3", {}),
+        "from a reward model": an_update(rank, folder / "qwen3", starting_from(folder / "scored")),
+        "from other tokens": refusal(folder / "qwen3", starting_from(folder / "more tokens")),
         "pairs": {name: pairs_learned(rank, folder / "scored", cut) for name, cut in CUTS.items()},
         "checkpoint": gone_on(rank, folder / "qwen3", folder / "checkpoints"),
     }
@@ -121,6 +123,18 @@ def an_update(rank: int, policy: Path, settings: dict[str, Any]) -> dict[str, An
         "gradients": kept,
         "after": critic.values(mine),
     }
+
+
+def starting_from(model: Path) -> dict[str, Any]:
+    return {"algorithm": {"name": "ppo", "critic": {"model": str(model)}}}
+
+
+def refusal(policy: Path, settings: dict[str, Any]) -> str:
+    try:
+        critic_of(policy, settings)
+    except ValueError as error:
+        return str(error)
+    return "it was not refused"
 
 
 def pairs_learned(rank: int, policy: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -200,6 +214,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         scored.score.weight.mul_(5)
     scored.save_pretrained(folder / "scored")
+    config.vocab_size = 71
+    config.save_pretrained(folder / "more tokens")
     torch.multiprocessing.spawn(in_a_rank, (folder,), nprocs=RANKS)
     return folder
 
@@ -335,6 +351,15 @@ def test_from_a_head_of_zeros_the_head_learns_first(found: list[dict[str, Any]])
     assert head.any()
     assert not any(gradient.any() for gradient in seen["gradients"].values())
     assert seen["after"].any()
+
+
+def test_a_critic_can_start_from_a_reward_model_with_the_policys_tokens(
+    found: list[dict[str, Any]], expected: dict[str, Any]
+) -> None:
+    for ranks_own in found:
+        seen = ranks_own["from a reward model"]
+        torch.testing.assert_close(seen["values"], expected["values"][seen["tokens"]], atol=2e-6, rtol=1e-5)
+        assert "more tokens has 71 tokens, and the policy 67" in ranks_own["from other tokens"]
 
 
 def test_actor_and_critic_go_on_from_one_checkpoint_bit_for_bit(found: list[dict[str, Any]]) -> None:

@@ -84,6 +84,7 @@ def check(*steps: dict[str, float], **settings: Any) -> None:
         ({"loss": math.nan}, {}, "step 0: loss is nan; nothing is published"),
         ({"grad_norm": math.inf}, {}, "step 0: grad_norm is inf; nothing is published"),
         ({"kl_ref": 0.3}, {"max_kl": 0.2}, "step 0: KL to the parent policy 0.3000 passed train.max_kl=0.2"),
+        ({"kl_ref_at_end": 0.3}, {"max_kl": 0.2}, "step 0: KL to the parent policy 0.3000 passed train.max_kl=0.2"),
         ({"entropy": 0.01}, {"min_entropy": 0.05}, "entropy 0.01 fell below train.min_entropy=0.05 nats"),
     ],
 )

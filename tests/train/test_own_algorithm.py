@@ -20,13 +20,15 @@ import pytest
 from job_home import make_home, row
 from safetensors.torch import load_file
 
-from feedback.config import LakeConfig
+from feedback.config import LakeConfig, RuleConfig
 from feedback.lake import Lake
 from feedback.rewards.rules import RuleError, load_rule
 from feedback.rows import to_batch
 from feedback.schema import TABLES
-from train.context import JobResult
-from train.rewards import rewarding, try_out
+from train.config import TrainConfig
+from train.context import JobContext, JobResult
+from train.launch import JobError, run_job
+from train.rewards import try_out
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -62,10 +64,11 @@ MORE: dict[str, dict[str, Any]] = {
     "spo": {"minibatches": 2},  # at the first update the ratio is 1, and the gradient GRPO's
     "best": {"dataflow": "mine:BestOfN"},
     "kl": {"max_kl": 1e-6, "measure_kl": False},
-    "diverged": {"optimizer": {"learning_rate": 1e30, "warmup_steps": 0, "max_grad_norm": 1e30}},
+    "kl_at_end": {"max_kl": 1e-6, "measure_kl": False, "steps": 1},
+    "diverged": {"optimizer": {"learning_rate": 1e30, "warmup_steps": 0}},
     "sampled": SAMPLED,
 }
-RUNS = [*ALGORITHMS, "kl", "diverged", "sampled"]
+RUNS = [*ALGORITHMS, "kl", "kl_at_end", "diverged", "sampled"]
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,8 @@ def test_responses_of_policies_beyond_the_bound_and_lone_ones_are_left_out_and_c
     ("run", "reason"),
     [
         ("kl", r"step \d: KL to the parent policy [\d.]+ passed train\.max_kl=1e-06; nothing is published"),
-        ("diverged", r"step \d: .*(nan|inf); nothing is published"),
+        ("kl_at_end", r"step 0: KL to the parent policy [\d.]+ passed train\.max_kl=1e-06; nothing is published"),
+        ("diverged", r"step 1: .*grad_norm is nan.*; nothing is published"),
     ],
 )
 def test_a_run_that_is_not_well_ends_with_its_reason_and_no_candidate(ran: Ran, run: str, reason: str) -> None:
@@ -228,5 +232,27 @@ def test_a_reward_that_is_none_is_told_before_any_model_is_loaded(ran: Ran, monk
     (ran.root / "no_reward.py").write_text("def reward(rows): return [1.0]")
     monkeypatch.syspath_prepend(ran.root)
     lake = Lake(str(ran.root / "lake"), LakeConfig())
-    with pytest.raises(RuleError, match=r"rule no_reward:reward returned 1 values for 4 rows"):
-        try_out(rewarding("no_reward:reward"), lake, lake.versions())
+    with pytest.raises(RuleError, match=r"train\.reward=no_reward:reward: rule .* returned 1 values for 4 rows"):
+        try_out("no_reward:reward", lake, lake.versions())
+    with pytest.raises(RuleError, match=r"feedback\.scoring\.rules: rule mine returned 1 values for 4 rows"):
+        try_out({"mine": RuleConfig(function="no_reward:reward")}, lake, lake.versions())
+
+
+def test_a_job_under_torchrun_fails_with_the_error_of_its_reward_before_a_model_is_loaded(
+    ran: Ran, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (ran.root / "bad_reward.py").write_text("def reward(rows): return [float('nan')] * len(rows)")
+    settings = {**BASE, "data": {"min_prompts": 4}, "rollout": {"max_tokens": 6}}
+    context = JobContext(
+        run="bad",
+        runs=ran.root / "runs",
+        policies=ran.root / "policies",
+        lake_uri=str(ran.root / "lake"),
+        reward="bad_reward:reward",
+        python_path=[str(ran.root)],
+    )
+    with pytest.raises(JobError, match=r"train\.reward=bad_reward:reward: rule .* returned nan for row 0"):
+        run_job(TrainConfig.model_validate(settings), context)
+    said = capfd.readouterr().out
+    assert "bad: grpo from policy 1" in said
+    assert "starting the workers" not in said

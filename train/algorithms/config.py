@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
@@ -111,6 +112,11 @@ class CorrectionConfig(Section):
 class CriticConfig(Section):
     """The critic, which says how good each token's position is (PPO)."""
 
+    model: Path | None = Field(
+        None,
+        description="Folder of a reward model with the policy's tokens that it starts from, as InstructGPT's does; the "
+        "parent policy with a head of zeros if unset.",
+    )
     learning_rate: float = Field(
         1e-5, gt=0, description="Peak learning rate; how it is reached, and all else, is as train.optimizer says."
     )

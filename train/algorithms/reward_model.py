@@ -31,7 +31,7 @@ class RewardModel(Algorithm):
         loss = -(1 - e) * logsigmoid(margin) - e * logsigmoid(-margin)
         return loss.sum(), {
             "margin": margin,
-            "accuracy": (margin > 0).float(),
+            "accuracy": (margin.sign() + 1) / 2,  # equal scores are a guess
             "reward_chosen": r[chosen],
             "reward_rejected": r[rejected],
         }

@@ -17,7 +17,7 @@ from train.context import TrainingStopped
 from train.controller import Pending
 from train.data import Informative
 from train.dataflows.base import Dataflow, Run
-from train.health import Drawn, health
+from train.health import Drawn, at_end, health
 from train.kl import adapted_coefficient
 from train.progress import say
 from train.random_state import seed_of
@@ -71,8 +71,10 @@ class Online(Dataflow):
             batch, updates = self.learn(step, self.values(self.log_probs(batch)))
         else:
             say(f"{self.run.context.run}: step {step + 1} makes no update: {drawn}")
-        self.reshard()
         metrics = health(drawn, batch, updates) | {"traffic_left_out": float(self.run.data.left_out)}
+        if batch is not None and updates and step + 1 == self.run.config.steps:
+            metrics |= at_end(batch, self.run.groups.actor.log_probs(batch))
+        self.reshard()
         return metrics | self.adapt_kl(metrics)
 
     # ------------------------------------------------------------------------------------------ what is learned from

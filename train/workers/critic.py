@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from train.algorithms.base import Loss
 from train.batch import PackedBatch
@@ -15,13 +18,19 @@ from train.workers.trained import TrainedWorker, forward_per_token
 
 
 class CriticWorker(TrainedWorker):
-    """One FSDP rank of the critic: the policy's body with a head of one output, and its own optimizer."""
+    """One FSDP rank of the critic: the policy's body with a head of one output, and its own optimizer.
+
+    With ``train.algorithm.critic.model`` it is that reward model in place of the policy's body with a head of zeros.
+    """
 
     def build(self) -> nn.Module:
         if self.config.lora is not None:
             say("train.lora is of the policy; the critic trains all its weights")
+        model = self.config.algorithm.critic.model
+        if model is not None:
+            require_same_tokens(model, self.policy)
         return build_with_scalar_head(
-            self.policy,
+            model or self.policy,
             dtype=getattr(torch, self.config.dtype),
             meshes=self.meshes,
             options=self.config.fsdp,
@@ -61,3 +70,16 @@ class CriticWorker(TrainedWorker):
         clip = self.config.algorithm.critic.value_clip
         loss, clipped = value_loss(token_values(self.model, micro), micro.values, micro.returns, clip=clip)
         return (loss * micro.response_mask).sum(), {"clipped": clipped.float()}
+
+
+def require_same_tokens(model: Path, policy: Path) -> None:
+    """Raise ValueError if the critic would start from a model that reads other tokens than the policy writes."""
+    try:
+        known, needed = (AutoConfig.from_pretrained(folder).get_text_config().vocab_size for folder in (model, policy))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"train.algorithm.critic.model={model} can't be read as a model's folder: {error}") from error
+    if known != needed:
+        raise ValueError(
+            f"train.algorithm.critic.model={model} has {known} tokens, and the policy {needed}; use a reward model "
+            "that was trained from a policy with the same tokenizer"
+        )

@@ -108,9 +108,7 @@ class RolloutWorker(Worker):
         from vllm import SamplingParams
 
         if self.asleep:
-            raise RuntimeError(
-                "the engine sleeps: call load_actor_weights before it generates"
-            )
+            raise RuntimeError("the engine sleeps: call load_actor_weights before it generates")
         r = self.config.rollout
         engine, engines = self.rank // r.tensor_parallel_size, self.world_size // r.tensor_parallel_size
         numbers = [engine + i * engines for i in range(len(prompts))]  # in the whole call: by_engine deals them out
