@@ -285,12 +285,12 @@ def _home(settings: Settings) -> Iterable[Check]:
 
 
 def _loop(settings: Settings) -> Iterable[Check]:
-    from deploy import cycle
+    from deploy import checks
     from deploy.schedule import trigger
 
     advice = "serving works without it; for the loop, set it"
     try:
-        cycle.check(settings)
+        checks.check(settings)
         trigger(settings.schedule)
     except ConfigError as error:
         for line in str(error).splitlines():

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from deploy import cycle
+from deploy import cycles
 from deploy.config import Settings
 from evaluation.report import GateRow, PolicyRow, ReportData, SampleRow, SwapRow, traffic
 from evaluation.results import Evaluation, PolicyResult, Sample
@@ -37,7 +37,7 @@ def gather(
     resolved = settings.resolved()
     store = PolicyStore(Path(resolved.serve.policies))
     evaluations = _evaluations(resolved.evaluation.folder)
-    records = cycle.records(settings)
+    records = cycles.records(settings)
     samples, between = _samples(resolved, store, evaluations)
     lake = Lake(resolved.feedback.lake.uri, resolved.feedback.lake)
     journal = Path(resolved.feedback.journal.folder)
@@ -82,7 +82,7 @@ def _policies(store: PolicyStore, evaluations: list[Evaluation]) -> list[PolicyR
     return rows
 
 
-def _gates(store: PolicyStore, records: list[cycle.CycleRecord]) -> list[GateRow]:
+def _gates(store: PolicyStore, records: list[cycles.CycleRecord]) -> list[GateRow]:
     """The cycles' verdicts, and those of evaluations by hand, by candidate."""
     verdicts = {policy.version: policy.gate for policy in map(store.get, store.versions()) if policy.gate}
     verdicts |= {record.candidate: record.verdict for record in records if record.candidate and record.verdict}
@@ -130,7 +130,7 @@ def _swaps(folder: Path) -> list[SwapRow]:
     return sorted((SwapRow.model_validate(row) for row in rows), key=lambda swap: swap.time)
 
 
-def _stages(records: list[cycle.CycleRecord]) -> dict[str, float]:
+def _stages(records: list[cycles.CycleRecord]) -> dict[str, float]:
     """Seconds of each stage, summed over the cycles that did more than look whether there is something new."""
     seconds: dict[str, float] = defaultdict(float)
     for record in records:

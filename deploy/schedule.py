@@ -19,7 +19,7 @@ from apscheduler.schedulers.blocking import BlockingScheduler
 from apscheduler.triggers.cron import CronTrigger
 from apscheduler.triggers.interval import IntervalTrigger
 
-from deploy import cycle
+from deploy import checks, cycles
 from deploy.config import ConfigError, ScheduleConfig, Settings, child_environment
 from deploy.processes import Child, millrace
 
@@ -33,7 +33,7 @@ class Scheduler:
 
     def __init__(self, settings: Settings, *, say: Callable[[str], None] = print) -> None:
         """Raises ConfigError for a crontab line that is none, or settings with which no cycle can work."""
-        cycle.check(settings)
+        checks.check(settings)
         self._settings = settings
         self._snapshot = settings.snapshot()
         self._say = say
@@ -44,7 +44,7 @@ class Scheduler:
         self._stopping = self._ended = False
         self._told_of_overlap: set[str] = set()
         self._finished = 0
-        self._before = {record.number for record in cycle.records(settings)}
+        self._before = {record.number for record in cycles.records(settings)}
         logging.getLogger("apscheduler").setLevel(logging.ERROR)  # what it warns of, _tell says in our words
         self._scheduler = BlockingScheduler(timezone=UTC if not settings.schedule.cron else None)
 
@@ -148,7 +148,7 @@ class Scheduler:
         most = self._settings.schedule.max_cycles
         if most is None:
             return
-        ours = [record for record in cycle.records(self._settings) if record.number not in self._before]
+        ours = [record for record in cycles.records(self._settings) if record.number not in self._before]
         done = sum(record.status not in ("skipped", "running") for record in ours)
         if done >= most:
             self._say(f"schedule: {done} cycles done, schedule.max_cycles reached")
@@ -183,7 +183,7 @@ def first_run(settings: Settings, due: CronTrigger | IntervalTrigger) -> datetim
     at = datetime.now(UTC)
     if settings.schedule.first_after_seconds is not None:
         return at + timedelta(seconds=settings.schedule.first_after_seconds)
-    history = cycle.records(settings)
+    history = cycles.records(settings)
     if not history:
         return _next(due, at)
     return max(at, _next(due, history[-1].started_at))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from deploy import cycle
+from deploy import checks
 from deploy.config import Settings, child_environment
 from deploy.processes import Child, millrace
 from deploy.schedule import trigger
@@ -41,7 +41,7 @@ def up(
     if PolicyStore(settings.path(settings.serve.policies)).serving() is None:
         raise UpFailed(f"no policy serves in {settings.home}: run `millrace init --model NAME_OR_FOLDER` first")
     if schedule:
-        cycle.check(settings)
+        checks.check(settings)
         trigger(settings.schedule)
     with _only_one(settings):
         children: list[Child] = []

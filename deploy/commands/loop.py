@@ -101,7 +101,7 @@ def _scoring_progress() -> Iterator[Callable[[str, int, int], None]]:
 @pass_settings
 def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> None:
     """Train a candidate from what traffic brought, and publish it. It serves only once it is promoted."""
-    from deploy.cycle import NO_REWARD, reward_of
+    from deploy.checks import NO_REWARD, reward_of
 
     reward = reward_of(settings)
     if settings.train.samples and not reward:

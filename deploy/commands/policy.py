@@ -134,7 +134,7 @@ def _verdict(pointer: Pointer) -> str:
 
 
 def _follow(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: bool) -> None:
-    from deploy.cycle import StageFailed, server_policy, wait_until_served
+    from deploy.following import NotServed, server_policy, wait_until_served
 
     before = f" (before: {pointer.previous})" if pointer.previous is not None else ""
     if not wait:
@@ -146,7 +146,7 @@ def _follow(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: b
         )
     try:
         wait_until_served(settings, store, pointer)
-    except StageFailed as error:
+    except NotServed as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"policy {pointer.version} serves{before}")
 

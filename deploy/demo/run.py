@@ -22,9 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 import deploy
-from deploy import config, cycle
+from deploy import config, cycles, following
 from deploy.config import Settings, child_environment
-from deploy.cycle import CycleRecord
+from deploy.cycles import CycleRecord
 from deploy.demo import summary
 from deploy.demo.task import items
 from deploy.processes import Child, millrace
@@ -58,7 +58,7 @@ def run(folder: Path, *, cycles: int = 3, users: int = 4) -> None:
             call("init", settings, stages.say, file, "init", "--model", str(folder / "seed"), "--no-write-config")
         with running("up", millrace("--config", file, "up"), settings, stages.say) as up:
             with stages("serve"):
-                wait_for("the server", lambda: cycle.server_policy(settings) is not None, [up])
+                wait_for("the server", lambda: following.server_policy(settings) is not None, [up])
             command = users_command(users_file, folder, settings, users)
             with running("users", command, settings, None) as crowd:
                 for number in range(1, cycles + 1):
@@ -188,7 +188,7 @@ def finished(settings: Settings) -> list[CycleRecord]:
     Raises:
         DemoFailed: a cycle failed.
     """
-    records = cycle.records(settings)
+    records = cycles.records(settings)
     for record in records:
         if record.status == "failed":
             raise DemoFailed(f"cycle {record.number} failed: {record.reason}")

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from deploy import cycle, report_data
+from deploy import cycles, report_data
 from deploy.config import Settings
 from evaluation.report import build
 from evaluation.results import Evaluation, PolicyResult, write_whole
@@ -39,7 +39,7 @@ def learning(settings: Settings) -> dict[str, Any]:
         for result in (evaluation.candidate, evaluation.incumbent):
             results[result.version] = result
     policies = [store.get(version) for version in store.versions()]
-    records = [r for r in cycle.records(settings) if r.verdict is not None]
+    records = [r for r in cycles.records(settings) if r.verdict is not None]
     served = [pointer.version for pointer in store.history()]
     fields = ("candidate", "incumbent", "difference", "ci_low", "ci_high", "verdict")
     return {
@@ -91,7 +91,7 @@ def stage_seconds(settings: Settings) -> dict[str, float]:
     """Seconds of each stage of each cycle, as ``cycle 2: train``."""
     return {
         f"cycle {record.number}: {name}": seconds
-        for record in cycle.records(settings)
+        for record in cycles.records(settings)
         if record.status != "skipped"
         for name, seconds in record.seconds.items()
     }

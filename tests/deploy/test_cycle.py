@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from deploy import config, cycle
+from deploy import config, cycle, cycles
 from deploy.config import ConfigError, Settings, child_environment
-from deploy.cycle import CycleBusy, CycleRecord, run_cycle
+from deploy.cycle import CycleBusy, run_cycle
+from deploy.cycles import CycleRecord
 from deploy.processes import millrace
 
 
@@ -35,7 +36,7 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     assert [(stage.name, stage.ok) for stage in record.stages] == [("score", True)]
     assert record.seconds["score"] > 0
     assert any(line.startswith("scored 0 responses") for line in said)  # the stage's own words come through
-    assert cycle.records(home_with_policy) == [record]
+    assert cycles.records(home_with_policy) == [record]
     offline = run_cycle(changed(home_with_policy, ("train.algorithm.name", "dpo")), say=said.append)
     assert (offline.number, offline.status) == (2, "skipped")
     assert offline.reason == "0 new feedback since the last training, cycle.min_new_rewards is 1"
@@ -53,7 +54,7 @@ def test_settings_that_can_not_work_are_refused_before_anything_starts(settings:
         run_cycle(broken)
     assert "nowhere.jsonl" in str(error.value)
     assert "train.reward" in str(error.value)
-    assert cycle.records(broken) == []
+    assert cycles.records(broken) == []
 
 
 def test_a_reward_function_that_does_not_exist_is_refused_before_anything_starts(settings: Settings) -> None:
@@ -116,11 +117,11 @@ def test_a_stage_that_fails_is_named_with_its_last_words_and_its_log(home_with_p
 def test_a_cycle_that_died_is_closed_as_failed_by_the_next(home_with_policy: Settings) -> None:
     folder = home_with_policy.path("cycles")
     folder.mkdir()
-    stage = cycle.Stage(name="train", started_at=datetime.now(UTC))
+    stage = cycles.Stage(name="train", started_at=datetime.now(UTC))
     dead = CycleRecord(number=4, started_at=datetime.now(UTC), stages=[stage])
     (folder / "000004.json").write_text(dead.model_dump_json())
     assert run_cycle(home_with_policy).number == 5
-    closed = cycle.records(home_with_policy)[0]
+    closed = cycles.records(home_with_policy)[0]
     assert (closed.status, closed.reason) == ("failed", "its process died in train")
 
 
@@ -131,28 +132,28 @@ def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings
     settings.path("cycles").mkdir()
 
     def killed(number: int, **columns: Any) -> None:
-        stage = cycle.Stage(name="train", started_at=datetime.now(UTC), ok=False, killed=columns.pop("killed", True))
+        stage = cycles.Stage(name="train", started_at=datetime.now(UTC), ok=False, killed=columns.pop("killed", True))
         fields = {"incumbent": 1, "run": "cycle-000001", "status": "failed", "rewards": 7, **columns}
         record = CycleRecord(number=number, started_at=datetime.now(UTC), stages=[stage], **fields)
         (settings.path("cycles") / f"{number:06d}.json").write_text(record.model_dump_json())
 
-    assert cycle.killed_training(settings, 1, 1) is None
+    assert cycles.killed_training(settings, 1, 1) is None
     killed(1)
-    found = cycle.killed_training(settings, 2, 1)
+    found = cycles.killed_training(settings, 2, 1)
     assert found is not None
     assert (found.run, found.rewards) == ("cycle-000001", 7)
-    assert cycle.killed_training(settings, 2, 3) is None, "another policy serves"
+    assert cycles.killed_training(settings, 2, 3) is None, "another policy serves"
     other = changed(settings, ("train.optimizer.learning_rate", "0.5"))
-    assert cycle.killed_training(other, 2, 1) is None, "other settings"
+    assert cycles.killed_training(other, 2, 1) is None, "other settings"
     killed(2)
-    assert cycle.killed_training(settings, 3, 1) is not None
+    assert cycles.killed_training(settings, 3, 1) is not None
     killed(3)
-    assert cycle.killed_training(settings, 4, 1) is None, "three attempts"
+    assert cycles.killed_training(settings, 4, 1) is None, "three attempts"
     killed(1, killed=False)
-    assert cycle.killed_training(settings, 2, 1) is None, "it failed by itself"
+    assert cycles.killed_training(settings, 2, 1) is None, "it failed by itself"
     killed(1)
     (run / "checkpoints" / "step-00000010").rmdir()
-    assert cycle.killed_training(settings, 2, 1) is None, "no checkpoint"
+    assert cycles.killed_training(settings, 2, 1) is None, "no checkpoint"
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:
@@ -172,7 +173,7 @@ def test_a_cycle_that_is_stopped_says_so_in_its_record_and_leaves_nothing(
     process = _start_cycle(home_with_policy, tmp_path)
     process.send_signal(number)
     assert process.wait(30) == 128 + number
-    (record,) = cycle.records(home_with_policy)
+    (record,) = cycles.records(home_with_policy)
     assert (record.status, record.reason) == ("failed", f"stopped by {number.name}")
     assert record.finished_at is not None
     assert nothing_left() == []
@@ -189,7 +190,7 @@ def test_a_cycle_that_is_killed_leaves_no_process_and_the_next_one_runs(
         time.sleep(0.1)
     assert nothing_left() == []
     assert run_cycle(home_with_policy).status == "skipped"
-    assert [record.status for record in cycle.records(home_with_policy)] == ["failed", "skipped"]
+    assert [record.status for record in cycles.records(home_with_policy)] == ["failed", "skipped"]
 
 
 def _start_cycle(settings: Settings, folder: Path) -> subprocess.Popen[bytes]:

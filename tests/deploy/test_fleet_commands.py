@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from deploy import config, cycle, rollout
+from deploy import config, following, rollout
 from deploy.commands.service import _with_replicas
 from deploy.config import ConfigError, Settings
-from deploy.cycle import StageFailed
+from deploy.following import NotServed
 from serve.policies import PolicyStore
 
 
@@ -59,7 +59,7 @@ def test_a_policy_is_promoted_when_the_whole_fleet_is_there(
     said += [answer(1, 1, phase) for phase in ("settled", "preparing", "canary", "committing")]
     said.append(answer(2, 2, "settled"))
     pointer = rollout.promote(store, 2, who="tests", why="x", override=True)
-    assert cycle.wait_until_served(settings, store, pointer)["seconds"] >= 4 * 0.25
+    assert following.wait_until_served(settings, store, pointer)["seconds"] >= 4 * 0.25
 
 
 def test_a_rollout_that_was_undone_is_a_failure_that_says_where_the_pointer_is(
@@ -69,8 +69,8 @@ def test_a_rollout_that_was_undone_is_a_failure_that_says_where_the_pointer_is(
     failed = {"version": 2, "generation": 2, "error": "replica-1: not enough memory"}
     store.promote(1, expected=2, who="fleet", why="undone")
     said += [answer(1, 1, "undoing", failed), answer(1, 3, "settled", failed)]
-    with pytest.raises(StageFailed, match=r"replica-1: not enough memory; the pointer is at 1"):
-        cycle.wait_until_served(settings, store, pointer)
+    with pytest.raises(NotServed, match=r"replica-1: not enough memory; the pointer is at 1"):
+        following.wait_until_served(settings, store, pointer)
     history = store.history()
     assert [(move.version, move.who) for move in history] == [(1, "tests"), (2, "tests"), (1, "fleet")]
 

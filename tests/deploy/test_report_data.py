@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cycle
+from deploy import cycles
 from deploy.config import Settings
 from deploy.report_data import ReportError, gather
 from evaluation.report import build
@@ -33,10 +33,10 @@ def used(home_with_policy: Settings, model: Path) -> Settings:
     store.publish(model, parent=1, lineage={}, metrics={})
     store.record_gate(2, VERDICT)
     at = datetime.now(UTC)
-    stages = [cycle.Stage(name=name, started_at=at, seconds=2.0, ok=True) for name in ("score", "train")]
+    stages = [cycles.Stage(name=name, started_at=at, seconds=2.0, ok=True) for name in ("score", "train")]
     for number, status in ((1, "promoted"), (2, "skipped")):
         verdict, candidate = (VERDICT, 2) if number == 1 else (None, None)
-        record = cycle.CycleRecord(
+        record = cycles.CycleRecord(
             number=number, status=status, started_at=at, candidate=candidate, verdict=verdict, stages=stages
         )
         settings.path("cycles").mkdir(exist_ok=True)

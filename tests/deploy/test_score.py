@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy import cli, config, describe
+from deploy.checks import check, reward_of
 from deploy.config import ConfigError, Settings
-from deploy.cycle import check, reward_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "feedback"))
 from feedback_rows import interaction, put, table_of, thumb

@@ -13,9 +13,9 @@ import httpx
 import psutil
 import pytest
 
-from deploy import config, cycle, rollout, up
+from deploy import config, following, rollout, up
 from deploy.config import Settings, child_environment
-from deploy.cycle import StageFailed
+from deploy.following import NotServed
 from deploy.processes import millrace
 from feedback.lake import Lake
 from serve.policies import PolicyStore
@@ -64,7 +64,7 @@ def test_it_serves_records_swaps_and_stops_without_a_trace(
         store = PolicyStore(small.path(small.serve.policies))
         store.publish(model, parent=1, lineage={}, metrics={})
         pointer = rollout.promote(store, 2, who="tests", why="test", override=True)
-        served = cycle.wait_until_served(small, store, pointer)
+        served = following.wait_until_served(small, store, pointer)
         assert served["replica"] == small.serve.replica_name
         assert _policy(small)["version"] == 2
 
@@ -73,8 +73,8 @@ def test_it_serves_records_swaps_and_stops_without_a_trace(
         file = store.get(3).path / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"\xff")
         pointer = store.promote(3, expected=2, who="tests", why="a broken one")
-        with pytest.raises(StageFailed, match=r"could not load policy 3.*the pointer is (back )?at 2"):
-            cycle.wait_until_served(small, store, pointer)
+        with pytest.raises(NotServed, match=r"could not load policy 3.*the pointer is (back )?at 2"):
+            following.wait_until_served(small, store, pointer)
         _until(lambda: _policy(small)["generation"] == 4, process, log)
         assert _policy(small)["version"] == 2
 
@@ -153,7 +153,7 @@ def test_two_never_run_in_one_home(small: Settings, tmp_path: Path, nothing_left
 
 
 def _policy(settings: Settings) -> dict[str, Any]:
-    return cycle.server_policy(settings) or {}
+    return following.server_policy(settings) or {}
 
 
 def _until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:

@@ -1,0 +1,80 @@
+"""What is looked at before a cycle or a schedule starts anything: settings that would fail an hour later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from deploy.config import ConfigError, Settings
+from feedback.config import RuleConfig
+from feedback.rewards.rules import RuleError, configured, load_rule
+from serve.policies import PolicyStore
+from train import algorithms, dataflows
+from train.context_length import longest_prompt
+from train.hooks import HookError, load_function
+
+NO_REWARD = (
+    "train.reward is null, and feedback.scoring.rules has no rule with a weight: training needs something that rewards "
+    "its responses (a module:function, or a rule)"
+)
+NO_POLICY = (
+    "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: train the reward model "
+    "by `millrace train`, set feedback.scoring.model.name to the folder that it names, and train.algorithm.name to a "
+    "policy's algorithm"
+)
+
+
+def check(settings: Settings) -> None:
+    """Raise ConfigError, before anything is started, for what would fail an hour later."""
+    from evaluation.suites import load_scorer
+
+    problems = []
+    suite = settings.path(settings.evaluation.suite)
+    if not suite.is_file():
+        problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
+    if settings.train.samples and not reward_of(settings):
+        problems.append(NO_REWARD)
+    problems += [
+        f"train.reward_weights.{name}: feedback.scoring.rules has no such rule; there are: "
+        f"{', '.join(settings.feedback.scoring.rules) or 'none'}"
+        for name in sorted(settings.train.reward_weights.keys() - settings.feedback.scoring.rules.keys())
+    ]
+    if not settings.train.algorithm.trains_policy:
+        problems.append(NO_POLICY)
+    rules = settings.feedback.scoring.rules
+    loads: dict[str, Callable[[], object]] = {
+        f"feedback.scoring.rules.{name}": partial(configured, name, rule) for name, rule in rules.items()
+    }
+    if settings.train.reward:
+        loads["train.reward"] = partial(load_rule, settings.train.reward)
+    loads |= {f"train.hooks {name!r}": partial(load_function, "train.hooks", name) for name in settings.train.hooks}
+    loads |= {
+        f"train.trackers {name!r}": partial(load_function, "train.trackers", name) for name in settings.train.trackers
+    }
+    if ":" in settings.train.algorithm.name:
+        loads["train.algorithm.name"] = partial(algorithms.load, settings.train.algorithm)
+    if settings.train.dataflow:
+        loads["train.dataflow"] = partial(dataflows.load, settings.train)
+    if settings.train.samples and (policy := PolicyStore(settings.path(settings.serve.policies)).serving()):
+        folder = PolicyStore(settings.path(settings.serve.policies)).get(policy.version).path
+        loads["train.rollout"] = partial(longest_prompt, settings.train.rollout, folder)
+    loads["evaluation.scorer"] = partial(load_scorer, settings.evaluation)
+    for key, load in loads.items():
+        try:
+            load()
+        except RuleError as error:
+            problems.append(f"{key}: {error}")
+        except (HookError, ValueError) as error:  # names its setting itself
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def reward_of(settings: Settings) -> str | dict[str, RuleConfig]:
+    """What rewards rollouts: a function by name, or the rules that have a weight in training; empty if none has."""
+    weights = settings.train.reward_weights
+    rules = {
+        name: rule.model_copy(update={"weight": weights.get(name, rule.weight)})
+        for name, rule in settings.feedback.scoring.rules.items()
+    }
+    return settings.train.reward or {name: rule for name, rule in rules.items() if rule.weight > 0}
