@@ -54,7 +54,7 @@ bench-train: setup     ## measure whole GRPO steps against TRL's; installs TRL i
 bench-overlap: setup   ## measure sampling ahead against waiting; the last line is JSON
 	$(BIN)/python -m loadtests.bench_overlap $(ARGS)
 
-learn: setup           ## have every algorithm learn a small task: a table; the last line is JSON
+learn: setup           ## prove that the algorithms learn: about 15 minutes; the last line is JSON
 	$(BIN)/python -m deploy.learn $(ARGS)
 
 # How many bad requests to send.

@@ -43,6 +43,7 @@ def chosen(_: click.Context, __: click.Parameter, value: str | None) -> tuple[st
 @click.option(
     "--seconds", type=click.FloatRange(min=1), default=300.0, show_default=True, help="Longest training of each."
 )
+@click.option("--twice", is_flag=True, help="Train each once more, and prove that the weights are the same.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of training; the seed policy is always one.")
 @click.option(
     "--folder",
@@ -56,6 +57,7 @@ def main(
     off_policy: bool | None,
     steps: int | None,
     seconds: float,
+    twice: bool,
     seed: int,
     folder: Path,
 ) -> None:
@@ -63,7 +65,7 @@ def main(
     off_policy = algorithms is None if off_policy is None else off_policy
     try:
         with no_leftovers(), stop_on_signals():
-            outcomes = measure(names, off_policy, steps=steps, seconds=seconds, seed=seed, folder=folder)
+            outcomes = measure(names, off_policy, steps=steps, seconds=seconds, twice=twice, seed=seed, folder=folder)
     except home.LearnError as error:
         raise click.ClickException(str(error)) from error
     except Stopped as stopped:
@@ -75,21 +77,29 @@ def main(
 
 
 def measure(
-    names: tuple[str, ...], off_policy: bool, *, steps: int | None, seconds: float, seed: int, folder: Path
+    names: tuple[str, ...],
+    off_policy: bool,
+    *,
+    steps: int | None,
+    seconds: float,
+    twice: bool,
+    seed: int,
+    folder: Path,
 ) -> dict[str, Outcome]:
     """One trial after the other."""
     with Stages("learn", total=1 + len(names) + off_policy) as stages:
         with stages("seed policy"):
             prepared = home.prepare(folder, stages.say)
+        last: dict[str, Outcome] = {}
+        if off_policy:  # before the others: seeds depend on the parent's version, which theirs would shift
+            with stages("off-policy"):
+                last["off_policy"] = experiment.run(prepared, seed=seed, longest_s=seconds, say=stages.say)
         outcomes: dict[str, Outcome] = {}
         for name in names:
             with stages(name):
                 settings = plans.settings(name, plans.PLANS[name], steps=steps, seed=seed)
-                outcomes[name] = trial.run(prepared, name, settings, longest_s=seconds, say=stages.say)
-        if off_policy:
-            with stages("off-policy"):
-                outcomes["off_policy"] = experiment.run(prepared, seed=seed, longest_s=seconds, say=stages.say)
-    return outcomes
+                outcomes[name] = trial.run(prepared, name, settings, longest_s=seconds, say=stages.say, twice=twice)
+    return outcomes | last
 
 
 def show(outcomes: dict[str, Outcome]) -> None:

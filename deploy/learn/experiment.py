@@ -34,7 +34,7 @@ from serve.policies import Policy
 GRADED: Final = "deploy.learn.task:graded"
 CYCLES: Final = 2
 SEEDS: Final = 2
-CYCLE: Final = Plan(steps=4, items=32, learning_rate=5e-4)
+CYCLE: Final = Plan(steps=3, items=32, learning_rate=5e-4)
 FROM_TRAFFIC: Final = Plan(steps=24, items=64, learning_rate=5e-4, minibatches=1)
 FORMS: Final[dict[str, dict[str, Any]]] = {
     "corrected": {"form": "truncate", "level": "sequence", "cap": 5.0},

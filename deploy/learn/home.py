@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import deploy.demo.seed
 from deploy.config import child_environment
-from deploy.learn import seed, task, traffic
+from deploy.learn import task, traffic
 from deploy.processes import Child
 from evaluation.config import EngineConfig, EvaluationConfig, GateConfig
 from evaluation.engine import OfflineEngine
@@ -148,5 +147,9 @@ def evaluation_config() -> EvaluationConfig:
 
 def digest() -> str:
     """Hash of the code that makes a home."""
-    sources = [module.__file__ for module in (deploy.demo.seed, seed, task, traffic)] + [__file__]
-    return hashlib.sha256(b"".join(Path(source).read_bytes() for source in sources if source)).hexdigest()
+    here = Path(__file__).parent
+    sources = [
+        here.with_name("demo") / "seed.py",
+        *(here / f"{name}.py" for name in ("home", "seed", "task", "traffic")),
+    ]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import AutoTokenizer
-
 from deploy.learn.task import Item, asked
 from evaluation.engine import Generation, OfflineEngine, Work
 from feedback.config import HumanConfig, JournalConfig, RuleConfig, ScoringConfig
@@ -68,6 +66,8 @@ def log(
 
 def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_tokens: int, seed: int) -> list[Row]:
     """Rows of the table ``interactions``, ``RESPONSES`` an item."""
+    from transformers import AutoTokenizer  # takes seconds to import, which only the making of a home needs
+
     tokenizer = AutoTokenizer.from_pretrained(policy.path)
     prompts = engine.encode([item.prompt for item in items])
     asked_for = Work(sampled=[ids for ids in prompts for _ in range(RESPONSES)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -36,14 +37,21 @@ class Outcome:
     reason: str | None = None
 
 
-def run(home: Home, name: str, settings: dict[str, Any], *, longest_s: float, say: Say) -> Outcome:
-    """Train and measure. What fails is an outcome too, with its reason."""
+def run(home: Home, name: str, settings: dict[str, Any], *, longest_s: float, say: Say, twice: bool = False) -> Outcome:
+    """Train and measure. What fails is an outcome too, with its reason.
+
+    ``twice``: train once more with the same settings, which must give the same weights.
+    """
     started = time.monotonic()
     steps = 0
     try:
         result = train(home, name, settings, longest_s=longest_s, say=say)
         steps = result.steps
         before, after, gain = measure(home, result)
+        if twice:
+            again = train(home, f"{name}-again", settings, longest_s=longest_s, say=say)
+            if digest(home, again) != digest(home, result):
+                raise LearnError(f"the same settings gave other weights: see {name} and {name}-again")
     except (RuntimeError, ValueError, OSError) as error:
         return Outcome(steps=steps, seconds=time.monotonic() - started, reason=f"{type(error).__name__}: {error}")
     return Outcome(
@@ -107,6 +115,12 @@ def measure(home: Home, result: JobResult) -> tuple[float, float, Interval]:
     if result.artifact is not None:
         return pairs.measure(result.artifact)
     return compare(home, candidate(home, result), home.first())
+
+
+def digest(home: Home, result: JobResult) -> str:
+    """SHA-256 of the weights that a job left."""
+    folder = result.artifact or candidate(home, result).path
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.safetensors")))).hexdigest()
 
 
 def candidate(home: Home, result: JobResult) -> Policy:
