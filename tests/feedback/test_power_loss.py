@@ -153,8 +153,10 @@ def power_losses(program: str, folder: Path, every: int) -> Iterator[tuple[str, 
     script.write_text(PRELUDE + program)
     calls = record(script, str(home))
     told = b"".join(call.data for call in calls if call.name == "write" and call.fd == 1)
-    for number, (call, what, files, printed) in enumerate(losses(calls, home)):
-        if number % every:
+    seen: Counter[str] = Counter()
+    for call, what, files, printed in losses(calls, home):
+        seen[what] += 1
+        if seen[what] % every != 1 % every:
             continue
         restore(files, folder / "left")
         case = f"behind call {call}, {calls[call].name} of {calls[call].paths}, {what} left"
