@@ -25,40 +25,51 @@ NO_POLICY = (
 
 
 def check(settings: Settings) -> None:
-    """Raise ConfigError, before anything is started, for what would fail an hour later."""
+    """Raise ConfigError, before anything is started, for what would fail a cycle an hour later."""
     from evaluation.suites import load_scorer
 
     problems = []
     suite = settings.path(settings.evaluation.suite)
     if not suite.is_file():
         problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
-    if settings.train.samples and not reward_of(settings):
-        problems.append(NO_REWARD)
-    problems += [
-        f"train.reward_weights.{name}: feedback.scoring.rules has no such rule; there are: "
-        f"{', '.join(settings.feedback.scoring.rules) or 'none'}"
-        for name in sorted(settings.train.reward_weights.keys() - settings.feedback.scoring.rules.keys())
-    ]
     if not settings.train.algorithm.trains_policy:
         problems.append(NO_POLICY)
-    rules = settings.feedback.scoring.rules
+    problems += training_problems(settings)
+    problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def training_problems(settings: Settings) -> list[str]:
+    """What of the settings of training names what isn't there, or can't be used; one text each."""
+    train, rules = settings.train, settings.feedback.scoring.rules
+    problems = []
+    if train.samples and not reward_of(settings):
+        problems.append(NO_REWARD)
+    problems += [
+        f"train.reward_weights.{name}: feedback.scoring.rules has no such rule; there are: {', '.join(rules) or 'none'}"
+        for name in sorted(train.reward_weights.keys() - rules.keys())
+    ]
     loads: dict[str, Callable[[], object]] = {
         f"feedback.scoring.rules.{name}": partial(configured, name, rule) for name, rule in rules.items()
     }
-    if settings.train.reward:
-        loads["train.reward"] = partial(load_rule, settings.train.reward)
-    loads |= {f"train.hooks {name!r}": partial(load_function, "train.hooks", name) for name in settings.train.hooks}
-    loads |= {
-        f"train.trackers {name!r}": partial(load_function, "train.trackers", name) for name in settings.train.trackers
-    }
-    if ":" in settings.train.algorithm.name:
-        loads["train.algorithm.name"] = partial(algorithms.load, settings.train.algorithm)
-    if settings.train.dataflow:
-        loads["train.dataflow"] = partial(dataflows.load, settings.train)
-    if settings.train.samples and (policy := PolicyStore(settings.path(settings.serve.policies)).serving()):
-        folder = PolicyStore(settings.path(settings.serve.policies)).get(policy.version).path
-        loads["train.rollout"] = partial(longest_prompt, settings.train.rollout, folder)
-    loads["evaluation.scorer"] = partial(load_scorer, settings.evaluation)
+    if train.reward:
+        loads["train.reward"] = partial(load_rule, train.reward)
+    loads |= {f"train.hooks {name!r}": partial(load_function, "train.hooks", name) for name in train.hooks}
+    loads |= {f"train.trackers {name!r}": partial(load_function, "train.trackers", name) for name in train.trackers}
+    if ":" in train.algorithm.name:
+        loads["train.algorithm.name"] = partial(algorithms.load, train.algorithm)
+    if train.dataflow:
+        loads["train.dataflow"] = partial(dataflows.load, train)
+    store = PolicyStore(settings.path(settings.serve.policies))
+    if train.samples and (policy := store.serving()):
+        loads["train.rollout"] = partial(longest_prompt, train.rollout, store.get(policy.version).path)
+    return problems + _unloadable(loads)
+
+
+def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:
+    """What failed to load, by setting."""
+    problems = []
     for key, load in loads.items():
         try:
             load()
@@ -66,8 +77,7 @@ def check(settings: Settings) -> None:
             problems.append(f"{key}: {error}")
         except (HookError, ValueError) as error:  # names its setting itself
             problems.append(str(error))
-    if problems:
-        raise ConfigError("\n".join(problems))
+    return problems
 
 
 def reward_of(settings: Settings) -> str | dict[str, RuleConfig]:

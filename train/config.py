@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,7 +15,10 @@ from train.placement_config import PlacementConfig
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(_Section):
@@ -23,7 +26,7 @@ class OptimizerConfig(_Section):
 
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(2, ge=0, description="Steps of linear warm-up.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW's betas.")
+    betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="AdamW's betas.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
 

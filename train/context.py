@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, Field
 
 from feedback.config import LakeConfig, RuleConfig
+
+RUN_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+"""It is a folder's name, and not a path out of ``runs``."""
 
 
 class TrainingStopped(RuntimeError):
@@ -17,7 +20,10 @@ class TrainingStopped(RuntimeError):
 class JobContext(BaseModel):
     """Where a job finds and leaves things. Paths are absolute, and on a cluster shared by its machines."""
 
-    run: str = Field(description="Name of the run: its folder under runs. The same name again goes on with the run.")
+    run: str = Field(
+        pattern=RUN_NAME,
+        description="Name of the run: its folder under runs. The same name again goes on with the run.",
+    )
     runs: Path
     policies: Path
     lake_uri: str

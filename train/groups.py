@@ -13,7 +13,7 @@ from feedback.config import RuleConfig
 from train import algorithms, torchrun
 from train.config import TrainConfig
 from train.controller import Pool, ResourcePool, WorkerGroup, results
-from train.rewards import Rewarding, rewarding, rewards_of
+from train.rewards import Rewarding, rewarding, rewards_of, within
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ def start_groups(
     """
     on, algorithm = config.placement, algorithms.load(config.algorithm)
     apart = config.samples and on.rollout != on.actor
-    rewards = rewarding(reward) if config.samples else None  # what can't be loaded fails before a worker starts
+    rewards = (
+        within(rewarding(reward), config.step_timeout_s) if config.samples else None
+    )  # what can't be loaded fails before a worker starts
     with start_pools(config) as pools:
         if on.reward is not None:
             group = pools[on.reward].group("reward", "train.workers.reward:RewardWorker", reward=reward)

@@ -149,7 +149,7 @@ def check_health(config: TrainConfig, history: Sequence[dict[str, float]]) -> No
     if problem := _idle(config, history):
         problems.append(problem)
     if problems:
-        raise TrainingStopped(f"step {step}: {'; '.join(problems)}; nothing is published")
+        raise TrainingStopped(f"step {step + 1}: {'; '.join(problems)}; nothing is published")
 
 
 def _idle(config: TrainConfig, history: Sequence[dict[str, float]]) -> str | None:

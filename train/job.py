@@ -58,7 +58,8 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
             return too_few(config, context, begun.parent, data)
         config = dataflow.settled(config, data)
         if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
-            try_out(context.reward, lake, begun.start.lake_versions)
+            say(f"{context.run}: trying the reward on logged responses")
+            try_out(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
         keep_start(context, begun.start)
         history = list(begun.progress.history) if begun.progress else []
         try:

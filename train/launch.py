@@ -78,11 +78,9 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
         JobError: a rank failed. Its traceback is in ``torchrun.log`` of the run's folder.
     """
     log = context.folder / "torchrun.log"
-    paths = [*context.python_path, *sys.path]
+    variables = {**os.environ, "PYTHONPATH": ":".join([*context.python_path, *sys.path])}
     with log.open("w") as output:
-        process = subprocess.Popen(
-            torchrun_command(config, spec), stderr=output, env={**os.environ, "PYTHONPATH": ":".join(paths)}
-        )
+        process = subprocess.Popen(torchrun_command(config, spec, "train.elastic"), stderr=output, env=variables)
         try:
             code = process.wait()
         except BaseException:  # whoever stops waiting for the job wants no candidate of it
@@ -97,10 +95,11 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
         raise JobError(f"{context.run} failed; all of its output is in {log}\n{why}")
 
 
-def torchrun_command(config: TrainConfig, spec: Path) -> list[str]:
+def torchrun_command(config: TrainConfig, spec: Path, torchrun: str = "torch.distributed.run") -> list[str]:
+    """``torchrun``: the module to run; ``train.elastic`` ends with the process that starts it."""
     ranks = config.ranks_of(config.placement.actor)
     how = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0"]
-    return [sys.executable, "-m", "torch.distributed.run", *how, "-m", "train.job", "--launcher", "torchrun", str(spec)]
+    return [sys.executable, "-m", torchrun, *how, "-m", "train.job", "--launcher", "torchrun", str(spec)]
 
 
 def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:

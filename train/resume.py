@@ -8,6 +8,8 @@ Once the run has published, its name gives that policy again and trains nothing.
 from __future__ import annotations
 
 import fcntl
+import os
+import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,11 +120,18 @@ def only_run(context: JobContext) -> Iterator[None]:
     """Hold the run's folder; the lock goes with the process. Raises CheckpointError if another process holds it."""
     context.folder.mkdir(parents=True, exist_ok=True)
     checkpoints_of(context).mkdir(exist_ok=True)
-    with (context.folder / ".lock").open("w") as lock:
+    with (context.folder / ".lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"another process is in the middle of run {context.run} ({context.folder})") from None
+            lock.seek(0)
+            raise CheckpointError(
+                f"another process ({lock.read().strip() or 'unknown'}) is in the middle of run {context.run} "
+                f"({context.folder}); wait for it, end it, or give this run another name (--run)"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
         yield
 
 

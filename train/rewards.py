@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Final
 
 import pyarrow as pa
@@ -64,16 +66,49 @@ def rewarding(reward: str | Mapping[str, RuleConfig]) -> Rewarding:
     return lambda rows: weighted_mean(rules, rows)
 
 
-def try_out(reward: str | Mapping[str, RuleConfig], lake: Lake, versions: Mapping[str, int]) -> None:
+def within(reward: Rewarding, timeout_s: float) -> Rewarding:
+    """``reward``, waited for no longer than ``timeout_s``, which is train.step_timeout_s.
+
+    Raises, when called:
+        feedback.rewards.rules.RuleError: it took longer. Its thread goes on as long as this process does.
+    """
+
+    def limited(rows: pa.Table) -> Rewards:
+        answers: SimpleQueue[Rewards | BaseException] = SimpleQueue()
+
+        def answer() -> None:
+            try:
+                answers.put(reward(rows))
+            except BaseException as error:  # noqa: BLE001  handed to the caller
+                answers.put(error)
+
+        Thread(target=answer, name="reward", daemon=True).start()
+        try:
+            given = answers.get(timeout=timeout_s)
+        except Empty:
+            raise RuleError(
+                f"the reward of {rows.num_rows} responses took longer than train.step_timeout_s={timeout_s:g} s"
+            ) from None
+        if isinstance(given, BaseException):
+            raise given
+        return given
+
+    return limited
+
+
+def try_out(
+    reward: str | Mapping[str, RuleConfig], lake: Lake, versions: Mapping[str, int], *, timeout_s: float
+) -> None:
     """Reward a few logged responses: what gives no reward ends the run here, before any model is loaded.
 
     Raises:
-        feedback.rewards.rules.RuleError: the reward failed, or gave what is no reward; the message names it.
+        feedback.rewards.rules.RuleError: the reward failed, gave what is no reward, or took longer than ``timeout_s``;
+            the message names it.
     """
     read = {"interactions": versions["interactions"]}
     rows = lake.read(lambda views: views.sql(TRIED).to_arrow_table(), versions=read, tables=read)
     try:
-        rewarding(reward)(rows)
+        within(rewarding(reward), timeout_s)(rows)
     except RuleError as error:
         setting = f"train.reward={reward}" if isinstance(reward, str) else "feedback.scoring.rules"
         raise RuleError(f"{setting}: {error}. A reward gives one number a response, or None for no reward") from error

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from train.calls import WorkerError, WorkerGroup
 from train.config import TrainConfig
 from train.dispatch import NOT_CALLED, Layout
+from train.elastic import end_with_parent
 from train.worker import Workers, follows_from_another, join_ranks, load_class
 
 _CAUSE_S = 5.0
@@ -182,6 +183,8 @@ def join(config: TrainConfig, layout: Layout, environment: dict[str, str]) -> To
             s.bind(("127.0.0.1", 0))
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", **address)
+    else:
+        end_with_parent()  # the ranks of a torchrun that was killed would go on, and publish
     if "torch._dynamo" in sys.modules and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         torch._dynamo.config.disable = True  # it has read the environment before
     torch.set_num_threads(config.threads_of(config.placement.actor))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -89,11 +90,21 @@ def _scoring_progress() -> Iterator[Callable[[str, int, int], None]]:
         yield progress
 
 
+def run_name(_: click.Context, __: click.Parameter, name: str | None) -> str | None:
+    """The name of a run, which is a folder's, and no path."""
+    from train.context import RUN_NAME
+
+    if name is not None and not re.fullmatch(RUN_NAME, name):
+        raise click.BadParameter(f"{name!r} is no name: letters, digits, '.', '_' and '-', at most 128")
+    return name
+
+
 @click.command()
 @click.option(
     "--run",
     "name",
     metavar="NAME",
+    callback=run_name,
     help="Name of the run: its folder under train.runs. One that was killed goes on from its last checkpoint.",
 )
 @click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one if not given.")
@@ -101,11 +112,10 @@ def _scoring_progress() -> Iterator[Callable[[str, int, int], None]]:
 @pass_settings
 def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> None:
     """Train a candidate from what traffic brought, and publish it. It serves only once it is promoted."""
-    from deploy.checks import NO_REWARD, reward_of
+    from deploy.checks import reward_of, training_problems
 
-    reward = reward_of(settings)
-    if settings.train.samples and not reward:
-        raise ConfigError(NO_REWARD)
+    if problems := training_problems(settings):
+        raise ConfigError("\n".join(problems))
     resolved = settings.resolved()
     name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     with no_leftovers(), stop_on_signals():
@@ -118,7 +128,7 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
             policies=Path(resolved.serve.policies),
             lake_uri=resolved.feedback.lake.uri,
             lake=resolved.feedback.lake,
-            reward=reward,
+            reward=reward_of(settings),
             parent=parent,
             python_path=[str(Path.cwd())],
             lineage=lineage.of(settings),

@@ -81,10 +81,10 @@ def check(*steps: dict[str, float], **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("last", "settings", "message"),
     [
-        ({"loss": math.nan}, {}, "step 0: loss is nan; nothing is published"),
-        ({"grad_norm": math.inf}, {}, "step 0: grad_norm is inf; nothing is published"),
-        ({"kl_ref": 0.3}, {"max_kl": 0.2}, "step 0: KL to the parent policy 0.3000 passed train.max_kl=0.2"),
-        ({"kl_ref_at_end": 0.3}, {"max_kl": 0.2}, "step 0: KL to the parent policy 0.3000 passed train.max_kl=0.2"),
+        ({"loss": math.nan}, {}, "step 1: loss is nan; nothing is published"),
+        ({"grad_norm": math.inf}, {}, "step 1: grad_norm is inf; nothing is published"),
+        ({"kl_ref": 0.3}, {"max_kl": 0.2}, "step 1: KL to the parent policy 0.3000 passed train.max_kl=0.2"),
+        ({"kl_ref_at_end": 0.3}, {"max_kl": 0.2}, "step 1: KL to the parent policy 0.3000 passed train.max_kl=0.2"),
         ({"entropy": 0.01}, {"min_entropy": 0.05}, "entropy 0.01 fell below train.min_entropy=0.05 nats"),
     ],
 )
@@ -115,7 +115,7 @@ def test_steps_without_an_update_go_on_until_there_are_too_many_in_a_row() -> No
     idle = {"reward": 1.0, "uninformative_fraction": 1.0, "tokens": 0.0}
     check(WELL, *[idle] * 2, max_idle_steps=3)
     check(*[idle] * 2, WELL, *[idle] * 2, max_idle_steps=3)
-    with pytest.raises(TrainingStopped, match=r"step 3: 3 steps in a row made no update .*same reward.*group_size"):
+    with pytest.raises(TrainingStopped, match=r"step 4: 3 steps in a row made no update .*same reward.*group_size"):
         check(WELL, *[idle] * 3, max_idle_steps=3)
 
 

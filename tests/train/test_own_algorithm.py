@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 from job_home import make_home, row
 from safetensors.torch import load_file
 
@@ -25,10 +27,13 @@ from feedback.lake import Lake
 from feedback.rewards.rules import RuleError, load_rule
 from feedback.rows import to_batch
 from feedback.schema import TABLES
+from train.algorithms.config import AlgorithmConfig
+from train.algorithms.grpo import GRPO
+from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
 from train.context import JobContext, JobResult
 from train.launch import JobError, run_job
-from train.rewards import try_out
+from train.rewards import Rewards, try_out, within
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -194,8 +199,8 @@ def test_responses_of_policies_beyond_the_bound_and_lone_ones_are_left_out_and_c
     ("run", "reason"),
     [
         ("kl", r"step \d: KL to the parent policy [\d.]+ passed train\.max_kl=1e-06; nothing is published"),
-        ("kl_at_end", r"step 0: KL to the parent policy [\d.]+ passed train\.max_kl=1e-06; nothing is published"),
-        ("diverged", r"step 1: .*grad_norm is nan.*; nothing is published"),
+        ("kl_at_end", r"step 1: KL to the parent policy [\d.]+ passed train\.max_kl=1e-06; nothing is published"),
+        ("diverged", r"step 2: .*grad_norm is nan.*; nothing is published"),
     ],
 )
 def test_a_run_that_is_not_well_ends_with_its_reason_and_no_candidate(ran: Ran, run: str, reason: str) -> None:
@@ -233,9 +238,9 @@ def test_a_reward_that_is_none_is_told_before_any_model_is_loaded(ran: Ran, monk
     monkeypatch.syspath_prepend(ran.root)
     lake = Lake(str(ran.root / "lake"), LakeConfig())
     with pytest.raises(RuleError, match=r"train\.reward=no_reward:reward: rule .* returned 1 values for 4 rows"):
-        try_out("no_reward:reward", lake, lake.versions())
+        try_out("no_reward:reward", lake, lake.versions(), timeout_s=30)
     with pytest.raises(RuleError, match=r"feedback\.scoring\.rules: rule mine returned 1 values for 4 rows"):
-        try_out({"mine": RuleConfig(function="no_reward:reward")}, lake, lake.versions())
+        try_out({"mine": RuleConfig(function="no_reward:reward")}, lake, lake.versions(), timeout_s=30)
 
 
 def test_a_job_under_torchrun_fails_with_the_error_of_its_reward_before_a_model_is_loaded(
@@ -256,3 +261,33 @@ def test_a_job_under_torchrun_fails_with_the_error_of_its_reward_before_a_model_
     said = capfd.readouterr().out
     assert "bad: grpo from policy 1" in said
     assert "starting the workers" not in said
+
+
+def test_a_reward_that_does_not_answer_ends_with_the_setting_that_bounds_it() -> None:
+    never = threading.Event()
+
+    def sleeps(rows: pa.Table) -> Rewards:
+        never.wait()
+        return Rewards([])
+
+    with pytest.raises(RuleError, match=r"the reward of 3 responses took longer than train\.step_timeout_s=0\.1 s"):
+        within(sleeps, 0.1)(pa.table({"response": ["a", "b", "c"]}))
+    never.set()
+
+
+def test_what_a_reward_raises_is_raised_as_it_is() -> None:
+    def fails(rows: pa.Table) -> Rewards:
+        raise ArithmeticError("no reward today")
+
+    with pytest.raises(ArithmeticError, match="no reward today"):
+        within(fails, 10)(pa.table({"response": ["a"]}))
+
+
+def test_advantages_of_another_shape_are_refused_by_the_name_of_the_algorithm() -> None:
+    class WrongShape(GRPO):
+        def advantages(self, batch: PackedBatch) -> torch.Tensor:
+            return batch.rewards
+
+    batch = PackedBatch.pack([Rollout([1], [2, 3], [0.0, 0.0], 1.0, 0)])
+    with pytest.raises(ValueError, match=r"name=own:WrongShape: advantages gave a tensor of shape \[1\] for 3"):
+        WrongShape(AlgorithmConfig(name="own:WrongShape")).checked_advantages(batch)

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 import torch
@@ -82,6 +83,32 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path, environment
     assert process.returncode != 0
     assert "SIGKILL" in output or "Connection closed by peer" in output
     assert f"pid: {marker.read_text()}" in output, output
+
+
+def test_ranks_end_with_the_process_that_started_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:
+    how = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(HERE / "torchrun_driver.py")]
+    command = [sys.executable, "-m", "train.elastic", *how, str(tmp_path), "killed"]
+    starter = [sys.executable, "-c", f"import subprocess; subprocess.run({command!r})"]
+    process = subprocess.Popen(starter, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def left() -> list[int]:
+        found = psutil.process_iter(["cmdline"])
+        return [p.pid for p in found if str(tmp_path) in (p.info["cmdline"] or ()) and p.pid != process.pid]
+
+    try:
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "hanging").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(left()) == 3
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 20
+    while left():
+        assert time.monotonic() < deadline, "they go on"
+        time.sleep(0.05)
 
 
 def test_a_whole_job_runs_on_one_rank_without_torchrun_around_it_and_without_ray(

@@ -55,6 +55,19 @@ class Algorithm:
         """float32 [T]: how much better each response token was than expected. ``batch`` is that of the whole step."""
         raise NotImplementedError
 
+    def checked_advantages(self, batch: PackedBatch) -> Tensor:
+        """``advantages``. Raises ValueError if they are not one number a token."""
+        found = self.advantages(batch)
+        if not isinstance(found, Tensor) or found.shape != batch.tokens.shape:
+            what = (
+                f"a tensor of shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            )
+            raise ValueError(
+                f"train.algorithm.name={self.config.name}: advantages gave {what} for {len(batch.tokens)} tokens of "
+                f"{len(batch)} responses; it is one number a token, batch.per_token(…) of one a response"
+            )
+        return found
+
     def returns(self, batch: PackedBatch) -> Tensor:
         """float32 [T]: what the critic is to learn, if there is one. ``batch`` is that of the whole step."""
         raise NotImplementedError

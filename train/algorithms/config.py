@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from feedback.section import FUNCTION, Section
+from feedback.section import FUNCTION, Finite, Section
 
 ONLINE: Final = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo"),
@@ -117,7 +117,7 @@ class CriticConfig(Section):
         description="Folder of a reward model with the policy's tokens that it starts from, as InstructGPT's does; the "
         "parent policy with a head of zeros if unset.",
     )
-    learning_rate: float = Field(
+    learning_rate: Finite = Field(
         1e-5, gt=0, description="Peak learning rate; how it is reached, and all else, is as train.optimizer says."
     )
     warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns.")
@@ -145,7 +145,7 @@ class AlgorithmConfig(Section):
     max_tokens: int | None = Field(
         None, ge=1, description="The length of aggregation constant_length; train.rollout.max_tokens if unset."
     )
-    clip_low: float = Field(0.2, gt=0, description="The policy ratio is clipped below 1 - clip_low.")
+    clip_low: float = Field(0.2, gt=0, le=1, description="The policy ratio is clipped below 1 - clip_low.")
     clip_high: float = Field(0.2, gt=0, description="The policy ratio is clipped above 1 + clip_high.")
     dual_clip: float | None = Field(
         None, gt=1, description="Where the advantage is negative, the loss is at most this times its size."

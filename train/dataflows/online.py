@@ -141,7 +141,7 @@ class Online(Dataflow):
     def learn(self, step: int, batch: PackedBatch) -> tuple[PackedBatch, list[dict[str, float]]]:
         """Advantages, then the updates: the batch with its old logprobs, and what each update gave."""
         actor, critic, weight = self.run.groups.actor, self.run.groups.critic, self.algorithm.kl_coefficient
-        batch = batch.with_(advantages=self.algorithm.advantages(batch))
+        batch = batch.with_(advantages=self.algorithm.checked_advantages(batch))
         minibatches = self.minibatches(batch)
         of_critic = [] if critic is None else [critic.update.start(minibatch) for minibatch in minibatches]
         updates: list[dict[str, float]]
@@ -207,7 +207,7 @@ class Online(Dataflow):
         )
         self.run.clock.lap("score")
         if not scored.rollouts and not again:
-            raise TrainingStopped(f"step {step}: none of {scored.unrewarded} sampled responses was given a reward")
+            raise TrainingStopped(f"step {step + 1}: none of {scored.unrewarded} sampled responses was given a reward")
         return scored
 
     def asked(self, step: int, again: int) -> list[Prompt]:

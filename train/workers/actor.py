@@ -54,6 +54,11 @@ class ActorWorker(TrainedWorker):
             if len(sequences):
                 before[batch.token_index(sequences)] = log_probs.detach()
             loss, health = self.algorithm.loss(log_probs, micro)
+            if loss.shape != ():
+                raise ValueError(
+                    f"train.algorithm.name={self.config.algorithm.name}: loss gave a tensor of shape "
+                    f"{list(loss.shape)}; it is the sum over the micro-batch, without dimensions"
+                )
             return loss, {"entropy": entropy, **health}
 
         return self.take_step(batch, loss_of, self.algorithm.count(batch)), before

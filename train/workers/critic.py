@@ -74,6 +74,8 @@ class CriticWorker(TrainedWorker):
 
 def require_same_tokens(model: Path, policy: Path) -> None:
     """Raise ValueError if the critic would start from a model that reads other tokens than the policy writes."""
+    if not (model / "config.json").is_file():
+        raise ValueError(f"train.algorithm.critic.model={model} is no model's folder: it has no config.json")
     try:
         known, needed = (AutoConfig.from_pretrained(folder).get_text_config().vocab_size for folder in (model, policy))
     except (OSError, ValueError) as error:
