@@ -153,11 +153,11 @@ def power_losses(program: str, folder: Path, every: int) -> Iterator[tuple[str, 
     script.write_text(PRELUDE + program)
     calls = record(script, str(home))
     told = b"".join(call.data for call in calls if call.name == "write" and call.fd == 1)
-    seen: Counter[str] = Counter()
-    for call, what, files, printed in losses(calls, home):
-        seen[what] += 1
-        if seen[what] % every != 1 % every:
+    kinds: set[str] = set()
+    for number, (call, what, files, printed) in enumerate(losses(calls, home)):
+        if number % every and what in kinds:
             continue
+        kinds.add(what)
         restore(files, folder / "left")
         case = f"behind call {call}, {calls[call].name} of {calls[call].paths}, {what} left"
         try:

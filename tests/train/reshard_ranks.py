@@ -39,6 +39,7 @@ class Ranks:
                 "rollout": {
                     "tensor_parallel_size": 2,
                     "max_model_len": 64,
+                    "max_tokens": 8,
                     "max_num_seqs": 4,
                     "kv_cache_bytes": 2**22,
                 },

@@ -42,7 +42,13 @@ def main(policy: Path, tp: int, rounds: int, bucket_bytes: int) -> None:
     config = TrainConfig.model_validate(
         {
             "ranks": ranks,
-            "rollout": {"tensor_parallel_size": tp, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_bytes": 2**22},
+            "rollout": {
+                "tensor_parallel_size": tp,
+                "max_model_len": 64,
+                "max_tokens": 8,
+                "max_num_seqs": 4,
+                "kv_cache_bytes": 2**22,
+            },
         }
     )
     model = build_model(policy, config)
