@@ -219,7 +219,7 @@ def test_a_torn_checkpoint_is_passed_over_for_an_older_one_and_refused_if_there_
 
 def test_two_processes_never_work_on_one_run(home: Path, tmp_path: Path) -> None:
     there = context(home, "twice", runs=tmp_path)
-    refused = pytest.raises(CheckpointError, match="another process is in the middle of run twice")
+    refused = pytest.raises(CheckpointError, match=r"another process \(pid \d+ on .+\) is in the middle of run twice")
     with only_run(there), refused, only_run(there):
         pass
 
