@@ -175,14 +175,18 @@ class PackedBatch:
         units = self.units()
         return _joined(units, fill(self._tokens_of(units), tokens, at_least))
 
-    def units(self) -> list[Tensor]:
-        """Indices of the sequences that stay together, ascending (int64): each by itself, or by groups."""
+    def units(self) -> list[list[int]]:
+        """Indices of the sequences that stay together, ascending: each by itself, or by groups."""
         if not self.whole_groups:
-            return list(torch.arange(len(self))[:, None])
-        return [(self.groups == group).nonzero().flatten() for group in self.groups.unique()]
+            return [[s] for s in range(len(self))]
+        members: dict[int, list[int]] = {}
+        for s, group in enumerate(self.groups.tolist()):
+            members.setdefault(group, []).append(s)
+        return [members[group] for group in sorted(members)]
 
-    def _tokens_of(self, units: list[Tensor]) -> list[int]:
-        return [int(self.lengths[unit].sum()) for unit in units]
+    def _tokens_of(self, units: list[list[int]]) -> list[int]:
+        lengths = self.lengths.tolist()
+        return [sum(lengths[s] for s in unit) for unit in units]
 
     def minibatches(self, count: int) -> Iterator[PackedBatch]:
         """``count`` batches of whole groups, about equal in groups."""
@@ -196,6 +200,6 @@ def offsets(lengths: Tensor) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
-def _joined(units: list[Tensor], parts: list[list[int]]) -> list[Tensor]:
-    """The sequences of each part's units, ascending."""
-    return [torch.cat([units[u] for u in part]).sort().values for part in parts]
+def _joined(units: list[list[int]], parts: list[list[int]]) -> list[Tensor]:
+    """The sequences of each part's units, ascending: int64."""
+    return [torch.tensor(sorted(s for u in part for s in units[u])) for part in parts]

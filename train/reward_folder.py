@@ -7,11 +7,11 @@ run it came of. ``feedback.scoring.model.name`` takes it as it is.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from feedback.files import fsync_path
 from serve.policies import Policy
 from train.config import TrainConfig
 from train.context import JobContext, JobResult
@@ -60,11 +60,11 @@ def publish_reward_model(
     }
     (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in [*(path for path in aside.rglob("*")), aside]:
-        _fsync(path)
+        fsync_path(path)
     if final.exists():
         final.rename(old)
     aside.rename(final)
-    _fsync(final.parent)
+    fsync_path(final.parent)
     shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -115,11 +115,3 @@ def read_as_trained(folder: Path) -> None:
     settings = folder / "tokenizer_config.json"
     kept = json.loads(settings.read_text()) if settings.exists() else {}
     settings.write_text(json.dumps({**kept, "model_input_names": ["input_ids", "attention_mask"]}, indent=2))
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
