@@ -12,7 +12,6 @@ slow one makes the run slow; one that raises ends the run, with an error that na
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config import TrainConfig
+from train.naming import NamesNothingError, load_named
 
 if TYPE_CHECKING:
     from train.context import JobResult
@@ -66,11 +66,9 @@ def load_function(setting: str, name: str) -> Callable[[RunInfo], Any]:
     if not module or not attribute:
         raise HookError(f"{setting}: {name!r} does not name a function; write 'module:function'")
     try:
-        function = getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise HookError(f"{setting}: {name!r}: the module can't be imported: {error}") from error
-    except AttributeError:
-        raise HookError(f"{setting}: {name!r}: the module {module} has no {attribute!r}") from None
+        function = load_named(module, attribute)
+    except NamesNothingError as error:
+        raise HookError(f"{setting}: {name!r}: {error}") from error
     if not callable(function):
         raise HookError(f"{setting}: {name!r} is a {type(function).__name__}, not a function or class")
     return function

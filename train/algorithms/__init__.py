@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Final
+
+from train.naming import NamesNothingError, load_named
 
 if TYPE_CHECKING:
     from train.algorithms.base import Algorithm
@@ -38,11 +39,9 @@ def load(config: AlgorithmConfig) -> Algorithm:
     if not name:
         raise ValueError(f"{setting} is no algorithm; use one of {', '.join(ALGORITHMS)}, or 'module:class'")
     try:
-        algorithm = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ValueError(f"{setting}: the module can't be imported: {error}") from error
-    except AttributeError:
-        raise ValueError(f"{setting}: the module {module} has no {name!r}") from None
+        algorithm = load_named(module, name)
+    except NamesNothingError as error:
+        raise ValueError(f"{setting}: {error}") from error
     from train.algorithms.base import Algorithm
 
     if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):

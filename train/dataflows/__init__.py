@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from train.naming import NamesNothingError, load_named
 
 if TYPE_CHECKING:
     from train.config import TrainConfig
@@ -20,11 +21,9 @@ def load(config: TrainConfig) -> type[Dataflow]:
     if not name:
         raise ValueError(f"train.dataflow={config.dataflow!r} names no class; write 'module:class'")
     try:
-        dataflow = getattr(importlib.import_module(module), name)
-    except ImportError as error:
-        raise ValueError(f"train.dataflow={config.dataflow!r}: the module can't be imported: {error}") from error
-    except AttributeError:
-        raise ValueError(f"train.dataflow={config.dataflow!r}: the module {module} has no {name!r}") from None
+        dataflow = load_named(module, name)
+    except NamesNothingError as error:
+        raise ValueError(f"train.dataflow={config.dataflow!r}: {error}") from error
     from train.dataflows.base import Dataflow
 
     if not (isinstance(dataflow, type) and issubclass(dataflow, Dataflow)):
