@@ -1,11 +1,14 @@
-"""Attention over a packed batch, sequence by sequence: no mask is made and no score across sequences computed.
+"""Attention over a packed batch, sequence by sequence: no score across sequences is computed.
 
 ``IMPLEMENTATION`` is registered with transformers, so any model that takes its attention from there can use it. For
 positions that start again, transformers' own "sdpa" makes a [T, T] mask, and then computes all T² scores.
 
-On a GPU it is flash attention for sequences of any lengths. Elsewhere, sequences of like length are computed in one
-call of ``scaled_dot_product_attention``; the shorter ones of a call are filled up on the right, where a causal query
-never looks. Only attention sees that filling; embeddings, projections and MLPs don't.
+What is a sequence here is a ``Span`` of rows: one that attends to itself alone, or a response that attends to itself
+and to the rows of a prompt which it shares with others.
+
+On a GPU it is flash attention for spans of any lengths. Elsewhere, spans of like length (and prefixes of one length)
+are computed in one call of ``scaled_dot_product_attention``; the shorter ones of a call are filled up on the right,
+where a causal query never looks. Only attention sees that filling; embeddings, projections and MLPs don't.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,65 +26,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from train.batch import offsets
-
-if TYPE_CHECKING:
-    from train.ulysses import Ulysses
+from train.attention_calls import Packing
+from train.rows import take_rows
 
 IMPLEMENTATION = "packed"
 """What ``attn_implementation`` names. A model that is called without a ``Packing`` behaves as with "sdpa"."""
-
-_CALL = 3000
-"""What one more call of attention costs, in the unit of ``_cost``: about 0.2 ms on the CPU this was measured on."""
-
-
-class Packing:
-    """Where the sequences of a packed batch lie; made once a forward pass, used by every layer.
-
-    Not a dataclass: FSDP2 takes those apart and builds them anew at each layer.
-    """
-
-    def __init__(self, lengths: list[int], device: torch.device, ulysses: Ulysses | None = None) -> None:
-        self.ulysses = ulysses
-        self.longest = max(lengths)
-        calls = like_lengths(lengths)
-        self.shapes = [(len(sequences), lengths[sequences[0]]) for sequences in calls]
-        length = torch.tensor(lengths)
-        starts = offsets(length)
-        self.cu_seqlens = starts.to(device, torch.int32)
-        # Row i of what the calls compute is token order[i]; rows[t] is the row of token t.
-        by_call = torch.tensor([s for sequences in calls for s in sequences])
-        filled = torch.tensor([filled for count, filled in self.shapes for _ in range(count)])
-        place = torch.arange(int(filled.sum())) - offsets(filled)[:-1].repeat_interleave(filled)
-        last = (length[by_call] - 1).repeat_interleave(filled)
-        order = starts[by_call].repeat_interleave(filled) + place.minimum(last)
-        rows = torch.empty(int(starts[-1]), dtype=torch.int64)
-        real = (place <= last).nonzero().flatten()
-        rows[order[real]] = real
-        self.order = None if torch.equal(order, torch.arange(len(rows))) else order.to(device)
-        self.rows = rows.to(device)
-
-
-def like_lengths(lengths: list[int]) -> list[list[int]]:
-    """Sequences to compute in one call each, the longest first in each.
-
-    A sequence joins the one before it until what is computed in vain is worth a call.
-    """
-    calls: list[list[int]] = []
-    waste = 0
-    for s in sorted(range(len(lengths)), key=lambda s: (-lengths[s], s)):
-        more = _cost(lengths[calls[-1][0]]) - _cost(lengths[s]) if calls else 0
-        if not calls or waste + more > _CALL:
-            calls.append([])
-            waste = more = 0
-        calls[-1].append(s)
-        waste += more
-    return calls
-
-
-def _cost(length: int) -> int:
-    """Of one sequence: what is done for each token, and for each pair. Measured: a token costs as much as 60 scores."""
-    return length * (length + 60)
 
 
 def use_packed_attention(model: PreTrainedModel) -> bool:
@@ -137,17 +86,17 @@ def packed_attention(
     position_bias: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence of the packing.
+    """Causal attention within each span of the packing, and from it to its prefix.
 
     Args:
-        query: [1, query heads, T, D], or this rank's slice of the tokens under sequence parallelism.
+        query: [1, query heads, rows, D], or this rank's slice of the rows under sequence parallelism.
         key, value: the same, with as many heads or a divisor of them.
         sliding_window: a token sees this many, itself included.
         softcap: scores are capped to it by tanh (Gemma 2).
         s_aux: [query heads], a score for each head that takes part in the softmax and adds nothing (attention sinks).
 
     Returns:
-        ([1, T, query heads, D of value], None)
+        ([1, rows, query heads, D of value], None)
     """
     if packing is None and (softcap is not None or s_aux is not None):
         out = _by_scores(query, key, value, attention_mask, scaling, dropout, softcap, s_aux)
@@ -177,8 +126,11 @@ def packed_attention(
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
+    if packing.keys is not None:
+        k, v = (take_rows(x, packing.keys) for x in (k, v))
+    # Of fewer queries than keys, the last query sees the last key.
     return varlen_attn(
-        *(q, k, v, packing.cu_seqlens, packing.cu_seqlens, packing.longest, packing.longest),
+        *(q, k, v, packing.cu_queries, packing.cu_keys, packing.longest, packing.longest_keys),
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=q.shape[1] != k.shape[1],
@@ -196,21 +148,27 @@ def _by_length(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[T, heads, D] of each → [T, query heads, D of v], in as many calls as there are groups of like length."""
+    """[rows, heads, D] of each → [rows, query heads, D of v], in as many calls as there are groups of like length."""
     dtype = q.dtype
     if packing.order is not None:
-        q, k, v = (x.index_select(0, packing.order) for x in (q, k, v))
+        q = take_rows(q, packing.order)
+    if packing.key_order is not None:
+        k, v = (take_rows(x, packing.key_order) for x in (k, v))
     if q.device.type == "cpu":
         # Measured: torch's CPU kernel takes up to four times as long backward in bfloat16 as in float32.
         q, k, v = (x.float() for x in (q, k, v))
-    sizes = [count * length for count, length in packing.shapes]
+    queries = [count * length for count, length, _ in packing.shapes]
+    keys = [count * (prefix + length) for count, length, prefix in packing.shapes]
     outs = []
-    for (count, length), *parts in zip(packing.shapes, *(x.split(sizes) for x in (q, k, v)), strict=True):
-        a, b, c = (x.unflatten(0, (count, length)).transpose(1, 2) for x in parts)
+    for (count, length, prefix), *parts in zip(
+        packing.shapes, q.split(queries), k.split(keys), v.split(keys), strict=True
+    ):
+        a, b, c = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in parts)
         band = None
-        if window is not None and length > window:
-            back = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-            band = (back >= 0) & (back < window)
+        if prefix or (window is not None and length > window):
+            last = torch.arange(prefix, prefix + length, device=q.device)
+            back = last[:, None] - torch.arange(prefix + length, device=q.device)
+            band = (back >= 0) if window is None else (back >= 0) & (back < window)
         if softcap is None and sinks is None:
             out = functional.scaled_dot_product_attention(
                 *(a, b, c),
@@ -225,7 +183,7 @@ def _by_length(
         outs.append(out.transpose(1, 2).flatten(0, 1))
     out = torch.cat(outs) if len(outs) > 1 else outs[0]
     out = out.to(dtype)
-    return out if packing.order is None else out.index_select(0, packing.rows)
+    return out if packing.order is None else take_rows(out, packing.rows)
 
 
 def _by_scores(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from train.packing import balance, fill
+from train.rows import families
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class Rollout:
     fresh: bool = True
     baseline: float = 0.0
 
+
+_EVEN: Final = 1.02
+"""The most that one rank computes over the mean of all with which more even is not looked for."""
 
 PER_SEQUENCE: Final = frozenset(
     ("prompt_lengths", "temperatures", "rewards", "groups", "truncated", "fresh", "baselines")
@@ -154,29 +158,55 @@ class PackedBatch:
         return place + self.cu_seqlens[sequences].repeat_interleave(lengths)
 
     def balanced(self, parts: int) -> list[Tensor]:
-        """Sequence indices for each of ``parts`` ranks, of about as many tokens; see ``train.packing.balance``.
+        """Sequence indices for each of ``parts`` ranks, which have about as many tokens to compute.
+
+        Responses to one prompt go to one rank, which computes it once, as far as that leaves no rank with much more
+        than the others; see ``train.packing.balance``.
 
         Raises:
             ValueError: fewer sequences than parts.
         """
-        units = self.units()
-        if len(units) < parts:
+        if (count := len(self.units())) < parts:
             what = "groups" if self.whole_groups else "sequences"
-            raise ValueError(f"{len(units)} {what} cannot be split over {parts} ranks; each needs at least one")
-        return _joined(units, balance(self._tokens_of(units), parts))
+            raise ValueError(f"{count} {what} cannot be split over {parts} ranks; each needs at least one")
+        best: tuple[int, list[Tensor]] | None = None
+        for units in self._ways():
+            if len(units) < parts:
+                continue
+            costs = self._computed(units)
+            split = balance(costs, parts)
+            most = max(sum(costs[u] for u in part) for part in split)
+            if best is None or most < best[0]:
+                best = most, _joined(units, split)
+            if most * parts <= _EVEN * sum(costs):
+                break
+        assert best is not None
+        return best[1]
 
     def micro_batches(self, tokens: int, at_least: int = 1) -> list[Tensor]:
-        """Sequence indices in few groups of about equal size, at most ``tokens`` tokens: see ``train.packing.fill``.
+        """Sequence indices in few groups of about equal size; see ``train.packing.fill``.
+
+        Responses to one prompt are in one group, as far as that takes no more groups.
 
         Args:
-            tokens: the budget of a group; a longer sequence goes alone.
+            tokens: the most that are computed for a group, the prompt of several responses once; a longer sequence
+                goes alone.
             at_least: groups that are wanted even if fewer would do; there are never more than sequences.
         """
-        units = self.units()
-        return _joined(units, fill(self._tokens_of(units), tokens, at_least))
+        best: tuple[tuple[int, int, int], list[Tensor]] | None = None
+        for units in self._ways(tokens):
+            costs = self._computed(units)
+            groups = fill(costs, tokens, at_least)
+            price = max(0, at_least - len(groups)), len(groups), sum(costs)
+            if best is None or price < best[0]:
+                best = price, _joined(units, groups)
+            if len(groups) == max(at_least, -(-sum(costs) // tokens)):
+                break
+        assert best is not None
+        return best[1]
 
     def units(self) -> list[list[int]]:
-        """Indices of the sequences that stay together, ascending: each by itself, or by groups."""
+        """Indices of the sequences that have to stay together, ascending: each by itself, or by groups."""
         if not self.whole_groups:
             return [[s] for s in range(len(self))]
         members: dict[int, list[int]] = {}
@@ -184,9 +214,46 @@ class PackedBatch:
             members.setdefault(group, []).append(s)
         return [members[group] for group in sorted(members)]
 
-    def _tokens_of(self, units: list[list[int]]) -> list[int]:
-        lengths = self.lengths.tolist()
-        return [sum(lengths[s] for s in unit) for unit in units]
+    def computed_tokens(self) -> int:
+        """Tokens that a model computes for the batch: each prompt once."""
+        return self._computed([list(range(len(self)))])[0]
+
+    def _families(self) -> list[list[int]]:
+        return families(self.tokens, self.cu_seqlens[:-1].tolist(), self.prompt_lengths.tolist())
+
+    def _ways(self, budget: int | None = None) -> Iterator[list[list[int]]]:
+        """Ways to keep sequences together: all responses to a prompt, half of them, a quarter, down to each alone.
+
+        None of several sequences needs more than ``budget`` tokens computed.
+        """
+        if self.whole_groups:
+            yield self.units()
+            return
+        lengths, prompts = self.lengths.tolist(), self.prompt_lengths.tolist()
+        members = [sorted(family, key=lambda s: (-lengths[s], s)) for family in self._families()]
+        pieces, most = 1, max(len(family) for family in members)
+        while True:
+            units = []
+            for family in members:
+                prompt = prompts[family[0]]
+                rest = [lengths[s] - prompt for s in family]
+                count = min(pieces, len(family))
+                while budget is not None and count < len(family) and prompt + sum(rest[::count]) > budget:
+                    count += 1
+                units += [family[i::count] for i in range(count)]
+            yield units
+            if pieces >= most:
+                return
+            pieces *= 2
+
+    def _computed(self, units: list[list[int]]) -> list[int]:
+        """Tokens that a model computes for each unit: each prompt once."""
+        lengths, prompts = self.lengths.tolist(), self.prompt_lengths.tolist()
+        family = {s: members[0] for members in self._families() for s in members}
+        return [
+            sum(lengths[s] - prompts[s] for s in unit) + sum(prompts[first] for first in {family[s] for s in unit})
+            for unit in units
+        ]
 
     def minibatches(self, count: int) -> Iterator[PackedBatch]:
         """``count`` batches of whole groups, about equal in groups."""

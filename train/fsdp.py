@@ -16,12 +16,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
-from train.attention import IMPLEMENTATION, Packing, packed, use_packed_attention
+from train.attention import IMPLEMENTATION, packed, use_packed_attention
+from train.attention_calls import Packing
 from train.batch import PackedBatch
 from train.config import FsdpConfig, LoraConfig
 from train.lora import add_adapters, initialise, plain_parameters
 from train.mesh import Meshes, make_meshes
 from train.placement import placement_for
+from train.rows import all_rows, fewest_rows
 from train.ulysses import Ulysses, sequence_parallel_group, share_sequences
 from train.vocabulary import scored_by_head
 from train.weights import FILE_BYTES, FolderWriter, load, remember_names, stored_in, stored_tensors
@@ -180,7 +182,7 @@ def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tenso
     sampled = batch.response_mask.nonzero().flatten()
     temperatures = batch.per_token(batch.temperatures)
 
-    def head(chosen: slice, places: Tensor) -> AbstractContextManager[None]:
+    def head(chosen: Tensor, places: Tensor) -> AbstractContextManager[None]:
         targets = sampled[chosen]
         return scored_by_head(model, places, *(x[targets].to(places.device) for x in (batch.tokens, temperatures)))
 
@@ -195,43 +197,52 @@ def outputs_at(
     model: nn.Module,
     batch: PackedBatch,
     places: Tensor,
-    head: Callable[[slice, Tensor], AbstractContextManager[None]],
+    head: Callable[[Tensor, Tensor], AbstractContextManager[None]],
 ) -> Tensor:
     """What the model's head gives at some places of a packed batch; attention never crosses sequences.
 
-    Under sequence parallelism every rank of a group passes the same batch, runs its slice, and gets the same answer.
+    It runs as few rows as that takes (``train.rows``). Under sequence parallelism every rank of a group passes the same
+    batch, runs its slice of the rows, and gets the same answer.
 
     Args:
-        places: int64 [K], ascending: indices of tokens of the batch.
-        head: called with which of the ``places`` lie in what this rank runs, k of them, and where (int64 [k], on the
-            device): a context within which ``model(…).logits`` is [k, …], what the head gives there.
+        places: int64 [K], K > 0: indices of tokens of the batch.
+        head: called with which of the ``places`` lie in what this rank runs (int64 [k], indices of ``places``), and
+            where (int64 [k], on the device): a context within which ``model(…).logits`` is [k, …], what the head gives
+            there.
 
     Returns:
         [K, …], on the device of the model, with gradient.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     group = sequence_parallel_group(model)
-    ulysses = None if group is None else Ulysses(group, len(batch.tokens))
-    own = run = slice(0, len(batch.tokens))
+    packs = model.config._attn_implementation == IMPLEMENTATION
+    if packs:
+        rows = fewest_rows(batch.tokens, batch.cu_seqlens, batch.prompt_lengths, places)
+    else:
+        rows = all_rows(batch.lengths.tolist())
+    by_row = rows.of_token[places].argsort(stable=True)
+    at = rows.of_token[places][by_row]
+    ulysses = None if group is None else Ulysses(group, len(rows.tokens))
+    own = run = slice(0, len(rows.tokens))
     if ulysses is not None:
         own, run = ulysses.own, ulysses.run
-    first, last = torch.searchsorted(places, torch.tensor([own.start, own.stop])).tolist()
+    first, last = torch.searchsorted(at, torch.tensor([own.start, own.stop])).tolist()
     with ExitStack() as stack:
         extra = {}
-        if model.config._attn_implementation == IMPLEMENTATION:
-            extra = stack.enter_context(packed(Packing(batch.lengths.tolist(), device, ulysses)))
-        stack.enter_context(head(slice(first, last), (places[first:last] - own.start).to(device)))
+        if packs:
+            extra = stack.enter_context(packed(Packing(rows.spans, device, ulysses)))
+        stack.enter_context(head(by_row[first:last], (at[first:last] - own.start).to(device)))
         outputs: Tensor = model(
-            input_ids=batch.tokens[None, run].to(device),
-            position_ids=batch.position_ids[None, run].to(device),
+            input_ids=batch.tokens[rows.tokens[run]][None].to(device),
+            position_ids=batch.position_ids[rows.tokens[run]][None].to(device),
             use_cache=False,
             **extra,
         ).logits
     if ulysses is not None:
         bounds = torch.tensor(ulysses.counts).cumsum(0)
-        owner = torch.searchsorted(bounds, places, right=True)
+        owner = torch.searchsorted(bounds, at, right=True)
         outputs = ulysses.everywhere(outputs, owner.bincount(minlength=ulysses.size).tolist())
-    return outputs
+    return outputs[by_row.argsort().to(device)]
 
 
 def export(

@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig, P
 
 from train.batch import PackedBatch
 from train.fsdp import build, outputs_at
+from train.rows import take_rows
 from train.weights import as_parameter
 
 HEAD: Final = "score"
@@ -107,7 +108,7 @@ def _read_by_head(model: nn.Module, head: nn.Linear, places: Tensor) -> Iterator
     seen: list[Tensor] = []
 
     def read(hidden: Tensor) -> Tensor:
-        picked = hidden.flatten(0, -2)[places]
+        picked = take_rows(hidden.flatten(0, -2), places)
         seen.append(torch.mv(picked.float(), head.weight[0].float()))
         return hidden.new_zeros(*hidden.shape[:-1], 1)
 

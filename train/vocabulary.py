@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from train.rows import take_rows
+
 TILE = {"cpu": (1024, 1024), "cuda": (4096, 8192)}
 """Tokens and vocabulary entries of one tile, by device type."""
 
@@ -204,7 +206,7 @@ def scored_by_head(model: nn.Module, positions: Tensor, targets: Tensor, tempera
         if len(seen) != 1:
             raise ValueError(f"{type(model).__name__} called its output embeddings {len(seen)} times; once is expected")
         transform = transform_of(output.logits, type(model).__name__)
-        hidden = seen.pop()[positions]
+        hidden = take_rows(seen.pop(), positions)
         if type(head) is nn.Linear:
             scores = log_probs_and_entropy(hidden, head.weight, head.bias, targets, temperatures, transform)
         else:

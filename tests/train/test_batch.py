@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from train.batch import PackedBatch, Rollout
 from train.controller import Layout, by_engine, by_tokens, per_token
+from train.packing import balance, fill
 
 
 @st.composite
@@ -16,7 +17,7 @@ def rollouts(draw: st.DrawFn) -> list[Rollout]:
     count = draw(st.integers(1, 12))
     made = []
     for i in range(count):
-        prompt = draw(st.lists(st.integers(0, 99), min_size=1, max_size=6))
+        prompt = draw(st.lists(st.integers(0, 99), min_size=1, max_size=6) | st.sampled_from([[1], [1, 2], [7] * 9]))
         response = draw(st.lists(st.integers(100, 199), min_size=1, max_size=6))
         log_probs = [-(i + 1) - k / 10 for k in range(len(response))]
         made.append(Rollout(prompt, response, log_probs, float(i), draw(st.integers(0, 3)), 1.0 + i / 10))
@@ -61,17 +62,40 @@ def test_ranks_get_every_sequence_once_and_about_the_same_number_of_tokens(made:
         return
     parts = batch.balanced(ranks)
     assert sorted(torch.cat(parts).tolist()) == list(range(len(batch)))
-    loads = [int(batch.lengths[p].sum()) for p in parts]
-    assert max(loads) - min(loads) <= int(batch.lengths.max())
+    slowest = max(batch.select(part).computed_tokens() for part in parts)
+    alone = balance(batch.lengths.tolist(), ranks)
+    assert slowest <= 1.02 * max(int(batch.lengths[part].sum()) for part in alone), "keeping prompts together costs"
 
 
-@given(rollouts(), st.integers(2, 20))
-def test_micro_batches_keep_the_budget_and_hold_every_sequence_once(made: list[Rollout], budget: int) -> None:
+@given(rollouts(), st.integers(2, 40), st.integers(1, 5))
+def test_micro_batches_keep_the_budget_and_hold_every_sequence_once(
+    made: list[Rollout], budget: int, at_least: int
+) -> None:
     batch = PackedBatch.pack(made)
-    groups = batch.micro_batches(budget)
+    groups = batch.micro_batches(budget, at_least)
     assert sorted(torch.cat(groups).tolist()) == list(range(len(batch)))
     for group in groups:
-        assert len(group) == 1 or int(batch.lengths[group].sum()) <= budget
+        assert len(group) == 1 or batch.select(group).computed_tokens() <= budget
+    assert min(at_least, len(batch)) <= len(groups) <= len(fill(batch.lengths.tolist(), budget, at_least))
+
+
+def test_responses_to_one_prompt_are_computed_together_as_far_as_budget_and_ranks_allow() -> None:
+    prompts = [[g] * 30 for g in range(4)]
+    made = [Rollout(prompts[i % 4], [9] * 5, [0.0] * 5, 0.0, i % 4) for i in range(32)]
+    batch = PackedBatch.pack(made)
+    assert batch.computed_tokens() == 4 * (30 + 8 * 5)
+
+    def computed(parts: list[torch.Tensor]) -> list[int]:
+        return [batch.select(part).computed_tokens() for part in parts]
+
+    assert computed(batch.balanced(2)) == [140, 140]
+    assert computed(batch.balanced(4)) == [70] * 4
+    assert computed(batch.balanced(8)) == [50] * 8
+    assert computed(batch.micro_batches(280)) == [280]
+    assert computed(batch.micro_batches(140)) == [140, 140]
+    assert computed(batch.micro_batches(50)) == [50] * 8
+    assert computed(batch.micro_batches(10)) == [35] * 32
+    assert computed(batch.micro_batches(280, at_least=8)) == [50] * 8
 
 
 @given(rollouts(), st.integers(1, 4))

@@ -21,10 +21,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from train.attention import IMPLEMENTATION, Packing, like_lengths, use_packed_attention
+from train.attention import IMPLEMENTATION, use_packed_attention
+from train.attention_calls import Packing, like_lengths
 from train.batch import PackedBatch, Rollout
 from train.fsdp import token_log_probs
 from train.packing import balance, fill
+from train.rows import all_rows
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 SMALL = {
@@ -113,38 +115,55 @@ def test_micro_batches_are_no_more_than_the_known_bound_on_best_fit(lengths: lis
 
 @given(LENGTHS)
 def test_calls_of_attention_hold_every_sequence_once_the_longest_first(lengths: list[int]) -> None:
-    calls = like_lengths(lengths)
+    calls = like_lengths(lengths, [0] * len(lengths))
     assert sorted(s for call in calls for s in call) == list(range(len(lengths)))
     for call in calls:
         assert lengths[call[0]] == max(lengths[s] for s in call)
 
 
 def test_sequences_of_one_length_are_computed_in_one_call_without_any_filling() -> None:
-    packing = Packing([500] * 4, torch.device("cpu"))
-    assert packing.shapes == [(4, 500)]
+    packing = Packing(all_rows([500] * 4).spans, torch.device("cpu"))
+    assert packing.shapes == [(4, 500, 0)]
     assert packing.order is None
 
 
 @given(LENGTHS)
 def test_what_is_laid_out_for_attention_comes_back_in_the_order_of_the_batch(lengths: list[int]) -> None:
-    packing = Packing(lengths, torch.device("cpu"))
+    packing = Packing(all_rows(lengths).spans, torch.device("cpu"))
     tokens = torch.arange(sum(lengths))
     laid_out = tokens if packing.order is None else tokens[packing.order]
     assert torch.equal(laid_out[packing.rows], tokens)
-    assert len(laid_out) == sum(count * length for count, length in packing.shapes)
+    assert len(laid_out) == sum(count * length for count, length, _ in packing.shapes)
 
 
-@pytest.fixture(scope="module")
-def batch() -> PackedBatch:
+def batch_of(shapes: list[tuple[int, int, int]]) -> PackedBatch:
+    """(prompt, its tokens, tokens of the response) of each sequence; of one name and length, prompts are the same."""
     generator = torch.Generator().manual_seed(1)
+    prompts: dict[tuple[int, int], list[int]] = {}
 
     def tokens(count: int) -> list[int]:
         return torch.randint(2, 120, (count,), generator=generator).tolist()
 
-    shapes = [(3, 7), (5, 2), (9, 20), (3, 7), (1, 1), (12, 28)]
     return PackedBatch.pack(
-        [Rollout(tokens(p), tokens(r), [0.0] * r, 0.0, i, 1 + i / 10) for i, (p, r) in enumerate(shapes)]
+        [
+            Rollout(prompts.setdefault((name, p), tokens(p)), tokens(r), [0.0] * r, 0.0, i, 1 + i / 10)
+            for i, (name, p, r) in enumerate(shapes)
+        ]
     )
+
+
+BATCHES = {
+    "prompts of their own": batch_of([(0, 3, 7), (1, 5, 2), (2, 9, 20), (3, 3, 7), (4, 1, 1), (5, 12, 28)]),
+    # Two prompts of one length, one of another; responses of one token; one that answers a prompt alone.
+    "shared prompts": batch_of(
+        [(0, 9, 7), (1, 9, 2), (0, 9, 20), (2, 4, 1), (1, 9, 28), (2, 4, 1), (3, 9, 5), (0, 9, 1), (1, 9, 13)]
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=BATCHES)
+def batch(request: pytest.FixtureRequest) -> PackedBatch:
+    return BATCHES[request.param]
 
 
 def make(config: PretrainedConfig, attention: str) -> PreTrainedModel:
@@ -186,17 +205,15 @@ def test_a_pack_is_scored_and_learned_from_as_its_sequences_are_one_by_one(kind:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_change_in_one_sequence_leaves_the_others_log_probs_bit_identical(kind: str, batch: PackedBatch) -> None:
+def test_a_change_in_one_response_leaves_the_others_log_probs_bit_identical(kind: str, batch: PackedBatch) -> None:
     model = make(MODELS[kind], "eager")
     use_packed_attention(model)
     with torch.no_grad():
         before, _ = token_log_probs(model, batch)
         for s in range(len(batch)):
-            inside = slice(int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1]))
-            tokens = batch.tokens.clone()
-            tokens[inside] = (tokens[inside] + 7) % 118 + 2
-            after, _ = token_log_probs(model, batch.with_(tokens=tokens))
-            others = torch.ones(len(tokens), dtype=torch.bool)
+            inside = slice(int(batch.cu_seqlens[s] + batch.prompt_lengths[s]), int(batch.cu_seqlens[s + 1]))
+            after, _ = token_log_probs(model, changed(batch, inside))
+            others = torch.ones(len(batch.tokens), dtype=torch.bool)
             others[inside] = False
             # Tokens routed to one expert are multiplied together, in a matrix whose height others change.
             rounding = 1e-5 if kind == "sinks" else 0.0
@@ -204,7 +221,28 @@ def test_a_change_in_one_sequence_leaves_the_others_log_probs_bit_identical(kind
             assert not torch.allclose(after[inside], before[inside])
 
 
-def test_no_layer_sees_more_tokens_than_there_are(batch: PackedBatch) -> None:
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_change_in_one_prompt_leaves_those_that_shared_it_as_they_were(kind: str, batch: PackedBatch) -> None:
+    model = make(MODELS[kind], "eager")
+    use_packed_attention(model)
+    with torch.no_grad():
+        before, _ = token_log_probs(model, batch)
+        for s in range(len(batch)):
+            inside = slice(int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s] + batch.prompt_lengths[s]))
+            after, _ = token_log_probs(model, changed(batch, inside))
+            own = torch.zeros(len(batch.tokens), dtype=torch.bool)
+            own[int(batch.cu_seqlens[s]) : int(batch.cu_seqlens[s + 1])] = True
+            torch.testing.assert_close(after[~own], before[~own], atol=1e-5, rtol=0)
+            assert not torch.allclose(after[own], before[own])
+
+
+def changed(batch: PackedBatch, places: slice) -> PackedBatch:
+    tokens = batch.tokens.clone()
+    tokens[places] = (tokens[places] + 7) % 118 + 2
+    return batch.with_(tokens=tokens)
+
+
+def test_layers_compute_each_prompt_once_and_no_last_token(batch: PackedBatch) -> None:
     model = make(MODELS["grouped queries"], "eager")
     use_packed_attention(model)
     seen: set[int] = set()
@@ -212,7 +250,12 @@ def test_no_layer_sees_more_tokens_than_there_are(batch: PackedBatch) -> None:
         if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
             module.register_forward_hook(lambda _, inputs, __: seen.add(inputs[0].shape[:-1].numel()))
     token_log_probs(model, batch)
-    assert seen == {len(batch.tokens)}
+    prompts = {
+        tuple(batch.tokens[a : a + p].tolist())
+        for a, p in zip(batch.cu_seqlens[:-1], batch.prompt_lengths, strict=True)
+    }
+    assert seen == {sum(map(len, prompts)) + int(batch.response_lengths.sum()) - len(batch)}
+    assert batch.computed_tokens() == sum(map(len, prompts)) + int(batch.response_lengths.sum())
 
 
 def test_without_a_packing_a_model_is_what_it_is_with_sdpa(batch: PackedBatch) -> None:

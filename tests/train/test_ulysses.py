@@ -48,9 +48,10 @@ def some_batch() -> PackedBatch:
     def some(count: int) -> list[int]:
         return torch.randint(2, 97, (count,), generator=generator).tolist()
 
-    shapes = [(3, 8), (2, 5), (6, 12), (1, 2), (4, 9), (3, 8), (5, 1), (2, 11)]
+    shapes = [(5, 8), (5, 5), (5, 12), (5, 2), (6, 9), (6, 8), (6, 1), (2, 11)]
+    prompts = {p: some(p) for p in (5, 6, 2)}
     batch = PackedBatch.pack(
-        [Rollout(some(p), some(r), [-3.0] * r, float(i % 3), i // 4, 1 + i / 10) for i, (p, r) in enumerate(shapes)]
+        [Rollout(prompts[p], some(r), [-3.0] * r, float(i % 3), i // 4, 1 + i / 10) for i, (p, r) in enumerate(shapes)]
     )
     algorithm = load(TrainConfig().algorithm)
     old = batch.behaviour_log_probs - 0.1
