@@ -9,6 +9,7 @@ twice as many threads as the others.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,9 @@ import torch
 _BYTES_A_THREAD: Final = 800_000_000
 """Weights times tokens that make a first guess: a thread for each of these."""
 _EARNS: Final = 1.15
-"""Twice as many threads have to be this much faster: what they don't take is there for the API process."""
+"""Twice as many threads have to be this much faster: what they don't take is there for others."""
+_LAST_CORE_EARNS: Final = 1.3
+"""A thread on every core has to be this much faster besides: the API process would have none of its own."""
 _ROUND: Final = 40
 """Steps after which the neighbours have been tried once each."""
 _FEWER: Final = frozenset((8, 9))
@@ -40,7 +43,7 @@ class Threads:
         weights = sum(path.stat().st_size for path in folder.glob("*.safetensors")) if on_cpu and here else 0
         self._most = torch.get_num_threads() if weights else 1
         self._set = self._most
-        self._choices = Choices(self._most, weights)
+        self._choices = Choices(self._most, weights, len(os.sched_getaffinity(0)) if on_cpu else None)
 
     def fit(self, tokens: int) -> None:
         """To be called before a step of so many tokens."""
@@ -61,9 +64,15 @@ class Threads:
 class Choices:
     """Which number of threads steps have done best with, by the power of two below their tokens."""
 
-    def __init__(self, most: int, weights: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        """``weights``: bytes that each token goes through; ``clock``: seconds."""
-        self._counts = sorted({most, *(1 << power for power in range(most.bit_length()))})
+    def __init__(
+        self, most: int, weights: int, cores: int | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """``weights``: bytes that each token goes through; ``cores``: of the machine; ``clock``: seconds."""
+        counts = {most, *(1 << power for power in range(most.bit_length()))}
+        if most > 1 and most == cores:
+            counts.add(most - 1)
+        self._counts = sorted(counts)
+        self._prices = [_EARNS ** math.log2(n) * (_LAST_CORE_EARNS if n == cores else 1.0) for n in self._counts]
         self._weights = weights
         self._clock = clock
         self._kinds: dict[int, _Kind] = {}
@@ -76,7 +85,7 @@ class Choices:
         if kind is None:
             worth = max(1, math.ceil(tokens * self._weights / _BYTES_A_THREAD))
             guess = max(place for place, count in enumerate(self._counts) if count <= max(1, worth))
-            kind = self._kinds[tokens.bit_length()] = _Kind(self._counts, guess)
+            kind = self._kinds[tokens.bit_length()] = _Kind(self._prices, guess)
         place = kind.next_place()
         self._now = (kind, tokens, place, self._clock())
         return self._counts[place]
@@ -94,10 +103,10 @@ class Choices:
 class _Kind:
     """Steps of about the same number of tokens."""
 
-    def __init__(self, counts: list[int], best: int) -> None:
+    def __init__(self, prices: list[float], best: int) -> None:
         self.best = best
-        self._means: list[float | None] = [None] * len(counts)
-        self._prices = [_EARNS ** math.log2(count) for count in counts]
+        self._means: list[float | None] = [None] * len(prices)
+        self._prices = prices
         self._step = 0
 
     def next_place(self) -> int:

@@ -21,9 +21,9 @@ def used(
     return counts
 
 
-def make(most: int, weights: int = 0) -> tuple[Choices, list[float]]:
+def make(most: int, weights: int = 0, cores: int | None = None) -> tuple[Choices, list[float]]:
     now = [0.0]
-    return Choices(most, weights, lambda: now[0]), now
+    return Choices(most, weights, cores, lambda: now[0]), now
 
 
 def test_a_step_that_threads_make_faster_gets_them() -> None:
@@ -39,6 +39,17 @@ def test_a_step_that_threads_make_slower_gets_one() -> None:
 def test_a_thread_that_saves_less_than_it_costs_others_is_not_used() -> None:
     choices, now = make(2)
     assert used(choices, now, 64, lambda threads: 1 if threads == 1 else 0.9).most_common(1)[0][0] == 1
+
+
+def test_the_last_core_is_the_api_process_unless_it_earns_much() -> None:
+    for most, all_of_them, best in ((2, 0.7, 1), (2, 0.6, 2), (8, 0.85, 7)):
+
+        def cost(threads: int, most: int = most, all_of_them: float = all_of_them) -> float:
+            return all_of_them if threads == most else (most - 1) / threads
+
+        choices, now = make(most, cores=most)
+        used(choices, now, 64, cost, steps=2000)
+        assert used(choices, now, 64, cost).most_common(1)[0][0] == best
 
 
 def test_kinds_of_steps_are_told_apart() -> None:
