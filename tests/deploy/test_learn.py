@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from deploy.learn import plans, task, trial
+from deploy.learn import pairs, plans, task, trial
 from deploy.learn.home import Home
 from train.algorithms.config import OFFLINE, ONLINE
 
@@ -36,7 +36,7 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
     command = [sys.executable, "-m", "deploy.learn", "--folder", str(folder), "--algorithms", "sft,reward_model"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     done = subprocess.run(
-        [*command, "--steps", "6"], env=environment, capture_output=True, text=True, timeout=280, check=False
+        [*command, "--steps", "6"], env=environment, capture_output=True, text=True, timeout=800, check=False
     )
     output = done.stdout + done.stderr
     assert done.returncode in (0, 1), output
@@ -49,6 +49,13 @@ def test_what_people_wrote_is_learned(proof: Proof) -> None:
 
 def test_what_people_preferred_is_learned(proof: Proof) -> None:
     assert proof.figures["reward_model"]["ci_low"] > 0, proof.output
+
+
+def test_a_reward_model_is_compared_with_what_it_was_before_training(proof: Proof) -> None:
+    """A head of zeros, which tells nothing apart; with one of random numbers that would be otherwise."""
+    [folder] = proof.home.work.glob("runs/reward_model/*_untrained")
+    assert set(pairs.told_apart(folder)) == {0.5}
+    assert proof.figures["reward_model"]["before"] == 0.5
 
 
 def test_the_last_line_has_the_figures_of_each_algorithm(proof: Proof) -> None:

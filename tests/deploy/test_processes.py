@@ -138,7 +138,7 @@ time.sleep(600)
 @pytest.mark.parametrize("by", ["stop", "kill of the driver", "kill of the warden"])
 def test_no_process_of_ray_survives(by: str, tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
     running = child(RAY, tmp_path, grace=10.0)
-    _until(lambda: "up" in running.tail(), timeout=90)
+    _until(lambda: "up" in running.tail(), timeout=600)
     daemons = [p.name() for p in psutil.Process(running.pid).children(recursive=True)]
     assert {"raylet", "gcs_server"} <= set(daemons)
     (driver,) = psutil.Process(running.pid).children()

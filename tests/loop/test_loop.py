@@ -20,7 +20,7 @@ from serve.policies import PolicyStore
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loop") / "demo"
     command = [sys.executable, "-m", "deploy.cli", "demo", "--folder", str(folder), "--cycles", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return folder
 
@@ -30,7 +30,7 @@ def summary(demo: Path) -> dict[str, Any]:
     return json.loads((demo / "summary.json").read_text())
 
 
-@pytest.mark.timeout(1000)
+@pytest.mark.timeout(2000)
 def test_users_make_the_policy_better_and_a_ruined_candidate_is_refused(demo: Path, summary: dict[str, Any]) -> None:
     accuracy = {p["version"]: p["heldout_accuracy"] for p in summary["policies"]}
     assert summary["promoted"] == [1, 2]

@@ -55,6 +55,9 @@ def store(tmp_path: Path) -> PolicyStore:
     return PolicyStore(tmp_path / "policies")
 
 
+START_TIMEOUT_S = 600
+"""So much because other tests run meanwhile; a server that ends is not waited for."""
+
 SERVER = """
 import json, sys
 from feedback.config import FeedbackConfig
@@ -133,7 +136,7 @@ def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
             cwd=Path(__file__).parents[2],
         )
     server = LiveServer(home, f"http://127.0.0.1:{port}", process, store, log)
-    deadline = time.monotonic() + (120 if "fleet" not in serve else 280)
+    deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
             if httpx.get(f"{server.url}/ready", timeout=2).status_code == 200:

@@ -44,7 +44,7 @@ class Small(Worker):
     @dispatch(to_all)
     def wait_for(self, name: str) -> None:
         """Until the file is there."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not (self.folder / name).exists():
             assert time.monotonic() < deadline, name
             time.sleep(0.01)

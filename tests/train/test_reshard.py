@@ -57,7 +57,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]

@@ -104,7 +104,7 @@ def output(home: Path) -> str:
         start_new_session=True,
     )
     try:
-        printed = process.communicate(timeout=200)[0]
+        printed = process.communicate(timeout=800)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
