@@ -27,7 +27,11 @@ class EngineConfig(_Section):
         description="Longest prompt and answer together, in tokens; null fits the model and the KV cache.",
     )
     max_num_seqs: int = Field(default=256, ge=1, description="Most responses generated at once.")
-    max_batched_tokens: int = Field(default=4096, ge=1, description="Most tokens in one engine step.")
+    max_batched_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens in one engine step; null is as vLLM has it. On a CPU at least the longest context.",
+    )
     kv_cache_bytes: int = Field(default=256 * MIB, ge=MIB, description="Size of the KV cache, in bytes.")
     tensor_parallel_size: int = Field(default=1, ge=1, description="Devices that one copy of the policy is split over.")
     enforce_eager: bool = Field(

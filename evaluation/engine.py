@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig, prepare_environment
+from serve.prefill import prefill_arguments
 
 TokenIds = list[int]
 
@@ -75,6 +76,7 @@ class OfflineEngine:
             distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
             enforce_eager=config.enforce_eager,
             use_tqdm_on_load=False,
+            **prefill_arguments(),
         )
 
     def __enter__(self) -> Self:

@@ -34,6 +34,7 @@ from serve.generation import Growing, Underway
 from serve.generation import Sampling as Sampling
 from serve.generation import sampled_logprobs as sampled_logprobs
 from serve.policies import Policy
+from serve.prefill import prefill_arguments
 from serve.text import Text
 
 if TYPE_CHECKING:
@@ -525,6 +526,7 @@ class Engine:
                 "scheduler_cls": SCHEDULER,
                 "weight_transfer_config": {"backend": "millrace_mapped"},
                 "disable_log_stats": True,
+                **prefill_arguments(),
             }
             if config.tensor_parallel_size == 1:
                 arguments["distributed_executor_backend"] = "uni"

@@ -129,6 +129,17 @@ async def test_the_same_seed_samples_the_same_response(swapper: Swapper) -> None
     assert one.token_ids == two.token_ids != other.token_ids
 
 
+async def test_seeded_prompts_of_more_tokens_than_a_step_together_are_answered_as_alone(swapper: Swapper) -> None:
+    async def ask(name: str, seed: int) -> list[int]:
+        prompt = [seed % 90 + 2, *range(2, 92)]
+        return (await swapper.engine.generate(name, prompt, Sampling(max_tokens=3, seed=seed))).responses[0].token_ids
+
+    alone = [await ask(f"alone{seed}", seed) for seed in (0, 63)]
+    together = await asyncio.gather(*(ask(f"together{seed}", seed) for seed in range(64)))
+    assert 64 * 91 > 2048, "vLLM's default"
+    assert [together[0], together[63]] == alone
+
+
 async def test_text_is_the_tokens_without_the_one_that_ended_it(swapper: Swapper) -> None:
     tokenizer = swapper.engine.text.tokenizer
     ended = False

@@ -1,0 +1,18 @@
+"""How vLLM is to compute prompts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def prefill_arguments() -> dict[str, Any]:
+    """Arguments of vLLM's engine: on a CPU, each prompt in one step, whole.
+
+    A prompt that is split over steps has a token sampled after each part and thrown away. Of a request with a seed
+    vLLM then turns its generator back, which PyTorch's generators on a CPU cannot do: the engine would die of a few
+    seeded requests whose prompts don't fit into a step together. A step holds the longest context then, unless
+    ``max_num_batched_tokens`` says less, which vLLM refuses.
+    """
+    from vllm.platforms import current_platform
+
+    return {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
