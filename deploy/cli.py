@@ -2,6 +2,7 @@
 
 Settings can be given anywhere on the line as dotted options (``millrace up --serve.port 8001``). What fails is one
 line on stderr: exit code 2 for a wrong command or configuration, 1 for everything else, 128 + n after signal n.
+`train` ends with 3 where there was nothing to learn from.
 """
 
 from __future__ import annotations
@@ -121,15 +122,19 @@ def run(arguments: list[str]) -> int:
 
 
 def _leave(code: int) -> None:
-    """End the process, without taking Python down if it used an object store.
+    """End the process, without taking Python down if it used an object store or gave up a reward.
 
     Arrow's threads go on reading ahead through Python for a moment, and one that comes back into an interpreter that
-    is being taken down ends the process by a signal, whatever the command did.
+    is being taken down ends the process by a signal, whatever the command did. A reward that took too long still runs,
+    and Python might wait for it for ever.
     """
-    lake_module = sys.modules.get("feedback.lake")
-    if lake_module is None or not lake_module.uses_object_store:
+    lake_module, rewards_module = sys.modules.get("feedback.lake"), sys.modules.get("train.rewards")
+    reads_ahead = lake_module is not None and lake_module.uses_object_store
+    hangs = rewards_module is not None and rewards_module.given_up()
+    if not reads_ahead and not hangs:
         sys.exit(code)
-    atexit._run_exitfuncs()
+    if not hangs:  # what was registered to run at the end may wait for it, too
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
             stream.flush()

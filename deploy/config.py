@@ -1,4 +1,4 @@
-"""The root configuration: what each package's own config.py says, composed, and where the values come from.
+"""The root configuration: what each package's own config.py says, composed.
 
 Highest first: dotted options on the command line (``--serve.port 8001``), the environment
 (``MILLRACE__SERVE__PORT=8001``), a YAML file, the defaults. An unknown key in any of them is an error.
@@ -10,26 +10,20 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from deploy import describe
+from deploy.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options
 from evaluation.config import EvaluationConfig
 from feedback.config import FeedbackConfig
 from serve.config import ServeConfig
 from serve.keys import local_file
 from train.config import TrainConfig
 
-ENV_PREFIX: Final = "MILLRACE__"
-DEFAULT_FILE: Final = Path("millrace.yaml")
-
-
-class ConfigError(ValueError):
-    """The configuration can't be used; the text names each bad key, its value and where it came from."""
+__all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
 
 
 class Section(BaseModel):
@@ -193,9 +187,9 @@ def load(
     """
     environment = os.environ if environment is None else environment
     layers = [
-        _from_options(model, options),
-        _from_environment(model, environment),
-        _from_file(model, file),
+        from_options(model, options),
+        from_environment(model, environment),
+        from_file(model, file),
     ]
     unknown = [message for layer in layers for message in layer.unknown()]
     if unknown:
@@ -210,7 +204,7 @@ def load(
     try:
         loaded = Loaded()
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(detail, layers) for detail in error.errors())) from None
+        raise ConfigError("\n".join(explain(detail, layers) for detail in error.errors())) from None
     # The plain class again: a Loaded would read its sources anew when it is copied or unpickled.
     values = {name: getattr(loaded, name) for name in model.model_fields}
     values["home"] = values["home"].expanduser().absolute()
@@ -225,115 +219,3 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-class _Layer(PydanticBaseSettingsSource):
-    """Values of one source. ``origin`` says of a dotted key where it was read, for messages."""
-
-    def __init__(self, model: type[Settings], values: dict[str, Any], origin: dict[str, str] | str) -> None:
-        super().__init__(model)
-        self.values = values
-        self.origin = origin
-
-    def __call__(self) -> dict[str, Any]:
-        return self.values
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self.values.get(field_name), field_name, False
-
-    def where(self, key: str) -> str:
-        return self.origin if isinstance(self.origin, str) else self.origin.get(key, "the command line")
-
-    def holds(self, key: str) -> bool:
-        value: Any = self.values
-        for part in key.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                return False
-            value = value[part]
-        return True
-
-    def unknown(self) -> list[str]:
-        return [
-            describe.unknown_message(key, self.settings_cls, self.where(key))
-            for key in describe.unknown_keys(self.values, self.settings_cls)
-        ]
-
-
-def _from_options(model: type[Settings], options: Iterable[tuple[str, str]]) -> _Layer:
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for key, text in options:
-        key = key.replace("-", "_")
-        _put(values, key, _read(text, key, model), f"--{key}")
-        origin[key] = f"the command line (--{key})"
-    return _Layer(model, values, origin)
-
-
-def _from_environment(model: type[Settings], environment: Mapping[str, str]) -> _Layer:
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for name in sorted(environment):
-        if name.upper().startswith(ENV_PREFIX):
-            key = name[len(ENV_PREFIX) :].lower().replace("__", ".")
-            _put(values, key, _read(environment[name], key, model), name)
-            origin[key] = f"the environment ({name})"
-    return _Layer(model, values, origin)
-
-
-def _from_file(model: type[Settings], file: Path | None) -> _Layer:
-    if file is None and not DEFAULT_FILE.exists():
-        return _Layer(model, {}, "no file")
-    path = file or DEFAULT_FILE
-    try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {path} is not YAML: {error}") from None
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"the config file {path} must hold keys and values, it holds a {type(values).__name__}")
-    return _Layer(model, describe.drop_empty_sections(values, model), str(path))
-
-
-def _read(text: str, key: str, model: type[Settings]) -> Any:
-    """A value given as text: itself where the setting may be text, else read as YAML (numbers, null, [lists])."""
-    annotation = describe.annotation_of(key, model)
-    if annotation is None:  # unknown; reported later with a hint
-        return text
-    if describe.takes_text(annotation):
-        return None if text in ("null", "none") and describe.takes_none(annotation) else text
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {text!r} can't be read: {error}") from None
-
-
-def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
-    *sections, last = key.split(".")
-    for section in sections:
-        values = values.setdefault(section, {})
-        if not isinstance(values, dict):
-            raise ConfigError(f"{source}: {section} is given as a value and as a section")
-    if isinstance(value, dict) and isinstance(values.get(last), dict):
-        values[last] = value | values[last]
-    else:
-        values[last] = value
-
-
-def _explain(detail: Any, layers: list[_Layer]) -> str:
-    """One line for a pydantic error: key, what is wrong, the value, and the source that the value came from."""
-    parts = [str(part) for part in detail["loc"]]
-    # Drop what is no key of ours: pydantic adds list indexes and the names of union members at the end.
-    for end in range(len(parts), 0, -1):
-        key = ".".join(parts[:end])
-        if source := next((layer.where(key) for layer in layers if layer.holds(key)), None):
-            break
-    else:
-        key, source = ".".join(parts), None
-    message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "missing":
-        return f"{'.'.join(parts) or 'the settings'}: {message}"
-    given = "" if isinstance(detail["input"], (dict, BaseModel)) else f", not {detail['input']!r}"
-    return f"{'.'.join(parts) or 'the settings'}: {message}{given}" + (f" (from {source})" if source else "")

@@ -16,9 +16,19 @@ from typing import Any, Literal
 from deploy import rollout
 from deploy.checks import check
 from deploy.config import Settings, child_environment
-from deploy.cycles import CycleRecord, Stage, close_dead, killed_training, next_number, now, records, write
+from deploy.cycles import (
+    CycleRecord,
+    Stage,
+    close_dead,
+    killed_training,
+    next_number,
+    now,
+    records,
+    without_candidate,
+    write,
+)
 from deploy.following import NotServed, server_policy, wait_until_served
-from deploy.processes import Child, Stopped, millrace
+from deploy.processes import NOTHING_TO_LEARN, Child, Stopped, millrace
 from serve.policies import Pointer, PolicyError, PolicyStore
 
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
@@ -93,7 +103,7 @@ class _Cycle:
         )
         self.record.candidate = trained["candidate"]
         if trained["candidate"] is None:
-            return self._end("skipped", trained["reason"] or "training published nothing")
+            return self._end("skipped", trained["reason"] + self._in_a_row())
 
         candidate, incumbent = str(trained["candidate"]), str(pointer.version)
         judged = self._run("evaluate", self.settings.cycle.evaluate_timeout_s, candidate, "--incumbent", incumbent)
@@ -112,6 +122,11 @@ class _Cycle:
         count, least = getattr(self.record, what), self.settings.cycle.min_new_rewards
         new = count - before if count >= before else count  # fewer than before: old rows were retired
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
+
+    def _in_a_row(self) -> str:
+        """For how many cycles training has published nothing, if this is not the first: somebody must notice that."""
+        count = len(without_candidate(self.settings))
+        return f" ({count} cycles in a row have trained and published nothing)" if count > 1 else ""
 
     def _run(self, name: str, timeout: float, *arguments: str) -> dict[str, Any]:
         """Run one stage as ``millrace <name>`` in a process of its own; what it handed on. Raises StageFailed."""
@@ -133,7 +148,7 @@ class _Cycle:
                 raise StageFailed(f"{name} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
             finally:
                 child.stop()  # does nothing to a stage that has ended
-            if code != 0:
+            if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
                 raise failed(f"{name} ended with code {code}: {_last_words(child.tail())} (log: {log})")
             result: dict[str, Any] = json.loads(out.read_bytes())

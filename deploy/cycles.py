@@ -54,6 +54,13 @@ def records(settings: Settings) -> list[CycleRecord]:
     return [CycleRecord.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("[0-9]*.json"))]
 
 
+def without_candidate(settings: Settings) -> list[CycleRecord]:
+    """The last cycles in a row that trained and published nothing, oldest first; what did not train is passed over."""
+    trained = [record for record in records(settings) if any(stage.name == "train" for stage in record.stages)]
+    last = max((i for i, record in enumerate(trained) if record.candidate is not None), default=-1)
+    return trained[last + 1 :]
+
+
 def killed_training(settings: Settings, number: int, incumbent: int) -> CycleRecord | None:
     """The last cycle before ``number`` that trained, if its training was killed and going on with it is safe.
 

@@ -24,6 +24,7 @@ import psutil
 from deploy.config import ConfigError, Settings
 
 GIB = 2**30
+IDLE_CYCLES = 3  # in a row, that trained and published nothing
 PACKAGES = ("torch", "transformers", "ray", "pyarrow", "duckdb", "deltalake", "fastapi", "pydantic", "apscheduler")
 
 
@@ -285,7 +286,7 @@ def _home(settings: Settings) -> Iterable[Check]:
 
 
 def _loop(settings: Settings) -> Iterable[Check]:
-    from deploy import checks
+    from deploy import checks, cycles
     from deploy.schedule import trigger
 
     advice = "serving works without it; for the loop, set it"
@@ -297,6 +298,10 @@ def _loop(settings: Settings) -> Iterable[Check]:
             yield Check("loop", "warn", line, advice)
     else:
         yield Check("loop", "ok", "reward, held-out suite and schedule can be used")
+    idle = cycles.without_candidate(settings)
+    if len(idle) >= IDLE_CYCLES:
+        found = f"the last {len(idle)} cycles that trained published nothing; the last one: {idle[-1].reason}"
+        yield Check("training", "warn", found, "put right what it says: until then nothing is learned")
 
 
 def _nearest_folder(path: Path) -> Path:

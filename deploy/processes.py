@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from deploy import warden
+
+NOTHING_TO_LEARN: Final = 3
+"""Exit code of `millrace train` where there was nothing to learn from, and nothing went wrong."""
 
 _WARDEN_MARGIN_S = 8.0  # what the warden needs beyond the grace, to end what the command left behind
 

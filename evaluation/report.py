@@ -19,6 +19,7 @@ from evaluation.results import PolicyResult, write_whole
 _MEASURES: Final = (
     ("reward", "reward", pictures.REWARD),
     ("kl_ref", "KL to reference", pictures.KL),
+    ("k2_ref", "k2 to reference", pictures.KL),
     ("kl_behaviour", "KL to behaviour", pictures.KL),
     ("entropy", "entropy", pictures.GOOD),
     ("response_length", "length, tokens", pictures.MUTED),

@@ -160,8 +160,14 @@ class TrainConfig(_Section):
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each worker process.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are float32.")
     steps: int = Field(20, ge=1, description="Steps in one run.")
-    minibatches: int = Field(1, ge=1, description="Optimizer steps on each batch of rollouts.")
-    micro_batch_tokens: int = Field(4096, ge=16, description="Tokens in one forward and backward pass of a rank.")
+    minibatches: int = Field(1, ge=1, description="Parts of a step's batch, each of which is an optimizer step.")
+    epochs: int = Field(1, ge=1, description="Passes over a step's minibatches; ratios are to the policy before them.")
+    micro_batch_tokens: int = Field(
+        4096,
+        ge=16,
+        description="Tokens that a rank computes in one forward and backward pass; a prompt counts once for all of its "
+        "responses in it.",
+    )
     activation_checkpointing: bool = Field(
         False, description="Recompute activations in the backward pass to save memory."
     )
@@ -188,7 +194,10 @@ class TrainConfig(_Section):
         "one out.",
     )
     max_kl: float | None = Field(
-        None, gt=0, description="Stop, and publish nothing, when KL to the parent passes this."
+        None,
+        gt=0,
+        description="Stop, and publish nothing, when KL to the parent (offline: half the squared log ratio), in nats a "
+        "token, passes this.",
     )
     min_entropy: float | None = Field(
         None, gt=0, description="Stop, and publish nothing, when the policy's mean entropy (nats a token) falls below."
@@ -263,7 +272,8 @@ class TrainConfig(_Section):
         """
         kl = self.algorithm.kl
         dropout = self.lora is not None and self.lora.dropout > 0
-        return self.minibatches > 1 or dropout or (kl.coefficient > 0 and kl.placement == "reward")
+        updates = self.minibatches * self.epochs
+        return updates > 1 or dropout or (kl.coefficient > 0 and kl.placement == "reward")
 
     @property
     def data_parallel_ranks(self) -> int:

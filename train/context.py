@@ -17,6 +17,10 @@ class TrainingStopped(RuntimeError):
     """Training ended early for its health; nothing was published."""
 
 
+class NothingToLearn(TrainingStopped):
+    """It ended for want of anything to learn from; nothing went wrong."""
+
+
 class JobContext(BaseModel):
     """Where a job finds and leaves things. Paths are absolute, and on a cluster shared by its machines."""
 
@@ -44,7 +48,8 @@ class JobContext(BaseModel):
 class JobResult(BaseModel):
     """What came of a job; ``candidate`` is None when no policy was published, and ``reason`` says why.
 
-    ``artifact``: the folder of what was made in place of a policy, a reward model.
+    ``artifact``: the folder of what was made in place of a policy, a reward model. ``stopped``: the run was ended for
+    its health; if it was not, and made nothing, there was nothing to learn from.
     """
 
     run: str
@@ -53,5 +58,6 @@ class JobResult(BaseModel):
     parent: int
     steps: int
     reason: str | None
+    stopped: bool = False
     metrics: dict[str, float]
     seconds: float

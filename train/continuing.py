@@ -19,6 +19,7 @@ DECISIVE: Final = (
     "dtype",
     "seed",
     "minibatches",
+    "epochs",
     "rollout.temperature",
     "rollout.max_tokens",
     "rollout.max_model_len",

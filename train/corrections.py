@@ -17,15 +17,17 @@ Weights = tuple[Tensor, dict[str, Tensor]]
 
 
 def importance_weights(old_log_probs: Tensor, batch: PackedBatch, config: CorrectionConfig) -> Weights:
-    """The weight of each token's loss: the ratio of old to behaviour, bounded as the config says.
+    """The weight of each token's loss, a KL in it included: the ratio of old to behaviour, bounded as the config says.
 
     - truncate: min(ratio, cap) (truncated importance sampling; E. Ionides, 2008).
     - mask: the ratio where it is within floor and cap, else 0 (masked importance sampling).
     - none, or a clip centred on the behaviour policy: 1.
 
-    A ratio is of the token, or, at level sequence, the product over the response. Besides, a response whose geometric
-    mean ratio is not within ``geometric_low`` and ``geometric_high`` has weight 0 (geometric-mean rejection). What has
-    weight 0 still counts where a loss is averaged. Of equal policies every weight is exactly 1.
+    A ratio is of the token, or, at level sequence, the product over the response: a reward is of whole responses, so
+    that is what makes it another policy's. At level auto it is of the token where this run has sampled, whose policies
+    hardly differ and where long products are all noise, and the product for logged responses. Besides, a response whose
+    geometric mean ratio is not within ``geometric_low`` and ``geometric_high`` has weight 0 (geometric-mean rejection).
+    What has weight 0 still counts where a loss is averaged. Of equal policies every weight is exactly 1.
 
     Args:
         old_log_probs: float [T], nats, the trainer's.
@@ -39,7 +41,10 @@ def importance_weights(old_log_probs: Tensor, batch: PackedBatch, config: Correc
     mask = batch.response_mask
     log_ratio = (old_log_probs.detach() - batch.behaviour_log_probs) * mask
     by_response = batch.response_sums(log_ratio)
-    ratio = (log_ratio if config.level == "token" else batch.per_token(by_response)).exp()
+    whole = (
+        batch.per_token(~batch.fresh) if config.level == "auto" else torch.full_like(mask, config.level == "sequence")
+    )
+    ratio = torch.where(whole, batch.per_token(by_response), log_ratio).exp()
     above, below = ratio > config.cap, ratio < config.floor
     nowhere = torch.zeros_like(mask)
     if config.form == "none" or config.proximal == "behaviour":

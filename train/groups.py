@@ -73,7 +73,9 @@ def start_groups(
     )  # what can't be loaded fails before a worker starts
     with start_pools(config) as pools:
         if on.reward is not None:
-            group = pools[on.reward].group("reward", "train.workers.reward:RewardWorker", reward=reward)
+            group = pools[on.reward].group(
+                "reward", "train.workers.reward:RewardWorker", reward=reward, timeout_s=config.step_timeout_s
+            )
             rewards = partial(rewards_of, group, config.ranks_of(on.reward))
         actor = "train.workers.apart:SendingActor" if apart else "train.workers.actor:ActorWorker"
         if not config.algorithm.trains_policy:

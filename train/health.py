@@ -12,13 +12,21 @@ from torch import Tensor
 
 from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
-from train.context import TrainingStopped
-from train.kl import k1, k2, k3
+from train.context import NothingToLearn, TrainingStopped
+from train.kl import k1
+from train.losses import token_ratio
 from train.samples import Scored
 from train.values import explained_variance
 
 FIRST_STEPS: Final = 3
 """Steps whose mean response length is what later ones are compared with."""
+
+BOUND_BY_MAX_KL: Final = {
+    "kl_ref": "KL to the parent policy",
+    "kl_ref_at_end": "after the last update, KL to the parent policy",
+    "k2_ref": "half the squared log ratio to the parent policy, of the tokens learned from,",
+}
+"""Metrics, and what they are. ``k2_ref`` is of feedback (train/dataflows/offline.py)."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,8 @@ def of_responses(drawn: Drawn) -> dict[str, float]:
 def of_updates(batch: PackedBatch, updates: Sequence[dict[str, float]]) -> dict[str, float]:
     """What was learned from, and the means of the updates. KL and differences of logprobs are nats a token.
 
-    ``kl_behaviour`` is KL(behaviour || policy before the updates), from tokens that the behaviour sampled.
+    ``kl_ref`` is KL(policy before the updates || reference), as ``kl_to_reference`` has it. ``kl_behaviour`` is
+    KL(behaviour || policy before the updates), from tokens that the behaviour sampled.
     ``logprob_difference`` is between training and sampling, of the same tokens under what should be the same weights.
     """
     assert batch.old_log_probs is not None
@@ -85,7 +94,7 @@ def of_updates(batch: PackedBatch, updates: Sequence[dict[str, float]]) -> dict[
     old, behaviour = batch.old_log_probs, batch.behaviour_log_probs
     difference = (old - behaviour)[fresh].abs()
     return {
-        **({} if batch.ref_log_probs is None else {"kl_ref": kl_to(batch.ref_log_probs, old, mask, fresh)}),
+        **({} if batch.ref_log_probs is None else {"kl_ref": kl_to_reference(batch, old)}),
         "kl_behaviour": float(k1(behaviour, old)[mask].mean()),
         **({"logprob_difference_mean": float(difference.mean())} if len(difference) else {}),
         **({"logprob_difference_max": float(difference.max())} if len(difference) else {}),
@@ -107,18 +116,28 @@ def explained(batch: PackedBatch) -> float:
 
 def at_end(batch: PackedBatch, log_probs: Tensor) -> dict[str, float]:
     """What of the policy that would be published no later step can measure. ``log_probs``: its own, float32 [T]."""
-    mask, fresh = batch.response_mask, batch.response_mask & batch.per_token(batch.fresh)
-    kl = {} if batch.ref_log_probs is None else {"kl_ref_at_end": kl_to(batch.ref_log_probs, log_probs, mask, fresh)}
-    return {"log_prob_at_end": float(log_probs[mask].mean()), **kl}
+    kl = {} if batch.ref_log_probs is None else {"kl_ref_at_end": kl_to_reference(batch, log_probs)}
+    return {"log_prob_at_end": float(log_probs[batch.response_mask].mean()), **kl}
 
 
-def kl_to(ref: Tensor, old: Tensor, mask: Tensor, fresh: Tensor) -> float:
-    """How far the policy is from the reference, by its own samples if there are any.
+def kl_to_reference(batch: PackedBatch, log_probs: Tensor) -> float:
+    """KL(policy || reference) of the next token, nats: its mean over the prefixes that were sampled.
 
-    Of logged tokens alone it is half the mean squared log ratio (k2): these are not sampled from the policy, so that k3
-    is no estimate of the KL there, and grows exponentially with tokens that have become unlikely.
+    Of fresh tokens alone, if there are any. Each token's k3 is weighed by policy / behaviour (ratios are at most e^20),
+    so that the expectation is the policy's KL also where another policy sampled, or this one a step earlier. A term is
+    at most reference / behaviour where the policy finds unlikely what was sampled, however unlikely; where it finds it
+    much likelier than who sampled it, single terms are large.
+
+    Args:
+        batch: with ``ref_log_probs``.
+        log_probs: float [T], nats, of the policy.
     """
-    return float(k3(old, ref)[fresh].mean()) if fresh.any() else float(k2(old, ref)[mask].mean())
+    assert batch.ref_log_probs is not None
+    fresh = batch.response_mask & batch.per_token(batch.fresh)
+    tokens = fresh if fresh.any() else batch.response_mask
+    policy, ref, behaviour = (x[tokens].double() for x in (log_probs, batch.ref_log_probs, batch.behaviour_log_probs))
+    weighed = token_ratio(ref, behaviour) + token_ratio(policy, behaviour) * (policy - ref - 1)  # k3, multiplied out
+    return float(weighed.mean())
 
 
 def check_health(config: TrainConfig, history: Sequence[dict[str, float]]) -> None:
@@ -128,14 +147,14 @@ def check_health(config: TrainConfig, history: Sequence[dict[str, float]]) -> No
         history: the metrics of all its steps; of each bound that the config sets, the last step may lack the number.
 
     Raises:
-        TrainingStopped: what it was, and the setting that bounds it.
+        TrainingStopped: what it was, and the setting that bounds it; NothingToLearn if no step makes an update.
     """
     step, metrics = len(history) - 1, history[-1]
     problems = [f"{name} is {value}" for name, value in metrics.items() if not math.isfinite(value)]
-    kl = max((metrics[name] for name in ("kl_ref", "kl_ref_at_end") if name in metrics), default=0.0)
     entropy, length = metrics.get("entropy"), metrics.get("response_length")
-    if config.max_kl is not None and kl > config.max_kl:
-        problems.append(f"KL to the parent policy {kl:.4f} passed train.max_kl={config.max_kl:g}")
+    for name, what in BOUND_BY_MAX_KL.items():
+        if config.max_kl is not None and metrics.get(name, 0.0) > config.max_kl:
+            problems.append(f"{what} {metrics[name]:.4f} passed train.max_kl={config.max_kl:g}")
     if config.min_entropy is not None and entropy is not None and entropy < config.min_entropy:
         problems.append(f"the policy's entropy {entropy:.4g} fell below train.min_entropy={config.min_entropy:g} nats")
     first = [m["response_length"] for m in history[:FIRST_STEPS] if "response_length" in m]
@@ -146,10 +165,11 @@ def check_health(config: TrainConfig, history: Sequence[dict[str, float]]) -> No
                 f"responses of {length:.1f} tokens are {length / before:.1f} times as long as at first, above "
                 f"train.max_length_growth={config.max_length_growth:g}"
             )
-    if problem := _idle(config, history):
-        problems.append(problem)
+    idle = _idle(config, history)
     if problems:
         raise TrainingStopped(f"step {step + 1}: {'; '.join(problems)}; nothing is published")
+    if idle is not None:
+        raise NothingToLearn(f"step {step + 1}: {idle}; nothing is published")
 
 
 def _idle(config: TrainConfig, history: Sequence[dict[str, float]]) -> str | None:

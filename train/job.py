@@ -16,7 +16,7 @@ from serve.policies import Policy, PolicyStore
 from train import dataflows
 from train.checkpoint_files import CheckpointError
 from train.config import TrainConfig
-from train.context import JobContext, JobResult, TrainingStopped
+from train.context import JobContext, JobResult, NothingToLearn, TrainingStopped
 from train.dataflows.base import Data, Dataflow, Run
 from train.groups import start_groups
 from train.health import check_health
@@ -38,7 +38,8 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
 
     A run of the same name that was killed goes on from its last checkpoint; one that has published gives that again.
 
-    A run that is not well (train/health.py) ends early: the result has no candidate, and the reason.
+    A run that is not well (train/health.py), or has nothing to learn from, ends early: the result has no candidate, and
+    the reason.
 
     Raises:
         train.controller.WorkerError: a worker failed; nothing is published.
@@ -65,7 +66,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         try:
             return train(dataflow, config, context, store, begun, data, seed, history)
         except TrainingStopped as stopped:
-            return ended_early(context, begun.parent, history, str(stopped))
+            return ended_early(context, begun.parent, history, stopped)
 
 
 def train(
@@ -182,15 +183,18 @@ def too_few(config: TrainConfig, context: JobContext, parent: Policy, data: Data
     )
 
 
-def ended_early(context: JobContext, parent: Policy, history: list[dict[str, float]], reason: str) -> JobResult:
-    say(f"{context.run}: stopped: {reason}")
+def ended_early(
+    context: JobContext, parent: Policy, history: list[dict[str, float]], why: TrainingStopped
+) -> JobResult:
+    say(f"{context.run}: stopped: {why}")
     last = history[-1] if history else {}
     return JobResult(
         run=context.run,
         candidate=None,
         parent=parent.version,
         steps=len(history),
-        reason=reason,
+        reason=str(why),
+        stopped=not isinstance(why, NothingToLearn),
         metrics={name: value for name, value in last.items() if math.isfinite(value)},
         seconds=sum(metrics["seconds"] for metrics in history),
     )

@@ -5,6 +5,11 @@ an estimator counts; in the loss its gradient alone, and that is another matter 
 2512.21852; "Rethinking KL Regularization in RLHF", arXiv 2510.01555). With tokens sampled by the policy itself, the
 expected gradient is: of k1 zero, whatever the policies; of k2 that of KL(policy || reference); of k3 that of
 KL(reference || policy).
+
+Tokens that another policy sampled, as in later minibatches and in traffic, are weighed by policy / behaviour without
+gradient: expectations are then what they are of the policy's own tokens, at the prefixes that were sampled, as far as
+no weight is capped (train/corrections.py). Weighed so, the gradient of k2 is that of DeepSeek-V3.2's estimator (arXiv
+2512.02556, eq. 7), whose ratio has a gradient too.
 """
 
 from __future__ import annotations
@@ -38,9 +43,8 @@ def k3_unbiased(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """The value of k3 with the gradient of k2, log(policy / ref) · ∇ log policy. [T] → [T], nats.
 
     Its expectation over tokens that the policy itself sampled is the KL of the next token's distribution, and its
-    gradient's expectation the gradient of that. Two things are not in it: what a token does to the KL of those after it
-    (which a KL in the reward has), and that tokens were sampled by another policy, as in later minibatches and in
-    traffic: there, neither expectation holds exactly.
+    gradient's expectation the gradient of that. What a token does to the KL of those after it is not in it (which a KL
+    in the reward has).
     """
     value, gradient = k3(log_probs, ref_log_probs), k2(log_probs, ref_log_probs)
     return value.detach() + gradient - gradient.detach()

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from train.dispatch import Layout
 from train.groups import environment, sizes
 from train.job import run
 from train.progress import say
+from train.rewards import given_up
 
 _STOP_S = 20.0
 
@@ -142,6 +144,19 @@ def follow(client: Any, job_id: str, context: JobContext) -> None:
 
 def main() -> None:
     """Entry point of a job: ``python -m train.job [--launcher ray|torchrun] SPEC.json``."""
+    try:
+        be_job()
+    except BaseException:
+        if not given_up():
+            raise
+        traceback.print_exc()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(1)
+
+
+def be_job() -> None:
+    """Run the job that the command line names, or a rank of it."""
     parser = argparse.ArgumentParser(prog="python -m train.job", description="Run a training job from its file.")
     parser.add_argument(
         "--launcher", choices=["ray", "torchrun"], help="what runs the ranks; the job's own if not given"

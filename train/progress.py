@@ -15,6 +15,7 @@ _SHOWN: Final = {
     "margin": "margin {:.3f}",
     "accuracy": "accuracy {:.2f}",
     "kl_ref": "kl {:.4f}",
+    "k2_ref": "k2 {:.4f}",
     "entropy": "entropy {:.3f}",
     "response_length": "length {:.1f}",
     "logprob_difference_mean": "|dlogp| {:.1e}",

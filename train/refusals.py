@@ -178,6 +178,11 @@ def _no_policy_is_trained(config: TrainConfig) -> None:
 
 def _batch_suits(config: TrainConfig) -> None:
     data, ranks = config.data, config.data_parallel_ranks
+    if config.epochs > 1 and config.algorithm.is_offline:
+        raise ValueError(
+            f"train.epochs={config.epochs} is of responses that are sampled or logged; train.algorithm.name="
+            f"{config.algorithm.name} draws all items of feedback again and again: use more train.steps"
+        )
     if config.minibatches > data.prompts_per_step:
         raise ValueError(
             f"train.minibatches={config.minibatches} is more than train.data.prompts_per_step={data.prompts_per_step}; "

@@ -17,6 +17,8 @@ from train.controller import WorkerGroup
 
 Values = list[float | None]
 
+_given_up: Final[list[Thread]] = []
+
 
 @dataclass(frozen=True)
 class Rewards:
@@ -70,7 +72,8 @@ def within(reward: Rewarding, timeout_s: float) -> Rewarding:
     """``reward``, waited for no longer than ``timeout_s``, which is train.step_timeout_s.
 
     Raises, when called:
-        feedback.rewards.rules.RuleError: it took longer. Its thread goes on as long as this process does.
+        feedback.rewards.rules.RuleError: it took longer. Its thread goes on as long as this process does, which has to
+            be ended without waiting for it; see ``given_up``.
     """
 
     def limited(rows: pa.Table) -> Rewards:
@@ -82,10 +85,12 @@ def within(reward: Rewarding, timeout_s: float) -> Rewarding:
             except BaseException as error:  # noqa: BLE001  handed to the caller
                 answers.put(error)
 
-        Thread(target=answer, name="reward", daemon=True).start()
+        thread = Thread(target=answer, name="reward", daemon=True)
+        thread.start()
         try:
             given = answers.get(timeout=timeout_s)
         except Empty:
+            _given_up.append(thread)
             raise RuleError(
                 f"the reward of {rows.num_rows} responses took longer than train.step_timeout_s={timeout_s:g} s"
             ) from None
@@ -94,6 +99,14 @@ def within(reward: Rewarding, timeout_s: float) -> Rewarding:
         return given
 
     return limited
+
+
+def given_up() -> bool:
+    """Whether a reward that took too long still runs in this process.
+
+    Python would wait for it at the end: not for the thread itself, but for those of a pool that it waits for.
+    """
+    return any(thread.is_alive() for thread in _given_up)
 
 
 def try_out(

@@ -15,11 +15,13 @@ import click
 from deploy import lineage
 from deploy.commands.common import hand_on, json_out, pass_settings
 from deploy.config import ConfigError, Settings
-from deploy.processes import no_leftovers, stop_on_signals
+from deploy.processes import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
 from serve.policies import PolicyStore
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+
+    from train.context import JobResult
 
 _LINE_SECONDS: Final = 5.0
 _REASONS_SHOWN: Final = 3
@@ -110,8 +112,12 @@ def run_name(_: click.Context, __: click.Parameter, name: str | None) -> str | N
 @click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one if not given.")
 @json_out
 @pass_settings
-def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> None:
-    """Train a candidate from what traffic brought, and publish it. It serves only once it is promoted."""
+def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> int:
+    """Train a candidate from what traffic brought, and publish it. It serves only once it is promoted.
+
+    Exit code 3 if there was nothing to learn from (too few prompts, or rewards that do not differ), 1 if the run was
+    stopped for its health or failed; nothing is then published.
+    """
     from deploy.checks import reward_of, training_problems
 
     if problems := training_problems(settings):
@@ -134,18 +140,29 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
             lineage=lineage.of(settings),
         )
         result = run_job(resolved.train, context)
+    hand_on(result.model_dump(mode="json"), json_out)
+    return say_what_came_of(result)
+
+
+def say_what_came_of(result: JobResult) -> int:
+    """One line on a run's end, and the exit code that `train` has for it."""
     if result.artifact is not None:
         click.echo(
-            f"{name}: reward model {result.artifact}, from policy {result.parent}, {result.steps} steps, "
+            f"{result.run}: reward model {result.artifact}, from policy {result.parent}, {result.steps} steps, "
             f"{result.seconds:.0f} s; to score by it, set feedback.scoring.model.name to that folder"
         )
-    elif result.candidate is None:
-        click.echo(f"{name}: no candidate: {result.reason}")
-    else:
+    elif result.candidate is not None:
         click.echo(
-            f"{name}: policy {result.candidate}, from {result.parent}, {result.steps} steps, {result.seconds:.0f} s"
+            f"{result.run}: policy {result.candidate}, from {result.parent}, {result.steps} steps, "
+            f"{result.seconds:.0f} s"
         )
-    hand_on(result.model_dump(mode="json"), json_out)
+    elif result.stopped:
+        click.echo(f"error: {result.run} was stopped: {result.reason}", err=True)
+        return 1
+    else:
+        click.echo(f"{result.run}: no candidate: {result.reason}")
+        return NOTHING_TO_LEARN
+    return 0
 
 
 @click.command()
@@ -201,7 +218,11 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
 @json_out
 @pass_settings
 def cycle(settings: Settings, json_out: Path | None) -> int:
-    """Run one cycle: score, train, evaluate, promote. Exit code 1 if it failed, 75 if another one is running."""
+    """Run one cycle: score, train, evaluate, promote.
+
+    Exit code 1 if it failed, a training that was stopped for its health included; 75 if another one is running. A cycle
+    that finds nothing to learn from is skipped, which is no failure: it says how many in a row have been.
+    """
     from deploy.cycle import CycleBusy, run_cycle
 
     with no_leftovers(), stop_on_signals():

@@ -10,7 +10,8 @@ import click
 
 from deploy import initialise, rollout
 from deploy.commands.common import pass_settings, table
-from deploy.config import DEFAULT_FILE, Settings
+from deploy.config import Settings
+from deploy.sources import DEFAULT_FILE
 from serve.policies import Pointer, Policy, PolicyError, PolicyStore
 
 

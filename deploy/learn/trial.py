@@ -113,7 +113,7 @@ def measure(home: Home, result: JobResult) -> tuple[float, float, Interval]:
         LearnError: it left neither.
     """
     if result.artifact is not None:
-        return pairs.measure(result.artifact)
+        return pairs.measure(result.artifact, home.first().path)
     return compare(home, candidate(home, result), home.first())
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from deploy import config, initialise
 from deploy.config import Settings
+from deploy.sources import ENV_PREFIX
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +21,7 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each test in an empty folder, without the settings of whoever runs it."""
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):
-        if name.upper().startswith(config.ENV_PREFIX):
+        if name.upper().startswith(ENV_PREFIX):
             monkeypatch.delenv(name)
 
 

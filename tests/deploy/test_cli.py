@@ -169,3 +169,30 @@ def test_init_converts_pickled_weights(model: Path, tmp_path: Path, capsys: pyte
     made = load_file("h/policies/v000001/model.safetensors")
     assert all(torch.equal(made[name], weights[name]) for name in made)
     assert not list(Path("h/policies/v000001").glob("*.bin"))
+
+
+def test_a_command_ends_although_a_reward_that_it_gave_up_hangs() -> None:
+    code = """if True:
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        import pyarrow as pa
+        from deploy.cli import _leave
+        from feedback.rewards.rules import RuleError
+        from train.rewards import within
+
+        def hang(rows):
+            with ThreadPoolExecutor(1) as pool:  # whose threads Python waits for when it ends
+                pool.submit(threading.Event().wait).result()
+
+        try:
+            within(hang, 0.1)(pa.table({"response": ["x"]}))
+        except RuleError as error:
+            print(error)
+            _leave(1)
+    """
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=Path(cli.__file__).parents[1], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (
+        1,
+        "the reward of 1 responses took longer than train.step_timeout_s=0.1 s\n",
+    )

@@ -85,6 +85,36 @@ def test_a_bad_value_is_named_with_its_key_and_source(key: str, text: str, parts
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("in_file", "in_environment", "on_the_line", "where"),
+    [
+        ({"ranks": 3, "rollout": {"tensor_parallel_size": 2}}, "STEPS", "train.seed", "(from {file})"),
+        (
+            {"rollout": {"tensor_parallel_size": 2}},
+            "STEPS",
+            "train.ranks",
+            "(train.rollout.tensor_parallel_size from {file}; train.ranks from the command line (--train.ranks))",
+        ),
+        (
+            {"rollout": {"tensor_parallel_size": 2}},
+            "RANKS",
+            "train.steps",
+            "(train.rollout.tensor_parallel_size from {file}; train.ranks from the environment "
+            "(MILLRACE__TRAIN__RANKS))",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together_are_named_with_where_they_came_from_and_no_others(
+    in_file: dict[str, object], in_environment: str, on_the_line: str, where: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(yaml.safe_dump({"train": in_file}))
+    with pytest.raises(ConfigError) as error:
+        config.load(file, [(on_the_line, "3")], {f"MILLRACE__TRAIN__{in_environment}": "3"})
+    assert "train.rollout.tensor_parallel_size=2 does not divide train.ranks=3" in str(error.value)
+    assert str(error.value).endswith(where.format(file=file))
+
+
 def test_text_becomes_the_type_of_its_setting() -> None:
     settings = config.load(
         None,

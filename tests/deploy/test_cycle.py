@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 
 from deploy import config, cycle, cycles
+from deploy.commands.loop import say_what_came_of
 from deploy.config import ConfigError, Settings, child_environment
 from deploy.cycle import CycleBusy, run_cycle
 from deploy.cycles import CycleRecord
 from deploy.processes import millrace
+from train.context import JobResult
 
 
 def changed(settings: Settings, *options: tuple[str, str]) -> Settings:
@@ -40,6 +42,41 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     offline = run_cycle(changed(home_with_policy, ("train.algorithm.name", "dpo")), say=said.append)
     assert (offline.number, offline.status) == (2, "skipped")
     assert offline.reason == "0 new feedback since the last training, cycle.min_new_rewards is 1"
+
+
+@pytest.mark.parametrize(
+    ("came", "code", "said"),
+    [
+        ({"candidate": 5, "reason": None}, 0, "r: policy 5, from 4, 3 steps, 9 s"),
+        ({"artifact": Path("there"), "reason": "a reward model"}, 0, "r: reward model there, from policy 4"),
+        ({"reason": "2 usable prompts"}, 3, "r: no candidate: 2 usable prompts"),
+        ({"reason": "step 3: loss is nan", "stopped": True}, 1, "error: r was stopped: step 3: loss is nan"),
+    ],
+)
+def test_what_came_of_training_is_its_exit_code(
+    came: dict[str, Any], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = JobResult.model_validate(
+        {"run": "r", "candidate": None, "parent": 4, "steps": 3, "metrics": {}, "seconds": 9, **came}
+    )
+    assert say_what_came_of(result) == code
+    output = capsys.readouterr()
+    assert (output.err if code == 1 else output.out).startswith(said)
+
+
+def test_a_training_that_finds_nothing_to_learn_from_is_skipped_and_counted(home_with_policy: Settings) -> None:
+    """By a real training, on an empty lake; one cycle before it trained and published nothing."""
+    trained = [cycles.Stage(name="train", started_at=datetime.now(UTC), ok=True)]
+    home_with_policy.path("cycles").mkdir()
+    for number, fields in ((1, {"candidate": 2, "stages": trained}), (2, {"stages": trained}), (3, {"stages": []})):
+        before = CycleRecord(number=number, status="skipped", started_at=datetime.now(UTC), **fields)  # type: ignore[arg-type]
+        cycles.write(home_with_policy, before)
+    record = run_cycle(changed(home_with_policy, ("cycle.min_new_rewards", "0")))
+    assert (record.number, record.status, record.candidate) == (4, "skipped", None)
+    assert str(record.reason).startswith("0 usable prompts, fewer than train.data.min_prompts=")
+    assert str(record.reason).endswith(" (2 cycles in a row have trained and published nothing)")
+    assert [stage.ok for stage in record.stages] == [True, True]
+    assert [r.number for r in cycles.without_candidate(home_with_policy)] == [2, 4]
 
 
 def test_without_a_policy_the_cycle_fails_and_says_what_to_do(settings: Settings) -> None:

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import socket
+from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy import config, doctor
+from deploy import config, cycles, doctor
 from deploy.config import Settings
 from serve.keys import create_key
 
@@ -52,6 +53,20 @@ def test_a_server_that_would_not_start_for_want_of_keys_is_found(tmp_path: Path)
     assert found(others)["keys"].found == f"1 of 1 in {tmp_path / 'keys.json'} are good"
     (tmp_path / "keys.json").write_text("{")
     assert "is not one" in found(own)["keys"].found
+
+
+def test_a_loop_whose_trainings_publish_nothing_is_found(settings: Settings) -> None:
+    stages = [cycles.Stage(name="train", started_at=datetime.now(UTC), ok=True)]
+    settings.path("cycles").mkdir()
+    for number in (1, 2, 3):
+        assert [check.name for check in doctor._loop(settings)] == ["loop"]
+        record = cycles.CycleRecord(
+            number=number, status="skipped", reason="equal rewards", started_at=datetime.now(UTC), stages=stages
+        )
+        cycles.write(settings, record)
+    *_, check = doctor._loop(settings)
+    assert (check.name, check.level) == ("training", "warn")
+    assert check.found == "the last 3 cycles that trained published nothing; the last one: equal rewards"
 
 
 def test_a_home_in_memory_is_found() -> None:

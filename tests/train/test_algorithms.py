@@ -141,10 +141,11 @@ def expected_loss(
                     if c.dual_clip is not None and a < 0:
                         objective = max(objective, c.dual_clip * a)
                     loss = -objective
-            loss *= min(math.exp(r.old[t] - r.behaviour[t]), c.correction.cap)
             if c.kl.placement == "loss":
                 away = log_prob - r.ref[t]
-                loss += c.kl.coefficient * (away**2 / 2 if c.kl.estimator == "k2" else math.exp(-away) - 1 + away)
+                estimate = away**2 / 2 if c.kl.estimator == "k2" else math.exp(-away) - 1 + away
+                loss += c.kl.coefficient * fixed * estimate
+            loss *= min(math.exp(r.old[t] - r.behaviour[t]), c.correction.cap)
             total += loss / (size if c.aggregation == "sequence_mean" else 1)
         sums.append(total / (MAX_TOKENS if c.aggregation == "constant_length" else 1))
     return sum(sums) / (sum(len(r.old) for r in responses) if c.aggregation == "token_mean" else len(responses))

@@ -32,6 +32,10 @@ def refused(message: str, **settings: Any) -> None:
         ({"minibatches": 9, "data": {"prompts_per_step": 8}}, "train.minibatches=9 is more than"),
         ({"rollout": {"staleness": 1}}, "train.rollout.staleness=1 needs generation on a pool of its own"),
         ({"rollout": {"staleness": 2}}, "staleness"),
+        (
+            {"epochs": 2, "algorithm": {"name": "dpo"}},
+            r"train\.epochs=2 .*name=dpo draws all .*: use more train\.steps",
+        ),
         ({"checkpoint": {"every_steps": 0}}, "every_steps"),
         ({"stepz": 3}, "stepz"),
         (

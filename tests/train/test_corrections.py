@@ -19,7 +19,7 @@ from train.corrections import importance_weights
 FORMS = st.fixed_dictionaries(
     {
         "form": st.sampled_from(["none", "truncate", "mask"]),
-        "level": st.sampled_from(["token", "sequence"]),
+        "level": st.sampled_from(["auto", "token", "sequence"]),
         "cap": st.sampled_from([1.1, 2.0]),
         "floor": st.sampled_from([0.0, 0.9]),
         "geometric_low": st.sampled_from([None, 0.95]),
@@ -33,17 +33,18 @@ FORMS = st.fixed_dictionaries(
 @given(batches(), FORMS)
 def test_weights_and_what_is_logged_of_them_are_what_a_loop_gives(batch: PackedBatch, form: dict[str, Any]) -> None:
     c = CorrectionConfig(**form)
+    batch = batch.with_(fresh=torch.arange(len(batch)) % 2 == 0)
     assert batch.old_log_probs is not None
     weights, health = importance_weights(batch.old_log_probs, batch, c)
     expected, capped, masked = [], [], []
-    for r in responses_of(batch):
+    for r, fresh in zip(responses_of(batch), batch.fresh.tolist(), strict=True):
         logs = [old - mu for old, mu in zip(r.old, r.behaviour, strict=True)]
         geometric = math.exp(sum(logs) / len(logs))
         rejected = (c.geometric_low is not None and geometric < c.geometric_low) or (
             c.geometric_high is not None and geometric > c.geometric_high
         )
         for log in logs:
-            ratio = math.exp(log if c.level == "token" else sum(logs))
+            ratio = math.exp(log if c.level == "token" or (c.level == "auto" and fresh) else sum(logs))
             corrects = c.form != "none" and c.proximal == "old"
             outside = corrects and c.form == "mask" and not c.floor <= ratio <= c.cap
             capped.append(corrects and c.form == "truncate" and ratio > c.cap and not rejected)

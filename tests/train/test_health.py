@@ -56,7 +56,7 @@ def test_a_step_of_logged_responses_alone_has_their_reward_and_no_number_of_samp
     metrics = health(Drawn(Scored(), logged, logged), batch, [{"entropy": 1.0}])
     assert (metrics["reward"], metrics["learned_length"]) == (1.5, 4.0)
     assert metrics["kl_behaviour"] == pytest.approx(0.5)
-    assert metrics["kl_ref"] == pytest.approx(0.5**2 / 2), "k2: they are not the policy's own samples"
+    assert metrics["kl_ref"] == pytest.approx(1 - 1.5 * math.exp(-0.5)), "weighed: they are not the policy's samples"
     assert not {"response_length", "logprob_difference_mean", "reward_traffic"} & metrics.keys()
     assert all(map(math.isfinite, metrics.values()))
 
@@ -65,7 +65,7 @@ def test_kl_to_the_reference_is_measured_on_fresh_tokens_and_to_the_behaviour_on
     rollouts = [rollout(1, 2), rollout(0, 2, group=1, fresh=False)]
     batch = batch_of(rollouts, old=-1.2, ref=-1.0)
     metrics = health(Drawn(scored(rollouts[0]), rollouts[1:], rollouts), batch, [{"loss": 1.0}, {"loss": 3.0}])
-    assert metrics["kl_ref"] == pytest.approx(math.exp(0.2) - 1 - 0.2, rel=1e-4)
+    assert metrics["kl_ref"] == pytest.approx(1 - 1.2 * math.exp(-0.2), rel=1e-4)
     assert metrics["kl_behaviour"] == pytest.approx(0.2, rel=1e-4)
     assert metrics["logprob_difference_mean"] == pytest.approx(0.2, rel=1e-4)
     assert (metrics["loss"], metrics["updates"], metrics["learned_responses"]) == (2.0, 2, 2)
@@ -84,7 +84,12 @@ def check(*steps: dict[str, float], **settings: Any) -> None:
         ({"loss": math.nan}, {}, "step 1: loss is nan; nothing is published"),
         ({"grad_norm": math.inf}, {}, "step 1: grad_norm is inf; nothing is published"),
         ({"kl_ref": 0.3}, {"max_kl": 0.2}, "step 1: KL to the parent policy 0.3000 passed train.max_kl=0.2"),
-        ({"kl_ref_at_end": 0.3}, {"max_kl": 0.2}, "step 1: KL to the parent policy 0.3000 passed train.max_kl=0.2"),
+        (
+            {"kl_ref_at_end": 0.3},
+            {"max_kl": 0.2},
+            "step 1: after the last update, KL to the parent policy 0.3000 passed train.max_kl=0.2",
+        ),
+        ({"k2_ref": 0.3}, {"max_kl": 0.2}, "of the tokens learned from, 0.3000 passed train.max_kl=0.2"),
         ({"entropy": 0.01}, {"min_entropy": 0.05}, "entropy 0.01 fell below train.min_entropy=0.05 nats"),
     ],
 )
@@ -132,8 +137,10 @@ def test_a_run_that_was_stopped_leaves_its_reason_and_numbers_that_json_can_hold
     class Parent:
         version = 4
 
-    result = ended_early(context, Parent(), [WELL, WELL | {"loss": math.nan}], "step 1: loss is nan")  # type: ignore[arg-type]
+    nan = TrainingStopped("step 1: loss is nan")
+    result = ended_early(context, Parent(), [WELL, WELL | {"loss": math.nan}], nan)  # type: ignore[arg-type]
     there = JobResult.model_validate(json.loads(result.model_dump_json()))
     assert (there.candidate, there.parent, there.steps, there.reason) == (None, 4, 2, "step 1: loss is nan")
+    assert there.stopped
     assert there.metrics == WELL
     assert there.seconds == 2.0

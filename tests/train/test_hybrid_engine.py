@@ -136,6 +136,14 @@ def test_the_greedy_response_comes_last_and_each_of_its_tokens_is_the_likeliest(
         assert likeliest[len(prompt) - 1 : -1].tolist() == greedy
 
 
+def test_prompts_of_more_tokens_than_a_step_together_are_answered_as_alone(engine: Engine) -> None:
+    asked = [[3 + i % 9, 3 + i // 9, *[4, 5] * 24] for i in range(90)]
+    assert sum(map(len, asked)) > 4096, "vLLM's default"
+    together = engine.rollout.generate(asked, n=1, seed=1)
+    alone = engine.rollout.generate(asked[:2], n=1, seed=1)
+    assert [s[0].token_ids for s in together[:2]] == [s[0].token_ids for s in alone]
+
+
 def test_what_generates_after_an_update_is_what_was_trained_and_what_is_published(
     engine: Engine, tmp_path: Path
 ) -> None:

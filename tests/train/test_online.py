@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from feedback.datasets import Prompt
 from train.batch import PackedBatch, Rollout
@@ -83,6 +85,36 @@ def test_a_minibatch_is_never_too_small_for_the_ranks() -> None:
     flow = online(ranks=4, minibatches=4, algorithm={"group_size": 4})
     batch = PackedBatch.pack(groups([0, 1, 1], [0, 1, 1], [0, 1, 1]))
     assert [len(minibatch) for minibatch in flow.minibatches(batch)] == [9]
+
+
+class Recorder:
+    """An actor whose logprobs are as many nats as it has made updates."""
+
+    def __init__(self) -> None:
+        self.updates: list[PackedBatch] = []
+
+    def log_probs(self, batch: PackedBatch) -> torch.Tensor:
+        return torch.full((len(batch.tokens),), float(len(self.updates)))
+
+    def update(self, batch: PackedBatch, *, kl_coefficient: float) -> dict[str, float]:
+        self.updates.append(batch)
+        return {"loss": float(len(self.updates))}
+
+
+def test_every_epoch_is_of_all_minibatches_and_measured_from_the_policy_before_the_first() -> None:
+    flow, actor = online(minibatches=2, epochs=3), Recorder()
+    flow.run.groups = SimpleNamespace(actor=actor, critic=None, reference=None)  # type: ignore[assignment]
+    batch, updates = flow.learn(0, flow.log_probs(PackedBatch.pack(groups([0, 1], [0, 1], [0, 1], [0, 1]))))
+    assert [part.groups.unique().tolist() for part in actor.updates] == [[0, 1], [2, 3]] * 3
+    assert [update["loss"] for update in updates] == [1, 2, 3, 4, 5, 6]
+    assert all(part.old_log_probs is not None and not part.old_log_probs.any() for part in (batch, *actor.updates))
+
+
+@pytest.mark.parametrize(("minibatches", "epochs", "first"), [(1, 1, False), (2, 1, True), (1, 2, True)])
+def test_logprobs_are_asked_for_before_learning_where_there_is_more_than_one_update(
+    minibatches: int, epochs: int, first: bool
+) -> None:
+    assert TrainConfig(minibatches=minibatches, epochs=epochs).old_log_probs_first == first
 
 
 def test_the_weight_of_the_kl_follows_the_kl_and_waits_where_it_was_not_measured() -> None:

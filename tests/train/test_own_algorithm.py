@@ -247,11 +247,22 @@ def test_a_reward_that_is_none_is_told_before_any_model_is_loaded(ran: Ran, monk
         try_out({"mine": RuleConfig(function="no_reward:reward")}, lake, lake.versions(), timeout_s=30)
 
 
-def test_a_job_under_torchrun_fails_with_the_error_of_its_reward_before_a_model_is_loaded(
+HANGS = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+def reward(rows):
+    with ThreadPoolExecutor(1) as pool:  # whose threads Python waits for when it ends
+        return [pool.submit(threading.Event().wait).result()]
+"""
+
+
+@pytest.mark.timeout(200)
+def test_a_job_under_torchrun_whose_reward_hangs_ends_with_its_error_before_a_model_is_loaded(
     ran: Ran, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (ran.root / "bad_reward.py").write_text("def reward(rows): return [float('nan')] * len(rows)")
-    settings = {**BASE, "data": {"min_prompts": 4}, "rollout": {"max_tokens": 6}}
+    (ran.root / "bad_reward.py").write_text(HANGS)
+    settings = {**BASE, "data": {"min_prompts": 4}, "rollout": {"max_tokens": 6}, "step_timeout_s": 1}
     context = JobContext(
         run="bad",
         runs=ran.root / "runs",
@@ -260,7 +271,7 @@ def test_a_job_under_torchrun_fails_with_the_error_of_its_reward_before_a_model_
         reward="bad_reward:reward",
         python_path=[str(ran.root)],
     )
-    with pytest.raises(JobError, match=r"train\.reward=bad_reward:reward: rule .* returned nan for row 0"):
+    with pytest.raises(JobError, match=r"train\.reward=bad_reward:reward: the reward of 4 .*step_timeout_s=1 s"):
         run_job(TrainConfig.model_validate(settings), context)
     said = capfd.readouterr().out
     assert "bad: grpo from policy 1" in said

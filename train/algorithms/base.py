@@ -117,13 +117,14 @@ class PolicyGradient(Algorithm):
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs
         proximal = batch.behaviour_log_probs if c.correction.proximal == "behaviour" else old
         loss, clipped = self.surrogate(self.ratio(log_probs, proximal, batch), log_probs, batch.advantages)
-        weight, health = importance_weights(old, batch, c.correction)
-        loss = weight * loss
         if self.kl_coefficient and c.kl.placement == "loss":
             assert batch.ref_log_probs is not None
-            loss = loss + self.kl_coefficient * ESTIMATORS[c.kl.estimator](log_probs, batch.ref_log_probs)
+            kl = ESTIMATORS[c.kl.estimator](log_probs, batch.ref_log_probs)
+            # Of the policy as it is, which did not sample these tokens: by the weights that train/kl.py speaks of.
+            loss = loss + self.kl_coefficient * token_ratio(log_probs.detach(), proximal) * kl
+        weight, health = importance_weights(old, batch, c.correction)
         weights, _ = self._aggregation(batch)
-        return (loss * weights).sum(), {"clip_fraction": clipped.float(), **health}
+        return (weight * loss * weights).sum(), {"clip_fraction": clipped.float(), **health}
 
     def count(self, batch: PackedBatch) -> float:
         return self._aggregation(batch)[1]

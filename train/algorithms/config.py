@@ -30,8 +30,8 @@ class KlConfig(Section):
     )
     estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = Field(
         "k3",
-        description="Estimator of it, by sampled tokens. In the loss its gradient counts: unbiased with k2 and with "
-        "k3_unbiased (the value of k3), biased with k3, without effect with k1.",
+        description="Estimator of it, by sampled tokens. In the loss its gradient counts, weighed as the loss is: "
+        "unbiased with k2 and with k3_unbiased (the value of k3), biased with k3, without effect with k1.",
     )
     target: float | None = Field(
         None, gt=0, description="Nats a token that the coefficient is adapted to hold; fixed if unset."
@@ -74,8 +74,10 @@ class CorrectionConfig(Section):
         description="What is done with the ratio of the trainer's policy at the start of the step to the behaviour "
         "policy. truncate: weighs the loss, capped. mask: weighs it within floor and cap; outside, nothing is learned.",
     )
-    level: Literal["token", "sequence"] = Field(
-        "token", description="token: a ratio for each token. sequence: the product over the response."
+    level: Literal["auto", "token", "sequence"] = Field(
+        "auto",
+        description="token: a ratio for each token. sequence: the product over the response, which is what a reward is "
+        "of. auto: token for fresh samples, sequence for logged ones.",
     )
     cap: float = Field(2.0, gt=0, description="The largest ratio.")
     floor: float = Field(0.0, ge=0, description="The least ratio (form mask).")

@@ -4,7 +4,8 @@ A critic says how good the state before each token is. A token's advantage is ho
 than the critic expected, by GAE with gamma and lambda, whitened over the batch; it weighs the token in PPO's clipped
 objective. The critic learns the return, which is the advantage, before whitening, plus the value. The reward comes with
 the last token; with ``kl.placement: reward``, and k1 as estimator, each token's reward is less by its KL to the parent,
-as in InstructGPT (arXiv 2203.02155, eq. 2).
+as in InstructGPT (arXiv 2203.02155, eq. 2). The paper's K epochs over minibatches are ``train.epochs`` and
+``train.minibatches``.
 """
 
 from __future__ import annotations

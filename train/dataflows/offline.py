@@ -55,7 +55,7 @@ class Offline(Dataflow):
         due = done % config.data.held_out_every_steps == 0 or done == config.steps
         return {
             **means(updates),
-            **kl_ref(minibatches, before),
+            **k2_ref(minibatches, before),
             "learned_length": float(batch.response_lengths.float().mean()),
             "items": float(len(batch.groups.unique())),
             "tokens": float(len(batch.tokens)),
@@ -142,15 +142,16 @@ def means(updates: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def kl_ref(minibatches: list[PackedBatch], before: list[Tensor]) -> dict[str, float]:
-    """How far the policy was from the reference on the tokens learned from, nats a token; none without a reference.
+def k2_ref(minibatches: list[PackedBatch], before: list[Tensor]) -> dict[str, float]:
+    """Half the squared log ratio of the policy to the reference, its mean over the tokens learned from.
 
-    k2, half the squared log ratio: these tokens are not sampled from the policy, so that k3 is no estimate of the KL
-    here, and grows exponentially as rejected responses get less likely.
+    It says how far the policy has moved on what it learns from, and is no estimate of its KL: nobody knows how likely
+    the tokens were to whom they are of (people write them, too), so they can't be weighed as the policy's own. Empty
+    without a reference.
     """
     found = [
         k2(old, batch.ref_log_probs)[batch.response_mask]
         for batch, old in zip(minibatches, before, strict=True)
         if batch.ref_log_probs is not None
     ]
-    return {"kl_ref": float(torch.cat(found).mean())} if found else {}
+    return {"k2_ref": float(torch.cat(found).mean())} if found else {}

@@ -142,7 +142,7 @@ class Online(Dataflow):
         """Advantages, then the updates: the batch with its old logprobs, and what each update gave."""
         actor, critic, weight = self.run.groups.actor, self.run.groups.critic, self.algorithm.kl_coefficient
         batch = batch.with_(advantages=self.algorithm.checked_advantages(batch))
-        minibatches = self.minibatches(batch)
+        minibatches = self.minibatches(batch) * self.run.config.epochs
         of_critic = [] if critic is None else [critic.update.start(minibatch) for minibatch in minibatches]
         updates: list[dict[str, float]]
         if critic is not None and step < self.run.config.algorithm.critic.warmup_steps:  # the critic alone learns

@@ -8,15 +8,15 @@ import pyarrow as pa
 
 from feedback.config import RuleConfig
 from train.controller import Worker, by_rank, dispatch
-from train.rewards import Rewards, rewarding
+from train.rewards import Rewards, rewarding, within
 
 
 class RewardWorker(Worker):
     """One rank that rewards."""
 
-    def __init__(self, *, reward: str | dict[str, RuleConfig], **peers: Any) -> None:
+    def __init__(self, *, reward: str | dict[str, RuleConfig], timeout_s: float, **peers: Any) -> None:
         super().__init__(**peers)
-        self.reward = rewarding(reward)
+        self.reward = within(rewarding(reward), timeout_s)
 
     @dispatch(by_rank)
     def rewards(self, tables: list[pa.Table]) -> list[Rewards]:

@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 
+from serve.prefill import prefill_arguments
+from serve.text import Text
 from train.config import TrainConfig
 from train.controller import Worker, by_engine, dispatch, to_all
+from train.engine_log import quieten
 from train.random_state import seed_of
 from train.reshard import HandOver, gather
 
@@ -33,6 +36,7 @@ class RolloutWorker(Worker):
 
     def __init__(self, *, policy: Path, config: TrainConfig, seed: int, **peers: Any) -> None:
         super().__init__(**peers)
+        quieten()
         from vllm import LLM
 
         r = config.rollout
@@ -59,7 +63,9 @@ class RolloutWorker(Worker):
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             disable_log_stats=True,
+            **prefill_arguments(),
         )
+        self.text = Text(self.llm.get_tokenizer())
         torch.distributed.barrier()
         # Every rank has mapped its engine's shared memory; without a name it goes with the last process.
         for segment in Path("/dev/shm").glob(f"*{job[0]}*"):
@@ -112,7 +118,8 @@ class RolloutWorker(Worker):
         r = self.config.rollout
         engine, engines = self.rank // r.tensor_parallel_size, self.world_size // r.tensor_parallel_size
         numbers = [engine + i * engines for i in range(len(prompts))]  # in the whole call: by_engine deals them out
-        same = {"max_tokens": r.max_tokens, "logprobs": 0}
+        # The sampled token's logprob alone, and text once it is whole: what is made for each token adds up.
+        same = {"max_tokens": r.max_tokens, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
         sampled = [
             # vLLM adds a sample's index to the seed.
             SamplingParams(n=n, temperature=r.temperature, seed=None if seed is None else seed_of(seed, number), **same)
@@ -121,7 +128,7 @@ class RolloutWorker(Worker):
         likeliest = [SamplingParams(temperature=0.0, **same)] * len(prompts) if greedy else []
         asked = [{"prompt_token_ids": p} for p in prompts]
         outputs = self.llm.generate(asked * (2 if greedy else 1), sampled + likeliest, use_tqdm=False)
-        samples = [[to_sample(completion) for completion in output.outputs] for output in outputs]
+        samples = [[to_sample(c, output.prompt_token_ids, self.text) for c in output.outputs] for output in outputs]
         return [samples[i] + (samples[len(prompts) + i] if greedy else []) for i in range(len(prompts))]
 
 
@@ -141,9 +148,13 @@ def launched_executor(job: str) -> type:
     return LaunchedExecutor
 
 
-def to_sample(completion: Any) -> Sample:
-    token_ids = list(completion.token_ids)
-    log_probs = [step[token].logprob for step, token in zip(completion.logprobs, token_ids, strict=True)]
+def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:
+    """A sample from what vLLM gives, with one logprob a token and no text."""
+    token_ids, log_probs = list(completion.token_ids), list(completion.logprobs.logprobs)
+    if completion.logprobs.token_ids != token_ids:
+        raise ValueError(f"generation gave logprobs of {completion.logprobs.token_ids} for the tokens {token_ids}")
     if not torch.tensor(log_probs).isfinite().all():
         raise FloatingPointError(f"generation gave logprobs that are not finite: {log_probs}")
-    return Sample(token_ids, completion.text, log_probs, completion.finish_reason)
+    # The token that ended a response is part of it, but not of its text.
+    said = token_ids[:-1] if completion.finish_reason == "stop" else token_ids
+    return Sample(token_ids, text.response(prompt, said), log_probs, completion.finish_reason)
