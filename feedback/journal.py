@@ -5,8 +5,9 @@ writes it, calls fdatasync once, and wakes them all (group commit). Segments are
 closed segments into the lake. After a crash ``open`` (or a sealer) cuts what was torn, keeps every whole message, and
 closes the segment, so that nothing acknowledged is lost.
 
-A write or fsync that fails is final: its segments get no further row, and nothing is acknowledged until the disk has
-been proven by a file that was written, fsynced, renamed and read back.
+A write or fsync that fails is final: its segments get no further row but the last record of the streams that are open
+in them, and nothing is acknowledged, until the disk has been proven by a file that was written, fsynced, renamed and
+read back.
 """
 
 from __future__ import annotations
@@ -271,6 +272,7 @@ class Journal:
                     return
         except BaseException as error:
             self._break(f"journal {self.folder}: the writer thread ended: {error!r}")
+            self._past[-1].cut(closing=True)
             raise
 
     def _write_until_closed(self) -> bool:
@@ -292,14 +294,17 @@ class Journal:
         """Refuse everything until the disk is proven (True) or the journal closes (False)."""
         while True:
             with self._condition:
-                if self._condition.wait_for(lambda: self._closing, self.config.probe_seconds):
-                    return False
+                closing = self._condition.wait_for(lambda: self._closing, self.config.probe_seconds)
+            if closing:
+                for life in self._past:
+                    life.cut(closing=True)
+                return False
             try:
                 prove_disk(self.folder / f".{self.writer}.proof", _PROOF_BYTES)
             except OSError as error:
                 log.warning("journal %s is still broken: %s", self.folder, error)
                 continue
-            if all(life.cut() for life in self._past):
+            if all(life.cut(proven=True) for life in self._past):
                 break
         with self._condition:
             self._failure = None

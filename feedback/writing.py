@@ -10,6 +10,7 @@ import logging
 import os
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Life:
         self.closed_segments = 0
         self._segments: dict[str, _OpenSegment] = {}  # by table
         self._leaving: list[_OpenSegment] = []  # that another one has replaced already
+        self._lost: list[Stream] = []  # open ones of an abandoned life, whose last record is to be written still
         self._numbers: dict[str, int] = dict.fromkeys(TABLES, 0)
 
     def write(self, table: str, rows: list[dict[str, Any]]) -> dict[int, RowError]:
@@ -89,35 +91,61 @@ class Life:
             if not (everything or old or segment.size >= self.config.segment_bytes):
                 continue
             if table == "interactions" and self.streams:
-                self._repeat_streams(segment if everything else self._replace(segment))
+                self._repeat_streams(segment if everything else self._replace(segment), self.streams.values())
             if self._segments[table] is segment:
                 self._leaving.append(self._segments.pop(table))
             self._close(segment)
 
     def abandon(self, reason: str) -> None:
-        """End this life: nothing more is written, its streams are lost. ``cut`` what it leaves."""
+        """End this life: no caller's row is written any more, its streams are lost. ``cut`` what it leaves."""
         for stream in self.streams.values():
             stream.lost = f"{reason}; this response's start was recorded before, and it counts as aborted"
+        self._lost = list(self.streams.values())
         self.streams.clear()
         self._leaving += self._segments.values()
         self._segments.clear()
 
-    def cut(self) -> bool:
+    def cut(self, *, proven: bool = False, closing: bool = False) -> bool:
         """Cut an abandoned life's segments to what was acknowledged, and let go of them: a sealer may recover them.
 
-        One that the disk won't cut stays ours, locked, so that rows that were refused are not sealed; then this is
-        False, and to be called again. It raises nothing.
+        Before that its lost streams are recorded once more, with their tokens so far, on a disk that is ``proven``;
+        where the journal is ``closing``, the tokens of their last record must do. What the disk won't cut, or won't
+        take, stays ours, locked, so that rows that were refused are not sealed; then this is False, and to be called
+        again. It raises nothing.
         """
-        for segment in list(self._leaving):
-            try:
-                os.ftruncate(segment.fd, segment.size)
-                os.fsync(segment.fd)
-            except OSError as error:
-                log.error("%s can't be cut to what was acknowledged: %s", segment.path, error)
-                continue
+        cut = [segment for segment in self._leaving if self._cut(segment)]
+        if len(cut) < len(self._leaving) or not (closing or self._record_lost(proven)):
+            return False
+        for segment in cut:
             os.close(segment.fd)
-            self._leaving.remove(segment)
-        return not self._leaving
+        self._leaving.clear()
+        return True
+
+    def _cut(self, segment: _OpenSegment) -> bool:
+        try:
+            os.ftruncate(segment.fd, segment.size)
+            os.lseek(segment.fd, segment.size, os.SEEK_SET)
+            os.fsync(segment.fd)
+        except OSError as error:
+            log.error("%s can't be cut to what was acknowledged: %s", segment.path, error)
+            return False
+        segment.unsynced = 0
+        return True
+
+    def _record_lost(self, proven: bool) -> bool:
+        """Record the lost streams in the newest segment, which an older one's are sealed from; whether that is done."""
+        if not self._lost:
+            return True
+        if not proven:
+            return False
+        whole = [segment for segment in self._leaving if segment.name.table == "interactions" and segment.size]
+        try:
+            self._repeat_streams(max(whole, key=lambda segment: segment.name.number), self._lost)
+        except OSError as error:
+            log.error("%d streams can't be recorded as far as they are: %s", len(self._lost), error)
+            return False
+        self._lost = []
+        return True
 
     def forget(self) -> None:
         """Close the files of what is another process's life, after a fork, without a trace."""
@@ -155,13 +183,13 @@ class Life:
         self._leaving.append(self._segments.pop(segment.name.table))
         return self._create(segment.name.table)
 
-    def _repeat_streams(self, segment: _OpenSegment) -> None:
-        """Write every open stream, as it is, into ``segment``, and make that durable.
+    def _repeat_streams(self, segment: _OpenSegment, streams: Iterable[Stream]) -> None:
+        """Write every one of the streams, as it is, into ``segment``, and make that durable.
 
         Before the segment that is left is closed, so that whoever seals that one finds the one that goes on.
         """
         rows = []
-        for stream in self.streams.values():
+        for stream in streams:
             try:
                 row = stream.row()
                 check_row("interactions", row)

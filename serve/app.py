@@ -26,6 +26,7 @@ from feedback.sealer import Sealer
 from feedback.streams import SoFar, Stream
 from serve import logs
 from serve.api import admin, feedback, generate, http, openai
+from serve.api.bodies import Bodies
 from serve.api.describe import openapi
 from serve.api.direct import Direct
 from serve.auth import Keyring, Principal
@@ -37,6 +38,7 @@ from serve.limits import Limiter
 from serve.metrics import Metrics
 from serve.policies import PolicyStore
 from serve.swap import Orders, Swap, Swapper
+from serve.trial import Trials
 
 if TYPE_CHECKING:
     from serve.fleet.member import Member
@@ -69,6 +71,7 @@ class Server:
         self.metrics = Metrics()
         self.keyring = Keyring(config)
         self.limiter = Limiter(config.limits.burst_seconds, self._observe_limit)
+        self.bodies = Bodies(config.limits.body_bytes, config.limits.bodies)
         self.engine = engine or Engine(config.engine)
         self._with_vllm = engine is None
         self.swapper = Swapper(
@@ -87,8 +90,8 @@ class Server:
         self.ledger = FeedbackLedger(self.lake, self._journal_folder)
         self.kinds = feedback_config.kinds
         self.openai: Handlers | None = None
-        self.variant: str | None = None
-        """What the rows of this replica are labelled with while it tries a policy out."""
+        self.trials = Trials(lambda: self.engine.version)
+        """The policies that this replica tried out, by which rows are labelled."""
         self.fleet: Member | None = None
         """This replica's part in its fleet, if there is one."""
         self.draining = False

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from feedback.ids import uuid7
 from serve.generation import Generation, Sampling
+from serve.trial import Trials
 
 _keys = itertools.count()
 _STATUS: Final = {"abort": "aborted", "error": "error"}
@@ -35,7 +36,7 @@ class Asked:
     messages: str | None = None
     session_id: str | None = None
     user: str | None = None
-    variant: str | None = None
+    trials: Trials | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     key: str = field(default_factory=lambda: f"generate-{next(_keys)}")
@@ -90,7 +91,7 @@ def failed(asked: Asked, response_ids: list[str] | None = None, status: str = "e
 
 
 def _row(asked: Asked, **outcome: Any) -> dict[str, Any]:
-    sampling = asked.sampling
+    sampling, versions = asked.sampling, {span["policy_version"] for span in outcome["policy_spans"]}
     return {
         "request_id": asked.request_id,
         "session_id": asked.session_id,
@@ -98,7 +99,7 @@ def _row(asked: Asked, **outcome: Any) -> dict[str, Any]:
         "tenant": asked.tenant,
         "endpoint": asked.endpoint,
         "replica": asked.replica,
-        "variant": asked.variant,
+        "variant": asked.trials.label_of(asked.created_at, versions) if asked.trials else None,
         "created_at": asked.created_at,
         "messages": asked.messages,
         "prompt": asked.prompt,

@@ -95,6 +95,12 @@ class LimitsConfig(_Section):
     """What one request may ask for."""
 
     body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body.")
+    bodies: int = Field(
+        1024,
+        ge=1,
+        description="Request bodies that may be on their way at the same time; one more ends the one that has been so "
+        "for longest.",
+    )
     n: int = Field(16, ge=1, description="Most responses to one prompt.")
     prompts: int = Field(64, ge=1, description="Most prompts of one request to /v1/completions.")
     max_tokens: int = Field(4096, ge=1, description="Most tokens a response may ask for.")

@@ -101,7 +101,7 @@ class Doors:
                 route, wanted = self._find(scope)
             principal = scope["principal"] = self._let_in(wanted, given)
             if wanted in self._limited:
-                self.limiter.take_request(principal)
+                await self.limiter.take_request(principal)
             await self.app(scope, receive, answer)
         except Problem as problem:
             if answered:

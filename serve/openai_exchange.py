@@ -58,9 +58,9 @@ class Exchange:
     error: Exception | None = None
     """What went wrong with one of its prompts; the handlers put it into a stream's last event."""
 
-    def reserve(self, tokens: int) -> None:
-        """Pay for the prompts' tokens and all that the responses may have. Raises Problem 429 or 400."""
-        self.server.limiter.take_tokens(self.principal, tokens)
+    async def reserve(self, tokens: int) -> None:
+        """Pay for the prompts' tokens and all that the responses may have. Raises Problem 429, 400 or 503."""
+        await self.server.limiter.take_tokens(self.principal, tokens)
         self.reserved = tokens
 
     def settle(self) -> None:
@@ -106,7 +106,7 @@ def asked_of(exchange: Exchange, prompt: dict[str, Any], params: SamplingParams)
         request_id=exchange.request_id,
         endpoint=exchange.endpoint,
         replica=exchange.server.config.replica_name,
-        variant=exchange.server.variant,
+        trials=exchange.server.trials,
         tenant=exchange.principal.tenant,
         prompt_token_ids=prompt["prompt_token_ids"],
         prompt=prompt.get("prompt") if exchange.has_text else None,

@@ -57,17 +57,17 @@ class _Renderer(OnlineRenderer):
         """As vLLM's. Raises VLLMValidationError."""
         rendered = await super().render_completion(request, **options)
         if not isinstance(rendered, ErrorResponse):
-            self._check(rendered, "prompt", request.n, request.max_tokens)
+            await self._check(rendered, "prompt", request.n, request.max_tokens)
         return rendered
 
     async def render_chat(self, request: ChatCompletionRequest, **options: Any) -> Any:
         """As vLLM's. Raises VLLMValidationError."""
         rendered = await super().render_chat(request, **options)
         if not isinstance(rendered, ErrorResponse):
-            self._check(rendered[1], "messages", request.n, request.max_completion_tokens or request.max_tokens)
+            await self._check(rendered[1], "messages", request.n, request.max_completion_tokens or request.max_tokens)
         return rendered
 
-    def _check(self, prompts: Any, field: str, n: int | None, max_tokens: int | None) -> None:
+    async def _check(self, prompts: Any, field: str, n: int | None, max_tokens: int | None) -> None:
         tokens = 0
         limit, vocabulary = self.model_config.max_model_len, self.model_config.get_vocab_size()
         for prompt in prompts:
@@ -83,4 +83,4 @@ class _Renderer(OnlineRenderer):
             if prompt["type"] == "token" and (largest := max(token_ids)) >= vocabulary:
                 raise VLLMValidationError(f"{field}: {largest} is no token id (0 to {vocabulary - 1})", parameter=field)
             tokens += len(token_ids) + (n or 1) * min(max_tokens or limit, limit - len(token_ids))
-        current.get().reserve(tokens)
+        await current.get().reserve(tokens)

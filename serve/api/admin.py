@@ -45,6 +45,7 @@ class PolicyOut(BaseModel):
     swaps: list[dict[str, Any]] = Field(description="The last swaps of this replica: when, from, to, and what it took.")
     failed: dict[str, Any] | None = Field(description="The pointer that could not be followed, and why.")
     replica: str = Field(description="The replica that answers.")
+    unready: str | None = Field(description="Why the replica that answers takes no requests.")
     phase: str | None = Field(None, description="In a fleet: what its rollout does at the moment.")
     rollout: dict[str, Any] | None = Field(None, description="In a fleet: the rollout under way.")
     replicas: dict[str, Any] | None = Field(None, description="In a fleet: what each replica does.")
@@ -78,7 +79,8 @@ async def policy(request: Request) -> Response:
     """Which policy serves, since when, and the last swaps; in a fleet, also what each replica does."""
     server: Server = request.app.state.server
     fleet = server.fleet.policy() if server.fleet is not None else {}
-    return json_response({**server.swapper.status(), **fleet, "replica": server.config.replica_name})
+    own = {"replica": server.config.replica_name, "unready": server.unready()}
+    return json_response({**server.swapper.status(), **fleet, **own})
 
 
 @router.get(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from feedback import events
 from feedback.config import Identifier
 from feedback.events import FeedbackError, Kind
-from serve.api.http import FieldError, Problem, body_of, field_problem, invalid, json_response, problems, read_body
+from serve.api.http import FieldError, Problem, body_of, field_problem, invalid, json_response, parse, problems
 
 if TYPE_CHECKING:
     from serve.app import Server
@@ -90,7 +90,7 @@ class FeedbackBatchOut(BaseModel):
     responses={
         200: {"model": FeedbackOut, "description": "Recorded before, with the same content"},
         201: {"model": FeedbackOut, "description": "Recorded"},
-        **problems(409, 413, 422, 503),
+        **problems(408, 409, 413, 422, 503),
     },
     openapi_extra=body_of(FeedbackIn),
 )
@@ -99,7 +99,7 @@ async def feedback(request: Request) -> Response:
     server: Server = request.app.state.server
     _refuse_if_draining(server)
     try:
-        body = await read_body(request, FeedbackIn, server.config.limits.body_bytes)
+        body = parse(await server.bodies.read(request.receive), FeedbackIn)
     except Problem:
         server.metrics.feedback.labels(kind="unknown", verdict="invalid").inc()
         raise
@@ -111,7 +111,7 @@ async def feedback(request: Request) -> Response:
     "/feedback/batch",
     responses={
         200: {"model": FeedbackBatchOut, "description": "What came of each item"},
-        **problems(413, 422, 503),
+        **problems(408, 413, 422, 503),
     },
     openapi_extra=body_of(FeedbackBatchIn),
 )
@@ -123,7 +123,7 @@ async def feedback_batch(request: Request) -> Response:
     """
     server: Server = request.app.state.server
     _refuse_if_draining(server)
-    items = (await read_body(request, FeedbackBatchIn, server.config.limits.body_bytes)).feedback
+    items = parse(await server.bodies.read(request.receive), FeedbackBatchIn).feedback
     if len(items) > _MOST_ITEMS:
         raise field_problem(422, "feedback", f"{len(items)} items are more than the {_MOST_ITEMS} that are allowed")
     server.metrics.feedback_batch.observe(len(items))

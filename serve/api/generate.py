@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from serve import capture
-from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, body_of, field_problem, json_response, problems, read_body
+from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, body_of, field_problem, json_response, parse, problems
 from serve.api.streaming import Events
 from serve.engine import EngineError, EngineRefused, Generation, Sampling
 
@@ -159,19 +159,21 @@ class GenerateOut(BaseModel):
 
 @router.post(
     "/generate",
-    responses={200: {"model": GenerateOut}, **problems(400, 413, 422, 503, 504)},
+    responses={200: {"model": GenerateOut}, **problems(400, 408, 413, 422, 503, 504)},
     openapi_extra=body_of(GenerateIn),
 )
 async def generate(request: Request) -> Response:
     """Sample responses to a prompt."""
     server: Server = request.app.state.server
     principal: Principal = request.scope["principal"]
+    content = await server.bodies.read(request.receive)
     with ExitStack() as admitted:
         admitted.enter_context(server.admitted())
-        body = await read_body(request, GenerateIn, server.config.limits.body_bytes)
+        body = parse(content, GenerateIn)
         session_id = body.session_id or session_of(request)
         asked = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
         bill = _Bill(server, principal, asked)
+        await bill.pay()
         admitted.callback(bill.settle)
         if body.stream:
             events = Events(server, asked, admitted, partial(_answer, server, asked, body))
@@ -199,7 +201,6 @@ class _Bill:
     """What a request may use of its key's tokens, paid for at once; ``settle`` gives back what it did not use."""
 
     def __init__(self, server: Server, principal: Principal, asked: capture.Asked) -> None:
-        """Raises Problem 429."""
         prompt, sampling = len(asked.prompt_token_ids), asked.sampling
         room = min(sampling.max_tokens, server.engine.max_model_len - prompt)
         self.paid = prompt + sampling.n * room
@@ -207,10 +208,13 @@ class _Bill:
         self._prompt = prompt
         self._principal = principal
         self._limiter = server.limiter
-        self._limiter.take_tokens(principal, self.paid)
+
+    async def pay(self) -> None:
+        """Raises Problem 429, 400 if no waiting would help, 503 where it can't be counted."""
+        await self._limiter.take_tokens(self._principal, self.paid)
 
     def settle(self) -> None:
-        """To be called once."""
+        """To be called once, after ``pay``."""
         if self._principal.tokens_per_minute is not None:
             self._limiter.give_back(self._principal, self.paid - self._prompt - self.used())
 
@@ -258,7 +262,7 @@ async def _understand(
         request_id=request_id,
         endpoint="/generate",
         replica=server.config.replica_name,
-        variant=server.variant,
+        trials=server.trials,
         tenant=tenant,
         prompt_token_ids=token_ids,
         prompt=prompt,

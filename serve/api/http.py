@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -15,8 +14,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 Model = TypeVar("Model", bound=BaseModel)
-
-_BODY_TIMEOUT_S = 60.0
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's code
 
@@ -112,29 +109,12 @@ def json_response(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
-async def read_body(request: Request, model: type[Model], limit: int) -> Model:
-    """The request's JSON body as a ``model``. Raises Problem 413 or 422."""
-    content = await read_bytes(request, limit)
+def parse(content: bytes, model: type[Model]) -> Model:
+    """A JSON body as a ``model``. Raises Problem 422."""
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
         raise invalid(error) from None
-
-
-async def read_bytes(request: Request, limit: int) -> bytes:
-    """The request's body. Raises Problem 408 or 413."""
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(_BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                size += len(chunk)
-                if size > limit:
-                    raise Problem(413, f"the body is larger than {limit} bytes")
-                chunks.append(chunk)
-    except TimeoutError:
-        raise Problem(408, f"the body did not arrive within {_BODY_TIMEOUT_S:g} s") from None
-    return b"".join(chunks)
 
 
 def invalid(error: ValidationError) -> Problem:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from feedback.ids import uuid7
-from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, json_response, read_bytes
+from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, json_response
 from serve.api.openai_request import CHAT, COMPLETION, refuse, understand, unfit
 from serve.engine import EngineError
 
@@ -41,6 +41,7 @@ _PROMPT_WORDS: Final = ("input_tokens", "input_text")  # where vLLM means the pr
 _ERRORS: Final = {
     400: "A field is wrong; the message names it",
     404: "There is no such model",
+    408: "The body came too slowly",
     413: "Body too large",
     503: "Not available",
     504: "Took too long",
@@ -113,9 +114,10 @@ async def model(request: Request, model: Annotated[str, Path(description="Its na
 
 async def _answer(request: Request, kind: Kind) -> Response:
     server: Server = request.app.state.server
+    content = await server.bodies.read(request.receive)
     async with AsyncExitStack() as work:
         work.enter_context(server.admitted())
-        exchange, body = await _understand(request, server, kind)
+        exchange, body = _understand(request, content, server, kind)
         await work.enter_async_context(_limited(exchange))
         handlers = _handlers(server)
         create = (
@@ -138,8 +140,8 @@ async def _answer(request: Request, kind: Kind) -> Response:
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
-async def _understand(request: Request, server: Server, kind: Kind) -> tuple[Exchange, Any]:
-    """What is recorded of the request, and the request as vLLM's model. Raises Problem 400, 404 or 413."""
+def _understand(request: Request, content: bytes, server: Server, kind: Kind) -> tuple[Exchange, Any]:
+    """What is recorded of the request, and the request as vLLM's model. Raises Problem 400 or 404."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
@@ -147,7 +149,7 @@ async def _understand(request: Request, server: Server, kind: Kind) -> tuple[Exc
 
     config = server.config
     understood = understand(
-        await read_bytes(request, config.limits.body_bytes),
+        content,
         _FIELDS[kind],
         config.limits,
         context=server.engine.max_model_len,

@@ -16,7 +16,7 @@ from serve.config import ServeConfig
 from serve.fleet import reports
 from serve.fleet.merging import merge
 from serve.fleet.reports import Name, Report
-from serve.fleet.state import FleetRecord, FleetState, task_of
+from serve.fleet.state import FleetRecord, FleetState, Task, task_of
 from serve.policies import PolicyError
 from serve.swap import Orders
 
@@ -52,6 +52,7 @@ class Member:
     def begin(self, server: Server) -> None:
         """Report what ``server`` does, from now on. It serves."""
         self._server = server
+        _try_out(server, task_of(self._state, self.name))
         self._turn()
         self._tasks = [
             asyncio.create_task(self._run(), name="fleet member"),
@@ -74,6 +75,8 @@ class Member:
         """What to serve and what to prepare. Raises PolicyError or OSError if the record can't be read."""
         self._state = self._read()
         task = task_of(self._state, self.name)
+        if self._server is not None:
+            _try_out(self._server, task)
         return Orders(task.serve, task.prepare)
 
     def lost(self) -> str | None:
@@ -94,8 +97,8 @@ class Member:
         server = self._server
         told: dict[str, Any] = {"ready": server is not None and server.unready() is None}
         rollout = self._state.rollout
-        if server is not None and server.variant is not None and rollout is not None:
-            told |= {"variant": server.variant, "share": rollout.share, "salt": rollout.to.generation}
+        if server is not None and rollout is not None and (variant := server.trials.label) is not None:
+            told |= {"variant": variant, "share": rollout.share, "salt": rollout.to.generation}
         return told
 
     # What clients are told
@@ -122,7 +125,7 @@ class Member:
             },
             "replicas": {
                 report.name: {
-                    "state": report.state,
+                    "state": "unready" if report.state == "ready" and report.unready else report.state,
                     "version": report.version,
                     "variant": report.variant,
                     "prepared": report.prepared is not None and rollout is not None,
@@ -162,29 +165,30 @@ class Member:
     def _turn(self) -> None:
         server = self._server
         assert server is not None
-        task, serving = task_of(self._state, self.name), server.engine.version
-        server.variant = task.variant if serving == task.serve.version else None
         if self._state.stopping and not server.draining:
             server.draining = True
             asyncio.get_running_loop().call_later(server.config.drain_timeout_s, self._cut_off)
+        report = self._report_of(server)
+        if report != self._report:
+            self._tell(report)
+
+    def _report_of(self, server: Server) -> Report:
         status, prepared = server.swapper.status(), server.swapper.prepared
         requests, failures = _counts(server)
         failed = status["failed"]
-        report = replace(
+        return replace(
             self._report,
             state="ready",
-            version=serving,
+            version=server.engine.version,
             generation=status["generation"],
             content=(prepared[1] if prepared else server.swapper.policy).sha256,
             prepared=prepared[0] if prepared else None,
             failed=(failed["generation"], failed["error"]) if failed else None,
             unready=server.unready(),
-            variant=server.variant,
+            variant=server.trials.label,
             requests=requests,
             failures=failures,
         )
-        if report != self._report:
-            self._tell(report)
 
     def _cut_off(self) -> None:
         server = self._server
@@ -209,7 +213,10 @@ class Member:
         self._report = report
 
     def _all(self) -> list[Report]:
-        return reports.reports(self._folder)
+        """What all say; this replica, what it knows of itself at this moment."""
+        server = self._server
+        own = self._report_of(server) if server is not None and self._report.state == "ready" else self._report
+        return [own if report.name == self.name else report for report in reports.reports(self._folder)]
 
     def _others(self) -> list[Report]:
         return [report for report in self._all() if report.name != self.name]
@@ -222,6 +229,11 @@ class Member:
                 f"(process {os.getpid()})"
             )
         return state
+
+
+def _try_out(server: Server, task: Task) -> None:
+    """Have the rows of a policy on trial say so. Before it serves: they may be made at once."""
+    server.trials.set(task.serve.version if task.variant else None, task.variant or "")
 
 
 def _counts(server: Server) -> tuple[int, int]:

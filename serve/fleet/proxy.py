@@ -1,6 +1,7 @@
-"""What Ray Serve's proxies answer themselves, as problem+json. Runs in them; imports no torch and no vLLM.
+"""What Ray Serve's proxies do themselves: read bodies, and answer where no replica does. Imports no torch and no vLLM.
 
-A proxy answers instead of a replica when there is none, when all queues are full, and when a replica dies with the
+A body is read here, whole, before its request takes a place in a replica: Ray Serve would have it read from there. A
+proxy answers instead of a replica when there is none, when all queues are full, and when a replica dies with the
 request. All of these are 503: what was not answered is not promised, and may be asked again.
 """
 
@@ -9,10 +10,11 @@ from __future__ import annotations
 import logging
 
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve.api.http import Problem
-from serve.fleet.router import nobody_is_there
+from serve.fleet.told import bodies, nobody_is_there
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +39,14 @@ class Explained:
         if scope["type"] != "http" or scope["path"].startswith(_OWN_PATHS):
             return await self.app(scope, receive, send)
         if nobody_is_there():  # Ray Serve would have the request wait until there is one
-            return await _answer("no replica is there at the moment; ask again", scope, receive, send)
+            return await _answer(_absent("no replica is there at the moment; ask again"), scope, receive, send)
+        if (reader := bodies()) is not None:
+            try:
+                receive = _again(await reader.read(receive), receive)
+            except Problem as problem:
+                return await _answer(problem, scope, receive, send)
+            except ClientDisconnect:
+                return None
         started = replaced = gone = False
 
         async def watched() -> Message:
@@ -52,8 +61,8 @@ class Explained:
                 started = True
                 if message["status"] >= 400 and _is_plain(message):
                     replaced = True
-                    reason = "no replica takes requests at the moment; ask again"
-                    return await _answer(reason, scope, receive, send)
+                    busy = _absent("no replica takes requests at the moment; ask again")
+                    return await _answer(busy, scope, receive, send)
                 _drop_second_id(message)
             elif replaced:
                 return None
@@ -62,12 +71,30 @@ class Explained:
         await self.app(scope, watched, explained)
         if not started and not gone:
             log.warning("%s %s: its replica ended before it answered", scope["method"], scope["path"])
-            reason = "the replica that had the request has ended; ask again"
-            await _answer(reason, scope, receive, send)
+            ended = _absent("the replica that had the request has ended; ask again")
+            await _answer(ended, scope, receive, send)
 
 
-async def _answer(reason: str, scope: Scope, receive: Receive, send: Send) -> None:
-    response = Problem(503, reason, retry_after=_RETRY_AFTER_S).response(scope["path"])
+def _again(body: bytes, receive: Receive) -> Receive:
+    """``receive``, from before the body."""
+    unread = True
+
+    async def again() -> Message:
+        nonlocal unread
+        if unread:
+            unread = False
+            return {"type": "http.request", "body": body, "more_body": False}
+        return await receive()
+
+    return again
+
+
+def _absent(reason: str) -> Problem:
+    return Problem(503, reason, retry_after=_RETRY_AFTER_S)
+
+
+async def _answer(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
+    response = problem.response(scope["path"])
     # Ray Serve gave the request an id if the client did not.
     response.raw_headers.extend((name, value) for name, value in scope["headers"] if name.lower() == _ID)
     await response(scope, receive, send)

@@ -21,6 +21,7 @@ class Replica:
     ) -> None:
         """Start the server. Raises what keeps it from serving; Ray Serve tries again."""
         from serve.app import Server, create_app
+        from serve.fleet.limits import FleetBuckets
 
         given = ServeConfig(**config)
         logging.getLogger().handlers.clear()
@@ -30,6 +31,7 @@ class Replica:
             named = given.model_copy(update={"replica_name": self.member.name})
             self.application = create_app(named, FeedbackConfig(**feedback_config), orders=self.member.orders)
             self.server: Server = self.application.state.server
+            self.server.limiter.shared = FleetBuckets()
             self._life = self.application.router.lifespan_context(self.application)
             await self._life.__aenter__()
         except BaseException:

@@ -14,13 +14,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from serve.fleet.sharing import in_share, rank
-
-_known: int | None = None
-
-
-def nobody_is_there() -> bool:
-    """Whether this process's router knows that there is no replica: a request would wait for one."""
-    return _known == 0
+from serve.fleet.told import tell_limits, tell_replicas
 
 
 class Router(RequestRouter):
@@ -28,13 +22,13 @@ class Router(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray Serve when replicas came or went."""
-        global _known
-        _known = len(replicas)
+        tell_replicas(len(replicas))
         super().update_replicas(replicas)
 
-    def initialize_state(self, sticky: bool = False) -> None:
-        """``sticky``: whether a session stays with a replica."""
+    def initialize_state(self, sticky: bool, body_bytes: int, most_bodies: int) -> None:
+        """``sticky``: whether a session stays with a replica. ``body_bytes``, ``most_bodies``: as ``Bodies``'s."""
         self.sticky = sticky
+        tell_limits(body_bytes, most_bodies)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

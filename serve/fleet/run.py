@@ -111,6 +111,9 @@ def _deploy(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     from ray.serve.config import HTTPOptions
     from ray.serve.schema import LoggingConfig
 
+    from serve.fleet.limits import start_keeper
+
+    start_keeper()
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     ray_serve.start(
         http_options=HTTPOptions(
@@ -162,7 +165,11 @@ def _deployment(config: ServeConfig, logging_config: Any) -> Any:
         graceful_shutdown_wait_loop_s=_POLL_S,
         request_router_config=RequestRouterConfig(
             request_router_class="serve.fleet.router.Router",
-            request_router_kwargs={"sticky": fleet.sticky == "session"},
+            request_router_kwargs={
+                "sticky": fleet.sticky == "session",
+                "body_bytes": limits.body_bytes,
+                "most_bodies": limits.bodies,
+            },
             request_routing_stats_period_s=1.0,
         ),
         logging_config=logging_config,
@@ -192,9 +199,12 @@ def _end(controller: Controller, config: ServeConfig) -> None:
         return
     from ray import serve as ray_serve
 
+    from serve.fleet.limits import end_keeper
+
     try:
         controller.ask_to_stop()
         ray_serve.delete(APPLICATION)  # before the proxies go, through which the answers go
+        end_keeper()
         if config.fleet.ray_address is None:
             ray_serve.shutdown()
     except Exception as error:  # noqa: BLE001 - whatever of it failed, Ray must end too

@@ -143,6 +143,59 @@ async def test_a_disk_that_fails_under_a_stream_refuses_its_end_and_leaves_it_ab
     assert in_lake(lake) == {"a": ("aborted", "abort", 1), "afterwards": ("complete", "stop", 2)}
 
 
+@pytest.mark.parametrize("call", ["write_all", "os.fdatasync"])
+async def test_a_stream_whose_end_a_full_disk_refused_has_all_its_tokens_in_the_lake_once_the_disk_has_room(
+    folder, lake, monkeypatch, call
+):
+    journal = opened(folder, probe_seconds=0.05)
+    made = 0
+    stream = await journal.begin(tokens("a", 0), lambda: tokens("a", made))
+    other = await journal.begin(tokens("b", 0), lambda: tokens("b", 2 * made))
+    refusals = []
+
+    def full(fd: int, *_: Any) -> None:
+        refusals.append(fd)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"feedback.writing.{call}", full)
+        made = 5
+        with pytest.raises(JournalBroken, match="No space left on device"):
+            await journal.end(stream, tokens("a", 5))
+        await until(lambda: len(refusals) >= 3)  # the proof is taken, the streams' rows are not
+        assert not journal.healthy
+        assert seal(lake, folder) == []  # nobody seals them without their tokens meanwhile
+    await until(lambda: journal.healthy)
+    with pytest.raises(JournalBroken, match="counts as aborted"):
+        await journal.end(other, tokens("b", 12))
+    await journal.append("interactions", interaction("afterwards"))
+    journal.close()
+    seal(lake, folder)
+    assert in_lake(lake) == {
+        "a": ("aborted", "abort", 5),
+        "b": ("aborted", "abort", 10),
+        "afterwards": ("complete", "stop", 2),
+    }
+    assert list_segments(folder) == []
+    assert not (folder / "damaged").exists()
+
+
+async def test_a_journal_that_is_closed_on_a_full_disk_lets_go_of_its_streams_as_they_were(folder, lake, monkeypatch):
+    journal = opened(folder, probe_seconds=0.05)
+    stream = await journal.begin(tokens("a", 1), lambda: tokens("a", 5))
+
+    def full(fd: int, data: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.writing.write_all", full)
+        with pytest.raises(JournalBroken):
+            await journal.end(stream, tokens("a", 5))
+        await asyncio.to_thread(journal.close)
+    seal(lake, folder)
+    assert in_lake(lake) == {"a": ("aborted", "abort", 1)}
+
+
 KILLED = """
 import asyncio, os, sys
 from pathlib import Path

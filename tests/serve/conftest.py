@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -138,11 +139,10 @@ def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
     server = LiveServer(home, f"http://127.0.0.1:{port}", process, store, log)
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
-        try:
+        with suppress(httpx.HTTPError):
             if httpx.get(f"{server.url}/ready", timeout=2).status_code == 200:
                 return server
-        except httpx.HTTPError:
-            time.sleep(0.1)
+        time.sleep(0.1)
     process.kill()
     raise RuntimeError(f"the server did not get ready:\n{log.read_text()[-4000:]}")
 

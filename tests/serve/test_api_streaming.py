@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -87,6 +90,40 @@ def test_a_client_that_leaves_has_an_aborted_row_with_the_tokens_so_far(server):
     assert (row["status"], row["finish_reason"]) == ("aborted", "abort")
     assert 1 <= len(row["response_token_ids"]) < 200
     assert len(row["logprobs"]) == len(row["response_token_ids"])
+
+
+@contextlib.contextmanager
+def full_disk(process: int) -> Iterator[None]:
+    """A process whose files can't grow."""
+    before = resource.prlimit(process, resource.RLIMIT_FSIZE)
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (1, before[1]))
+    yield
+    resource.prlimit(process, resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_stream_whose_end_can_t_be_recorded_says_why_and_its_row_is_aborted_with_all_that_was_sent(server, path):
+    who = f"full disk {path}"
+    body = {"prompt": "long", "max_tokens": 200, "stream": True, "user": who, "temperature": 0.9, "seed": 5}
+    with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        first = next(line for line in lines if line.startswith("data: "))
+        with full_disk(server.process.pid):
+            rest = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    sent = [json.loads(line) for line in [first.removeprefix("data: "), *rest] if line != "[DONE]"]
+    assert "counts as aborted" in json.dumps(sent[-1]) or "File too large" in json.dumps(sent[-1])
+    if path == "/generate":
+        assert sent[-1]["status"] == 503
+        text = "".join(event["text"] for event in sent[:-1])
+    else:
+        assert sent[-1]["error"]["code"] == 503
+        text = "".join(choice["text"] for event in sent[:-1] for choice in event["choices"])
+    row = wait_for_row(server, f"\"user\" = '{who}'")
+    assert (row["status"], row["finish_reason"]) == ("aborted", "abort")
+    assert row["response"].startswith(text)
+    assert text
+    assert len(row["logprobs"]) == len(row["response_token_ids"]) > 0
+    assert httpx.post(f"{server.url}{path}", json=body | {"stream": False}, timeout=60).status_code == 200
 
 
 @pytest.mark.parametrize(

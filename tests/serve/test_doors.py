@@ -412,6 +412,10 @@ async def test_health_does_not_tell_strangers_why_an_engine_is_gone(door: Open) 
         assert "/home" not in answer.text
 
 
+async def test_who_asks_for_the_policy_is_told_why_its_server_takes_no_requests(door: Open) -> None:
+    assert (await door.http.get("/policy")).json()["unready"] == "the engine's process has died"
+
+
 # Metrics and logs
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,16 @@ import httpx
 import psutil
 import pytest
 
+from serve import probe
 from serve.fleet.sharing import in_share
+from serve.keys import create_key
 from serve.policies import Pointer, PolicyStore
 from tests.serve.conftest import LiveServer, start_server, stop_server
 
-PATIENCE_S = 180
+PATIENCE_S = 600
+KEYS: dict[str, str] = {}
+SLOW, POOR = 12, 600  # requests, tokens a minute
+PLACES = 64  # in a replica
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +36,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path]) -
     weights = store.get(3).path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + b"evil")
     store.promote(1, expected=None, who="test", why="first")
+    keys = home / "keys.json"
+    _, KEYS["free"] = create_key(keys, name="free", tenant="acme", scopes=["generate", "admin"])
+    _, KEYS["slow"] = create_key(keys, name="slow", tenant="acme", scopes=["generate"], requests_per_minute=SLOW)
+    _, KEYS["poor"] = create_key(keys, name="poor", tenant="acme", scopes=["generate"], tokens_per_minute=POOR)
     live = start_server(
         home,
         store,
         fleet={"replicas": 2, "num_cpus": 0.5, "canary_seconds": 4, "sticky": "session", "health_check_period_s": 2},
         swap={"poll_seconds": 0.2},
+        limits={"concurrent_requests": PLACES},
         drain_timeout_s=60,
     )
     deadline = time.monotonic() + PATIENCE_S
@@ -47,12 +59,17 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path]) -
 
 @pytest.fixture
 async def fleet_client(fleet: LiveServer) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=httpx.Limits(max_connections=64)) as http:
+    limits = httpx.Limits(max_connections=64)
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=limits, headers=bearer("free")) as http:
         yield http
 
 
-async def ask(client: httpx.AsyncClient, session: str | None = None, **body: Any) -> httpx.Response:
-    headers = {} if session is None else {"X-Session-Id": session}
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {KEYS[key]}"}
+
+
+async def ask(client: httpx.AsyncClient, session: str | None = None, key: str = "free", **body: Any) -> httpx.Response:
+    headers = bearer(key) if session is None else bearer(key) | {"X-Session-Id": session}
     return await client.post("/generate", json={"prompt": "hello", "max_tokens": 8, **body}, headers=headers)
 
 
@@ -107,6 +124,42 @@ async def test_it_says_who_is_in_it_and_how_they_are(fleet_client: httpx.AsyncCl
     text = (await fleet_client.get("/metrics")).text
     assert 'millrace_policy_version{replica="replica-0"} 1.0' in text
     assert 'millrace_policy_version{replica="replica-1"} 1.0' in text
+
+
+async def test_a_keys_limits_are_those_of_the_whole_fleet_and_are_counted_on_when_their_keeper_dies(
+    fleet: LiveServer, fleet_client: httpx.AsyncClient
+) -> None:
+    began = time.monotonic()
+    answers = await asyncio.gather(*(ask(fleet_client, key="slow", user="slow", max_tokens=1) for _ in range(40)))
+    passed = sum(answer.status_code == 200 for answer in answers)
+    assert SLOW <= passed <= SLOW + 1 + SLOW / 60 * (time.monotonic() - began)
+    assert {answer.json()["limit"] for answer in answers if answer.status_code != 200} == {"requests"}
+    assert {row["replica"] for row in fleet.rows("interactions", "\"user\" = 'slow'")} == {"replica-0", "replica-1"}
+
+    began = time.monotonic()
+    answers = await asyncio.gather(*(ask(fleet_client, key="poor", max_tokens=115) for _ in range(20)))
+    used = sum(answer.json()["usage"]["total_tokens"] for answer in answers if answer.status_code == 200)
+    assert 0.5 * POOR < used <= POOR + POOR / 60 * (time.monotonic() - began)
+    assert {answer.status_code for answer in answers} == {200, 429}
+
+    (keeper,) = actors(fleet, "ray::Keeper")
+    keeper.kill()
+    assert (await ask(fleet_client, key="slow", max_tokens=1)).status_code == 200  # by a fresh one
+    assert [(await ask(fleet_client, key="slow", max_tokens=1)).status_code for _ in range(SLOW + 3)][-1] == 429
+
+
+async def test_connections_that_send_a_body_slowly_take_nobodys_place(
+    fleet: LiveServer, fleet_client: httpx.AsyncClient
+) -> None:
+    host, _, port = fleet.url.removeprefix("http://").partition(":")
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: {bearer('free')['Authorization']}\r\n"
+    with ExitStack() as slow:
+        for _ in range(4 * PLACES):  # more than two replicas have, and as many as may wait for one
+            connection = slow.enter_context(socket.create_connection((host, int(port))))
+            connection.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        await asyncio.sleep(0.5)  # until they have been given a place, if they are
+        answers = await asyncio.gather(*(ask(fleet_client, max_tokens=1) for _ in range(8)))
+    assert [answer.status_code for answer in answers] == [200] * 8
 
 
 async def test_an_answer_streams_through_and_an_error_is_the_replicas_own(fleet_client: httpx.AsyncClient) -> None:
@@ -178,6 +231,35 @@ async def test_a_bad_policy_is_undone_and_the_pointer_goes_back(
     assert back is not None
     assert (back.version, back.who) == (2, "fleet")
     assert (await ask(fleet_client)).json()["policy_version"] == 2
+
+
+async def test_what_a_canary_made_of_a_policy_that_its_probe_refuses_says_so(
+    fleet: LiveServer, fleet_client: httpx.AsyncClient, model_folders: list[Path]
+) -> None:
+    stale = fleet.store.publish(
+        model_folders[0], parent=2, lineage={}, metrics={}, probe=lambda _: probe.measure(model_folders[2])
+    )
+    stop = asyncio.Event()
+
+    async def keep_asking(number: int) -> None:
+        while not stop.is_set():
+            await ask(fleet_client, f"refused {number}", user="refused", max_tokens=240, stream=number % 2 == 0)
+
+    askers = [asyncio.create_task(keep_asking(number)) for number in range(8)]
+    pointer = fleet.promote(stale.version)
+    policy = await until(fleet_client, lambda policy: policy["generation"] > pointer.generation)
+    stop.set()
+    await asyncio.gather(*askers)
+    assert "is not what serves" in policy["failed"]["error"]
+    rows = fleet.rows("interactions", "\"user\" = 'refused'")
+    made_by_it = [row for row in rows if stale.version in versions(row)]
+    assert made_by_it
+    assert {row["variant"] for row in made_by_it} == {"canary"}
+    assert {row["variant"] for row in rows if row not in made_by_it} == {None}
+
+
+def versions(row: dict[str, Any]) -> set[int]:
+    return {span["policy_version"] for span in row["policy_spans"]}
 
 
 async def test_a_replica_that_is_killed_fails_its_requests_clearly_and_is_replaced_at_the_fleets_version(

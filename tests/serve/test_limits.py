@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from serve.api.http import Problem
 from serve.auth import Principal
-from serve.limits import Bucket, Limiter
+from serve.buckets import Bucket
+from serve.limits import Limiter
 
 RATES = st.floats(0.01, 1000)
 CAPACITIES = st.floats(1, 10_000)
@@ -76,81 +77,81 @@ def test_a_clock_that_goes_back_earns_nothing() -> None:
     assert bucket.take(1, 101.0) == 0
 
 
-def test_requests_over_the_limit_get_429_with_the_time_until_they_would_pass() -> None:
+async def test_requests_over_the_limit_get_429_with_the_time_until_they_would_pass() -> None:
     clock, refused = Clock(), []
     limiter = Limiter(60, lambda limit, who: refused.append((limit, who.key)), clock)
     for _ in range(30):
-        limiter.take_request(principal(requests=30))
+        await limiter.take_request(principal(requests=30))
     with pytest.raises(Problem) as told:
-        limiter.take_request(principal(requests=30))
+        await limiter.take_request(principal(requests=30))
     problem = told.value
     assert (problem.status, problem.retry_after, problem.limit) == (429, pytest.approx(2.0), "requests")
     assert "requests_per_minute is 30 for name of k" in problem.detail
     assert refused == [("requests", "k")]
-    limiter.take_request(principal(requests=30, key="other"))
+    await limiter.take_request(principal(requests=30, key="other"))
     clock.now += 2
-    limiter.take_request(principal(requests=30))
+    await limiter.take_request(principal(requests=30))
 
 
-def test_tokens_are_paid_for_when_asked_for_and_come_back_unused() -> None:
+async def test_tokens_are_paid_for_when_asked_for_and_come_back_unused() -> None:
     clock = Clock()
     limiter = Limiter(60, clock=clock)
     who = principal(tokens=600)
-    limiter.take_tokens(who, 500)
+    await limiter.take_tokens(who, 500)
     with pytest.raises(Problem, match="100 tokens are left, this takes 150") as told:
-        limiter.take_tokens(who, 150)
+        await limiter.take_tokens(who, 150)
     assert told.value.retry_after == pytest.approx(5.0)
     limiter.give_back(who, 480)
-    limiter.take_tokens(who, 150)
+    await limiter.take_tokens(who, 150)
 
 
-def test_a_request_that_could_never_pass_is_told_so_and_not_to_try_again() -> None:
+async def test_a_request_that_could_never_pass_is_told_so_and_not_to_try_again() -> None:
     limiter = Limiter(60, clock=Clock())
     with pytest.raises(Problem, match=r"601 tokens, more than the 600 .* could never pass") as told:
-        limiter.take_tokens(principal(tokens=600), 601)
+        await limiter.take_tokens(principal(tokens=600), 601)
     assert (told.value.status, told.value.retry_after) == (400, None)
-    limiter.take_tokens(principal(tokens=600), 600)
+    await limiter.take_tokens(principal(tokens=600), 600)
 
 
-def test_a_rate_below_one_a_burst_still_lets_one_request_pass() -> None:
+async def test_a_rate_below_one_a_burst_still_lets_one_request_pass() -> None:
     clock = Clock()
     limiter = Limiter(1, clock=clock)
-    limiter.take_request(principal(requests=1))
+    await limiter.take_request(principal(requests=1))
     with pytest.raises(Problem) as told:
-        limiter.take_request(principal(requests=1))
+        await limiter.take_request(principal(requests=1))
     assert told.value.retry_after == pytest.approx(60)
     clock.now += 60
-    limiter.take_request(principal(requests=1))
+    await limiter.take_request(principal(requests=1))
 
 
-def test_without_limits_nothing_is_kept() -> None:
+async def test_without_limits_nothing_is_kept() -> None:
     limiter = Limiter(60)
-    limiter.take_request(principal())
-    limiter.take_tokens(principal(), 10**9)
+    await limiter.take_request(principal())
+    await limiter.take_tokens(principal(), 10**9)
     limiter.give_back(principal(), 10**9)
     assert len(limiter) == 0
 
 
-def test_a_limit_that_changes_holds_for_what_is_left() -> None:
+async def test_a_limit_that_changes_holds_for_what_is_left() -> None:
     clock = Clock()
     limiter = Limiter(60, clock=clock)
-    limiter.take_tokens(principal(tokens=600), 100)
-    limiter.take_tokens(principal(tokens=60), 59)
+    await limiter.take_tokens(principal(tokens=600), 100)
+    await limiter.take_tokens(principal(tokens=60), 59)
     with pytest.raises(Problem, match=r"tokens_per_minute is 60 .* 1 tokens are left") as told:
-        limiter.take_tokens(principal(tokens=60), 2)
+        await limiter.take_tokens(principal(tokens=60), 2)
     assert told.value.retry_after == pytest.approx(1.0)
 
 
-def test_buckets_that_are_full_again_are_dropped() -> None:
+async def test_buckets_that_are_full_again_are_dropped() -> None:
     clock = Clock()
     limiter = Limiter(60, clock=clock)
     for number in range(1024):
-        limiter.take_request(principal(requests=60, key=str(number)))
+        await limiter.take_request(principal(requests=60, key=str(number)))
     clock.now += 60
     busy = principal(requests=60, key="busy")
-    limiter.take_request(busy)
+    await limiter.take_request(busy)
     assert len(limiter) == 1
     for _ in range(59):
-        limiter.take_request(busy)
+        await limiter.take_request(busy)
     with pytest.raises(Problem):
-        limiter.take_request(busy)
+        await limiter.take_request(busy)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,12 @@ KEYS: dict[str, str] = {}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path]) -> Iterator[LiveServer]:
-    """A server that gives a request one second, takes bodies of 2 KiB, and knows two keys."""
+    """A server that gives a request one second, takes bodies of 2 KiB, has work for four, and knows two keys."""
     home = tmp_path_factory.mktemp("limits")
     store = PolicyStore(home / "policies")
     store.publish(model_folders[0], parent=None, lineage={"test": True}, metrics={})
     store.promote(1, expected=None, who="test", why="first")
-    limits = {"timeout_s": 1, "body_bytes": 2048}
+    limits = {"timeout_s": 1, "body_bytes": 2048, "concurrent_requests": 4}
     keys = home / "keys.json"
     _, KEYS["free"] = create_key(keys, name="free", tenant="acme", scopes=["generate"])
     _, KEYS["poor"] = create_key(keys, name="poor", tenant="acme", scopes=["generate"], tokens_per_minute=120)
@@ -76,6 +79,26 @@ def test_a_body_over_the_limit_is_refused_whatever_is_in_it(server: LiveServer) 
         answer = httpx.post(f"{server.url}{path}", content=b"x" * 2049, headers=headers)
         assert answer.status_code == 413
         assert "2048" in answer.json()["error"]["message"]
+
+
+def test_connections_that_send_a_body_slowly_take_nobodys_place(client: openai.OpenAI, server: LiveServer) -> None:
+    address = server.url.removeprefix("http://").split(":")
+    head = f"Host: x\r\nAuthorization: Bearer {KEYS['free']}\r\nContent-Length: 1000\r\n\r\n{{"
+    with ExitStack() as slow:
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
+            for _ in range(8):
+                connection = slow.enter_context(socket.create_connection((address[0], int(address[1]))))
+                connection.sendall(f"POST {path} HTTP/1.1\r\n{head}".encode())
+        for _ in range(3):
+            time.sleep(0.1)  # until the server has read their heads
+            assert client.completions.create(model="millrace", prompt="a", max_tokens=1).usage
+            plain = httpx.post(
+                f"{server.url}/generate",
+                json={"prompt": "a", "max_tokens": 1},
+                headers={"Authorization": f"Bearer {KEYS['free']}"},
+                timeout=30,
+            )
+            assert plain.status_code == 200, plain.text
 
 
 def test_tools_reach_the_policy_where_a_parser_is_configured(client: openai.OpenAI, server: LiveServer) -> None:

@@ -1,0 +1,62 @@
+"""Which rows say that a policy on trial made them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+from serve.trial import Trials
+
+
+class Replica:
+    """What serves, and what is tried out."""
+
+    def __init__(self) -> None:
+        self.version = 1
+        self.trials = Trials(lambda: self.version)
+
+
+def test_a_response_is_the_canarys_if_one_of_its_tokens_is_whenever_it_was_asked_for() -> None:
+    replica = Replica()
+    before = datetime.now(UTC)
+    replica.trials.set(2, "canary")
+    assert replica.trials.label is None  # it does not serve yet
+    replica.version = 2
+    assert replica.trials.label == "canary"
+    assert replica.trials.label_of(before, {1, 2}) == "canary"
+    assert replica.trials.label_of(before, {1}) is None
+    assert replica.trials.label_of(before, ()) == "canary"  # it failed, under the canary
+
+
+def test_what_a_refused_policy_made_is_labelled_when_the_old_one_is_back() -> None:
+    replica = Replica()
+    replica.trials.set(2, "canary")
+    during = datetime.now(UTC)
+    replica.trials.set(None)
+    assert replica.trials.label is None
+    assert replica.trials.label_of(during, {2, 1}) == "canary"
+    replica.trials.set(3, "canary")
+    assert replica.trials.label_of(during, {2}) == "canary"
+
+
+def test_a_policy_that_passed_its_trial_is_no_canary() -> None:
+    replica = Replica()
+    replica.trials.set(2, "canary")
+    replica.version = 2
+    replica.trials.set(None)
+    after = datetime.now(UTC) + timedelta(microseconds=1)
+    assert replica.trials.label is None
+    assert replica.trials.label_of(after, {2}) is None
+    assert replica.trials.label_of(after, ()) is None
+
+
+def test_a_trial_that_is_ordered_again_goes_on_and_a_second_one_begins_anew() -> None:
+    replica = Replica()
+    replica.version = 2
+    replica.trials.set(2, "canary")
+    replica.trials.set(2, "canary")
+    assert replica.trials.label == "canary"
+    replica.trials.set(None)
+    replica.trials.set(None)
+    replica.trials.set(2, "canary")
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    assert replica.trials.label_of(later, {2}) == "canary"
