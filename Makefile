@@ -25,7 +25,7 @@ demo: setup      ## turn the whole loop on this machine: about 6 minutes
 	$(BIN)/millrace demo
 
 # Processes that tests run in, a file of tests in one of them, in order.
-JOBS ?= 3
+JOBS ?= 2
 
 test: setup      ## run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -2,7 +2,8 @@
 
 Both train the same random model on the same prompts with the same numbers of prompts, responses and tokens; neither
 has a KL term. Each is a process of its own that stays, and they take turns, a step each, so that a machine whose speed
-drifts treats them alike. TRL takes its fastest of float32 and bfloat16, found by steps made beforehand; so does ours.
+drifts treats them alike. TRL takes its fastest of float32 and bfloat16, found by steps made beforehand; ours too, and
+bfloat16 with generation compiled.
 A turn is timed from outside. The last line printed is one JSON object; ``stages`` says where our time goes.
 """
 
@@ -150,7 +151,8 @@ def bench(case: Case, folder: Path, trl: Path, steps: int) -> dict[str, Any]:
             return best
 
         theirs = fastest([trl_job(case, folder, model, trl, dtype) for dtype in ("float32", "bfloat16")])
-        ours = fastest([our_job(case, home, dtype) for dtype in ("float32", "bfloat16")])
+        kinds = (("float32", False), ("bfloat16", False), ("bfloat16", True))
+        ours = fastest([our_job(case, home, dtype, compiled=compiled) for dtype, compiled in kinds])
         turns: dict[Job, list[float]] = {ours: [], theirs: []}
         for turn in range(steps):
             for job in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
@@ -194,8 +196,8 @@ def trl_job(case: Case, folder: Path, model: Path, python: Path, dtype: str) -> 
     return Job(f"trl-{dtype}", command, folder, TOKENIZERS_PARALLELISM="false")
 
 
-def our_job(case: Case, home: Path, dtype: str) -> Job:
-    run = f"millrace-{dtype}"
+def our_job(case: Case, home: Path, dtype: str, *, compiled: bool) -> Job:
+    run = f"millrace-{dtype}{'-compiled' if compiled else ''}"
     settings = {
         "dtype": dtype,
         "steps": STEPS,
@@ -206,6 +208,7 @@ def our_job(case: Case, home: Path, dtype: str) -> Job:
         "hooks": json.dumps(["turns_hook:OneStepATurn"]),
         "algorithm.group_size": GROUP,
         "rollout.max_tokens": case.tokens,
+        "rollout.enforce_eager": str(not compiled).lower(),
         "data.prompts_per_step": case.completions // GROUP,
         "data.min_prompts": case.completions // GROUP,
     }
