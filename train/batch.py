@@ -214,10 +214,6 @@ class PackedBatch:
             members.setdefault(group, []).append(s)
         return [members[group] for group in sorted(members)]
 
-    def computed_tokens(self) -> int:
-        """Tokens that a model computes for the batch: each prompt once."""
-        return self._computed([list(range(len(self)))])[0]
-
     def _families(self) -> list[list[int]]:
         return families(self.tokens, self.cu_seqlens[:-1].tolist(), self.prompt_lengths.tolist())
 
