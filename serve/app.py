@@ -145,6 +145,7 @@ class Server:
     async def close(self) -> None:
         """Stop the engine, write and seal what was recorded. May be called after a failed start."""
         self.draining = True
+        gc.unfreeze()  # or what native modules hold is there when the interpreter ends, and they report it as leaks
         for task in (self._watch, self._follow, self._keys):
             if task is not None:
                 task.cancel()

@@ -98,6 +98,7 @@ def test_it_serves_records_swaps_and_stops_without_a_trace(
     said = log.read_text()
     assert said.index("stopping schedule") < said.index("stopping serve")
     assert "killed" not in said
+    assert "leaked" not in said
     resolved = small.resolved()
     counts = Lake(resolved.feedback.lake.uri, resolved.feedback.lake).counts()
     assert (counts["interactions"], counts["feedback"]) == (1, 1)
