@@ -21,6 +21,8 @@ class Text:
             self._fast = Tokenizer.from_str(fast.to_str())
             self._fast.no_truncation()  # leftovers of the last call before it was saved
             self._fast.no_padding()
+        self.longest_token = max(len(token) for token in tokenizer.get_vocab())
+        """Characters; a text of more than these times the context's tokens doesn't fit, whatever it says."""
 
     @property
     def has_chat_template(self) -> bool:

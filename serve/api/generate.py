@@ -293,6 +293,7 @@ async def _tokenise(body: GenerateIn, server: Server) -> tuple[str, str | None, 
         _require_tokens("prompt_token_ids", body.prompt_token_ids, server.engine.vocabulary)
         return "prompt_token_ids", None, body.prompt_token_ids
     if body.prompt is not None:
+        _require_room("prompt", body.prompt, server)
         return "prompt", body.prompt, await text.encode(body.prompt, special_tokens=True)
     if not text.has_chat_template:
         raise field_problem(400, "messages", "the policy's tokenizer has no chat template; send prompt instead")
@@ -301,7 +302,19 @@ async def _tokenise(body: GenerateIn, server: Server) -> tuple[str, str | None, 
         prompt = text.chat(messages)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise field_problem(400, "messages", f"the policy's chat template refuses them: {error}") from error
+    _require_room("messages", prompt, server)
     return "messages", prompt, await text.encode(prompt, special_tokens=False)
+
+
+def _require_room(field: str, prompt: str, server: Server) -> None:
+    """Refuse at once what can't fit: to encode a megabyte takes seconds, which others would have to wait."""
+    context, longest = server.engine.max_model_len, server.engine.text.longest_token
+    if len(prompt) > context * longest:
+        reason = (
+            f"{len(prompt)} characters are too many for the policy's context of {context} tokens, the longest of which "
+            f"has {longest} characters"
+        )
+        raise field_problem(400, field, reason)
 
 
 def _require_tokens(field: str, token_ids: list[int], vocabulary: int) -> None:

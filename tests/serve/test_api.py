@@ -110,6 +110,13 @@ async def test_token_ids_are_a_prompt_too(client: httpx.AsyncClient, server: Liv
         ({"prompt_token_ids": [1, 99999]}, 422, "prompt_token_ids", "99999"),
         ({"prompt_token_ids": [-1]}, 422, "prompt_token_ids", "-1"),
         ({"prompt": "x" * CONTEXT}, 400, "prompt", f"{CONTEXT} tokens leave no room"),
+        ({"prompt": "x" * 900_000}, 400, "prompt", f"900000 characters .* {CONTEXT} tokens"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 900_000}]},
+            400,
+            "messages",
+            f"characters .* {CONTEXT} tokens",
+        ),
         ({"prompt_token_ids": [5] * 300}, 400, "prompt_token_ids", f"300 tokens .* {CONTEXT} tokens"),
     ],
 )
