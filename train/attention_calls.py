@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from train.batch import offsets
+from train.batch import offsets, places
 from train.rows import Span
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class _Laid:
         ).unbind(1)
         self.starts, self.lengths = starts, lengths
         self.filled = lengths if filled is None else filled
-        self.place = _places(self.filled)
+        self.place = places(self.filled)
         self.last = (lengths - 1).repeat_interleave(self.filled)
 
     def queries(self) -> Tensor:
@@ -67,18 +67,13 @@ class _Laid:
     def keys(self) -> Tensor:
         """int64: rows of the prefix of each span, then of the span."""
         widths = self.prefixes + self.filled
-        place, prefix = _places(widths), self.prefixes.repeat_interleave(widths)
+        place, prefix = places(widths), self.prefixes.repeat_interleave(widths)
         own = (place - prefix).minimum((self.lengths - 1).repeat_interleave(widths))
         return torch.where(
             place < prefix,
             self.prefix_starts.repeat_interleave(widths) + place,
             self.starts.repeat_interleave(widths) + own,
         )
-
-
-def _places(lengths: Tensor) -> Tensor:
-    """int64: 0, 1, … for each of the lengths."""
-    return torch.arange(int(lengths.sum())) - offsets(lengths)[:-1].repeat_interleave(lengths)
 
 
 def like_lengths(lengths: list[int], prefixes: list[int]) -> list[list[int]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -118,7 +119,7 @@ class PackedBatch:
     @property
     def position_ids(self) -> Tensor:
         """int64 [T]: a token's place in its own sequence."""
-        return torch.arange(len(self.tokens)) - self.cu_seqlens[:-1].repeat_interleave(self.lengths)
+        return places(self.lengths)
 
     @property
     def response_mask(self) -> Tensor:
@@ -154,8 +155,7 @@ class PackedBatch:
     def token_index(self, sequences: Tensor) -> Tensor:
         """int64: the places of the tokens of the named sequences (int64 [n]), in that order."""
         lengths = self.lengths[sequences]
-        place = torch.arange(int(lengths.sum())) - offsets(lengths)[:-1].repeat_interleave(lengths)
-        return place + self.cu_seqlens[sequences].repeat_interleave(lengths)
+        return places(lengths) + self.cu_seqlens[sequences].repeat_interleave(lengths)
 
     def balanced(self, parts: int) -> list[Tensor]:
         """Sequence indices for each of ``parts`` ranks, which have about as many tokens to compute.
@@ -214,6 +214,7 @@ class PackedBatch:
             members.setdefault(group, []).append(s)
         return [members[group] for group in sorted(members)]
 
+    @cached_property
     def _families(self) -> list[list[int]]:
         return families(self.tokens, self.cu_seqlens[:-1].tolist(), self.prompt_lengths.tolist())
 
@@ -226,7 +227,7 @@ class PackedBatch:
             yield self.units()
             return
         lengths, prompts = self.lengths.tolist(), self.prompt_lengths.tolist()
-        members = [sorted(family, key=lambda s: (-lengths[s], s)) for family in self._families()]
+        members = [sorted(family, key=lambda s: (-lengths[s], s)) for family in self._families]
         pieces, most = 1, max(len(family) for family in members)
         while True:
             units = []
@@ -245,7 +246,7 @@ class PackedBatch:
     def _computed(self, units: list[list[int]]) -> list[int]:
         """Tokens that a model computes for each unit: each prompt once."""
         lengths, prompts = self.lengths.tolist(), self.prompt_lengths.tolist()
-        family = {s: members[0] for members in self._families() for s in members}
+        family = {s: members[0] for members in self._families for s in members}
         return [
             sum(lengths[s] - prompts[s] for s in unit) + sum(prompts[first] for first in {family[s] for s in unit})
             for unit in units
@@ -261,6 +262,11 @@ class PackedBatch:
 def offsets(lengths: Tensor) -> Tensor:
     """int64 [S] → int64 [S + 1]: where each sequence starts, and the end."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def places(lengths: Tensor) -> Tensor:
+    """int64 [S] → int64 [sum]: 0, 1, … for each of the lengths."""
+    return torch.arange(int(lengths.sum())) - offsets(lengths)[:-1].repeat_interleave(lengths)
 
 
 def _joined(units: list[list[int]], parts: list[list[int]]) -> list[Tensor]:

@@ -11,12 +11,8 @@ import warnings
 from typing import Final
 
 NOT_TOLD: Final = {
-    # Samples have seeds of their own, and training's random states are kept apart (train/random_state.py). How prompts
-    # are computed on a CPU is no setting (serve/prefill.py).
-    "vllm.engine.arg_utils": (
-        "The global random seed is set to",
-        "This model does not officially support disabling chunked prefill",
-    ),
+    # Samples have seeds of their own, and training's random states are kept apart (train/random_state.py).
+    "vllm.engine.arg_utils": ("The global random seed is set to",),
     # What train.rollout.enforce_eager says, and what follows where Triton is none of the CPU build's requirements.
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),

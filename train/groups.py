@@ -68,9 +68,8 @@ def start_groups(
     """
     on, algorithm = config.placement, algorithms.load(config.algorithm)
     apart = config.samples and on.rollout != on.actor
-    rewards = (
-        within(rewarding(reward), config.step_timeout_s) if config.samples else None
-    )  # what can't be loaded fails before a worker starts
+    # What can't be loaded fails before a worker starts.
+    rewards = within(rewarding(reward), config.step_timeout_s) if config.samples else None
     with start_pools(config) as pools:
         if on.reward is not None:
             group = pools[on.reward].group(
