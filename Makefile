@@ -55,18 +55,18 @@ bench-overlap: setup   ## measure sampling ahead against waiting; the last line 
 	$(BIN)/python -m loadtests.bench_overlap $(ARGS)
 
 learn: setup           ## prove that the algorithms learn: about 15 minutes; the last line is JSON
-	$(BIN)/python -m deploy.learn $(ARGS)
+	$(BIN)/python -m deploy.examples.learn $(ARGS)
 
-# How many bad requests to send.
+# How many requests of each kind to send.
 CASES ?= 10000
 
-fuzz: setup            ## send a real server bad requests; the last line is JSON
+fuzz: setup            ## send a real server bad requests, and valid ones of all kinds; the last line is JSON
 	$(BIN)/python -m loadtests.fuzz --cases $(CASES) $(ARGS)
 
-# How many processes of a real server to kill.
+# How many processes to kill: half of them of two real servers, half of them commands.
 N ?= 20
 
-crash-test: setup      ## cut the power behind every I/O call, then kill a real server N times; the last line is JSON
+crash-test: setup      ## cut the power behind every I/O call, then kill N processes of real servers and commands; the last line is JSON
 	@command -v strace >/dev/null || { echo "error: strace is not on PATH; the power losses are replayed from its record (Debian: apt-get install strace)" >&2; exit 1; }
 	POWER_LOSS_EVERY=1 $(BIN)/python -m pytest -q -s tests/feedback/test_power_loss.py
 	$(BIN)/python -m loadtests.crash --kills $(N)

@@ -8,7 +8,8 @@ from functools import partial
 from deploy.config import ConfigError, Settings
 from feedback.config import RuleConfig
 from feedback.rewards.rules import RuleError, configured, load_rule
-from serve.policies import PolicyStore
+from serve.model_folder import compute_dtype
+from serve.policies import Policy, PolicyError, PolicyStore
 from train import algorithms, dataflows
 from train.context_length import longest_prompt
 from train.hooks import HookError, load_function
@@ -34,10 +35,28 @@ def check(settings: Settings) -> None:
         problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
     if not settings.train.algorithm.trains_policy:
         problems.append(NO_POLICY)
+    store = PolicyStore(settings.path(settings.serve.policies))
+    if pointer := store.serving():
+        problems += judging_problems(settings, store.get(pointer.version))
     problems += training_problems(settings)
     problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def judging_problems(settings: Settings, policy: Policy) -> list[str]:
+    """Why the gate would judge other answers than the server gives, or why that can't be known."""
+    try:
+        judged = compute_dtype(policy.path, settings.resolved().evaluation.engine.dtype)
+        served = compute_dtype(policy.path, settings.serve.engine.dtype)
+    except PolicyError as error:
+        return [str(error)]
+    if judged == served:
+        return []
+    return [
+        f"evaluation.engine.dtype={judged}, and the server computes policy {policy.version} in {served}: the gate "
+        "would judge other answers than users get; leave evaluation.engine.dtype at auto"
+    ]
 
 
 def training_problems(settings: Settings) -> list[str]:

@@ -8,20 +8,53 @@ line on stderr: exit code 2 for a wrong command or configuration, 1 for everythi
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 import traceback
+from collections import UserDict
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from pydantic.fields import FieldInfo
 
 from deploy import config, describe
-from deploy.commands import bench, demo, inspect, keys, lake, loop, policy, service
 from deploy.config import ConfigError, Settings
 from deploy.processes import Stopped
+
+
+class LazyCommands(UserDict[str, Any]):
+    """Commands by name; each is imported, as module:attribute, when it is asked for."""
+
+    def __getitem__(self, name: str) -> click.Command:
+        module, _, attribute = self.data[name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+
+COMMANDS: Final = {
+    "init": "deploy.commands.policy:init",
+    "up": "deploy.commands.service:up",
+    "serve": "deploy.commands.service:serve",
+    "schedule": "deploy.commands.service:schedule",
+    "score": "deploy.commands.loop:score",
+    "train": "deploy.commands.loop:train",
+    "evaluate": "deploy.commands.loop:evaluate",
+    "cycle": "deploy.commands.loop:cycle",
+    "policies": "deploy.commands.policy:policies",
+    "promote": "deploy.commands.policy:promote",
+    "rollback": "deploy.commands.policy:rollback",
+    "history": "deploy.commands.policy:history",
+    "keys": "deploy.commands.keys:keys",
+    "lake": "deploy.commands.lake:lake",
+    "report": "deploy.commands.inspect:report",
+    "doctor": "deploy.commands.inspect:doctor",
+    "bench": "deploy.examples.bench.command:bench",
+    "demo": "deploy.examples.demo.command:demo",
+}
+"""Where each command is."""
 
 
 class Millrace(click.Group):
@@ -42,7 +75,12 @@ class Millrace(click.Group):
         return list(self.commands)  # in the order of a newcomer's use, not of the alphabet
 
 
-@click.group(cls=Millrace, invoke_without_command=True, context_settings={"max_content_width": 120})
+@click.group(
+    cls=Millrace,
+    commands=LazyCommands(COMMANDS),
+    invoke_without_command=True,
+    context_settings={"max_content_width": 120},
+)
 @click.option(
     "--config",
     "file",
@@ -75,20 +113,6 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     ctx.obj = settings
-
-
-for command in (
-    *policy.COMMANDS[:1],
-    *service.COMMANDS,
-    *loop.COMMANDS,
-    *policy.COMMANDS[1:],
-    *keys.COMMANDS,
-    *lake.COMMANDS,
-    *inspect.COMMANDS,
-    *bench.COMMANDS,
-    *demo.COMMANDS,
-):
-    millrace.add_command(command)
 
 
 def main(arguments: list[str] | None = None) -> None:

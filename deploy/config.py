@@ -17,9 +17,11 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from deploy import describe
 from deploy.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options
+from evaluation.config import EngineConfig as EvaluationEngineConfig
 from evaluation.config import EvaluationConfig
 from feedback.config import FeedbackConfig
-from serve.config import ServeConfig
+from feedback.files import private
+from serve.config import EngineConfig, ServeConfig
 from serve.keys import local_file
 from train.config import TrainConfig
 
@@ -122,13 +124,21 @@ class Settings(BaseSettings):
         return location if "://" in location else str(self.path(location))
 
     def resolved(self) -> Settings:
-        """The same with every path absolute, for packages that never look at ``home``."""
+        """The same with every path absolute, for packages that never look at ``home``.
+
+        And where evaluation's engine is to be as the server's, with what that is.
+        """
         feedback, serve, evaluation = self.feedback, self.serve, self.evaluation
         journal = feedback.journal.model_copy(update={"folder": str(self.path(feedback.journal.folder))})
-        lake = feedback.lake.model_copy(update={"uri": self.uri(feedback.lake.uri)})
+        key = str(self.path(feedback.lake.erasure_key or "erasure.key"))
+        lake = feedback.lake.model_copy(update={"uri": self.uri(feedback.lake.uri), "erasure_key": key})
         scoring = feedback.scoring.resolved(self.path)
         folders = {name: str(self.path(getattr(serve, name))) for name in ("policies", "replicas", "keys")}
-        judged = {"suite": self.path(evaluation.suite), "folder": self.path(evaluation.folder)}
+        judged = {
+            "suite": self.path(evaluation.suite),
+            "folder": self.path(evaluation.folder),
+            "engine": _as_served(evaluation.engine, serve.engine),
+        }
         return self.model_copy(
             update={
                 "feedback": feedback.model_copy(update={"journal": journal, "lake": lake, "scoring": scoring}),
@@ -139,6 +149,12 @@ class Settings(BaseSettings):
                 "up": self.up.model_copy(update={"logs": self.path(self.up.logs)}),
             }
         )
+
+    def training(self) -> TrainConfig:
+        """The settings of a training run: the prompts of the suite that its policy is judged by are left out."""
+        suite = self.path(self.evaluation.suite)
+        train = self.resolved().train
+        return train.excluding(suite) if suite.is_file() else train
 
     @property
     def server_url(self) -> str:
@@ -166,10 +182,20 @@ class Settings(BaseSettings):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             aside = path.with_name(f".{path.name}.{os.getpid()}")
-            with open(aside, "w", opener=_private) as file:
+            with open(aside, "w", opener=private) as file:
                 file.write(text)
             aside.replace(path)
         return path
+
+
+def _as_served(judging: EvaluationEngineConfig, serving: EngineConfig) -> EvaluationEngineConfig:
+    """The engine that judges policies, computing as the one that serves them."""
+    return judging.model_copy(
+        update={
+            "dtype": serving.dtype if judging.dtype == "auto" else judging.dtype,
+            "extra": serving.extra if judging.extra is None else judging.extra,
+        }
+    )
 
 
 def load(
@@ -215,7 +241,3 @@ def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment for a child that is given a snapshot: ours without the settings, which the snapshot holds."""
     kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(ENV_PREFIX)}
     return kept | dict(extra or {})
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

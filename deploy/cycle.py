@@ -168,7 +168,7 @@ class _Cycle:
         if not running:
             return self.say(f"no server answers at {self.settings.server_url}: it will serve {version} when it starts")
         with self._stage("swap") as stage:
-            stage.result = wait_until_served(self.settings, self.store, pointer)
+            stage.result = wait_until_served(self.settings, self.store, pointer, say=self.say)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[Stage]:

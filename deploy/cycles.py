@@ -76,7 +76,7 @@ def killed_training(settings: Settings, number: int, incumbent: int) -> CycleRec
         return None
     if sum(record.run == last.run for record in before) >= TRAINING_ATTEMPTS:
         return None
-    return last if goes_on(settings.path(settings.train.runs) / str(last.run), settings.train) else None
+    return last if goes_on(settings.path(settings.train.runs) / str(last.run), settings.training()) else None
 
 
 def close_dead(settings: Settings, say: Callable[[str], None]) -> None:

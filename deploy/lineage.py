@@ -1,10 +1,12 @@
-"""What made a policy: the code and the configuration, and which policies some rows of the lake went into."""
+"""What made a policy: the code and the configuration, and into which policies, reward models and runs rows went."""
 
 from __future__ import annotations
 
+import json
 import subprocess
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from feedback.erasure import Found
     from feedback.lake import Lake
     from serve.policies import Policy, PolicyStore
+
+
+Certainty = Literal["yes", "possibly"]
 
 
 def of(settings: Settings) -> dict[str, Any]:
@@ -30,7 +35,26 @@ class Trained:
     """A policy that was trained on some rows, or descends from one that was; ``why`` says how that is known."""
 
     version: int
-    certainty: Literal["yes", "possibly"]
+    certainty: Certainty
+    why: str
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A reward model that was trained on some rows, or whose policy was."""
+
+    folder: str
+    certainty: Certainty
+    why: str
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run that is not finished and has read some rows; ``holder``: the process at work on it, if there is one."""
+
+    name: str
+    holder: str | None
+    certainty: Certainty
     why: str
 
 
@@ -42,21 +66,135 @@ def policies_with(store: PolicyStore, lake: Lake, found: Found) -> list[Trained]
     of the rows was possibly trained on it.
     """
     trained: dict[int, Trained] = {}
-    for version in store.versions():
-        policy = store.get(version)
-        own = _trained_on(policy, lake, found)
+    for policy in _policies(store):
+        version = policy.version
+        own = _trained_on(policy.lineage.get("lake_versions"), datetime.fromisoformat(policy.created_at), lake, found)
         above = trained.get(policy.parent) if policy.parent is not None else None
-        if above is not None and (own is None or (above.certainty, own.certainty) == ("yes", "possibly")):
-            own = Trained(version, above.certainty, f"it descends from policy {above.version}")
+        if above is not None and (own is None or (above.certainty, own[0]) == ("yes", "possibly")):
+            own = above.certainty, f"it descends from policy {above.version}"
         if own is not None:
-            trained[version] = own
+            trained[version] = Trained(version, *own)
     return list(trained.values())
 
 
-def _trained_on(policy: Policy, lake: Lake, found: Found) -> Trained | None:
+def models_with(runs: Path, policies: Iterable[Trained], lake: Lake, found: Found) -> list[TrainedModel]:
+    """The reward models of a folder of runs that were trained on some rows, or from one of ``policies``."""
+    parents = {policy.version: policy for policy in policies}
+    trained = []
+    for model in _models(runs):
+        own = _trained_on(model.lake_versions, model.made, lake, found)
+        above = parents.get(model.parent)
+        if above is not None and (own is None or (above.certainty, own[0]) == ("yes", "possibly")):
+            own = above.certainty, f"it descends from policy {above.version}"
+        if own is not None:
+            trained.append(TrainedModel(str(model.folder), *own))
+    return trained
+
+
+def runs_with(runs: Path, lake: Lake, found: Found) -> list[TrainedRun]:
+    """The runs of a folder that are not finished and have read some rows; also of other machines that share it."""
+    from train.unfinished import unfinished_runs
+
+    trained = []
+    for run in unfinished_runs(runs):
+        if (own := _trained_on(run.lake_versions, run.since, lake, found)) is not None:
+            trained.append(TrainedRun(run.name, run.holder, *own))
+    return trained
+
+
+def that_lost(
+    store: PolicyStore,
+    runs: Path,
+    lake: Lake,
+    since: Mapping[str, int],
+    *,
+    besides: Collection[str] = (),
+    parents: Iterable[Trained] = (),
+) -> tuple[list[Trained], list[TrainedModel]]:
+    """The policies and reward models that could read rows of files that were erased from since the tables had some
+    versions, and their descendants, as those of ``parents``; not those of ``besides``, names that ``all_names`` gave.
+    """
+    trained, reached = {policy.version: policy for policy in parents}, []
+    for policy in _policies(store):
+        if _name_of(policy) in besides:
+            continue
+        why = _lost(policy.lineage.get("lake_versions"), lake, since)
+        if why is None and policy.parent in trained:
+            why = f"it descends from policy {policy.parent}"
+        if why is not None:
+            trained[policy.version] = Trained(policy.version, "possibly", why)
+            reached.append(trained[policy.version])
+    models = []
+    for model in _models(runs):
+        if _name_of(model) in besides:
+            continue
+        why = _lost(model.lake_versions, lake, since)
+        if why is None and model.parent in trained:
+            why = f"it descends from policy {model.parent}"
+        if why is not None:
+            models.append(TrainedModel(str(model.folder), "possibly", why))
+    return reached, models
+
+
+def all_names(store: PolicyStore, runs: Path) -> set[str]:
+    """A name for every policy and reward model that there is; a later one in the same folder has another."""
+    return {*map(_name_of, _policies(store)), *map(_name_of, _models(runs))}
+
+
+@dataclass(frozen=True)
+class _Model:
+    folder: Path
+    parent: int
+    lake_versions: Mapping[str, int]
+    made: datetime
+
+
+def _models(runs: Path) -> Iterator[_Model]:
+    for file in sorted(runs.glob("*/reward_model/training.json")):
+        try:
+            manifest, made = json.loads(file.read_bytes()), datetime.fromtimestamp(file.stat().st_mtime, UTC)
+        except FileNotFoundError:  # its run has just withdrawn it
+            continue
+        yield _Model(file.parent, manifest["parent"], manifest["lineage"]["lake_versions"], made)
+
+
+def _policies(store: PolicyStore) -> Iterator[Policy]:
+    from serve.policies import PolicyNotFound
+
+    for version in store.versions():
+        try:
+            yield store.get(version)
+        except PolicyNotFound:  # its run has just withdrawn it
+            continue
+
+
+def _name_of(made: Policy | _Model) -> str:
+    return f"{made.folder} {made.made}" if isinstance(made, _Model) else str(made.version)
+
+
+def _lost(versions: Mapping[str, int] | None, lake: Lake, since: Mapping[str, int]) -> str | None:
+    """Why what read the lake at some versions may have read what was erased since other versions; None: it has not."""
+    from feedback.changes import ErasedSince, LogGoneError
+
+    if versions is None:
+        return None
+    try:
+        rows = ErasedSince(lake, versions, after=since).rows()
+    except LogGoneError:
+        try:  # what it read and went since was there at the later of both
+            rows = ErasedSince(lake, {table: max(at, since.get(table, -1)) for table, at in versions.items()}).rows()
+        except LogGoneError:
+            return "the lake's log does not reach back to when it was trained"
+    gone = ", ".join(f"{count} {table}" for table, count in rows.items())
+    return f"{gone} that may have been there when it was trained" if gone else None
+
+
+def _trained_on(
+    versions: Mapping[str, int] | None, made: datetime, lake: Lake, found: Found
+) -> tuple[Certainty, str] | None:
+    """Whether what was made at a time, from the lake at these versions, has seen some rows, and how that is known."""
     from feedback.erasure import was_visible
 
-    versions = policy.lineage.get("lake_versions")
     if versions is None:  # it was not trained from the lake
         return None
     unknown = []
@@ -65,12 +203,11 @@ def _trained_on(policy: Policy, lake: Lake, found: Found) -> Trained | None:
             continue
         seen = was_visible(lake, table, ids, versions[table])
         if seen:
-            return Trained(policy.version, "yes", f"they were in {table} at version {versions[table]}")
+            return "yes", f"they were in {table} at version {versions[table]}"
         if seen is None:
             unknown.append(f"{table} at version {versions[table]}")
-    made = datetime.fromisoformat(policy.created_at)
     if unknown and found.since is not None and found.since <= made:
-        return Trained(policy.version, "possibly", f"{', '.join(unknown)} can't be read, and it was made after them")
+        return "possibly", f"{', '.join(unknown)} can't be read, and it was made after them"
     return None
 
 

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, Final
 
 from deploy import warden
+from feedback.signals import STOPPING, StopSignal
 
 NOTHING_TO_LEARN: Final = 3
 """Exit code of `millrace train` where there was nothing to learn from, and nothing went wrong."""
@@ -22,12 +23,15 @@ NOTHING_TO_LEARN: Final = 3
 _WARDEN_MARGIN_S = 8.0  # what the warden needs beyond the grace, to end what the command left behind
 
 
-class Stopped(BaseException):
-    """A signal asked this process to stop. Not an Exception, so that nothing but an end of the process catches it."""
+class Stopped(StopSignal):
+    """Not an Exception, so that nothing but an end of the process catches it."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+        super().__init__(128 + number)
         self.number = number
+
+    def __str__(self) -> str:
+        return signal.Signals(self.number).name
 
     @property
     def exit_code(self) -> int:
@@ -38,16 +42,22 @@ class Stopped(BaseException):
 def stop_on_signals() -> Iterator[None]:
     """Raise Stopped in the main thread at the first SIGTERM, SIGINT or SIGHUP; further ones change nothing."""
 
+    stopped: Stopped | None = None
+
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
         for each in before:
             signal.signal(each, signal.SIG_IGN)
-        raise Stopped(number)
+        stopped = Stopped(number)
+        raise stopped
 
-    before: dict[int, Any] = {
-        number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    }
+    before: dict[int, Any] = {number: signal.signal(number, stop) for number in STOPPING}
     try:
         yield
+    except SystemExit:
+        if stopped is None:
+            raise
+        raise stopped from None  # Ray hands on a plain one, whichever ended its wait
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

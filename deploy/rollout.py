@@ -29,37 +29,69 @@ def promote(
     without a passing verdict; who and why stay in the pointer's history, marked as an override. ``expected`` is the
     pointer on which the decision was taken; the current one if not given.
 
-    Raises RolloutRefused (no passing verdict), serve.policies.PolicyNotFound, PolicyCorrupt (a file differs from the
-    manifest) and StalePointer (somebody moved the pointer meanwhile).
+    Raises RolloutRefused (no passing verdict, or an override without a reason), serve.policies.PolicyNotFound,
+    PolicyCorrupt (a file differs from the manifest) and StalePointer (somebody moved the pointer meanwhile).
     """
-    policy = store.verify(version)
-    pointer = expected or store.serving()
-    verdict = dict(policy.gate) if policy.gate else None
+    store.verify(version)
+    # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
+    gate, pointer = store.get(version).gate, expected or store.serving()
+    verdict = dict(gate) if gate else None
     if pointer is not None and pointer.version != version:
         objection = _objection(version, verdict, pointer.version)
-        if objection and not override:
-            raise RolloutRefused(f"{objection}; or promote it on your own account: --override --why '...'")
-        if objection:
-            verdict = {**(verdict or {}), "override": True, "objection": objection}
+        if objection is not None:
+            verdict = _overridden(verdict, objection, f"millrace promote {version}", override=override, why=why)
     return store.promote(version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict)
 
 
-def rollback(store: PolicyStore, *, who: str, why: str, to: int | None = None) -> Pointer:
+def rollback(
+    store: PolicyStore,
+    *,
+    who: str,
+    why: str,
+    to: int | None = None,
+    override: bool = False,
+    expected: Pointer | None = None,
+) -> Pointer:
     """Point back at the policy that served before, or at ``to``.
 
-    A second rollback goes further back, not forward again to what the first one left.
-    Raises RolloutRefused if there is nothing to go back to, and what PolicyStore.verify and promote raise.
+    A policy that has not served, also one that the servers refused, is rolled back to by ``override`` only, as it would
+    be promoted. A second rollback goes further back, not forward again to what the first one left. ``expected``: the
+    move that is to be undone; the last one if not given.
+
+    Raises RolloutRefused if there is nothing to go back to, and what ``promote`` raises.
     """
-    pointer = store.serving()
+    pointer = expected or store.serving()
     if pointer is None:
         raise RolloutRefused(f"nothing serves in {store.root}: there is nothing to roll back")
-    target = to if to is not None else _before(store.history())
+    served = store.served()
+    target = to
     if target is None:
-        raise RolloutRefused(f"policy {pointer.version} is the first that served: there is nothing to go back to")
+        before = [version for version in _before(store.history()) if version in served]
+        if not before:
+            raise RolloutRefused(
+                f"policy {pointer.version} is the first that served: there is nothing to go back to; to one that has "
+                "not served: --to VERSION --override --why '...'"
+            )
+        target = before[-1]
     if target == pointer.version:
         raise RolloutRefused(f"policy {target} serves already")
     store.verify(target)
-    return store.promote(target, expected=pointer.version, who=who, why=why, verdict={"rollback_from": pointer.version})
+    verdict: dict[str, object] = {"rollback_from": pointer.version}
+    if target not in served:
+        command = f"millrace rollback --to {target}"
+        verdict = _overridden(verdict, f"policy {target} has not served", command, override=override, why=why)
+    return store.promote(target, expected=pointer, who=who, why=why, verdict=verdict)
+
+
+def _overridden(
+    verdict: dict[str, object] | None, objection: str, command: str, *, override: bool, why: str
+) -> dict[str, object]:
+    """The verdict of a move that somebody answers for. Raises RolloutRefused unless somebody does, with a reason."""
+    if not override:
+        raise RolloutRefused(f"{objection}; or do it on your own account: {command} --override --why '...'")
+    if not why.strip():
+        raise RolloutRefused(f"{objection}, and an override needs a reason, which goes on record: --why '...'")
+    return {**(verdict or {}), "override": True, "objection": objection}
 
 
 def person() -> str:
@@ -88,13 +120,13 @@ def _objection(version: int, verdict: dict[str, object] | None, incumbent: int) 
     return None
 
 
-def _before(history: list[Pointer]) -> int | None:
-    """What served before the current policy, as a person would say: what was rolled back no longer counts."""
-    served: list[int] = []
+def _before(history: list[Pointer]) -> list[int]:
+    """What the pointer named before the current policy, oldest first; what was rolled back no longer counts."""
+    named: list[int] = []
     for pointer in history:
-        if "rollback_from" in (pointer.verdict or {}) and pointer.version in served:
-            while served[-1] != pointer.version:
-                served.pop()
-        elif not served or served[-1] != pointer.version:
-            served.append(pointer.version)
-    return served[-2] if len(served) > 1 else None
+        if "rollback_from" in (pointer.verdict or {}) and pointer.version in named:
+            while named[-1] != pointer.version:
+                named.pop()
+        elif not named or named[-1] != pointer.version:
+            named.append(pointer.version)
+    return [version for version in named[:-1] if version != named[-1]]

@@ -104,6 +104,7 @@ class Scheduler:
     def _cycle(self) -> None:
         limits = self._settings.cycle
         most = limits.score_timeout_s + limits.train_timeout_s + limits.evaluate_timeout_s + limits.swap_timeout_s
+        most += self._settings.serve.fleet.longest_canary_s
         # It needs its stage's grace, and time to write its record.
         code = self._run_child(_CYCLE, ["cycle"], log="cycles.log", grace=2 * limits.stop_grace_s, most=most + 600.0)
         if code is None:

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from deploy import describe
+from feedback.section import hide_credentials
 
 ENV_PREFIX: Final = "MILLRACE__"
 DEFAULT_FILE: Final = Path("millrace.yaml")
@@ -98,7 +99,7 @@ def from_file(model: type[BaseSettings], file: Path | None) -> Layer:
     except OSError as error:
         raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the config file {path} is not YAML: {error}") from None
+        raise ConfigError(f"the config file {path} is not YAML: {_where(error)}") from None
     if values is None:
         values = {}
     if not isinstance(values, dict):
@@ -116,7 +117,20 @@ def _read(text: str, key: str, model: type[BaseSettings]) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {text!r} can't be read: {error}") from None
+        given = "the value" if describe.is_secret(key, model) else repr(text)
+        raise ConfigError(f"{key}: {given} can't be read: {_where(error)}") from None
+
+
+def _where(error: yaml.YAMLError | UnicodeDecodeError) -> str:
+    """What is wrong, and where, without the text around it that PyYAML and Python show: it may be a secret."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"{error.reason} at byte {error.start}"
+    if isinstance(error, yaml.composer.ComposerError | yaml.constructor.ConstructorError):  # they name the value
+        what: Any = "an alias or tag that means nothing here: quote a value that begins with * or !"
+    else:
+        what = getattr(error, "problem", None) or getattr(error, "context", None) or "it can't be parsed"
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    return what if mark is None else f"{what} (line {mark.line + 1}, column {mark.column + 1})"
 
 
 def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
@@ -134,11 +148,11 @@ def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
 def explain(detail: Any, layers: list[Layer]) -> str:
     """One line for a pydantic error: key, what is wrong, the value, and the source that the value came from."""
     parts = [str(part) for part in detail["loc"]]
-    message = detail["msg"].removeprefix("Value error, ")
+    message, key = detail["msg"].removeprefix("Value error, "), ".".join(parts)
     if detail["type"] == "missing":
-        return f"{'.'.join(parts) or 'the settings'}: {message}"
+        return f"{key or 'the settings'}: {message}"
     of_section = isinstance(detail["input"], (dict, BaseModel))
-    given = "" if of_section else f", not {detail['input']!r}"
+    given = "" if of_section or describe.is_secret(key, layers[0].settings_cls) else f", not {detail['input']!r}"
     sources = _sources(_SETTING.findall(message), layers) if of_section else {}
     if not sources:
         # Drop what is no key of ours: pydantic adds list indexes and the names of union members at the end.
@@ -148,7 +162,7 @@ def explain(detail: Any, layers: list[Layer]) -> str:
         where = f" ({'; '.join(f'{key} from {source}' for key, source in sources.items())})"
     else:
         where = "".join(f" (from {source})" for source in set(sources.values()))
-    return f"{'.'.join(parts) or 'the settings'}: {message}{given}{where}"
+    return f"{key or 'the settings'}: {message}{hide_credentials(given)}{where}"
 
 
 _SETTING: Final = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 import psutil
@@ -89,6 +90,8 @@ def adopt_orphans() -> None:
 def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
     """End every process below this one, SIGTERM first and SIGKILL after ``grace`` seconds; name those killed.
 
+    Those from which signals are held back, because their owner was to end them, can't be asked: SIGKILL at once.
+
     spare_trackers: leave multiprocessing's resource trackers, which ignore SIGTERM, clean up and end when this process
     ends; for a process that has one of its own.
     """
@@ -102,7 +105,7 @@ def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
         for process in living:
             if process.pid not in asked:
                 asked.add(process.pid)
-                _signal(process, signal.SIGTERM)
+                _signal(process, signal.SIGKILL if _holds_back(process) else signal.SIGTERM)
         time.sleep(_POLL_S)
     names: list[str] = []
     # A process can fork while the list is read, so look again until nobody is there.
@@ -134,6 +137,16 @@ def _living(own: psutil.Process, spare_trackers: bool) -> list[psutil.Process]:
 
 def _is_tracker(process: psutil.Process) -> bool:
     return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+
+
+def _holds_back(process: psutil.Process) -> bool:
+    """Whether its main thread has SIGTERM blocked. Where there is no /proc to say so, it has not."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        return False
+    blocked = next((line for line in status.splitlines() if line.startswith("SigBlk:")), "SigBlk: 0")
+    return bool(int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def _signal(process: psutil.Process, number: int) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from serve.local_ray import loopback_sockets
 
 MIB = 1024 * 1024
 
@@ -19,7 +21,9 @@ class EngineConfig(_Section):
     """The vLLM engine that answers the suite, inside the evaluating process."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of the weights in the engine; auto takes the policy's own."
+        default="auto",
+        description="Type that the engine computes in; auto: what the server computes in (serve.engine.dtype, or the "
+        "policy's own). Another type than the server's is refused: it answers otherwise.",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -36,6 +40,9 @@ class EngineConfig(_Section):
     tensor_parallel_size: int = Field(default=1, ge=1, description="Devices that one copy of the policy is split over.")
     enforce_eager: bool = Field(
         default=True, description="Start at once, without compiling; false pays on long suites."
+    )
+    extra: dict[str, Any] | None = Field(
+        default=None, description="Further arguments of vLLM's engine, by their own names; null: serve.engine.extra."
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="ERROR", description="What vLLM logs; what fails raises an error at any level."
@@ -100,3 +107,6 @@ def prepare_environment(config: EngineConfig) -> None:
     os.environ["VLLM_LOGGING_LEVEL"] = config.log_level
     os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout belongs to the caller
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    # Left to itself gloo listens on whatever address the machine's name has.
+    for name, value in loopback_sockets().items():
+        os.environ.setdefault(name, value)

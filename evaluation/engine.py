@@ -6,7 +6,7 @@ import gc
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig, prepare_environment
+from serve.model_folder import compute_dtype
 from serve.prefill import prefill_arguments
 
 TokenIds = list[int]
@@ -62,22 +63,26 @@ class OfflineEngine:
         prepare_environment(config)
         gc.collect()  # an engine closed before this one leaves reference cycles that hold its weights
         # Ten seconds of import, which an evaluation that the cache answers never pays.
-        from vllm import LLM
+        from vllm import LLM, EngineArgs
 
         self._eager = config.enforce_eager
-        self._llm: Any = LLM(
-            model=str(path),
-            dtype=config.dtype,
-            max_model_len=-1 if config.max_model_len is None else config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_batched_tokens,
-            kv_cache_memory_bytes=config.kv_cache_bytes,
-            tensor_parallel_size=config.tensor_parallel_size,
-            distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
-            enforce_eager=config.enforce_eager,
-            use_tqdm_on_load=False,
+        own = {
+            "model": str(path),
+            "dtype": compute_dtype(path, config.dtype),
+            "max_model_len": -1 if config.max_model_len is None else config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_batched_tokens,
+            "kv_cache_memory_bytes": config.kv_cache_bytes,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
+            "enforce_eager": config.enforce_eager,
+            "use_tqdm_on_load": False,
             **prefill_arguments(),
-        )
+        }
+        # The server's extra arguments may be of its asynchronous engine alone: how it logs.
+        known = {field.name for field in fields(EngineArgs)}
+        extra = {name: value for name, value in (config.extra or {}).items() if name in known}
+        self._llm: Any = LLM(**extra | own)
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +101,11 @@ class OfflineEngine:
         import torch
 
         return torch.compiler.set_stance("force_eager") if self._eager else nullcontext()
+
+    @property
+    def dtype(self) -> str:
+        """What the engine computes in: float32, bfloat16, float16."""
+        return str(self._llm.model_config.dtype).removeprefix("torch.")
 
     @property
     def max_model_len(self) -> int:

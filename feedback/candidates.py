@@ -32,10 +32,14 @@ _FEEDBACK: Final = (
 
 @dataclass(frozen=True)
 class Candidates:
-    """What was found. ``some`` says that it is less than the whole lake, and that table ``touched`` lists it."""
+    """What was found. ``some`` says that it is less than the whole lake, and that table ``touched`` lists it.
+
+    ``repeats``: there may be responses of which nothing new is known; table ``former`` has their last rewards.
+    """
 
     count: int
     some: bool
+    repeats: bool = False
 
 
 def find(
@@ -73,6 +77,7 @@ class _Search:
         self.snapshots = snapshots
         self.scorer = scorer
         self.columns = (*_KEY, *columns)
+        self.repeats = False
         self.files = {table: DataFiles(snapshot) for table, snapshot in snapshots.items()}
         connection.execute("CREATE TABLE candidates (response_id VARCHAR)")
 
@@ -97,7 +102,9 @@ class _Search:
         about.update(self.files["feedback"].holding(spans, "rejected_response_id", nullable=True))
         self._see_feedback([path for path in self.files["feedback"].paths if path in about])
         self.connection.execute("CREATE TABLE touched AS SELECT tenant, response_id FROM responses")
-        return Candidates(self._count("touched"), some=True)
+        if self.repeats:
+            self._see_former()
+        return Candidates(self._count("touched"), some=True, repeats=self.repeats)
 
     def _new_interactions(self, since: int) -> list[str]:
         """The files to read whole. Of files that were rewritten meanwhile the ids become candidates.
@@ -133,6 +140,7 @@ class _Search:
             if not _is_cleaned_up(error):
                 raise
             log.warning("what is new in feedback since version %d is cleaned up: reading all (%s)", since, error)
+            self.repeats = True
             self._add_candidates("feedback", self.files["feedback"].paths, is_vote)
 
     def _added(self, table: str, since: int) -> list[str]:
@@ -174,6 +182,19 @@ class _Search:
     def _see_feedback(self, paths: list[str]) -> None:
         rows = scan_sql(self.connection, self.lake, "feedback", paths, _FEEDBACK, name="feedback_files")
         self.connection.execute(f"CREATE VIEW feedback_on AS {rows}")
+
+    def _see_former(self) -> None:
+        rewards = scan_sql(
+            *(self.connection, self.lake, "rewards", self.files["rewards"].paths),
+            ("response_id", "scorer", "scored_at", "reward", "components", "missing"),
+            name="former_rewards",
+        )
+        self.connection.execute(
+            f"CREATE TABLE former AS SELECT response_id, reward, components::VARCHAR AS components, "
+            f"missing::VARCHAR AS missing FROM ({rewards}) WHERE scorer = ? "
+            "QUALIFY row_number() OVER (PARTITION BY response_id ORDER BY scored_at DESC) = 1",
+            [self.scorer],
+        )
 
     def _count(self, relation: str) -> int:
         return int(self.connection.execute(f"SELECT count(*) FROM {relation}").fetchall()[0][0])

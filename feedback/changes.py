@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -23,6 +25,7 @@ import pyarrow.fs as pa_fs
 from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 
+from feedback.delta_log import ERASED, TAKES_ROWS
 from feedback.lake import Lake, LakeError
 from feedback.schema import TABLES
 from feedback.views import quoted, unreadable_features
@@ -94,26 +97,114 @@ class DataFiles:
         return ends
 
 
+@dataclass(frozen=True)
+class Commit:
+    """What a commit did to a table's files.
+
+    ``added``: files it added, ``fresh`` those among them whose rows the table had not before; ``removed``: files it
+    removed; ``rows_gone``: whether rows left the table with them (an erasure, a retention, another tool's delete).
+    """
+
+    version: int
+    added: list[str]
+    fresh: list[str]
+    removed: list[str]
+    rows_gone: bool
+
+
+def commits(lake: Lake, table: str, since: int, until: int) -> list[Commit]:
+    """The commits ``since`` < version <= ``until``, oldest first.
+
+    Raises LogGoneError if the log does not reach back to ``since``.
+    """
+    return [_commit(version, actions) for version, actions in enumerate(_commits(lake, table, since, until), since + 1)]
+
+
+class ErasedSince:
+    """How many rows that were in the tables at some versions have been erased since, by what the commits say.
+
+    It goes by the order of commits and by no clock. A file's rows are new if the commit that added it replaced none, or
+    only new files; an erasure in new files alone touches nothing that was there before.
+    """
+
+    def __init__(self, lake: Lake, versions: Mapping[str, int], *, after: Mapping[str, int] | None = None) -> None:
+        """``after``: count the erasures of commits after these versions only."""
+        self._lake = lake
+        self._after = after or {}
+        self._read = {table: version for table, version in versions.items() if table in TABLES}
+        self._new: dict[str, set[str]] = {table: set() for table in self._read}
+        self._rows: Counter[str] = Counter()
+
+    def rows(self) -> dict[str, int]:
+        """By table, of those that have lost any; reads the commits made since the last call.
+
+        Rows that came in later count too where one file held both. Raises LakeError, OSError, and LogGoneError if the
+        log does not reach back.
+        """
+        for table, read in self._read.items():
+            until = self._lake.table(table).version()
+            for version, actions in enumerate(_commits(self._lake, table, read, until), start=read + 1):
+                self._follow(table, version, actions)
+                self._read[table] = version
+        return {table: count for table, count in self._rows.items() if count}
+
+    def _follow(self, table: str, version: int, actions: list[dict[str, Any]]) -> None:
+        new = self._new[table]
+        removed = {unquote(action["remove"]["path"]) for action in actions if "remove" in action}
+        if removed <= new:
+            new.update(unquote(action["add"]["path"]) for action in actions if "add" in action)
+        elif version > self._after.get(table, -1):
+            self._rows[table] += sum(int(action.get("commitInfo", {}).get(ERASED, 0)) for action in actions)
+        new -= removed
+
+
+def _commits(lake: Lake, table: str, since: int, until: int) -> Iterator[list[dict[str, Any]]]:
+    """The actions of each commit ``since`` < version <= ``until``. Raises LogGoneError if one is not there any more."""
+    files = _filesystem(lake, table)
+
+    def read(version: int) -> list[dict[str, Any]]:
+        try:
+            with files.open_input_file(f"_delta_log/{version:020d}.json") as log:
+                return [json.loads(line) for line in log.read().splitlines()]
+        except FileNotFoundError as error:
+            raise LogGoneError(f"{lake.table_uri(table)}: commit {version} was cleaned up") from error
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        yield from pool.map(read, range(since + 1, until + 1))
+
+
+def rows_left(lake: Lake, table: str, since: int) -> bool:
+    """Whether a commit after version ``since``, which is young enough to be followed by its log, took rows away."""
+    for version in count(since + 1):
+        try:
+            [commit] = commits(lake, table, version - 1, version)
+        except LogGoneError:  # there is no later one
+            return False
+        if commit.rows_gone:
+            return True
+    raise AssertionError("unreachable")
+
+
+def _commit(version: int, actions: list[dict[str, Any]]) -> Commit:
+    added = [action["add"] for action in actions if "add" in action]
+    removed = [action["remove"] for action in actions if "remove" in action]
+    told: dict[str, Any] = next((action["commitInfo"] for action in actions if "commitInfo" in action), {})
+    return Commit(
+        version,
+        [unquote(file["path"]) for file in added],
+        # A commit that also removes files rewrites rows that are there already: none of them is new.
+        [] if removed else [unquote(file["path"]) for file in added if file.get("dataChange")],
+        [unquote(file["path"]) for file in removed],
+        any(file.get("dataChange", True) for file in removed) or (bool(removed) and not TAKES_ROWS.isdisjoint(told)),
+    )
+
+
 def added_files(lake: Lake, table: str, since: int, until: int) -> list[str]:
     """The files whose rows are new with the commits ``since`` < version <= ``until``, oldest first.
 
-    A commit that also removes files rewrites rows that are there already (a compaction, an erasure): it adds none.
     Raises LogGoneError if the log does not reach back to ``since``.
     """
-    files = _filesystem(lake, table)
-
-    def read(version: int) -> list[str]:
-        try:
-            with files.open_input_file(f"_delta_log/{version:020d}.json") as log:
-                actions = [json.loads(line) for line in log.read().splitlines()]
-        except FileNotFoundError as error:
-            raise LogGoneError(f"{lake.table_uri(table)}: commit {version} was cleaned up") from error
-        if any("remove" in action for action in actions):
-            return []
-        return [unquote(action["add"]["path"]) for action in actions if action.get("add", {}).get("dataChange")]
-
-    with ThreadPoolExecutor(_READERS) as pool:
-        return [path for paths in pool.map(read, range(since + 1, until + 1)) for path in paths]
+    return [path for commit in commits(lake, table, since, until) for path in commit.fresh]
 
 
 def scan_sql(
@@ -141,7 +232,7 @@ def _filesystem(lake: Lake, table: str) -> pa_fs.FileSystem:
     uri = lake.table_uri(table)
     if lake.local:
         return pa_fs.SubTreeFileSystem(uri, pa_fs.LocalFileSystem())
-    return pa_fs.PyFileSystem(DeltaStorageHandler(uri, lake.config.storage_options))
+    return pa_fs.PyFileSystem(DeltaStorageHandler(uri, lake.config.store_options))
 
 
 def _escaped(path: str) -> str:

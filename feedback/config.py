@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
 from feedback.rewards.config import HumanConfig, JudgeConfig, ModelConfig, RuleConfig, ScoringConfig
-from feedback.section import Finite, FunctionName, Identifier, MemorySize, Section
+from feedback.section import Address, Finite, FunctionName, Identifier, MemorySize, Secret, Section
 
 __all__ = [
     "DEFAULT_SCALE",
@@ -30,6 +31,12 @@ __all__ = [
 
 DEFAULT_SCALE: Final = "stars"
 """The scale of a rating that names none, where several are declared."""
+
+
+_CREDENTIAL: Final = re.compile(r"key|secret|token|sas|password|credential", re.IGNORECASE)
+"""In the name of an object store's option that must not be seen."""
+
+_SHORTEST: Final = 6  # characters of a credential; what is shorter stands by chance in any text
 
 
 class JournalConfig(Section):
@@ -65,10 +72,11 @@ class JournalConfig(Section):
 class LakeConfig(Section):
     """The Delta Lake tables that hold interactions, feedback and rewards."""
 
-    uri: str = Field(default="lake", description="Folder, or s3://, gs:// or az:// address, of the Delta tables.")
-    storage_options: dict[str, str] = Field(
+    uri: Address = Field(default="lake", description="Folder, or s3://, gs:// or az:// address, of the Delta tables.")
+    storage_options: dict[str, Secret] = Field(
         default_factory=dict,
-        description="Options of the object store (region, endpoint, keys), as deltalake names them. Two writers can't "
+        description="Options of the object store (region, endpoint, keys), as deltalake names them; masked wherever "
+        "settings are shown. A command line shows in `ps`: give keys in the file or the environment. Two writers can't "
         "overwrite each other's commits because the store refuses to write a name that is there (aws_conditional_put, "
         "which is etag unless it is set; leave it). An S3-compatible server needs aws_endpoint_url, and without TLS "
         "aws_allow_http: 'true'.",
@@ -102,6 +110,17 @@ class LakeConfig(Section):
         description="Most bytes of the three tables together: the oldest dates are dropped, never today; null: no "
         "limit. Files that a vacuum has yet to remove do not count.",
     )
+    erasure_key: str | None = Field(
+        default=None,
+        description="File of the key by which the registry of erasures hashes names; made when it is first needed, for "
+        "its owner only. Machines that share a lake need the same key: copy the file. null: erasure.key in home.",
+    )
+    retain_gap_days: int | None = Field(
+        default=7,
+        gt=0,
+        description="retain_days drops nothing while the newest rows from before yesterday are more days back than "
+        "this (or than retain_days): the clock may have run ahead. null: believe the clock.",
+    )
     vacuum_hours: int = Field(
         default=72,
         gt=0,
@@ -115,6 +134,18 @@ class LakeConfig(Section):
         description="A data file that no version names is removed when it is this old: a killed writer left it. "
         "Longer than any write takes.",
     )
+
+    @property
+    def store_options(self) -> dict[str, str]:
+        """``storage_options`` in clear, for the object store's client."""
+        return {name: secret.get_secret_value() for name, secret in self.storage_options.items()}
+
+    def redact(self, text: str) -> str:
+        """A text of the object store's client without the keys and tokens that are among its options."""
+        for name, value in self.store_options.items():
+            if len(value) >= _SHORTEST and _CREDENTIAL.search(name):
+                text = text.replace(value, str(self.storage_options[name]))
+        return text
 
     @model_validator(mode="after")
     def _a_living_writers_file_is_no_orphan(self) -> Self:

@@ -41,7 +41,7 @@ ORDER BY asked_at DESC, prompt_token_ids
 
 _ROLLOUTS: Final = """
 SELECT i.response_id, i.prompt_token_ids, i.response_token_ids, i.logprobs, i.policy_spans, r.reward,
-       i.prompt, i.response, i.metadata, i.created_at, i.sampling
+       i.prompt, i.messages, i.response, i.metadata, i.created_at, i.sampling, i.finish_reason
 FROM interactions i JOIN current_rewards r USING (response_id)
 WHERE i.status = 'complete' AND r.reward IS NOT NULL AND {condition}
 ORDER BY i.created_at, i.response_id
@@ -80,10 +80,12 @@ _LOGGED: Final = (
     "logprobs",
     "policy_spans",
     "prompt",
+    "messages",
     "response",
     "metadata",
     "created_at",
     "sampling",
+    "finish_reason",
 )
 ROLLOUTS: Final = pa.schema(
     [*(INTERACTIONS.field(name) for name in _LOGGED[:5]), pa.field("reward", pa.float64(), nullable=False)]

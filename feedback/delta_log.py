@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 LOG_FOLDER: Final = "_delta_log"
 FEEDBACK_IDS: Final = "conflicts"
 """The key of a commit's metadata that names ids of feedback (``deduplication.py``)."""
+ERASED: Final = "erased"
+DROPPED: Final = "dropped"
+TAKES_ROWS: Final = frozenset({ERASED, DROPPED})
+"""The keys of a commit's metadata of which one says that it took rows from the table (an erasure, a retention)."""
 
 _COMMIT: Final = re.compile(r"(\d{20})\.json")
 _DERIVED: Final = re.compile(r"(\d{20})\.(checkpoint.*\.parquet|crc|\d{20}\.compacted\.json)")

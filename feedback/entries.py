@@ -29,8 +29,8 @@ class State(Enum):
 class Entry:
     """A row, and who waits for it: a task of ``loop``, or a thread if there is none.
 
-    ``begins`` and ``ends`` are the stream that the row is the first, or the last, record of. ``since`` is the time of
-    ``time.monotonic`` at which it came.
+    ``begins`` and ``ends`` are the stream that the row is the first, or the last, record of. ``error``: why the writer
+    did not write it; others of its commit were written. ``since`` is the time of ``time.monotonic`` at which it came.
     """
 
     table: str
@@ -48,27 +48,27 @@ def resolve(entries: Iterable[Entry], error: Exception | None) -> None:
     """Tell every caller; one wake-up for each event loop, whatever the number of its tasks."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Entry]] = {}
     for entry in entries:
-        entry.error = entry.error or error
         if entry.loop is not None:
             by_loop.setdefault(entry.loop, []).append(entry)
         else:
-            _set(entry)
+            _set(entry, error)
     for loop, group in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_set_all, group)
+            loop.call_soon_threadsafe(_set_all, group, error)
         except RuntimeError as closed:  # the loop has ended, and its callers with it
             log.warning("nobody is left to be told of %d rows: %s", len(group), closed)
 
 
-def _set_all(entries: list[Entry]) -> None:
+def _set_all(entries: list[Entry], error: Exception | None) -> None:
     for entry in entries:
-        _set(entry)
+        _set(entry, error)
 
 
-def _set(entry: Entry) -> None:
+def _set(entry: Entry, error: Exception | None) -> None:
     if entry.waiter.done():  # a caller that was cancelled, or was told already that the disk hangs
         return
-    if entry.error is None:
+    error = entry.error or error
+    if error is None:
         entry.waiter.set_result(None)
     else:
-        entry.waiter.set_exception(entry.error)
+        entry.waiter.set_exception(error)

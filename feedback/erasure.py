@@ -5,9 +5,13 @@ name one as the rejected response; all feedback of the tenant; feedback whose so
 which feedback has that names none, is nobody's); the rewards of those responses. A reward that another response got
 from feedback that goes stays: it is a number that names nobody.
 
-Only what was made until the moment of the erasure goes; what the same user does later is new. Rows that lie in the
-journal of another machine are dropped when they are sealed (``erased.py``), and what slipped in while an erasure ran
-is found by ``finish_erasures``, which the scheduled maintenance calls.
+Only what was made until the moment of the erasure goes; what the same user does later is new. What is in the tables at
+that moment was made before it, also where a clock that ran ahead dated it later: the tables' versions decide. Rows that
+lie in the journal of another machine are dropped when they are sealed, by their time (``erased.py``), and what slipped
+in while an erasure ran is found by ``finish_erasures``, which the scheduled maintenance calls.
+
+What is said of a response is found by the response's id, which only the response itself tells. So before responses go
+their ids are in the registry, whoever removes them.
 """
 
 from __future__ import annotations
@@ -15,31 +19,40 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from deltalake import DeltaTable
 
+from feedback.changes import LogGoneError, commits
+from feedback.delta_log import ERASED
 from feedback.erased import (
+    ALL_TIMES,
     COLUMNS,
+    SKEW,
+    Erasure,
     Kind,
     Selector,
     Values,
     erasures,
+    id_of,
     mark_done,
     matching,
     needed_columns,
     register,
+    reopen,
+    upgrade,
 )
 from feedback.lake import Lake, LakeConflictError, LakeError, is_sealed
 from feedback.purging import drop_damaged_segments, drop_spilled, purge
 from feedback.recovery import load_all
 from feedback.schema import TABLES
-from feedback.sealed_ids import take_in
+from feedback.sealed_ids import take_in_if_used
 from feedback.sealing import seal
 from feedback.segments import list_segments
 from feedback.storage import DataFile, data_files
@@ -53,6 +66,13 @@ _ORDER: Final = ("feedback", "rewards", "interactions")
 _ATTEMPTS: Final = 10
 _POLL_S: Final = 0.1
 _DAMAGED_MARGIN: Final = timedelta(minutes=5)  # a segment that was open at the erasure is closed by then
+
+
+Rewritten = Callable[[str, Mapping[str, int]], None]
+"""Called with an erasure's id and versions of the tables: between those and now its rows went. May come again."""
+
+_Meaning = tuple[Selector, Selector]
+"""A selector, and what it means in a certain file."""
 
 
 class ErasureError(LakeError):
@@ -89,35 +109,38 @@ class Target:
 class Found:
     """The rows that an erasure would remove: how many of each table, sealed or not, and the ids of sealed ones.
 
-    ``since`` is when the oldest of the interactions and feedback was made, None if there is none.
+    ``since`` is when the oldest of the interactions and feedback was made, None if there is none; ``ahead`` of them are
+    dated later than now, by a clock that ran ahead.
     """
 
     rows: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TABLES, 0))
     response_ids: set[str] = field(default_factory=set)
     sealed: dict[str, set[str]] = field(default_factory=lambda: {"interactions": set(), "feedback": set()})
     since: datetime | None = None
+    ahead: int = 0
 
 
 @dataclass(frozen=True)
 class Erased:
     """What an erasure removed.
 
-    ``rows``: how many of each table there were, in lake and journal, when it began. ``damaged``: damaged segments that
-    had been put aside. ``left``: files on an object store that no version names, too young to be removed, that may
-    hold such rows: ``maintain`` removes them once they are old.
+    ``rows``: how many of each table there were, in lake and journal, when it began; ``ahead`` of them were dated later.
+    ``damaged``: damaged segments that had been put aside. ``left``: files on an object store that no version names, too
+    young to be removed, that may hold such rows: ``maintain`` removes them once they are old.
     """
 
     at: datetime
     rows: dict[str, int]
+    ahead: int
     damaged: int
     left: list[str]
     seconds: float
 
 
 def find(lake: Lake, journal_folder: Path, target: Target, *, at: datetime | None = None) -> Found:
-    """The rows that ``erase`` would remove, made until ``at`` (now). Raises LakeError."""
+    """The rows that ``erase`` would remove ``at`` a moment (now): all that there are. Raises LakeError."""
     kind, value = target.values()
-    main = Values(kind, pa.array([value]), at or datetime.now(UTC))
+    main = Values(kind, pa.array([value]), ALL_TIMES)
     # The journal before the tables, as for views: a row that is sealed in between is in both, and counted once.
     unsealed = load_all(journal_folder)
     snapshots = {table: lake.table(table) for table in TABLES}
@@ -128,15 +151,17 @@ def find(lake: Lake, journal_folder: Path, target: Target, *, at: datetime | Non
     found = Found()
     for rows in _matches(lake, "interactions", snapshots, journal, [main]):
         found.response_ids.update(rows.column("response_id").to_pylist())
-    selectors: list[Selector] = [main, _responses(found.response_ids, main.at)]
+    selectors: list[Selector] = [main, _responses(found.response_ids, main)]
     # A stream that goes out has several rows in the journal, of which the lake gets one.
     journal["interactions"] = [rows.filter(pc.not_equal(rows["status"], STARTED)) for rows in journal["interactions"]]
+    late = (at or datetime.now(UTC)) + SKEW
     for table in TABLES:
         for rows in _matches(lake, table, snapshots, journal, selectors, sealed=found.sealed.get(table)):
             found.rows[table] += rows.num_rows
             if table != "rewards":
-                oldest = pc.min(rows.column("created_at")).as_py()
-                found.since = min(filter(None, (found.since, oldest)), default=None)
+                times = rows.column("created_at")
+                found.since = min(filter(None, (found.since, pc.min(times).as_py())), default=None)
+                found.ahead += pc.sum(pc.greater(times, pa.scalar(late, times.type))).as_py() or 0
     return found
 
 
@@ -147,56 +172,93 @@ def erase(
     *,
     wait_s: float = 60.0,
     say: Callable[[str], None] = log.info,
+    registered: Callable[[str], None] = lambda _: None,
+    rewritten: Rewritten = lambda *_: None,
 ) -> Erased:
     """Remove a target's rows from journal and lake, so that no file holds them; returns what went.
 
     A segment that a living server is writing is waited for, up to ``wait_s`` seconds: it is closed when it is
     ``journal.segment_seconds`` old. Older versions of all tables can't be read afterwards. Killed anywhere, it can be
     repeated, and the next maintenance finishes it. Raises ErasureError, LakeError, LockTimeoutError or OSError.
+
+    ``registered`` is called with the erasure's id before any row goes; ``rewritten`` when all are gone, before the
+    erasure is noted as done: if it raises, the next maintenance calls its own.
     """
     started = time.perf_counter()
+    versions = lake.versions()
     at = datetime.now(UTC)
     found = find(lake, journal_folder, target, at=at)
     say(f"found {_listed(found.rows)}")
+    if found.ahead:
+        say(f"{found.ahead} of them are dated later than now, by a clock that ran ahead; they go too")
     kind, value = target.values()
-    names = [register(lake, kind, [value], at)]
+    names = [register(lake, kind, [value], at, versions)]
     if found.response_ids and kind != "response_id":
-        names.append(register(lake, "response_id", sorted(found.response_ids), at))
+        names.append(register(lake, "response_id", sorted(found.response_ids), at, versions))
+    registered(id_of(names[0]))
     _drain(lake, journal_folder, wait_s, say)
-    main = Values(kind, pa.array([value]), at)
-    found.response_ids |= _sealed_responses(lake, main)  # with those that came in while it was registered
-    _rewrite_all(lake, [main, _responses(found.response_ids, at)], say)
+    sealed = lake.versions()  # all that the journal held is there now, and what was made while it was waited for
+    main = Values(kind, pa.array([value]), at, versions, sealed, max(at, datetime.now(UTC)) + SKEW)
+    selectors: list[Selector] = [main, _responses(found.response_ids, main)]
+    more = _register_responses(lake, selectors)  # those that came in while it was registered
+    _rewrite_all(lake, [*selectors, *more.values()], say)
     left = _purge_all(lake, say)
     damaged = drop_damaged_segments(journal_folder)
     drop_spilled()
-    if (journal_folder / "ids").exists():  # hashes of feedback that is gone
-        take_in(lake, journal_folder, anew=True)
-    mark_done(lake, names)
-    return Erased(at, found.rows, damaged, left, time.perf_counter() - started)
+    take_in_if_used(lake, journal_folder)  # hashes of feedback that is gone
+    now = lake.versions()
+    rewritten(id_of(names[0]), versions)
+    mark_done(lake, [*names, *more], sealed, now)
+    return Erased(at, found.rows, found.ahead, damaged, left, time.perf_counter() - started)
 
 
-def finish_erasures(lake: Lake, journal_folder: Path | None = None) -> dict[str, int]:
+def finish_erasures(
+    lake: Lake, journal_folder: Path | None = None, rewritten: Rewritten = lambda *_: None
+) -> dict[str, int]:
     """Finish what a killed erasure left, and erase what was sealed behind the back of one; returns rows of each table.
 
     Rows come in behind an erasure where the journal of another machine was sealed, or scoring ran, at that moment.
     A ``journal_folder`` loses the damaged segments put aside in it until a few minutes after the erasure, wherever it
-    was done. Raises what ``erase`` raises.
+    was done. ``rewritten`` is called as by ``erase``, also where a killed one had removed all. Raises what ``erase``
+    raises.
     """
+    upgrade(lake)
     hours = 2 * lake.config.orphan_hours  # a writer of that time has long ended
-    known = erasures(lake, since=datetime.now(UTC) - timedelta(hours=hours), pending=True)
-    pending = [erasure for erasure in known if not erasure.done]
+    known = erasures(lake, journal_folder, since=datetime.now(UTC) - timedelta(hours=hours), pending=True)
     rows = dict.fromkeys(TABLES, 0)
+    if not known:
+        return rows
+    versions = lake.versions()
+    slipped = _slipped(lake, [erasure for erasure in known if erasure.done])
+    reopen(lake, slipped)  # killed from here on, it is gone through again
+    unfinished = [erasure for erasure in known if not erasure.done or erasure.name in slipped]
+    pending: list[Selector] = [*unfinished]
+    names = [erasure.name for erasure in known if dict(erasure.done_until) != versions]
     if pending:
-        rows = _rewrite_all(lake, pending, log.info)
-    if done := [erasure for erasure in known if erasure.done]:
-        more = _rewrite_all(lake, done, log.info, written_since=min(erasure.at for erasure in done))
-        rows = {table: rows[table] + more[table] for table in TABLES}
-    if pending or any(rows.values()):
+        more = _register_responses(lake, pending)
+        names += more
+        rows = _rewrite_all(lake, [*pending, *more.values()], log.info)
         _purge_all(lake, log.info)
-        mark_done(lake, [erasure.name for erasure in pending])
-    if known and journal_folder is not None:
+    if journal_folder is not None:
         drop_damaged_segments(journal_folder, written_until=max(erasure.at for erasure in known) + _DAMAGED_MARGIN)
+    _tell_of_rows_ahead(lake, known)
+    now = lake.versions()
+    for erasure_id, since in _since(known, unfinished).items():
+        rewritten(erasure_id, since)
+    mark_done(lake, names, versions, now)
     return rows
+
+
+def _since(known: Iterable[Erasure], unfinished: Iterable[Erasure]) -> dict[str, Mapping[str, int]]:
+    """By the id of each unfinished erasure the versions behind which rows went of which nothing is on record."""
+    since: dict[str, Mapping[str, int]] = {id_of(erasure.name): erasure.versions for erasure in unfinished}
+    for erasure in known:
+        told = since.get(id_of(erasure.name))
+        if told is not None:
+            since[id_of(erasure.name)] = {
+                table: max(told.get(table, -1), erasure.told_until.get(table, -1)) for table in TABLES
+            }
+    return since
 
 
 def was_visible(lake: Lake, table: str, ids: set[str], version: int) -> bool | None:
@@ -240,36 +302,117 @@ def _drain(lake: Lake, journal_folder: Path, wait_s: float, say: Callable[[str],
         time.sleep(_POLL_S)
 
 
-def _sealed_responses(lake: Lake, main: Values) -> set[str]:
-    found: set[str] = set()
-    snapshots = {"interactions": lake.table("interactions")}
-    for rows in _matches(lake, "interactions", snapshots, {}, [main]):
-        found.update(rows.column("response_id").to_pylist())
-    return found
+def _register_responses(lake: Lake, selectors: Sequence[Selector]) -> dict[str, Values]:
+    """Register the ids of the sealed responses that are to go and that no selector names; returns selectors by name.
+
+    What is said of a response may still lie in another journal, and is found by nothing else.
+    """
+    registered: dict[str, Values] = {}
+    for selector in selectors:
+        if selector.kind != "response_id":
+            snapshots = {"interactions": lake.table("interactions")}
+            ids: set[str] = set()
+            for rows in _matches(lake, "interactions", snapshots, {}, [selector]):
+                ids.update(rows.column("response_id").to_pylist())
+            registered |= _register_unnamed(lake, ids, selector, selectors)
+    return registered
 
 
-def _rewrite_all(
-    lake: Lake, selectors: Iterable[Selector], say: Callable[[str], None], *, written_since: datetime | None = None
-) -> dict[str, int]:
+def _register_unnamed(lake: Lake, ids: set[str], of: Selector, selectors: Sequence[Selector]) -> dict[str, Values]:
+    unnamed = pa.array(sorted(ids), pa.string())
+    for other in selectors:
+        if other.kind == "response_id" and other.registered_at >= of.registered_at:
+            unnamed = unnamed.filter(pc.invert(other.is_in(unnamed)))
+    if not len(unnamed):
+        return {}
+    name = register(lake, "response_id", unnamed.to_pylist(), of.registered_at, of.versions)
+    return {name: _responses(unnamed.to_pylist(), of)}
+
+
+def _register_responses_of(lake: Lake, file: DataFile, meaning: list[_Meaning], selectors: Sequence[Selector]) -> None:
+    """The same for one file, which was sealed since; the next maintenance removes what is said of its responses."""
+    for selector, here in meaning:
+        if selector.kind != "response_id":
+            ids: set[str] = set()
+            for batch in lake.files("interactions").batches("interactions", file.path, needed_columns("interactions")):
+                meant = matching("interactions", batch, [here])
+                ids.update(batch.column("response_id").filter(meant).to_pylist())
+            _register_unnamed(lake, ids, selector, selectors)
+
+
+def _slipped(lake: Lake, done: Sequence[Erasure]) -> set[str]:
+    """The names of the erasures of which something was sealed after they went through."""
+    return {
+        erasure.name
+        for table in TABLES
+        for erasure, files in _with_files_since(lake, table, done)
+        if any(_may_mean(file, table, erasure) and _count(lake, table, file, [erasure]) for file in files)
+    }
+
+
+def _tell_of_rows_ahead(lake: Lake, known: Sequence[Erasure]) -> None:
+    """Warn of rows that were sealed after an erasure, that it means, and whose time says nothing."""
+    late = datetime.now(UTC) + SKEW
+    for table in ("interactions", "feedback"):
+        for erasure, files in _with_files_since(lake, table, known):
+            timeless = replace(erasure, at=ALL_TIMES)
+            count = 0
+            for file in files:
+                if file.bounds.get("created_at", (None, ALL_TIMES))[1] > late and _may_mean(file, table, timeless):
+                    count += _count(lake, table, file, [timeless], later_than=late)
+            if count:
+                log.warning(
+                    "%d rows of %s that the erasure %s means are dated later than now, by a clock that ran ahead: they "
+                    "may have been made before it; repeat that erasure to remove them",
+                    *(count, table, erasure.name),
+                )
+
+
+def _with_files_since(lake: Lake, table: str, known: Sequence[Erasure]) -> Iterator[tuple[Erasure, list[DataFile]]]:
+    """Each erasure with the files of a table that were added after it went through."""
+    snapshot = lake.table(table)
+    files: dict[int | None, list[DataFile]] = {}
+    for erasure in known:
+        since = erasure.done_until.get(table)
+        if since not in files:
+            files[since] = _files_since(lake, table, snapshot, since)
+        yield erasure, files[since]
+
+
+def _files_since(lake: Lake, table: str, snapshot: DeltaTable, since: int | None) -> list[DataFile]:
+    """The files that were added after a version, by any commit; all, if that is not known."""
+    files = data_files(snapshot, needed_columns(table))
+    if since is None:
+        return files
+    try:
+        added = {path for commit in commits(lake, table, since, snapshot.version()) for path in commit.added}
+    except LogGoneError as error:
+        log.info("%s; looking at all files", error)
+        return files
+    return [file for file in files if file.path in added]
+
+
+def _rewrite_all(lake: Lake, selectors: Iterable[Selector], say: Callable[[str], None]) -> dict[str, int]:
     selectors = list(selectors)
-    rows = {table: _rewrite(lake, table, selectors, written_since) for table in _ORDER}
+    rows = {table: _rewrite(lake, table, selectors) for table in _ORDER}
     say(f"removed from the lake: {_listed(rows)}")
     return rows
 
 
-def _rewrite(lake: Lake, table: str, selectors: list[Selector], written_since: datetime | None) -> int:
+def _rewrite(lake: Lake, table: str, selectors: list[Selector]) -> int:
     """Replace every file that holds a row to be erased by one without it; returns the number of rows that went."""
     removed = 0
     for _ in range(_ATTEMPTS):
         conflicts = 0
-        for file in _candidates(lake, table, lake.table(table), selectors):
-            if written_since is not None and file.modified < written_since:
-                continue
+        for file, meaning in _candidates(lake, table, lake.table(table), selectors):
             try:
-                count = _count(lake, table, file, selectors)
+                here = [selector for _, selector in meaning]
+                count = _count(lake, table, file, here)
                 if count:
-                    rest = pa.RecordBatchReader.from_batches(TABLES[table], _rest(lake, table, file, selectors))
-                    lake.replace(table, [file.path], rest, metadata={"erased": count})
+                    if table == "interactions":
+                        _register_responses_of(lake, file, meaning, selectors)
+                    rest = pa.RecordBatchReader.from_batches(TABLES[table], _rest(lake, table, file, here))
+                    lake.replace(table, [file.path], rest, metadata={ERASED: count})
                     removed += count
             except (LakeConflictError, FileNotFoundError) as error:  # a compaction took it: look where its rows are
                 log.info("looking again for rows to erase: %s", error)
@@ -279,9 +422,17 @@ def _rewrite(lake: Lake, table: str, selectors: list[Selector], written_since: d
     raise ErasureError(f"{lake.table_uri(table)}: other processes replace files again and again; repeat the erasure")
 
 
-def _count(lake: Lake, table: str, file: DataFile, selectors: list[Selector]) -> int:
-    batches = lake.files(table).batches(table, file.path, needed_columns(table))
-    return sum(pc.sum(matching(table, batch, selectors)).as_py() or 0 for batch in batches)
+def _count(
+    lake: Lake, table: str, file: DataFile, selectors: Sequence[Selector], *, later_than: datetime | None = None
+) -> int:
+    count = 0
+    for batch in lake.files(table).batches(table, file.path, needed_columns(table)):
+        meant = matching(table, batch, selectors)
+        if later_than is not None:
+            times = batch.column("created_at")
+            meant = pc.and_(meant, pc.greater(times, pa.scalar(later_than, times.type)))
+        count += pc.sum(meant).as_py() or 0
+    return count
 
 
 def _rest(lake: Lake, table: str, file: DataFile, selectors: list[Selector]) -> Iterator[pa.RecordBatch]:
@@ -292,7 +443,7 @@ def _rest(lake: Lake, table: str, file: DataFile, selectors: list[Selector]) -> 
 def _matches(
     lake: Lake,
     table: str,
-    snapshots: dict[str, Any],
+    snapshots: dict[str, DeltaTable],
     journal: dict[str, list[pa.Table]],
     selectors: list[Selector],
     *,
@@ -305,26 +456,74 @@ def _matches(
         names = [*names, id_column]
     for rows in journal.get(table, []):
         yield rows.select(names).filter(matching(table, rows, selectors))
-    for file in _candidates(lake, table, snapshots[table], selectors):
+    for file, meaning in _candidates(lake, table, snapshots[table], selectors):
         for batch in lake.files(table).batches(table, file.path, names):
-            rows = pa.Table.from_batches([batch]).filter(matching(table, batch, selectors))
+            rows = pa.Table.from_batches([batch]).filter(matching(table, batch, [here for _, here in meaning]))
             if rows.num_rows:
                 if sealed is not None and id_column is not None:
                     sealed.update(rows.column(id_column).to_pylist())
                 yield rows
 
 
-def _candidates(lake: Lake, table: str, snapshot: Any, selectors: list[Selector]) -> list[DataFile]:
-    """Files that may hold a row that a selector means, by the bounds in the log."""
-    tests = [(s.at, _last_parts(s), names[-1]) for s in selectors for names in COLUMNS[table].get(s.kind, ())]
-    return [
-        file
-        for file in data_files(snapshot, needed_columns(table))
-        if any(
-            _made_until(file, at) and (ordered is None or _may_hold(file, column, ordered))
-            for at, ordered, column in tests
-        )
-    ]
+def _candidates(
+    lake: Lake, table: str, snapshot: DeltaTable, selectors: Sequence[Selector]
+) -> list[tuple[DataFile, list[_Meaning]]]:
+    """The files that may hold a row that a selector means, by the bounds in the log, each with those selectors.
+
+    Of a file whose rows were all there at the selector's version the rows' time does not matter.
+    """
+    sealed_at = _sealed_at(lake, table, snapshot, selectors)
+    found = []
+    for file in data_files(snapshot, needed_columns(table)):
+        meaning = []
+        for selector in selectors:
+            here = _in_file(selector, table, sealed_at(file.path))
+            if _may_mean(file, table, here):
+                meaning.append((selector, here))
+        if meaning:
+            found.append((file, meaning))
+    return found
+
+
+def _in_file(selector: Selector, table: str, sealed_at: int) -> Selector:
+    """What a selector means in a file whose rows were all in the table at a version."""
+    if sealed_at <= selector.versions.get(table, -1):
+        return replace(selector, at=ALL_TIMES)
+    if isinstance(selector, Values) and sealed_at > selector.drained.get(table, -1):
+        return replace(selector, late=None)
+    return selector
+
+
+def _sealed_at(lake: Lake, table: str, snapshot: DeltaTable, selectors: Sequence[Selector]) -> Callable[[str], int]:
+    """Of a file the version by which all of its rows were in the table; 0 for one from before all selectors.
+
+    A compaction makes rows no younger: its files are as old as the youngest of those that it merged.
+    """
+    since = min((selector.versions[table] for selector in selectors if table in selector.versions), default=None)
+    if since is None or since >= snapshot.version():
+        return lambda _: 0
+    try:
+        log_since = commits(lake, table, since, snapshot.version())
+    except LogGoneError as error:
+        log.info("%s; going by the rows' time", error)
+        return lambda _: snapshot.version()
+    known: dict[str, int] = {}
+    for commit in log_since:
+        newest = max((known.get(path, 0) for path in commit.removed), default=commit.version)
+        known.update(dict.fromkeys(commit.added, commit.version if commit.fresh else newest))
+    return lambda path: known.get(path, 0)
+
+
+def _may_mean(file: DataFile, table: str, selector: Selector) -> bool:
+    if "created_at" in file.bounds:
+        first, last = file.bounds["created_at"]
+        late = selector.late if isinstance(selector, Values) else None
+        if first > selector.at and (late is None or last <= late):
+            return False
+    ordered = _last_parts(selector)
+    return any(
+        ordered is None or _may_hold(file, names[-1], ordered) for names in COLUMNS[table].get(selector.kind, ())
+    )
 
 
 def _last_parts(selector: Selector) -> list[str] | None:
@@ -332,10 +531,6 @@ def _last_parts(selector: Selector) -> list[str] | None:
     if not isinstance(selector, Values):
         return None
     return sorted(value.rpartition("\0")[2] for value in selector.values.to_pylist())
-
-
-def _made_until(file: DataFile, at: datetime) -> bool:
-    return "created_at" not in file.bounds or file.bounds["created_at"][0] <= at
 
 
 def _may_hold(file: DataFile, column: str, ordered: list[str]) -> bool:
@@ -347,8 +542,11 @@ def _may_hold(file: DataFile, column: str, ordered: list[str]) -> bool:
     return at < len(ordered) and ordered[at] <= high
 
 
-def _responses(ids: set[str], at: datetime) -> Values:
-    return Values("response_id", pa.array(sorted(ids), pa.string()), at)
+def _responses(ids: Iterable[str], like: Selector) -> Values:
+    values = pa.array(sorted(ids), pa.string())
+    if isinstance(like, Values):
+        return replace(like, kind="response_id", values=values)
+    return Values("response_id", values, like.at, like.versions)
 
 
 def _purge_all(lake: Lake, say: Callable[[str], None]) -> list[str]:

@@ -136,6 +136,35 @@ class FeedbackIn(BaseModel):
         }
 
 
+def kinds_schema(kinds: KindsConfig) -> list[dict[str, Any]]:
+    """JSON Schema: which fields each kind needs and takes, one of which fits any feedback that is taken."""
+    described = []
+    for kind in _NEEDS:
+        if kind == "thumb":
+            variants: list[dict[str, Any]] = [{"value": {"enum": [0, 1, True, False]}}]
+        elif kind == "rating":
+            variants = [{"name": {"const": name}, "value": _values(scale)} for name, scale in kinds.ratings.items()]
+            if kinds.default_scale is not None:
+                variants.append({"name": {"type": "null"}, "value": _values(kinds.ratings[kinds.default_scale])})
+        elif kind == "metric":
+            variants = [{"name": {"const": name}, "value": _values(metric)} for name, metric in kinds.metrics.items()]
+        else:
+            variants = [{field: {"type": "string"} for field in _NEEDS[kind]}]
+        for variant in variants:
+            needs = {*_NEEDS[kind], *(field for field, schema in variant.items() if schema != {"type": "null"})}
+            nothing = [field for field in _CONTENT if field not in _NEEDS[kind] + _MAY_HAVE[kind]]
+            properties = {"kind": {"const": kind}, **variant, **{field: {"type": "null"} for field in nothing}}
+            described.append({"properties": properties, "required": ["kind", *sorted(needs)]})
+    return described
+
+
+def _values(declared: RatingConfig | MetricConfig) -> dict[str, Any]:
+    if isinstance(declared, MetricConfig) and declared.type == "boolean":
+        return {"enum": [0, 1, True, False]}
+    bounds = {"minimum": declared.low, "maximum": declared.high}
+    return {"type": "number", **{name: bound for name, bound in bounds.items() if math.isfinite(bound)}}
+
+
 def _declared(feedback: FeedbackIn, kinds: KindsConfig) -> tuple[str | None, float | None]:
     """(name, value) as they are recorded. Raises FeedbackError."""
     if feedback.kind == "rating":

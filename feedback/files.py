@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import re
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
+
+KEY_BYTES: Final = 32
+ERASURES: Final = "erasures.json"
+"""In a policy's or a reward model's folder the erasures that reach it; it comes later and is no part of the model."""
 
 _LOCK_POLL_S = 0.01
 
@@ -22,6 +30,13 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(fd, rest) :]
+
+
+def private(path: str, flags: int) -> int:
+    """An ``opener`` for ``open``: only its user may read the file, also one that was there and others could read."""
+    fd = os.open(path, flags, 0o600)
+    os.fchmod(fd, 0o600)
+    return fd
 
 
 def fsync_path(path: Path) -> None:
@@ -39,6 +54,48 @@ def make_folder(path: Path) -> None:
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
         fsync_path(folder.parent)
+
+
+def make_private(path: Path) -> None:
+    """Let nobody but its owner read a file, which is made if there is none. Raises OSError."""
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except FileExistsError:  # not opened: to close a database's file would give up this process's locks on it
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+
+
+def read_key(path: Path) -> bytes:
+    """The secret key in a file, which has it as 64 hexadecimal digits. Raises OSError, ValueError for what is none."""
+    text = path.read_text(errors="replace").strip()
+    if not re.fullmatch(f"[0-9a-f]{{{2 * KEY_BYTES}}}", text):
+        raise ValueError(f"{path} is no key: it must hold {2 * KEY_BYTES} hexadecimal digits")
+    return bytes.fromhex(text)
+
+
+def make_key(path: Path) -> bytes:
+    """The secret key in a file, durable; a new one if there is none. Raises what ``read_key`` raises."""
+    write_once(path, f"{secrets.token_hex(KEY_BYTES)}\n".encode())
+    return read_key(path)
+
+
+def write_once(path: Path, data: bytes) -> None:
+    """Write a private file, durable and whole, unless there is one: of several that make it the first one's stands."""
+    if not path.exists():
+        make_folder(path.parent)
+        aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            try:
+                write_all(fd, data)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, path)
+        finally:
+            aside.unlink()
+    fsync_path(path.parent)  # also of one that another process has just made
 
 
 def prove_disk(path: Path, size: int) -> None:

@@ -28,9 +28,9 @@ from feedback.config import JournalConfig
 from feedback.entries import Entry, State, resolve
 from feedback.files import make_folder, prove_disk
 from feedback.recovery import recover
-from feedback.rows import check_row
+from feedback.rows import RowError, check_row
 from feedback.segments import SegmentName
-from feedback.streams import STARTED, SoFar, Stream
+from feedback.streams import STARTED, SoFar, Stream, aborted, refused
 from feedback.writing import Life
 
 log = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class Journal:
         self._queue: list[Entry] = []
         self._waiting: dict[Entry, None] = {}  # callers beyond the queue's bound, first come first served
         self._taken: list[Entry] = []  # what the writer is about to make durable
+        self._owed: dict[Stream, dict[str, Any] | None] = {}  # streams to end, with the row of the end if there is one
         self._life = Life(folder, config, writer)
         self._past: list[Life] = []  # ended by a failing disk
         self._counters = _Counters()
@@ -113,8 +114,9 @@ class Journal:
         """Record the start of a response that goes out while it is made; return when that is on disk.
 
         ``row`` is its interaction as it is, ``so_far`` gives it as it is later; it is called in another thread, at
-        each change of segment. A stream that is never ended is recorded as aborted, with the tokens of the last such
-        call. Raises as ``append`` does.
+        each change of segment. Whoever has the stream ends or abandons it; one that is open when the process ends is
+        recorded as aborted, with the tokens of the last such call. Raises as ``append`` does. After an error, and when
+        the caller is cancelled, nothing is recorded, or the stream as aborted.
         """
         row = row | {"status": STARTED}
         check_row("interactions", row)
@@ -126,11 +128,21 @@ class Journal:
         """Record how a stream ended; return when that is on disk. ``row`` is its whole interaction.
 
         Raises as ``append`` does, and JournalBroken if the disk failed since it began: then it is recorded as aborted.
+        The stream ends also when this raises. Its row follows when the disk takes it, with status ``error`` instead of
+        ``complete``; a row that does not fit is replaced by the stream's last record, as aborted.
         """
         if row.get("response_id") != stream.response_id:
             raise ValueError(f"the row of response {row.get('response_id')} can't end the stream {stream.response_id}")
-        check_row("interactions", row)
+        try:
+            check_row("interactions", row)
+        except RowError:
+            self.abandon(stream)
+            raise
         await self._append("interactions", row, ends=stream)
+
+    def abandon(self, stream: Stream) -> None:
+        """End a stream, if it is open still, as aborted with what there is of it, as soon as the disk takes that."""
+        self._owe(stream, None)
 
     async def _append(
         self, table: str, row: dict[str, Any], *, begins: Stream | None = None, ends: Stream | None = None
@@ -138,12 +150,17 @@ class Journal:
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[None] = loop.create_future()
         entry = Entry(table, row, waiter, loop, begins, ends)
-        # The writer is woken when the loop has run what is ready: more rows for the same commit, and a
-        # writer that is woken in the midst of it would only wait for the interpreter.
-        if not self._offer(entry, lambda: loop.call_soon(self._wake)):
-            await asyncio.wait([waiter], timeout=self.config.append_timeout_s)
-            self._refuse_if_waiting(entry)
-        await waiter  # the watch ends it if the disk hangs
+        try:
+            # The writer is woken when the loop has run what is ready: more rows for the same commit, and a
+            # writer that is woken in the midst of it would only wait for the interpreter.
+            if not self._offer(entry, lambda: loop.call_soon(self._wake)):
+                await asyncio.wait([waiter], timeout=self.config.append_timeout_s)
+                self._refuse_if_waiting(entry)
+            await waiter  # the watch ends it if the disk hangs
+        except BaseException as error:
+            if begins is not None or ends is not None:
+                self._disown(entry, told=not isinstance(error, asyncio.CancelledError))
+            raise
 
     def append_sync(self, table: str, row: dict[str, Any]) -> None:
         """``append`` for a thread without an event loop."""
@@ -248,6 +265,24 @@ class Journal:
         self._waiting.pop(entry, None)
         self._counters.refused += 1
 
+    def _disown(self, entry: Entry, *, told: bool) -> None:
+        """End the stream whose begin or end this is, and whose caller was ``told`` that it failed, or was cancelled."""
+        with self._condition:
+            taken = entry.state == State.TAKEN
+            if entry.state in (State.WAITING, State.QUEUED):
+                self._withdraw(entry)
+        if entry.ends is not None:
+            self._owe(entry.ends, refused(entry.row) if told else entry.row)
+        elif entry.begins is not None and taken:
+            self._owe(entry.begins, None)
+
+    def _owe(self, stream: Stream, row: dict[str, Any] | None) -> None:
+        """Have the writer end a stream. What it finds ended, or never begun, it leaves."""
+        with self._condition:
+            if not stream.ended:
+                self._owed.setdefault(stream, row)
+                self._condition.notify_all()
+
     def _watch(self) -> None:
         """Tell callers whose row has waited too long that the disk hangs; rows not yet written are withdrawn."""
         limit = self.config.commit_timeout_s
@@ -314,13 +349,15 @@ class Journal:
     def _take(self) -> tuple[list[Entry], bool]:
         """All entries that wait; none when it is time to close a segment or the journal."""
         with self._condition:
-            while not self._queue and not self._closing:
+            self._stalled = False  # the disk has done all that it was asked to
+            while not self._queue and not self._owed and not self._closing:
                 if not self._condition.wait(self._life.seconds_to_rotation()):
                     break
             entries = [entry for entry in self._queue if entry.state == State.QUEUED]
+            entries += [_unattended(stream, row) for stream, row in self._owed.items()]
             for entry in entries:
                 entry.state = State.TAKEN
-            self._queue, self._taken = [], entries
+            self._queue, self._taken, self._owed = [], entries, {}
             while self._waiting and len(self._queue) < self.config.max_queued_rows:
                 entry = next(iter(self._waiting))
                 del self._waiting[entry]
@@ -333,25 +370,36 @@ class Journal:
     def _commit(self, entries: list[Entry]) -> None:
         """Make the entries durable and wake their callers. Raises OSError after having failed them."""
         started = time.perf_counter()
+        streams, ended = self._life.streams, set[Stream]()
         by_table: dict[str, list[Entry]] = {}
         for entry in entries:
-            if entry.ends is not None and entry.ends.lost:
-                entry.error = JournalBroken(entry.ends.lost)
-            else:
-                by_table.setdefault(entry.table, []).append(entry)
+            stream = entry.ends
+            if stream is not None and (stream in ended or streams.get(stream.response_id) is not stream):
+                entry.error = JournalBroken(stream.lost or f"the response {stream.response_id} has ended before")
+                continue
+            if stream is not None:
+                ended.add(stream)
+                entry.row = entry.row or aborted(stream.row())
+            by_table.setdefault(entry.table, []).append(entry)
         try:
             for table, group in by_table.items():
+                cut_short = []
                 for position, error in self._life.write(table, [entry.row for entry in group]).items():
                     group[position].error = error
+                    if (stream := group[position].ends) is not None:
+                        cut_short.append(aborted(stream.last))
+                if cut_short:
+                    self._life.write(table, cut_short)
             self._life.sync()
         except BaseException as error:
             resolve(entries, JournalBroken(f"journal {self.folder}: the disk refused a write: {error!r}"))
             raise
         for entry in entries:
             if entry.begins is not None and entry.error is None:
-                self._life.streams[entry.begins.response_id] = entry.begins
-            if entry.ends is not None:
-                self._life.streams.pop(entry.ends.response_id, None)
+                streams[entry.begins.response_id] = entry.begins
+        for stream in ended:
+            stream.ended = True
+            del streams[stream.response_id]
         elapsed_ms = (time.perf_counter() - started) * 1e3
         counters = self._counters
         counters.rows += len(entries)
@@ -359,8 +407,8 @@ class Journal:
         counters.last_commit_rows = len(entries)
         counters.last_commit_ms = elapsed_ms
         counters.commit_ms_total += elapsed_ms
-        self._stalled = False
-        self._taken = []
+        with self._condition:
+            self._taken = []
         resolve(entries, None)
 
     def _break(self, reason: str) -> None:
@@ -384,6 +432,11 @@ class Journal:
         for life in (*self._past, self._life):
             life.forget()
         self._thread = None
+
+
+def _unattended(stream: Stream, row: dict[str, Any] | None) -> Entry:
+    """The end of a stream for which no caller waits."""
+    return Entry("interactions", row or {}, Future(), None, ends=stream)
 
 
 _live: weakref.WeakSet[Journal] = weakref.WeakSet()

@@ -109,7 +109,7 @@ class Lake:
             try:
                 self.table(table)  # another replica may have made it in this moment
             except LakeError:
-                raise LakeError(f"table {self.table_uri(table)} can't be made: {_first_lines(error)}") from error
+                raise LakeError(f"table {self.table_uri(table)} can't be made: {self._said(error)}") from error
 
     def _create_table(self, table: str, schema: pa.Schema) -> None:
         DeltaTable.create(
@@ -118,7 +118,7 @@ class Lake:
             mode="ignore",
             partition_by=["date"],
             configuration=dict(self.properties()),
-            storage_options=self.config.storage_options or None,
+            storage_options=self.config.store_options or None,
             # Of two that make the table at once the second would otherwise give it another identity, as version 1.
             commit_properties=CommitProperties(max_commit_retries=0),
         )
@@ -139,11 +139,11 @@ class Lake:
 
     def files(self, table: str) -> TableFiles:
         """The files of one table."""
-        return TableFiles(self.table_uri(table), self.config.storage_options, local=self.local)
+        return TableFiles(self.table_uri(table), self.config.store_options, local=self.local)
 
     def store(self) -> Store:
         """What lies beside the tables."""
-        return Store(self.uri, self.config.storage_options, local=self.local)
+        return Store(self.uri, self.config.store_options, local=self.local)
 
     def table(self, table: str, version: int | None = None) -> DeltaTable:
         """One table as it is, or as it was at a version. Raises LakeError if there is none."""
@@ -152,19 +152,20 @@ class Lake:
         for attempt in range(1, _OPEN_ATTEMPTS + 1):
             try:
                 return DeltaTable(
-                    self.table_uri(table), version=version, storage_options=self.config.storage_options or None
+                    self.table_uri(table), version=version, storage_options=self.config.store_options or None
                 )
             except TableNotFoundError as error:
                 raise LakeError(f"no lake at {self.uri}: {error}; Lake.create makes one") from error
             except OSError as error:  # deltalake has tried several times
-                raise LakeError(f"table {self.table_uri(table)} can't be read: {_first_lines(error)}") from error
+                raise LakeError(f"table {self.table_uri(table)} can't be read: {self._said(error)}") from error
             except DeltaError as error:
                 # The log may have been tidied up between the listing and the reading of it.
                 if version is None and attempt < _OPEN_ATTEMPTS:
                     time.sleep(_OPEN_PAUSE_S)
                     continue
                 at = "" if version is None else f" at version {version}"
-                raise LakeError(f"table {self.table_uri(table)}{at} can't be read: {error}") from error
+                text = self.config.redact(str(error))
+                raise LakeError(f"table {self.table_uri(table)}{at} can't be read: {text}") from error
         raise AssertionError("unreachable")
 
     def versions(self) -> dict[str, int]:
@@ -311,12 +312,16 @@ class Lake:
             yield
 
     @contextmanager
-    def alone(self, table: str) -> Iterator[None]:
-        """Nobody writes a file or commits meanwhile, on this machine (local disk only)."""
+    def alone(self, table: str, *, wait_s: float | None = None) -> Iterator[None]:
+        """Nobody writes a file or commits meanwhile, on this machine (local disk only).
+
+        Raises LockTimeoutError if a writer is still at work after ``wait_s`` (``LakeConfig.lock_timeout_s``) seconds.
+        """
         if not self.local:
             yield
             return
-        with locked(Path(self.uri) / f".{table}.writing.lock", self.config.lock_timeout_s), self.committing(table):
+        wait_s = self.config.lock_timeout_s if wait_s is None else wait_s
+        with locked(Path(self.uri) / f".{table}.writing.lock", wait_s), self.committing(table):
             yield
 
     def connect(
@@ -349,7 +354,7 @@ class Lake:
         try:
             for table, snapshot in snapshots.items():
                 rows = _unsealed(table, unsealed, snapshot) if table in with_journal else None
-                create_view(connection, table, snapshot, rows, self.config.storage_options, local=self.local)
+                create_view(connection, table, snapshot, rows, self.config.store_options, local=self.local)
             if "rewards" in snapshots:
                 connection.execute(CURRENT_REWARDS)
             shown = ", ".join(f"'{table}': {snapshot.version()}" for table, snapshot in snapshots.items())
@@ -406,7 +411,12 @@ class Lake:
         self, connection: duckdb.DuckDBPyConnection, name: str, snapshot: DeltaTable, between: tuple[str, str, str]
     ) -> None:
         """A view of a table's sealed rows whose text column lies ``between`` (column, low, high), ends included."""
-        create_view_between(connection, name, snapshot, between, self.config.storage_options, local=self.local)
+        create_view_between(connection, name, snapshot, between, self.config.store_options, local=self.local)
+
+    def _said(self, error: Exception) -> str:
+        """What an object store's error says, in one line: it comes as a tree, in colours."""
+        lines = (re.sub(r"\x1b\[[0-9;]*m|↳", "", line).strip() for line in str(error).splitlines())
+        return self.config.redact("; ".join(itertools.islice(filter(None, lines), 5)))
 
 
 def _unsealed(table: str, segments: list[tuple[Segment, pa.Table]], snapshot: DeltaTable) -> pa.Table:
@@ -414,12 +424,6 @@ def _unsealed(table: str, segments: list[tuple[Segment, pa.Table]], snapshot: De
     fresh = [rows for segment, rows in segments if segment.name.table == table and not is_sealed(segment, snapshot)]
     rows = pa.concat_tables([TABLES[table].empty_table(), *fresh])
     return rows.append_column(_PARTITION, dates(rows, TIME_COLUMN[table]))
-
-
-def _first_lines(error: Exception) -> str:
-    """What an object store's error says, in one line: it comes as a tree, in colours."""
-    lines = (re.sub(r"\x1b\[[0-9;]*m|↳", "", line).strip() for line in str(error).splitlines())
-    return "; ".join(itertools.islice(filter(None, lines), 5))
 
 
 def _is_committed(application: str, number: int, snapshot: DeltaTable) -> bool:

@@ -15,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from feedback.erased import newest, without_erased
+from feedback.changes import rows_left
+from feedback.erased import is_being_erased, registered, without_erased
 from feedback.files import LockTimeoutError
 from feedback.journal import Journal
 from feedback.lake import Lake, LakeError
 from feedback.recovery import load
+from feedback.rows import to_batch
+from feedback.schema import FEEDBACK
 from feedback.sealed_ids import IdsError, SealedIds, content_of, key_of, keys_and_contents, take_in
 from feedback.segments import list_segments
 
@@ -47,8 +50,9 @@ class FeedbackLedger:
         self._unsealed = _private_file()
         self._unsealed_rows = 0
         self._forgotten_until = -1
-        self._erased_until: str | None = None  # the last erasure that was heeded
+        self._gone_until: tuple[Path | None, frozenset[str]] | None = None  # the index and the erasures that were seen
         self._turn = 0  # an id that came in a later turn than this is younger than what was read in it
+        self._forgetting = asyncio.Lock()
         self._pending: dict[bytes, tuple[bytes, asyncio.Future[bool]]] = {}
 
     def open(self) -> None:
@@ -56,12 +60,13 @@ class FeedbackLedger:
 
         Raises LakeError, LockTimeoutError or OSError.
         """
-        self._erased_until = newest(self.lake)
+        erasures = registered(self.lake)
         # The journal is read before the lake: what is sealed in between is known twice, never missed.
         for key, content in self._on_its_way().items():
             self._remember(key, content)
         take_in(self.lake, self.journal_folder)
         self._sealed.reopen()
+        self._gone_until = (self._sealed.path, erasures)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -88,6 +93,15 @@ class FeedbackLedger:
             if await asyncio.shield(done):
                 return "same" if other == content else "conflict"
         verdict = "new" if made_here else self._verdict(key, content)
+        # Asked before what has left: an erasure that ends in between is seen there.
+        leaving = verdict == "same" and await self._is_leaving(row)
+        if verdict != "new" and await self._left():
+            return await self.record(row, journal)
+        if leaving:
+            raise LedgerError(
+                f"feedback {row['feedback_id']!r} is known, but an erasure that has begun may remove it: repeat it "
+                "when the erasure is done (`millrace lake maintain` finishes one that was killed)"
+            )
         if verdict != "new":
             return verdict
         done = asyncio.get_running_loop().create_future()
@@ -106,7 +120,7 @@ class FeedbackLedger:
                 if self._sealed.damaged:
                     await asyncio.to_thread(take_in, self.lake, self.journal_folder, anew=True)
                 self._sealed.reopen()
-                await self._forget_erased()
+                await self._forget_gone()
                 await self._forget_sealed()
                 self.error = None
             except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
@@ -158,26 +172,70 @@ class FeedbackLedger:
         found: dict[bytes, bytes] = {}
         for segment in list_segments(self.journal_folder) if self.journal_folder.exists() else ():
             if segment.name.table == "feedback" and (loaded := load(segment)) is not None:
-                for key, content in keys_and_contents(without_erased(self.lake, "feedback", loaded[0])):
+                for key, content in keys_and_contents(
+                    without_erased(self.lake, self.journal_folder, "feedback", loaded[0])
+                ):
                     found.setdefault(key, content)
         return found
 
-    async def _forget_erased(self) -> None:
-        """After an erasure, forget what will never come to the lake: said again, it is new."""
-        erased = await asyncio.to_thread(newest, self.lake)
-        if erased == self._erased_until:
-            return
-        self._turn += 1
-        kept = await asyncio.to_thread(self._on_its_way)
-        last = b""
-        while rows := self._unsealed.execute(
-            "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, self._turn, _FORGET_ROWS)
-        ).fetchall():
-            gone = [(key,) for (key,) in rows if key not in kept]
-            self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", gone).rowcount
-            last = rows[-1][0]
-            await asyncio.sleep(0)
-        self._erased_until = erased
+    async def _is_leaving(self, row: dict[str, Any]) -> bool:
+        """Whether an erasure that has not gone through means such feedback; of a local lake only, as for ``_left``."""
+        if not self.lake.local:
+            return False
+        try:
+            return await asyncio.to_thread(is_being_erased, self.lake, "feedback", to_batch([row], FEEDBACK))
+        except (LakeError, OSError) as error:
+            self.error = str(error)
+            raise LedgerError(f"feedback can't be held against what is being erased: {error}") from error
+
+    async def _left(self) -> bool:
+        """Whether feedback left the lake or the journal that this ledger still knew; it has forgotten it then.
+
+        Asked before an id is answered as known: else the feedback would be acknowledged and recorded nowhere. A lake on
+        an object store is not asked, as one that can't be reached would hold up every repeated request: there an id is
+        known until ``follow`` hears of the erasure, a few ``seal_seconds`` later.
+        """
+        if not self.lake.local or self._gone_until is None:
+            return False
+        try:
+            version, erasures = self._sealed.version(), self._gone_until[1]
+            if not await asyncio.to_thread(self._has_left, version, erasures):
+                return False
+            await asyncio.to_thread(take_in, self.lake, self.journal_folder)
+            self._sealed.reopen()
+            await self._forget_gone()
+        except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
+            self.error = str(error)
+            raise LedgerError(f"feedback can't be held against what is recorded: {error}") from error
+        return True
+
+    def _has_left(self, version: int, erasures: frozenset[str]) -> bool:
+        return registered(self.lake) != erasures or rows_left(self.lake, "feedback", version)
+
+    async def _forget_gone(self) -> None:
+        """Forget what left the lake, or will never come to it: said again, it is new.
+
+        There is such feedback after an erasure, of which the registry says so, and after rows left the lake, of which
+        an index says so that was built anew.
+        """
+        async with self._forgetting:
+            erasures = await asyncio.to_thread(registered, self.lake)
+            if (self._sealed.path, erasures) == self._gone_until:
+                return
+            self._turn = turn = self._turn + 1
+            # The journal is read before the lake here too, so that nothing is taken for gone that is sealed in between.
+            kept = await asyncio.to_thread(self._on_its_way)
+            await asyncio.to_thread(take_in, self.lake, self.journal_folder)
+            self._sealed.reopen()
+            last = b""
+            while rows := self._unsealed.execute(
+                "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, turn, _FORGET_ROWS)
+            ).fetchall():
+                gone = [(key,) for (key,) in rows if key not in kept]
+                self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", gone).rowcount
+                last = rows[-1][0]
+                await asyncio.sleep(0)
+            self._gone_until = (self._sealed.path, erasures)
 
     async def _forget_sealed(self) -> None:
         """Drop from the private file what the index has; a few ids at a time, between requests."""

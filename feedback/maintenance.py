@@ -6,6 +6,9 @@ replaced stays on disk for ``LakeConfig.vacuum_hours``, so that whoever reads an
 Retention goes by a row's own date, with one limit for the three tables. Feedback and rewards are never older than
 their interaction, so that what is kept has all of its feedback and rewards; feedback and rewards that came later than
 the date of an interaction that was dropped join nothing until their own date is dropped.
+
+A clock that jumps must not take rows with it. Retention believes today's date only if rows of earlier days bear it out,
+and a file that no version names goes only while no writer is at work, however old it looks.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -20,8 +24,9 @@ from typing import Final
 
 import pyarrow as pa
 
-from feedback.delta_log import LOG_FOLDER, last_checkpoint, make_log_durable
-from feedback.erasure import finish_erasures
+from feedback.delta_log import DROPPED, LOG_FOLDER, last_checkpoint, make_log_durable
+from feedback.erasure import Rewritten, finish_erasures
+from feedback.files import LockTimeoutError
 from feedback.lake import COMMIT_HOOKS, Lake, LakeConflictError, LakeError
 from feedback.schema import TABLES
 from feedback.sorting import sort_rows
@@ -36,6 +41,11 @@ _ORDER: Final = {
 }
 _ATTEMPTS: Final = 3
 _TORN_FOLDER: Final = "_torn"
+_TOO_YOUNG: Final = timedelta(days=1)
+
+
+class ClockError(LakeError):
+    """The clock is too far from what the rows say for anything to be dropped by it."""
 
 
 @dataclass
@@ -134,12 +144,14 @@ class Retained:
 def retain(lake: Lake, *, dry_run: bool = False, today: date | None = None) -> Retained:
     """Drop whole dates, oldest first, of all tables, as ``retain_days`` and ``retain_bytes`` say; today's never.
 
-    ``today`` (UTC) is for tests. Raises LakeError if other processes replace files again and again.
+    ``today`` (UTC) is for tests. Raises ClockError, and LakeError if other processes replace files again and again.
     """
     today = today or datetime.now(UTC).date()
     for attempt in range(1, _ATTEMPTS + 1):
         files = {table: data_files(lake.table(table)) for table in TABLES}
-        days = _to_drop(lake, [file for found in files.values() for file in found], today)
+        everything = [file for found in files.values() for file in found]
+        days = _to_drop(lake, everything, today)
+        _check_clock(lake, everything, days, today)
         dropped = {table: [file for file in found if file.day in days] for table, found in files.items()}
         result = Retained(
             sorted(days),
@@ -153,7 +165,7 @@ def retain(lake: Lake, *, dry_run: bool = False, today: date | None = None) -> R
             # Interactions go first: killed here, feedback is left that joins nothing, and goes at a later run.
             for table, found in dropped.items():
                 if found:
-                    lake.replace(table, [file.path for file in found], metadata={"dropped": sorted(map(str, days))})
+                    lake.replace(table, [file.path for file in found], metadata={DROPPED: sorted(map(str, days))})
             return result
         except LakeConflictError as error:
             if attempt == _ATTEMPTS:
@@ -169,13 +181,40 @@ def _to_drop(lake: Lake, files: list[DataFile], today: date) -> set[date]:
     total = sum(sizes.values())
     days = set()
     for day in sorted(day for day in sizes if day < today):
-        too_old = lake.config.retain_days is not None and day < today - timedelta(days=lake.config.retain_days)
+        too_old = _is_too_old(lake, day, today)
         too_much = lake.config.retain_bytes is not None and total > lake.config.retain_bytes
         if not (too_old or too_much):
             break
         days.add(day)
         total -= sizes[day]
     return days
+
+
+def _is_too_old(lake: Lake, day: date, today: date) -> bool:
+    return lake.config.retain_days is not None and day < today - timedelta(days=lake.config.retain_days)
+
+
+def _check_clock(lake: Lake, files: list[DataFile], days: set[date], today: date) -> None:
+    """Raise ClockError if ``days`` are too old by a clock that no row bears out.
+
+    Rows of today and yesterday prove nothing: those that a server makes while its clock is ahead are of that day.
+    """
+    config = lake.config
+    if config.retain_days is None or config.retain_gap_days is None:
+        return
+    if not any(_is_too_old(lake, day, today) for day in days):
+        return
+    newest = max(file.day for file in files if file.day < today - _TOO_YOUNG)
+    gap = (today - newest).days
+    # However few days are kept, the newest before yesterday is two days back.
+    if gap > max(min(config.retain_gap_days, config.retain_days), _TOO_YOUNG.days + 1):
+        raise ClockError(
+            f"{lake.uri}: the clock says {today}, but the newest rows from before yesterday are of {newest}, {gap} "
+            f"days back (feedback.lake.retain_gap_days allows {config.retain_gap_days}, retain_days "
+            f"{config.retain_days}): the clock may be ahead, so no date is dropped and a maintenance vacuums nothing. "
+            "Both go on two days after rows come again; if the clock is right and dates should go now: "
+            "millrace lake retain --feedback.lake.retain_gap_days null"
+        )
 
 
 @dataclass
@@ -192,29 +231,47 @@ def vacuum(lake: Lake, *, dry_run: bool = False) -> dict[str, Vacuumed]:
     """Remove what no version of the last ``LakeConfig.vacuum_hours`` needs, and what killed writers left behind.
 
     A sealer writes a file before it commits it: a file that no version names is removed only once it is
-    ``LakeConfig.orphan_hours`` old. Raises LakeError, LockTimeoutError.
+    ``LakeConfig.orphan_hours`` old and, on a local disk, while nobody writes. Raises LakeError, LockTimeoutError.
     """
     return {table: _vacuum_table(lake, table, dry_run) for table in TABLES}
 
 
 def _vacuum_table(lake: Lake, table: str, dry_run: bool) -> Vacuumed:
     files = lake.files(table)
-    listing = {file.path: file for file in files.list("")}
-    # deltalake says which files these are; it would delete them too, but with two commits of its own, not durable.
-    snapshot, hours = lake.table(table), lake.config.vacuum_hours
-    replaced = snapshot.vacuum(hours, dry_run=True, enforce_retention_duration=False)
-    orphans = snapshot.vacuum(
-        max(hours, lake.config.orphan_hours), dry_run=True, full=True, enforce_retention_duration=False
-    )
-    left = [path for path in listing if _is_left_behind(listing[path], lake.config.orphan_hours)]
-    found = Vacuumed(sorted(replaced), sorted({*orphans, *left} - {*replaced}))
-    found.bytes = sum(listing[path].size for path in (*found.replaced, *found.orphans) if path in listing)
+    with _without_writers(lake, table) as alone:
+        listing = {file.path: file for file in files.list("")}
+        # deltalake says which files these are; it would delete them too, but with two commits of its own, not durable.
+        snapshot, hours = lake.table(table), lake.config.vacuum_hours
+        replaced = snapshot.vacuum(hours, dry_run=True, enforce_retention_duration=False)
+        orphans = snapshot.vacuum(
+            max(hours, lake.config.orphan_hours), dry_run=True, full=True, enforce_retention_duration=False
+        )
+        left = [path for path in listing if _is_left_behind(listing[path], lake.config.orphan_hours)]
+        found = Vacuumed(sorted(replaced), sorted({*orphans, *left} - {*replaced}) if alone else [])
+        found.bytes = sum(listing[path].size for path in (*found.replaced, *found.orphans) if path in listing)
+        if not dry_run:
+            files.delete([*found.replaced, *found.orphans])
     if not dry_run:
-        files.delete([*found.replaced, *found.orphans])
         _tidy_log(lake, table, files)  # only now: a checkpoint forgets which files were replaced long ago
         kept = {file.path for file in files.list(LOG_FOLDER)}
         found.log = [path for path in listing if _is_log(path) and path not in {*kept, *found.orphans}]
     return found
+
+
+@contextmanager
+def _without_writers(lake: Lake, table: str) -> Iterator[bool]:
+    """Whether no writer is at work, and none begins meanwhile; on an object store nobody knows.
+
+    The age of a file alone does not tell that its writer is dead: the clock may have jumped since it was written.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(lake.alone(table, wait_s=0))
+        except LockTimeoutError:
+            log.info("%s is being written: files that no version names stay for the next time", lake.table_uri(table))
+            yield False
+        else:
+            yield True
 
 
 def _is_log(path: str) -> bool:
@@ -255,12 +312,18 @@ class Maintained:
     seconds: float
 
 
-def maintain(lake: Lake, journal_folder: Path | None = None) -> Maintained:
+def maintain(lake: Lake, journal_folder: Path | None = None, rewritten: Rewritten = lambda *_: None) -> Maintained:
     """All of it, for the schedule: finish erasures, drop old dates, compact, vacuum. Raises what they raise.
 
-    ``journal_folder``: this machine's, in which an erasure may have left damaged segments.
+    ``journal_folder``: this machine's, in which an erasure may have left damaged segments. ``rewritten``:
+    as of ``feedback.erasure.finish_erasures``. If retention does not
+    believe the clock, ClockError is raised when the rest is done that needs no clock.
     """
     started = time.perf_counter()
-    erased = finish_erasures(lake, journal_folder)
-    retained = retain(lake)
+    erased = finish_erasures(lake, journal_folder, rewritten)
+    try:
+        retained = retain(lake)
+    except ClockError:
+        compact(lake)
+        raise
     return Maintained(erased, retained, compact(lake), vacuum(lake), time.perf_counter() - started)

@@ -6,6 +6,7 @@ writer left, not the change data of other tools, not the statistics in the log.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -101,9 +102,11 @@ def drop_spilled() -> int:
 
 def _open_files() -> set[str]:
     found = set()
-    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            found.add(os.readlink(descriptor))
-        except OSError:  # it was closed, or is another user's
-            continue
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        descriptors: list[str] = []
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            descriptors = os.listdir(f"/proc/{process}/fd")
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):  # it was closed
+                found.add(os.readlink(f"/proc/{process}/fd/{descriptor}"))
     return found

@@ -19,6 +19,7 @@ import duckdb
 import pyarrow as pa
 
 from feedback.lake import Lake, LakeError
+from feedback.schema import TABLES
 from feedback.views import is_file_gone, quoted
 
 _T = TypeVar("_T")
@@ -159,7 +160,8 @@ def _nodes(parsed: Any) -> set[str]:
 def _lock(connection: duckdb.DuckDBPyConnection, lake: Lake) -> None:
     """From here on the connection reaches the tables' files, if DuckDB reads them itself, and no others."""
     if lake.local:
-        connection.execute(f"SET allowed_directories = [{quoted(lake.uri)}]")
+        folders = ", ".join(quoted(lake.table_uri(table)) for table in TABLES)
+        connection.execute(f"SET allowed_directories = [{folders}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
 

@@ -26,7 +26,7 @@ from feedback.candidates import Candidates, find
 from feedback.config import KindsConfig, ScoringConfig
 from feedback.lake import Lake, LakeConflictError, LakeFileGoneError
 from feedback.rewards import human
-from feedback.rewards.compose import compose
+from feedback.rewards.compose import Composed, compose
 from feedback.rewards.rules import COLUMNS
 from feedback.rewards.sources import Source, columns_of, load_sources, scorer_name
 from feedback.schema import REWARDS
@@ -207,7 +207,8 @@ class _Run:
         result = connection.sql(self._components_sql(found)).to_arrow_reader(_BATCH_ROWS)
 
         def rows() -> Iterator[pa.RecordBatch]:
-            yield from self._rows(result, scored_at, found.count)
+            with connection.cursor() as looking:  # the result occupies the connection
+                yield from self._rows(result, scored_at, found, looking)
             # The commit takes the transactions when all rows are written.
             transactions[self._application("pending")] = self.retried
 
@@ -243,10 +244,14 @@ class _Run:
         last = self.rewards.transaction_version(_CLOCK) or 0
         return max(datetime.now(UTC), _EPOCH + timedelta(microseconds=last + 1))
 
-    def _rows(self, result: pa.RecordBatchReader, scored_at: datetime, total: int) -> Iterator[pa.RecordBatch]:
+    def _rows(
+        self, result: pa.RecordBatchReader, scored_at: datetime, found: Candidates, looking: duckdb.DuckDBPyConnection
+    ) -> Iterator[pa.RecordBatch]:
         names = [source.name for source in self.sources]
         weights = [source.weight for source in self.sources]
         for batch in result:
+            if found.repeats:
+                batch = _changed(looking, batch, compose(names, weights, batch.columns[1::2], batch.columns[2::2]))
             response_id, *columns = batch.columns
             composed = compose(names, weights, columns[::2], columns[1::2])
             self._count(batch.num_rows, composed.reward, columns[::2], columns[1::2])
@@ -258,7 +263,7 @@ class _Run:
                 ],
                 schema=REWARDS,
             )
-            self.progress("rewards", self.scored, total)
+            self.progress("rewards", self.scored, found.count)
 
     def _count(self, rows: int, reward: pa.Array, values: list[pa.Array], reasons: list[pa.Array]) -> None:
         self.scored += rows
@@ -270,3 +275,17 @@ class _Run:
                 if each["values"] is not None and (each["values"] in counts or len(counts) < _MOST_REASONS):
                     counts[each["values"]] += each["counts"]
                 self.retried += each["counts"] if retries.is_transient(each["values"]) else 0
+
+
+def _changed(connection: duckdb.DuckDBPyConnection, batch: pa.RecordBatch, made: Composed) -> pa.RecordBatch:
+    """The rows whose reward is not the one that their response has already."""
+    numbers = pa.array(range(batch.num_rows), pa.int64())
+    columns = [numbers, batch.column(0), made.reward, made.components, made.missing]
+    connection.register("made", pa.table(columns, names=["number", "response_id", "reward", "components", "missing"]))
+    changed = connection.execute(
+        "SELECT number FROM made LEFT JOIN former USING (response_id) WHERE former.response_id IS NULL "
+        "OR made.reward IS DISTINCT FROM former.reward OR made.components::VARCHAR IS DISTINCT FROM former.components "
+        "OR made.missing::VARCHAR IS DISTINCT FROM former.missing ORDER BY number"
+    ).fetchnumpy()["number"]
+    connection.unregister("made")
+    return batch.take(pa.array(changed, pa.int64()))

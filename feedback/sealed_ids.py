@@ -3,7 +3,9 @@
 For each feedback of the lake it has 16 bytes for its id and 16 for what it says, and the Delta version up to which
 the feedback table has been read; both change in one transaction. It is derived from the lake and from nothing else, so
 that losing any of it loses no feedback: an index that is missing, damaged, of another table or ahead of the table is
-built anew. A sealer takes in what was added, by any replica, at each turn; the server only looks ids up.
+built anew. A sealer takes in what was added, by any replica, at each turn; the server only looks ids up. The log says
+which commits took rows away (an erasure, a retention, of whatever machine): behind one of these the index is built
+anew, so that feedback which is gone is new when it is said again.
 
 The index is ``ids/<uuid>.db`` (SQLite, in WAL mode) in the journal's folder. A new one never takes an old one's name:
 a process that still has the old one open would remove the new one's log when it closes.
@@ -24,7 +26,7 @@ import duckdb
 import pyarrow as pa
 from deltalake import DeltaTable
 
-from feedback.changes import DataFiles, LogGoneError, added_files, scan_sql
+from feedback.changes import Commit, DataFiles, LogGoneError, commits, scan_sql
 from feedback.delta_log import make_log_durable
 from feedback.files import fsync_path, locked, make_folder
 from feedback.ids import uuid7
@@ -37,7 +39,7 @@ log = logging.getLogger(__name__)
 _CONTENT: Final = tuple(name for name in FEEDBACK.names if name not in ("feedback_id", "created_at"))
 _COLUMNS: Final = ("feedback_id", *_CONTENT)
 _TENANT: Final = _CONTENT.index("tenant")
-_FORMAT: Final = f"1 {' '.join(_CONTENT)}"
+_FORMAT: Final = f"2 {' '.join(_CONTENT)}"
 _CACHE_KIB: Final = 4096
 _BATCH_ROWS: Final = 8192
 _COMMIT_ROWS: Final = 65_536  # what one transaction takes in, so that SQLite's log stays small
@@ -109,6 +111,11 @@ class SealedIds:
     def version(self) -> int:
         """The Delta version up to which the feedback table has been taken in. Raises IdsError."""
         return int(self._select("SELECT version FROM read_until")[0][0])
+
+    @property
+    def path(self) -> Path | None:
+        """The file that is open; another one was built anew."""
+        return self._path
 
     def close(self) -> None:
         """Let go of the file."""
@@ -191,7 +198,11 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
             return since
         _make_durable(lake, snapshot)
         try:
-            _take_in_changes(connection, lake, since, snapshot.version())
+            new = commits(lake, "feedback", since, snapshot.version())
+            if any(commit.rows_gone for commit in new):
+                log.info("rows left %s: building the index of feedback ids anew", lake.table_uri("feedback"))
+                return None
+            _take_in_changes(connection, lake, new)
         except (LogGoneError, duckdb.Error, pa.ArrowException, OSError) as error:
             if not isinstance(error, LogGoneError) and not is_file_gone(error):
                 raise IdsError(f"the changes of feedback since version {since} can't be read: {error}") from error
@@ -204,8 +215,8 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
         return snapshot.version()
 
 
-def _take_in_changes(connection: sqlite3.Connection, lake: Lake, since: int, until: int) -> None:
-    files = added_files(lake, "feedback", since, until)
+def _take_in_changes(connection: sqlite3.Connection, lake: Lake, new: list[Commit]) -> None:
+    files = [path for commit in new for path in commit.fresh]
     connection.execute("BEGIN IMMEDIATE")
     pending = 0
     for batch in _rows_of(lake, files):
@@ -216,7 +227,7 @@ def _take_in_changes(connection: sqlite3.Connection, lake: Lake, since: int, unt
             connection.execute("COMMIT")
             connection.execute("BEGIN IMMEDIATE")
             pending = 0
-    connection.execute("UPDATE read_until SET version = ?", (until,))
+    connection.execute("UPDATE read_until SET version = ?", (new[-1].version,))
     connection.execute("COMMIT")
 
 

@@ -27,6 +27,8 @@ from feedback.deduplication import take_counts
 from feedback.files import LockTimeoutError
 from feedback.lake import Lake, LakeError
 from feedback.sealing import seal
+from feedback.section import IN_CLEAR
+from feedback.signals import held_back
 
 log = logging.getLogger(__name__)
 
@@ -86,14 +88,15 @@ class Sealer:
         }
 
     def _spawn(self) -> subprocess.Popen[str]:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "feedback.sealer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the parent, which then ends it in order
-        )
-        config = self.lake.config.model_dump(mode="json")
+        with held_back():  # they are for the parent, which then ends it in order
+            child = subprocess.Popen(
+                [sys.executable, "-m", "feedback.sealer"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        config = self.lake.config.model_dump(mode="json", context=IN_CLEAR)
         task = {"uri": self.lake.uri, "config": config, "journal": str(self.journal_folder), "parent": os.getpid()}
         assert child.stdin is not None
         try:
@@ -143,7 +146,7 @@ def main(task: IO[str] = sys.stdin, answers: IO[str] = sys.stdout) -> None:
             sealed = len(seal(lake, Path(given["journal"])))
         except (LakeError, LockTimeoutError, OSError, DeltaError, pa.ArrowException) as failure:
             # The rows stay in the journal, and the next turn tries again.
-            error = f"{type(failure).__name__}: {failure}"
+            error = lake.config.redact(f"{type(failure).__name__}: {failure}")
         told = {"sealed": sealed, "error": error, "left_out": take_counts()}
         print(json.dumps(told), file=answers, flush=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from feedback.deduplication import append_feedback
-from feedback.erased import drop_erased
+from feedback.erased import drop_erased, see
 from feedback.files import fsync_path, locked
 from feedback.lake import Lake, is_sealed
 from feedback.recovery import load, put_aside, recover
@@ -33,6 +33,7 @@ def seal(lake: Lake, journal_folder: Path) -> list[str]:
     if not journal_folder.exists():
         return []
     with locked(journal_folder / ".seal.lock", lake.config.lock_timeout_s):
+        see(lake, journal_folder)  # at each turn, before there are rows that are younger
         recover(journal_folder)
         sealed: list[str] = []
         listing = list_segments(journal_folder)
@@ -68,7 +69,8 @@ def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[S
         lake.make_durable(table, snapshot)
     loaded = [(segment, *found) for segment in fresh if (found := load(segment)) is not None]
     settled = (_settled(segment, rows, listing) for segment, rows, _ in loaded)
-    rows = drop_erased(lake, table, pa.concat_tables([TABLES[table].empty_table(), *settled]))
+    folder = segments[0].path.parent
+    rows = drop_erased(lake, folder, table, pa.concat_tables([TABLES[table].empty_table(), *settled]))
     if rows.num_rows:
         started = time.perf_counter()
         numbers: dict[str, int] = {}
@@ -76,7 +78,6 @@ def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[S
             numbers[segment.name.application] = segment.name.number
         told = {"segments": [str(segment.name) for segment, _, _ in loaded]}
         if table == "feedback":
-            folder = segments[0].path.parent
             append_feedback(lake, folder, rows, transactions=numbers, metadata=told, snapshot=snapshot)
         else:
             lake.append(table, rows, transactions=numbers, metadata=told, snapshot=snapshot)
@@ -87,7 +88,7 @@ def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[S
             put_aside(segment.path)
         else:
             segment.path.unlink()
-    fsync_path(segments[0].path.parent)
+    fsync_path(folder)
 
 
 def _settled(segment: Segment, rows: pa.Table, listing: list[Segment]) -> pa.Table:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    SecretStr,
+    SerializationInfo,
+    StringConstraints,
+)
 
 _SIZE = re.compile(r"\d+(\.\d+)?\s*(KB|MB|GB|TB|KiB|MiB|GiB|TiB)")
+_USERINFO = re.compile(r"//[^/@\s]*@")
+_MASK = str(SecretStr("any"))
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 """``module:name``."""
 
@@ -24,6 +35,29 @@ def _function_name(value: str) -> str:
     return value
 
 
+def _no_credentials(value: str) -> str:
+    if _USERINFO.search(value):
+        raise ValueError(
+            "an address with a user name or password in it would show them wherever it is shown: take them out of it"
+        )
+    return value
+
+
+def _no_mask(secret: SecretStr) -> SecretStr:
+    if secret.get_secret_value() == _MASK:
+        raise ValueError("this is the mask that --print-config shows in place of a secret: put the secret itself")
+    return secret
+
+
+def _masked(secret: SecretStr, info: SerializationInfo) -> str:
+    return secret.get_secret_value() if (info.context or {}).get("secrets") else str(secret)
+
+
+def hide_credentials(text: str) -> str:
+    """A text with the user names and passwords of the addresses in it masked."""
+    return _USERINFO.sub(f"//{_MASK}@", text)
+
+
 MemorySize = Annotated[str, AfterValidator(_memory_size)]
 """An amount of memory as DuckDB writes it: ``1GB``, ``512MiB``."""
 
@@ -37,7 +71,18 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 """A number that is neither infinite nor NaN."""
 
 
+Secret = Annotated[SecretStr, AfterValidator(_no_mask), PlainSerializer(_masked, return_type=str)]
+"""Masked wherever it is shown. ``model_dump(context=IN_CLEAR)`` writes it in clear."""
+
+IN_CLEAR: Final[dict[str, Any]] = {"secrets": True}
+"""Context of a dump that hands secrets on: to a file that its user alone can read, or through a pipe."""
+
+Address = Annotated[str, AfterValidator(_no_credentials)]
+"""A URL or path without credentials."""
+
+
 class Section(BaseModel):
     """A group of settings; a key that is not one of them is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    # Of a section's values pydantic would show all in an error about one of them, the secrets too.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)

@@ -71,8 +71,11 @@ class Store:
         with self._filesystem.open_input_file(path) as file:
             return bytes(file.read())
 
-    def write_bytes(self, path: str, data: bytes) -> None:
-        """Write a file, or replace it: whole or not at all, durable on return. A replaced file keeps its time."""
+    def write_bytes(self, path: str, data: bytes, *, private: bool = False) -> None:
+        """Write a file, or replace it: whole or not at all, durable on return. A replaced file keeps its time.
+
+        ``private``: on a local disk only its owner may read it.
+        """
         if self.folder is None:
             # deltalake's stream takes plain bytes only, which Arrow's own buffering hands it.
             with self._filesystem.open_output_stream(path, buffer_size=_UPLOAD_BYTES) as stream:
@@ -82,7 +85,7 @@ class Store:
         target = self.folder / path
         make_folder(target.parent)
         aside = target.with_name(f".{target.name}.{uuid7()}.tmp")
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
         try:
             write_all(fd, data)
             if target.exists():

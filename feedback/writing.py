@@ -18,7 +18,7 @@ from typing import Any
 from feedback.config import JournalConfig
 from feedback.files import fsync_path, try_lock, write_all
 from feedback.ids import uuid7
-from feedback.rows import RowError, check_row, convert
+from feedback.rows import RowError, convert
 from feedback.schema import TABLES
 from feedback.segments import CLOSED, END_MARK, OPEN, SegmentName, encode_batch, encode_schema
 from feedback.streams import Stream
@@ -35,6 +35,7 @@ class _OpenSegment:
     size: int = 0  # bytes that are durable
     messages: int = 0
     unsynced: int = 0  # bytes written behind them
+    unsynced_messages: int = 0
 
     @property
     def closed_path(self) -> Path:
@@ -72,9 +73,9 @@ class Life:
         for segment in (*self._segments.values(), *self._leaving):
             if segment.unsynced:
                 segment.size += segment.unsynced
-                segment.messages += 1
+                segment.messages += segment.unsynced_messages
                 self.bytes += segment.unsynced
-                segment.unsynced = 0
+                segment.unsynced = segment.unsynced_messages = 0
 
     def seconds_to_rotation(self) -> float | None:
         """When the oldest segment is due to be closed; None if there is none."""
@@ -100,6 +101,7 @@ class Life:
         """End this life: no caller's row is written any more, its streams are lost. ``cut`` what it leaves."""
         for stream in self.streams.values():
             stream.lost = f"{reason}; this response's start was recorded before, and it counts as aborted"
+            stream.ended = True
         self._lost = list(self.streams.values())
         self.streams.clear()
         self._leaving += self._segments.values()
@@ -129,7 +131,7 @@ class Life:
         except OSError as error:
             log.error("%s can't be cut to what was acknowledged: %s", segment.path, error)
             return False
-        segment.unsynced = 0
+        segment.unsynced = segment.unsynced_messages = 0
         return True
 
     def _record_lost(self, proven: bool) -> bool:
@@ -155,9 +157,10 @@ class Life:
 
     def _write(self, segment: _OpenSegment, rows: list[dict[str, Any]]) -> dict[int, RowError]:
         batch, errors = convert(segment.name.table, rows)
-        message = encode_batch(batch, segment.name, segment.messages + 1)
+        message = encode_batch(batch, segment.name, segment.messages + segment.unsynced_messages + 1)
         write_all(segment.fd, memoryview(message))
         segment.unsynced += message.size
+        segment.unsynced_messages += 1
         return errors
 
     def _create(self, table: str) -> _OpenSegment:
@@ -188,18 +191,17 @@ class Life:
 
         Before the segment that is left is closed, so that whoever seals that one finds the one that goes on.
         """
-        rows = []
-        for stream in streams:
-            try:
-                row = stream.row()
-                check_row("interactions", row)
-                stream.last = row
-            except Exception:
-                log.exception("stream %s can't tell how far it is; its last record is kept", stream.response_id)
-            rows.append(stream.last)
-        for position, error in self._write(segment, rows).items():
-            log.error("stream %s can't be recorded: %s", rows[position]["response_id"], error)
+        streams = list(streams)
+        rows = [stream.row() for stream in streams]
+        errors = self._write(segment, rows)
+        for position, error in errors.items():
+            log.error("stream %s keeps its last record: %s", streams[position].response_id, error)
+        if errors:
+            self._write(segment, [streams[position].last for position in errors])
         self.sync()
+        for position, (stream, row) in enumerate(zip(streams, rows, strict=True)):
+            if position not in errors:
+                stream.last = row
 
     def _close(self, segment: _OpenSegment) -> None:
         write_all(segment.fd, END_MARK)

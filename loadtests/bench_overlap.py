@@ -1,7 +1,7 @@
 """What sampling ahead (train.rollout.staleness 1) saves, on a random model: ``python -m loadtests.bench_overlap``.
 
-Arguments that it does not know go to ``python -m train.measure_overlap``, which says what it measures and prints one
-JSON object as its last line.
+Arguments that it does not know go to ``python -m deploy.examples.bench.overlap``, which says what it measures and
+prints one JSON object as its last line.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     arguments, rest = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         policy = make_model_folder(Path(folder) / "model", 0, eos=False, **SHAPES[arguments.model])
-        command = [sys.executable, "-m", "train.measure_overlap", "--policy", str(policy), *rest]
+        command = [sys.executable, "-m", "deploy.examples.bench.overlap", "--policy", str(policy), *rest]
         subprocess.run(command, check=True, timeout=arguments.timeout_all)
 
 

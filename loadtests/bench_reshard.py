@@ -1,8 +1,9 @@
 """Resharding by plan against gathering whole tensors: ``make bench-reshard``.
 
 For each number of FSDP ranks and tensor-parallel ranks, torchrun starts that many processes of
-``python -m train.reshard.bench`` over gloo, each with a rank of FSDP2 and one of vLLM, and a model of 25M parameters in
-bfloat16. There the two ways take turns. Bytes are the most that any rank receives, counted at the collectives.
+``python -m deploy.examples.bench.reshard`` over gloo, each with a rank of FSDP2 and one of vLLM, and a model of 25M
+parameters in bfloat16. There the two ways take turns. Bytes are the most that any rank receives, counted at the
+collectives.
 
 ``received``, by plan; ``least``, what a rank must receive: (N - t)/(tN) of the tensors that are cut in t, (N - 1)/N of
 the replicated ones; ``excess``, the difference, over the bytes of all weights. ``over_gather``: what the plan moves
@@ -69,7 +70,7 @@ def run_case(model: Path, ranks: int, tp: int, rounds: int) -> dict[str, Any]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     options = ["--policy", str(model), "--tp", str(tp), "--rounds", str(rounds), "--bucket-bytes", str(BUCKET_BYTES)]
     done = subprocess.run(
-        [*torchrun, "-m", "train.reshard.bench", *options],
+        [*torchrun, "-m", "deploy.examples.bench.reshard", *options],
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,

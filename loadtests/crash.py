@@ -1,13 +1,17 @@
-"""Kill a real server again and again while clients use it, and count what was lost.
+"""Kill real servers and commands again and again while clients use them, and count what was lost.
 
     python -m loadtests.crash --kills 200
 
-Clients ask and judge over HTTP and keep their own account: what was acknowledged, what was refused. Meanwhile processes
-of the server (the API's, vLLM's, the sealer's) are killed with SIGKILL, one at a random moment, also while it starts;
-whatever does not go on by itself is started again. In the end the account is compared with the lake, id by id. The last
-line printed is one JSON object; the exit code is 1 if anything was lost, doubled, or recorded though it was refused.
+Two servers, as two machines would run them: each has a home and a journal of its own, both have one lake and one
+policy store. Clients ask and judge over HTTP at either, and keep their own account: what was acknowledged, what was
+refused. An operator erases users, maintains the lake, scores and promotes, one command after the other.
 
-A black box: it speaks HTTP and the command line.
+Meanwhile processes of the servers (the API's, vLLM's, the sealer's) are killed with SIGKILL, one at a random moment,
+also while it starts; whatever does not go on by itself is started again. More than half of the operator's commands are
+killed too. In the end the accounts are compared with the lake, id by id, and with the history of the pointer. The last
+line printed is one JSON object; the exit code is 1 if anything in ``BAD`` is not 0.
+
+A black box: it speaks HTTP and the command line, and reads the files of the lake and the pointer as they lie there.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -25,12 +30,15 @@ import sys
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 import httpx
 import psutil
+import pyarrow.parquet as pq
 
 from loadtests.tiny_model import make_model_folder
 
@@ -43,10 +51,42 @@ BAD = (
     "doubled_feedback",
     "recorded_though_refused",
     "left_running",
+    "not_erased",
+    "half_erased",
+    "erased_but_in_files",
+    "missing_rewards",
+    "doubled_rewards",
+    "wrong_rewards",
+    "rewards_of_nothing",
+    "scored_again",
+    "lost_promotions",
+    "doubled_promotions",
+    "moved_by_nobody",
+    "pointer_not_whole",
+    "not_followed",
+    "commands_with_a_bug",
 )
+"""What must be 0."""
+
+COMMANDS = ("score", "promote", "erase", "maintain")
+TRACES = {
+    "score": "lake/rewards/_delta_log",
+    "promote": "policies",
+    "erase": "lake/_erasures",
+    "maintain": "lake/feedback/_delta_log",
+}
+"""Where in the home a command leaves its first trace."""
+
+COMMAND_KILLED_SHARE = 0.6
+AT_A_TRACE_SHARE = 0.6
+"""Of the commands killed, those that are hit soon after their first trace; the others are at any moment."""
+COMMAND_TIMEOUT_S = 240
+OPEN_USERS = 6
 
 READY_TIMEOUT_S = 180
 END_TIMEOUT_S = 30
+STOP_TIMEOUT_S = 120
+"""For two servers at once that seal what they have, at the end of the test."""
 STARTING_SHARE = 0.15
 """Of the kills, those that hit a server before it is ready."""
 
@@ -56,47 +96,83 @@ class Account:
     """What clients were told. A request whose answer never came stands in none of these."""
 
     responses: dict[str, str] = field(default_factory=dict)  # response id -> the client's mark of its request
+    users: dict[str, str] = field(default_factory=dict)  # response id -> the user who asked
+    items: dict[str, dict[str, Any]] = field(default_factory=dict)  # what was said, by feedback id
+    again: set[str] = field(default_factory=set)  # feedback ids sent once more after they had been erased
     feedback: dict[str, str] = field(default_factory=dict)  # feedback id -> the response that it is about
     refused_requests: set[str] = field(default_factory=set)  # marks
     refused_feedback: set[str] = field(default_factory=set)
     codes: Counter[str] = field(default_factory=Counter)
 
 
-class Client:
-    """Asks, judges some answers, one at a time or in batches, and repeats itself now and then."""
+class Users:
+    """In whose name clients ask. Who is to be erased is closed first: nobody asks or judges for them any more."""
 
-    def __init__(self, http: httpx.AsyncClient, account: Account, chance: random.Random) -> None:
-        self.http = http
+    def __init__(self) -> None:
+        self.open = [self._new() for _ in range(OPEN_USERS)]
+        self._at_work: Counter[str] = Counter()
+
+    @contextmanager
+    def at_work(self, user: str) -> Iterator[None]:
+        self._at_work[user] += 1
+        try:
+            yield
+        finally:
+            self._at_work[user] -= 1
+
+    async def close(self) -> str:
+        """The one who is open longest, when no request of theirs is under way."""
+        user = self.open.pop(0)
+        self.open.append(self._new())
+        while self._at_work[user]:
+            await asyncio.sleep(0.05)
+        return user
+
+    def _new(self) -> str:
+        return f"u{uuid.uuid4().hex}"
+
+
+class Client:
+    """Asks, judges some answers, one at a time or in batches, and repeats itself now and then, at either server."""
+
+    def __init__(self, https: list[httpx.AsyncClient], account: Account, users: Users, chance: random.Random) -> None:
+        self.https = https
+        self.http = https[0]
         self.account = account
+        self.users = users
         self.chance = chance
-        self.mine: list[str] = []
+        self.mine: dict[str, list[str]] = {}  # response ids by user
 
     async def run(self) -> None:
         while True:
-            try:
-                if self.mine and self.chance.random() < 0.5:
-                    await self.judge()
-                else:
-                    await self.ask()
-            except httpx.HTTPError as error:  # no answer: nobody knows what became of it
-                self.account.codes[type(error).__name__] += 1
-                await asyncio.sleep(0.05)
+            self.http = self.chance.choice(self.https)
+            user = self.chance.choice(self.users.open)
+            with self.users.at_work(user):
+                try:
+                    if self.mine.get(user) and self.chance.random() < 0.5:
+                        await self.judge(user)
+                    else:
+                        await self.ask(user)
+                except httpx.HTTPError as error:  # no answer: nobody knows what became of it
+                    self.account.codes[type(error).__name__] += 1
+                    await asyncio.sleep(0.2)
 
-    async def ask(self) -> None:
+    async def ask(self, user: str) -> None:
         mark = uuid.uuid4().hex
         body = {
-            "prompt": f"question {mark}",
+            "prompt": f"question {mark} of {user}",
+            "user": user,
             "max_tokens": self.chance.randint(1, 40),
             "n": self.chance.choice((1, 1, 1, 3)),
             "metadata": {"mark": mark},
         }
         if self.chance.random() < 0.3:
-            return await self.ask_for_a_stream(mark, body | {"stream": True})
+            return await self.ask_for_a_stream(user, mark, body | {"stream": True})
         answer = await self.http.post("/generate", json=body)
         self.account.codes[f"generate {answer.status_code}"] += 1
-        self.told(mark, answer.json() if answer.status_code == 200 else None)
+        self.told(user, mark, answer.json() if answer.status_code == 200 else None)
 
-    async def ask_for_a_stream(self, mark: str, body: dict[str, Any]) -> None:
+    async def ask_for_a_stream(self, user: str, mark: str, body: dict[str, Any]) -> None:
         async with self.http.stream("POST", "/generate", json=body) as answer:
             name = ""
             async for line in answer.aiter_lines():
@@ -109,25 +185,26 @@ class Client:
                         self.account.codes["stream cut"] += 1
                         return
                     self.account.codes[f"stream {name}"] += 1
-                    self.told(mark, body if name == "done" else None)
+                    self.told(user, mark, body if name == "done" else None)
                 elif name == "delta" and self.chance.random() < 0.02:
                     self.account.codes["stream left"] += 1
                     return
             if answer.status_code != 200:
                 self.account.codes[f"stream {answer.status_code}"] += 1
-                self.told(mark, None)
+                self.told(user, mark, None)
 
-    def told(self, mark: str, body: dict[str, Any] | None) -> None:
+    def told(self, user: str, mark: str, body: dict[str, Any] | None) -> None:
         """Note the answer to a request, or that it was refused."""
         if body is None:
             self.account.refused_requests.add(mark)
         for response in body["responses"] if body else ():
             self.account.responses[response["response_id"]] = mark
-            self.mine.append(response["response_id"])
+            self.account.users[response["response_id"]] = user
+            self.mine.setdefault(user, []).append(response["response_id"])
 
-    async def judge(self) -> None:
+    async def judge(self, user: str) -> None:
         size = self.chance.choice((1, 1, 1, 20))
-        items = [self.thumb() for _ in range(size)]
+        items = [self.rating(user) for _ in range(size)]
         for _ in range(self.chance.choice((1, 1, 2))):  # the second time as a client that is not sure repeats itself
             if size == 1:
                 answer = await self.http.post("/feedback", json=items[0])
@@ -139,29 +216,44 @@ class Client:
                 for item, result in zip(items, results, strict=True):
                     self.note(item, result.get("status", answer.status_code))
 
-    def thumb(self) -> dict[str, Any]:
-        response = self.chance.choice(self.mine[-50:])
-        return {"response_id": response, "kind": "thumb", "value": 1, "feedback_id": uuid.uuid4().hex}
+    def rating(self, user: str) -> dict[str, Any]:
+        return rating(self.chance.choice(self.mine[user][-50:]), user, self.chance.uniform(1, 5))
 
     def note(self, item: dict[str, Any], code: int) -> None:
         self.account.codes[f"feedback {code}"] += 1
         if code in (200, 201):
             self.account.feedback[item["feedback_id"]] = item["response_id"]
+            self.account.items[item["feedback_id"]] = item
             self.account.refused_feedback.discard(item["feedback_id"])
         elif item["feedback_id"] not in self.account.feedback:
             self.account.refused_feedback.add(item["feedback_id"])
 
 
+def rating(response_id: str, user: str, stars: float) -> dict[str, Any]:
+    """A vote of a source of its own, with a remark that names the user whom an erasure of it names.
+
+    No two are alike, so that each changes the reward.
+    """
+    feedback_id = uuid.uuid4().hex
+    item = {"response_id": response_id, "kind": "rating", "value": stars, "text": f"a remark for {user}"}
+    return item | {"feedback_id": feedback_id, "source": feedback_id}
+
+
 class Server:
     """`millrace serve` as a process, and everything that it starts."""
 
-    def __init__(self, home: Path, port: int) -> None:
+    def __init__(self, home: Path, shared: Path, name: str) -> None:
+        """``shared``: the home that has the lake and the policies."""
         self.home = home
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.options = ["--home", str(home), "--serve.port", str(port), "--serve.engine.threads", "1"]
+        self.options += ["--feedback.lake.uri", str(shared / "lake"), "--serve.policies", str(shared / "policies")]
+        self.options += ["--feedback.lake.erasure_key", str(shared / "erasure.key"), "--serve.replica_name", name]
         self.options += ["--serve.engine.kv_cache_bytes", str(64 << 20), "--feedback.lake.seal_seconds", "1"]
         self.options += ["--feedback.journal.segment_seconds", "0.5"]
-        self.log: TextIO = (home.parent / "server.log").open("a")
+        home.mkdir(parents=True, exist_ok=True)
+        self.log: TextIO = (home / "server.log").open("a")
         self.process: subprocess.Popen[bytes] | None = None
         self.family: list[psutil.Process] = []
         self.starts = 0
@@ -191,19 +283,19 @@ class Server:
         while time.monotonic() < deadline:
             assert self.process is not None
             if self.process.poll() is not None:
-                raise SystemExit(f"the server ended with {self.process.returncode}: {tail(self.home.parent)}")
+                raise SystemExit(f"the server ended with {self.process.returncode}: {tail(self.home)}")
             try:
                 if (await http.get("/ready", timeout=5)).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
             await asyncio.sleep(0.1)
-        raise SystemExit(f"the server is not ready after {READY_TIMEOUT_S} s: {tail(self.home.parent)}")
+        raise SystemExit(f"the server is not ready after {READY_TIMEOUT_S} s: {tail(self.home)}")
 
-    async def end(self) -> list[str]:
+    async def end(self, timeout_s: float = END_TIMEOUT_S) -> list[str]:
         """Wait until nothing of the server is left; the names of what had to be killed for that."""
         assert self.process is not None
-        deadline = time.monotonic() + END_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self.process.poll()
             alive = [process for process in [*self.processes(), *self.family] if lives(process)]
@@ -243,7 +335,7 @@ async def kill_one(server: Server, http: httpx.AsyncClient, chance: random.Rando
         await asyncio.sleep(chance.uniform(0, 3))
     candidates = [process for process in server.processes() if kind(process) != "other"] or server.processes()
     if not candidates:
-        raise SystemExit(f"the server ended by itself: {tail(server.home.parent)}")
+        raise SystemExit(f"the server ended by itself: {tail(server.home)}")
     victim = chance.choice(candidates)
     part = kind(victim)
     victim.kill()
@@ -254,46 +346,326 @@ async def kill_one(server: Server, http: httpx.AsyncClient, chance: random.Rando
     return part
 
 
-async def crash(kills: int, home: Path, clients: int, seed: int) -> dict[str, Any]:
+class Operator:
+    """Scores, promotes, erases and maintains, one after the other, and is killed in most of it."""
+
+    def __init__(self, home: Path, users: Users, chance: random.Random) -> None:
+        self.home = home
+        self.users = users
+        self.chance = chance
+        self.killed: Counter[str] = Counter()
+        self.done: Counter[str] = Counter()
+        self.failed: dict[str, str] = {}  # a command -> what it said last
+        self.bugs = 0  # commands that ended with a traceback, or not at all
+        self.erased: set[str] = set()  # users: acknowledged
+        self.maybe_erased: set[str] = set()  # users whose erasure was killed or failed, and not repeated
+        self.promoted: set[str] = set()  # reasons: acknowledged
+        self.maybe_promoted: set[str] = set()
+        self.torn_pointers = 0
+        self._seconds = dict.fromkeys(COMMANDS, 6.0)  # that each took when it was last left alone
+
+    async def run(self) -> None:
+        while True:
+            for command in self.chance.sample(COMMANDS, len(COMMANDS)):
+                await getattr(self, command)()
+
+    async def score(self) -> None:
+        await self._run("score", "score")
+
+    async def maintain(self) -> None:
+        await self._run("maintain", "lake", "maintain")
+
+    async def erase(self) -> None:
+        repeated = sorted(self.maybe_erased) if self.chance.random() < 0.5 else []
+        user = repeated[0] if repeated else await self.users.close()
+        self.maybe_erased.add(user)
+        if await self._run("erase", "lake", "erase", "--user", user, "--yes"):
+            self.maybe_erased.remove(user)
+            self.erased.add(user)
+
+    async def promote(self) -> None:
+        why = f"crash {uuid.uuid4().hex}"
+        version = 1 if self.pointer()["version"] == 2 else 2
+        self.maybe_promoted.add(why)
+        if await self._run("promote", "promote", str(version), "--override", "--why", why, "--no-wait"):
+            self.maybe_promoted.remove(why)
+            self.promoted.add(why)
+
+    def pointer(self) -> dict[str, Any]:
+        """What should serve, as the file says it at any moment."""
+        try:
+            found: dict[str, Any] = json.loads((self.home / "policies" / "serving.json").read_text())
+        except (OSError, ValueError):
+            self.torn_pointers += 1
+            return {"version": 1}
+        return found
+
+    async def _run(self, name: str, *arguments: str) -> bool:
+        """Whether it said that it has done it."""
+        started = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *MILLRACE, *arguments, "--home", str(self.home), start_new_session=True,
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        said = asyncio.create_task(process.communicate())
+        kill = self.chance.random() < COMMAND_KILLED_SHARE
+        try:
+            if kill and self.chance.random() < AT_A_TRACE_SHARE:
+                await self._trace(self.home / TRACES[name], said)
+                patience = self.chance.uniform(0, 0.3)
+            else:
+                patience = self.chance.uniform(0.4, 1.1) * self._seconds[name] if kill else COMMAND_TIMEOUT_S
+            ended = bool((await asyncio.wait({said}, timeout=patience))[0]) or not _kill_group(process.pid)
+            await said
+            if not ended:
+                self.killed[name] += kill
+                if not kill:
+                    self.bugs += 1
+                    self.failed[name] = f"did not end within {COMMAND_TIMEOUT_S} s"
+                return False
+        except asyncio.CancelledError:
+            _kill_group(process.pid)
+            await said
+            raise
+        self._seconds[name] = time.monotonic() - started
+        if process.returncode == 0:
+            self.done[name] += 1
+            return True
+        _, errors = said.result()
+        text = errors.decode(errors="replace")
+        self.bugs += "Traceback" in text
+        self.failed[name] = text.strip()[-2000:]
+        return False
+
+    async def _trace(self, folder: Path, ended: asyncio.Task[Any]) -> None:
+        """Return when something in the folder has changed, or the command has ended."""
+        before = state_of(folder)
+        deadline = time.monotonic() + COMMAND_TIMEOUT_S
+        while not ended.done() and state_of(folder) == before and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+
+
+def state_of(folder: Path) -> set[tuple[str, int]]:
+    """The files of a folder, and when they were written."""
+    try:
+        return {(entry.name, entry.stat().st_mtime_ns) for entry in os.scandir(folder)}
+    except FileNotFoundError:  # the folder, or a file meanwhile
+        return set()
+
+
+async def crash(kills: int, folder: Path, clients: int, seed: int) -> dict[str, Any]:
     chance = random.Random(seed)
-    account = Account()
+    account, users = Account(), Users()
     started = time.monotonic()
-    server = Server(home, free_port())
-    run("init", "--model", str(make_model_folder(home.parent / "model", 1)), "--home", str(home), "--no-write-config")
+    home = folder / "home"
+    two_policies(folder, home)
+    servers = [Server(home, home, "machine-1"), Server(folder / "home-2", home, "machine-2")]
+    operator = Operator(home, users, random.Random(seed))
     killed: Counter[str] = Counter()
     limits = httpx.Limits(max_connections=clients + 4)
-    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
-        server.start()
-        tasks = [asyncio.create_task(Client(http, account, random.Random(seed + i)).run()) for i in range(clients)]
+    async with AsyncExitStack() as stack:
+        https = [
+            await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits))
+            for server in servers
+        ]
+        left: list[str] = []
+        tasks: list[asyncio.Task[None]] = []
         try:
-            for number in range(1, kills + 1):
-                killed[await kill_one(server, http, chance)] += 1
-                failed = next((task for task in tasks if task.done()), None)
-                if failed is not None:
-                    failed.result()
-                say(f"kill {number} of {kills}: {dict(killed)}, {len(account.responses)} responses acknowledged")
-            await server.wait_until_ready(http)
+            for server in servers:
+                server.start()
+            for server, http in zip(servers, https, strict=True):
+                await server.wait_until_ready(http)
+            work = asyncio.create_task(operator.run())
+            people = [Client(https, account, users, random.Random(seed + i)) for i in range(clients)]
+            tasks += [work, *(asyncio.create_task(person.run()) for person in people)]
+            while (
+                2 * killed.total() < kills
+                or 2 * operator.killed.total() < kills
+                or not all(operator.killed[name] and operator.done[name] for name in COMMANDS)
+            ):
+                one = chance.randrange(len(servers))
+                killed[await kill_one(servers[one], https[one], chance)] += 1
+                for task in tasks:
+                    if task.done():
+                        task.result()
+                say(
+                    f"killed {dict(killed)}, of commands {dict(operator.killed)}, finished {dict(operator.done)}, "
+                    f"{len(account.responses)} responses acknowledged"
+                )
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            for server, http in zip(servers, https, strict=True):
+                await server.wait_until_ready(http)
             await asyncio.sleep(1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(3)  # servers learn of an erasure by looking
+            await say_again(account, operator.erased, https)
+            not_followed = [not await follows(http, operator.pointer()["version"]) for http in https]
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            assert server.process is not None
-            server.process.send_signal(signal.SIGTERM)
-            left = await server.end()
-    return compare(account, home) | {
-        "kills": kills,
-        "killed": dict(killed),
-        "starts": server.starts,
-        "orphans": dict(server.orphans),
-        "left_running": len(left),
-        "answers": dict(sorted(account.codes.items())),
-        "seconds": round(time.monotonic() - started, 1),
+            for server in servers:
+                assert server.process is not None
+                server.process.send_signal(signal.SIGTERM)
+            for server in servers:
+                left += await server.end(STOP_TIMEOUT_S)
+    run("lake", "maintain", "--home", str(home))  # finishes what was killed
+    run("score", "--home", str(home))
+    return (
+        compare(account, home, operator)
+        | compare_rewards(home)
+        | compare_erasures(account, [server.home for server in servers], operator)
+        | compare_promotions(home, operator)
+        | {
+            "kills": killed.total() + operator.killed.total(),
+            "killed": dict(killed),
+            "killed_commands": dict(operator.killed),
+            "finished_commands": dict(operator.done),
+            "failed_commands": operator.failed,
+            "commands_with_a_bug": operator.bugs,
+            "starts": sum(server.starts for server in servers),
+            "orphans": dict(sum((server.orphans for server in servers), Counter())),
+            "left_running": len(left),
+            "left": left,
+            "not_followed": sum(not_followed),
+            "answers": dict(sorted(account.codes.items())),
+            "seconds": round(time.monotonic() - started, 1),
+        }
+    )
+
+
+def _kill_group(leader: int) -> bool:
+    """Kill a command and what it started; whether it was still there."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def two_policies(folder: Path, home: Path) -> None:
+    """A home with two policies of one architecture; the first serves."""
+    for number in (1, 2):
+        made, own = make_model_folder(folder / f"model-{number}", number), home if number == 1 else folder / "other"
+        run("init", "--model", str(made), "--home", str(own), "--no-write-config")
+    second = home / "policies" / "v000002"
+    shutil.copytree(folder / "other" / "policies" / "v000001", second)
+    manifest = json.loads((second / "policy.json").read_text())
+    (second / "policy.json").write_text(json.dumps(manifest | {"version": 2, "parent": 1}))
+
+
+async def say_again(account: Account, erased: set[str], https: list[httpx.AsyncClient]) -> None:
+    """Send feedback that was erased once more, as it was: what is acknowledged must be recorded."""
+    said = [one for one, response in account.feedback.items() if account.users[response] in erased]
+    for number, feedback_id in enumerate(said[:40]):
+        answer = await https[number % len(https)].post("/feedback", json=account.items[feedback_id])
+        account.codes[f"feedback again {answer.status_code}"] += 1
+        if answer.status_code in (200, 201):
+            account.again.add(feedback_id)
+
+
+async def follows(http: httpx.AsyncClient, version: int) -> bool:
+    """Whether the server serves the policy that the pointer names, in the end."""
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if (await http.get("/policy")).json()["version"] == version:
+            return True
+        await asyncio.sleep(0.2)
+    return False
+
+
+def compare_rewards(home: Path) -> dict[str, Any]:
+    """Each complete response has the reward that its votes make, and no state of them has two: they would be equal."""
+    again = home.parent / "scored-again.json"
+    run("score", "--json-out", str(again), "--home", str(home))
+    following = "*, lag(reward) OVER before AS former, row_number() OVER before AS number FROM rewards"
+    repeated = "number > 1 AND reward IS NOT DISTINCT FROM former"
+    last = (
+        f"SELECT response_id, last(reward ORDER BY scored_at) AS reward, bool_or({repeated}) AS repeated FROM (SELECT "
+        f"{following} WINDOW before AS (PARTITION BY response_id ORDER BY scored_at)) GROUP BY 1"
+    )
+    votes = "SELECT response_id, avg((value - 1) / 4) AS vote FROM feedback WHERE kind = 'rating' GROUP BY 1"
+    [found] = query(
+        home,
+        f"""SELECT
+            count(*) FILTER (i.response_id IS NOT NULL AND r.response_id IS NULL) AS missing_rewards,
+            count(*) FILTER (r.repeated) AS doubled_rewards,
+            count(*) FILTER (i.response_id IS NOT NULL AND r.response_id IS NOT NULL
+                             AND (abs(r.reward - v.vote) < 1e-9 OR (r.reward IS NULL AND v.vote IS NULL)) IS NOT TRUE)
+                AS wrong_rewards,
+            count(*) FILTER (i.response_id IS NULL) AS rewards_of_nothing,
+            count(r.response_id) AS rewarded
+        FROM (SELECT response_id FROM interactions WHERE status = 'complete') AS i
+        FULL JOIN ({last}) AS r USING (response_id) LEFT JOIN ({votes}) AS v USING (response_id)""",
+    )
+    return found | {"scored_again": json.loads(again.read_text())["scored"]}
+
+
+def compare_erasures(account: Account, homes: list[Path], operator: Operator) -> dict[str, Any]:
+    """Who was erased is in no table and no file, and who may have been is there whole or not at all."""
+    asked = query(homes[0], 'SELECT "user", response_id FROM interactions')
+    said = query(homes[0], "SELECT feedback_id, response_id, text FROM feedback")
+    left: Counter[str] = Counter(row["user"] for row in asked)
+    left.update(row["text"].split()[-1] for row in said if row["feedback_id"] not in account.again)
+    there = {row["response_id"] for row in asked}
+    half = 0
+    for user in operator.maybe_erased:
+        lost = any(account.users[one] == user and one not in there for one in account.responses)
+        half += lost and left[user] > 0
+    gone = {user for user in operator.maybe_erased if not left[user]} | operator.erased
+    return {
+        "erased_users": len(operator.erased),
+        "erasures_that_a_kill_left_to_maintenance": len(gone - operator.erased),
+        "not_erased": sum(left[user] > 0 for user in operator.erased),
+        "half_erased": half,
+        "erased_but_in_files": len(users_in_files(homes, account) & gone),
     }
 
 
-def compare(account: Account, home: Path) -> dict[str, Any]:
-    """The clients' account against the sealed lake, id by id."""
+def users_in_files(homes: list[Path], account: Account) -> set[str]:
+    """Everybody whom any file of the lake or a journal names, also files that no version of a table needs."""
+    found = set()
+    for file in (homes[0] / "lake").rglob("*.parquet"):
+        if "_delta_log" in file.parts:
+            continue
+        columns = set(pq.read_schema(file).names)
+        if "user" in columns:
+            found |= set(pq.read_table(file, columns=["user"])["user"].to_pylist())
+        elif "text" in columns:
+            rows = pq.read_table(file, columns=["feedback_id", "text"]).to_pylist()
+            found |= {row["text"].split()[-1] for row in rows if row["feedback_id"] not in account.again}
+    logs = list((homes[0] / "lake").rglob("*.json"))
+    logs += [file for home in homes for file in (home / "journal").rglob("*") if file.is_file()]
+    # The log quotes the texts of feedback that was sent again.
+    quoted = {account.users[account.feedback[one]] for one in account.again}
+    for file in logs:
+        found |= {name.decode() for name in re.findall(rb"u[0-9a-f]{32}", file.read_bytes())} - quoted
+    return found
+
+
+def compare_promotions(home: Path, operator: Operator) -> dict[str, Any]:
+    """Each promotion that was acknowledged is in the history once, and nothing else moved the pointer."""
+    history = json.loads(run("history", "--json", "--home", str(home)))
+    moves = Counter(move["why"] for move in history[1:])  # the first is that of `init`
+    pointer = operator.pointer()
+    generations = [move["generation"] for move in history]
+    return {
+        "promotions": len(operator.promoted),
+        "promotions_killed_and_done": sum(moves[why] for why in operator.maybe_promoted),
+        "lost_promotions": sum(moves[why] == 0 for why in operator.promoted),
+        "doubled_promotions": sum(count > 1 for count in moves.values()),
+        "moved_by_nobody": len(moves.keys() - operator.promoted - operator.maybe_promoted),
+        "pointer_not_whole": operator.torn_pointers
+        + (pointer != {name: history[-1].get(name) for name in pointer})
+        + (generations != list(range(generations[0], generations[0] + len(generations)))),
+    }
+
+
+def compare(account: Account, home: Path, operator: Operator) -> dict[str, Any]:
+    """The clients' account against the sealed lake, id by id, without what an erasure has taken."""
     interactions = query(home, "SELECT response_id, status, metadata['mark'] AS mark FROM interactions")
     feedback = query(home, "SELECT feedback_id, response_id FROM feedback")
     responses = Counter(row["response_id"] for row in interactions)
@@ -301,13 +673,18 @@ def compare(account: Account, home: Path) -> dict[str, Any]:
     marks = set(complete.values())
     thumbs = Counter(row["feedback_id"] for row in feedback)
     about = {row["feedback_id"]: row["response_id"] for row in feedback}
+    # Whose erasure was killed may be there whole; that half of it is not is for compare_erasures to find.
+    gone = operator.erased | operator.maybe_erased
+    kept = {one: mark for one, mark in account.responses.items() if account.users[one] not in gone}
+    said = {one: of for one, of in account.feedback.items() if account.users[of] not in gone or one in account.again}
     return {
         "acknowledged_responses": len(account.responses),
         "acknowledged_feedback": len(account.feedback),
         "responses_in_lake": len(interactions),
         "feedback_in_lake": len(feedback),
-        "lost_responses": sum(complete.get(one) != mark for one, mark in account.responses.items()),
-        "lost_feedback": sum(about.get(one) != response for one, response in account.feedback.items()),
+        "lost_responses": sum(complete.get(one) != mark for one, mark in kept.items()),
+        "lost_feedback": sum(about.get(one) != response for one, response in said.items()),
+        "erased_feedback_said_again": len(account.again),
         "doubled_responses": sum(count > 1 for count in responses.values()),
         "doubled_feedback": sum(count > 1 for count in thumbs.values()),
         "recorded_though_refused": len(account.refused_requests & marks)
@@ -336,8 +713,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def tail(folder: Path) -> str:
-    return (folder / "server.log").read_text()[-2000:]
+def tail(home: Path) -> str:
+    return (home / "server.log").read_text()[-2000:]
 
 
 def say(text: str) -> None:
@@ -346,7 +723,7 @@ def say(text: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="processes to kill, one after the other")
+    parser.add_argument("--kills", type=int, default=20, help="processes to kill, half of them commands")
     parser.add_argument("--clients", type=int, default=8, help="clients at a time")
     parser.add_argument("--seed", type=int, default=1, help="of which process is killed, and when")
     parser.add_argument("--folder", type=Path, default=Path("runs/crash"), help="a folder of its own; emptied first")
@@ -357,7 +734,7 @@ def main() -> None:
     folder = options.folder.absolute()
     folder.mkdir(parents=True)
     os.environ["PYTHONUNBUFFERED"] = "1"
-    result = asyncio.run(crash(options.kills, folder / "home", options.clients, options.seed))
+    result = asyncio.run(crash(options.kills, folder, options.clients, options.seed))
     print(json.dumps(result))
     sys.exit(any(result[name] for name in BAD))
 

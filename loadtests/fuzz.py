@@ -1,12 +1,14 @@
-"""Send a real server what nobody should send it, and see that it neither fails, hangs nor gets slower.
+"""Send a real server what nobody should send it, and see that it neither fails, hangs nor gets slower; and send
+another what its docs allow, and see that it answers so (``loadtests.fuzz_valid``).
 
     python -m loadtests.fuzz --cases 10000
 
-Half of the cases are made by schemathesis from the server's own OpenAPI page, good ones and bad ones. The others are
-bodies that were good until values, bytes or headers of them were changed; some break HTTP itself. A 5xx is a
-failure, 503 too, as the load is far within the limits; so is an ``error`` event of a stream that says one. What the
-server can do afterwards is held against another that was sent nothing, turn by turn, so that a machine whose speed
-drifts treats both alike. The last line printed is one JSON object; the exit code is 1 if anything is wrong.
+So many cases of each kind. Half of the bad ones are made by schemathesis from the server's own OpenAPI page, good ones
+among them. The others are bodies that were good until values, bytes or headers of them were changed; some break HTTP
+itself. A 5xx is a failure, 503 too, as the load is far within the limits; so is an ``error`` event of a stream that
+says one. What the server can do afterwards is held against another that was sent nothing, turn by turn, so that a
+machine whose speed drifts treats both alike. The last line printed is one JSON object; the exit code is 1 if anything
+is wrong.
 
 A black box: it speaks HTTP and the command line.
 """
@@ -31,11 +33,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 
-from loadtests import load
+from loadtests import fuzz_valid, load
 from loadtests.crash import MILLRACE, free_port, run
 from loadtests.tiny_model import make_model_folder
 
@@ -167,8 +169,9 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
-        home = folder / "home"
-        run("init", "--model", str(make_model_folder(folder / "model", 1)), "--home", str(home), "--no-write-config")
+        self.home, self.model = folder / "home", folder / "model"
+        home = self.home
+        run("init", "--model", str(make_model_folder(self.model, 1)), "--home", str(home), "--no-write-config")
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "server.log"
@@ -453,6 +456,23 @@ def fuzz(cases: int, folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
+def valid(cases: int, folder: Path, seed: int) -> dict[str, Any]:
+    """Start a server, send it ``cases`` valid requests, and say what is wrong with its answers."""
+    started = time.monotonic()
+    server = Server(folder / "valid")
+    try:
+        outcome = fuzz_valid.fuzz(fuzz_valid.Prober(server.url, server.home, server.model), cases, seed, say)
+        at_last = server.settled()
+    finally:
+        code = server.stop()
+    return outcome.summary() | {
+        "left_in_flight": int(at_last["millrace_engine_in_flight"] + at_last["millrace_journal_open_streams"]),
+        "tracebacks": server.log.read_text().count("Traceback (most recent call last)"),
+        "exit_code": code,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
 def compare(server: Server, folder: Path) -> tuple[float, float]:
     """(What the server does over what one does that was sent nothing, its requests a second); medians of some turns."""
     other = Server(folder)
@@ -464,7 +484,9 @@ def compare(server: Server, folder: Path) -> tuple[float, float]:
 
 
 def wrong(result: dict[str, Any]) -> bool:
-    """Whether a run shows that something is."""
+    """Whether a run of one kind shows that something is."""
+    if "faults" in result:
+        return any(result[name] for name in ("faults", "left_in_flight", "tracebacks", "exit_code"))
     return bool(
         result["five_hundreds"]
         or result["hangs"]
@@ -482,9 +504,13 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
+KINDS: Final[dict[str, Callable[[int, Path, int], dict[str, Any]]]] = {"valid": valid, "bad": fuzz}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=10_000, help="requests to send")
+    parser.add_argument("--cases", type=int, default=10_000, help="requests of each kind to send")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="which kinds")
     parser.add_argument("--seed", type=int, default=1, help="of what is sent")
     parser.add_argument("--folder", type=Path, default=Path("runs/fuzz"), help="a folder of its own; emptied first")
     options = parser.parse_args()
@@ -495,9 +521,9 @@ def main() -> None:
     folder.mkdir(parents=True)
     os.environ["PYTHONUNBUFFERED"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped
-    result = fuzz(options.cases, folder, options.seed)
-    print(json.dumps(result))
-    sys.exit(wrong(result))
+    results = {kind: KINDS[kind](options.cases, folder, options.seed) for kind in options.kinds}
+    print(json.dumps(results))
+    sys.exit(any(wrong(result) for result in results.values()))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ def make_model_folder(
     tied: bool = True,
     eos: bool = True,
     printable: bool = False,
+    context: int = CONTEXT,
 ) -> Path:
     """A random Qwen3 in float32 with a byte tokenizer; large weights, so that two seeds differ visibly.
 
@@ -49,7 +50,7 @@ def make_model_folder(
             num_attention_heads=heads,
             num_key_value_heads=heads // 2,
             head_dim=hidden // heads,
-            max_position_embeddings=CONTEXT,
+            max_position_embeddings=context,
             initializer_range=0.15,
             tie_word_embeddings=tied,
             eos_token_id=1 if eos else None,

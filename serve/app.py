@@ -13,6 +13,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from feedback.journal import Journal, JournalBroken, JournalFull
 from feedback.lake import Lake
 from feedback.ledger import FeedbackLedger, LedgerError, Verdict
 from feedback.sealer import Sealer
+from feedback.signals import heeded
 from feedback.streams import SoFar, Stream
 from serve import logs
 from serve.api import admin, feedback, generate, http, openai
@@ -30,6 +32,7 @@ from serve.api.bodies import Bodies
 from serve.api.describe import openapi
 from serve.api.direct import Direct
 from serve.auth import Keyring, Principal
+from serve.authentication import Authenticator
 from serve.config import ServeConfig
 from serve.connections import BoundedHttp
 from serve.doors import Doors
@@ -247,8 +250,12 @@ class Server:
         with _recording():
             return await self.journal.begin(row, so_far)
 
+    def abandon(self, stream: Stream) -> None:
+        """Have a response recorded as aborted, if it has not ended; to be called whenever nobody ends it any more."""
+        self.journal.abandon(stream)
+
     async def end(self, streams: list[Stream], rows: list[dict[str, Any]], *, again: bool = False) -> None:
-        """Return when the responses' ends are on disk. Raises Problem 503 if that can't be.
+        """Return when the responses' ends are on disk. Raises Problem 503 if that can't be; the journal ends them then.
 
         ``again``: others of the same prompt have ended before, and its tokens are counted.
         """
@@ -257,24 +264,10 @@ class Server:
                 *(self.journal.end(stream, row) for stream, row in zip(streams, rows, strict=True)),
                 return_exceptions=True,
             )
-            for stream, row, result in zip(streams, rows, results, strict=True):
-                if isinstance(result, JournalFull):
-                    self.later(self._end_later(stream, row | {"status": "error", "finish_reason": None}))
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
         self._count(rows, again=again)
-
-    async def _end_later(self, stream: Stream, row: dict[str, Any]) -> None:
-        """Record the end of a response whose client was told that it can't be recorded; else it stays open for good."""
-        while not self.draining:
-            await asyncio.sleep(_RETRY_AFTER_S)
-            try:
-                return await self.journal.end(stream, row)
-            except JournalFull:
-                continue
-            except JournalBroken:  # then it is recorded as aborted
-                return
 
     def _count(self, rows: list[dict[str, Any]], *, again: bool = False) -> None:
         metrics = self.metrics
@@ -331,7 +324,9 @@ def create_app(
     app.add_middleware(Direct, handlers={"/generate": generate.generate, "/feedback": feedback.feedback})
     app.add_middleware(
         Doors,
-        keyring=server.keyring,
+        authenticator=Authenticator(
+            server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
+        ),
         limiter=server.limiter,
         metrics=server.metrics,
         routes=app.routes,
@@ -364,6 +359,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
             app,
             loop="uvloop",
             http=BoundedHttp,
+            ws="none",  # there is no route for it, and its own protocol would have no bounds
             access_log=False,  # serve.doors has a better one
             log_config=None,
             server_header=False,
@@ -395,10 +391,14 @@ class _Uvicorn(uvicorn.Server):
     def _stop(self) -> None:
         self.should_exit = True
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """As uvicorn's, but further signals, which a service manager and a supervisor send too, cut nothing short."""
+        self._stop()
+
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """As uvicorn's, but without raising the signal again at the end, which would kill what still cleans up."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self.handle_exit) for number in heeded()}
         try:
             yield
         finally:

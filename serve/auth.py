@@ -215,6 +215,14 @@ def is_loopback(host: str) -> bool:
     return True
 
 
+def is_wildcard(host: str) -> bool:
+    """Whether a host stands for all addresses of its machine."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
 def _signature(path: Path) -> tuple[int, ...] | None:
     """What changes when the file does; None if it is not there. Raises KeyFileError."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -39,6 +40,7 @@ class Asked:
     trials: Trials | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    asked_at: float = field(default_factory=time.monotonic)
     key: str = field(default_factory=lambda: f"generate-{next(_keys)}")
 
 
@@ -72,7 +74,7 @@ def answered(asked: Asked, generation: Generation, response_ids: list[str] | Non
 def failed(asked: Asked, response_ids: list[str] | None = None, status: str = "error") -> list[dict[str, Any]]:
     """A row without a token for each response id, or one row, for a request that the engine did not answer."""
     completed_at = datetime.now(UTC)
-    elapsed = (completed_at - asked.created_at).total_seconds() * 1e3
+    elapsed = (time.monotonic() - asked.asked_at) * 1e3
     return [
         _row(
             asked,
@@ -99,7 +101,7 @@ def _row(asked: Asked, **outcome: Any) -> dict[str, Any]:
         "tenant": asked.tenant,
         "endpoint": asked.endpoint,
         "replica": asked.replica,
-        "variant": asked.trials.label_of(asked.created_at, versions) if asked.trials else None,
+        "variant": asked.trials.label_of(asked.asked_at, versions) if asked.trials else None,
         "created_at": asked.created_at,
         "messages": asked.messages,
         "prompt": asked.prompt,

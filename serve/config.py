@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from feedback.section import Address
 
 
 class _Section(BaseModel):
@@ -35,7 +37,8 @@ class EngineConfig(_Section):
     threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads of the engine's process; none: all cores of a CPU engine, vLLM's own on a GPU.",
+        description="CPU threads of the engine's process; none: on a CPU all cores but one, which is left to the API's "
+        "process; on a GPU vLLM's own choice.",
     )
     seed: int = Field(0, description="Seed of sampling, for requests that bring none.")
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field("WARNING", description="vLLM's own log level.")
@@ -46,6 +49,13 @@ class EngineConfig(_Section):
     extra: dict[str, Any] = Field(
         default_factory=dict, description="Further arguments of vLLM's AsyncEngineArgs, by their own names."
     )
+
+    @field_validator("extra")
+    @classmethod
+    def _no_second_place_for_a_setting(cls, extra: dict[str, Any]) -> dict[str, Any]:
+        if twice := sorted(extra.keys() & cls.model_fields.keys()):
+            raise ValueError(f"{twice[0]} is a setting of its own: set serve.engine.{twice[0]}")
+        return extra
 
 
 class SwapConfig(_Section):
@@ -171,11 +181,26 @@ class FleetConfig(_Section):
     canary_seconds: float = Field(
         30, ge=0, description="How long a promoted policy serves in one replica before the others follow; 0: no canary."
     )
+    canary_requests: int = Field(
+        20, ge=0, description="Requests that the canary must have answered by then; 0: it need not have answered any."
+    )
+    canary_hold_seconds: float = Field(
+        3600, ge=0, description="How much longer a canary that has answered fewer may serve alone, until it has."
+    )
+    canary_unproven: Literal["undo", "commit"] = Field(
+        "undo",
+        description="What becomes of a policy whose canary has answered too few to the end. undo: the rollout fails, "
+        "and the pointer goes back. commit: the others follow, and the rollout's record says `unproven`.",
+    )
     canary_share: float | None = Field(
         None, gt=0, lt=1, description="Part of the sessions that the canary gets; none: its part of the replicas."
     )
     canary_tolerance: float = Field(
-        0.01, ge=0, le=1, description="The canary's part of failed requests may be this much above the others'."
+        0.01,
+        ge=0,
+        le=1,
+        description="The canary's part of failed requests may be this much above the others'. What counts is requests "
+        "to /generate and /v1 that were let in; those that were refused (4xx) or given up by their client don't.",
     )
     step_timeout_s: float = Field(
         900, gt=0, description="Undo a rollout when a replica has not taken its step of it after this long."
@@ -184,7 +209,7 @@ class FleetConfig(_Section):
     health_check_timeout_s: float = Field(
         30, gt=0, description="A replica that does not answer for this long, three times, is replaced."
     )
-    ray_address: str | None = Field(
+    ray_address: Address | None = Field(
         None, description="Ray cluster to run on; none: a Ray of its own on this machine, ended with the server."
     )
 
@@ -193,9 +218,19 @@ class FleetConfig(_Section):
         """Whether there is no fleet at all: one process, without Ray."""
         return self.ray_address is None and max(self.replicas, self.max_replicas or 1) == 1
 
+    @property
+    def least_replicas(self) -> int:
+        """How many replicas there are when all is well, at least."""
+        return self.replicas if self.min_replicas is None else self.min_replicas
+
+    @property
+    def longest_canary_s(self) -> float:
+        """How long a canary serves alone, at most."""
+        return 0.0 if self.canary_seconds == 0 else self.canary_seconds + self.canary_hold_seconds
+
     @model_validator(mode="after")
     def _bounds(self) -> Self:
-        low, high = self.min_replicas or self.replicas, self.max_replicas
+        low, high = self.least_replicas, self.max_replicas
         if high is not None and not low <= self.replicas <= high:
             raise ValueError(f"replicas={self.replicas} is not between min_replicas={low} and max_replicas={high}")
         if high is None and self.min_replicas is not None:
@@ -208,6 +243,11 @@ class ServeConfig(_Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on.")
+    allowed_hosts: list[str] = Field(
+        default_factory=list,
+        description="Names that requests may ask for (their Host header) where no key is needed, beside localhost, "
+        "loopback addresses and `host`; *: any.",
+    )
     policies: str = Field("policies", description="Folder of the policy store.")
     replicas: str = Field("replicas", description="Folder where each replica records its swaps.")
     replica_name: str = Field(

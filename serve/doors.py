@@ -1,9 +1,10 @@
 """The one ASGI middleware: what happens to every request before a route sees it, and to every answer.
 
 A request gets an id (its own ``X-Request-Id`` if that is well-formed), its trace context is read (W3C), it is told
-whose it is, and paid for by its key's limit. An answer carries the id, and is counted by route and code. The routes
-find ``request_id``, ``principal``, and, if the request came with a trace, ``traceparent``, ``tracestate``, ``trace_id``
-and ``span_id`` in the request's scope.
+whose it is, and paid for by its key's limit. An answer carries the id, and is counted by route and code; a request for
+responses also by what it came to, which a stream, whose status goes out before that, leaves in the request's scope as
+``ended_with``: the status that it would have now. The routes find ``request_id``, ``principal``, and, if the request
+came with a trace, ``traceparent``, ``tracestate``, ``trace_id`` and ``span_id`` in the request's scope.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from feedback.ids import uuid7
-from serve import logs
+from serve import authentication, logs
 from serve.api.http import CLIENT_CLOSED_REQUEST, Problem
-from serve.auth import Keyring, Principal, Refused, scope_of
+from serve.auth import scope_of
+from serve.authentication import Authenticator, headers_of
 from serve.limits import Limiter
-from serve.metrics import Metrics
+from serve.metrics import Metrics, Outcome
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("serve.access")
 
-_READ: Final = frozenset({b"authorization", b"x-api-key", b"x-request-id", b"traceparent", b"tracestate", b"origin"})
-_OWN_ORIGIN: Final = re.compile(rb"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
+_READ: Final = authentication.READ | {b"x-request-id", b"traceparent", b"tracestate"}
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 # version "-" trace-id "-" parent-id "-" trace-flags; versions after 00 may have more behind a further "-".
 _TRACEPARENT: Final = re.compile(
@@ -40,6 +41,7 @@ _TRACESTATE_MEMBER: Final = re.compile(
 )
 _TRACESTATE_MEMBERS: Final = 32
 _OTHER: Final = "other"
+_RESPONSES: Final = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 
 
 class Doors:
@@ -48,14 +50,14 @@ class Doors:
     def __init__(
         self,
         app: ASGIApp,
-        keyring: Keyring,
+        authenticator: Authenticator,
         limiter: Limiter,
         metrics: Metrics,
         routes: list[BaseRoute],
         access_log: bool = False,
     ) -> None:
         self.app = app
-        self.keyring = keyring
+        self.authenticator = authenticator
         self.limiter = limiter
         self.metrics = metrics
         self.access_log = access_log
@@ -68,10 +70,7 @@ class Doors:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         started = time.perf_counter()
-        given: dict[bytes, bytes] = {}
-        for name, value in scope["headers"]:
-            if name in _READ:
-                given[name] = value if name not in given else given[name] + b"," + value
+        given = headers_of(scope, _READ)
         own_id = given.get(b"x-request-id")
         if own_id is not None and _REQUEST_ID.fullmatch(own_id):
             request_id, id_bytes = own_id.decode(), own_id
@@ -85,6 +84,7 @@ class Doors:
         at_work = logs.request.set(scope)
         path: str = scope["path"]
         route, code, answered = _OTHER, 500, False
+        broken: int | None = None  # the status that an answer which had begun would have now
 
         async def answer(message: Message) -> None:
             nonlocal code, answered
@@ -99,62 +99,35 @@ class Doors:
                 route = path
             except KeyError:
                 route, wanted = self._find(scope)
-            principal = scope["principal"] = self._let_in(wanted, given)
+            principal = scope["principal"] = self.authenticator.authenticate(wanted, given)
             if wanted in self._limited:
                 await self.limiter.take_request(principal)
             await self.app(scope, receive, answer)
         except Problem as problem:
             if answered:
+                broken = problem.status
                 raise
             await problem.response(path)(scope, receive, answer)
         except asyncio.CancelledError:  # a proxy's way to say that its client has gone
+            broken = CLIENT_CLOSED_REQUEST
             if not answered:
-                code = CLIENT_CLOSED_REQUEST
+                code = broken
             raise
         except Exception as error:
-            log.exception("%s %s failed", scope["method"], path)
+            log.exception("%s %s failed", scope["method"], logs.path(path))
             if answered:
+                broken = 500
                 raise  # the server breaks off the connection
             unexpected = Problem(500, f"{type(error).__name__}; the server's log has the details")
             await unexpected.response(path)(scope, receive, answer)
         finally:
             seconds = time.perf_counter() - started
             self.metrics.answered(route, code, seconds)
+            if route in _RESPONSES and "principal" in scope:
+                self.metrics.ended(_outcome(scope.get("ended_with") or broken or code))
             if self.access_log:
                 self._log(scope, route, code, seconds)
             logs.request.reset(at_work)
-
-    def _let_in(self, wanted: str | None, given: dict[bytes, bytes]) -> Principal:
-        """Whose request it is. Raises Problem 401 or 403."""
-        keyring = self.keyring
-        if not keyring.on:
-            # Browsers add it to what pages of others send here; no preflight keeps those from writing.
-            if (origin := given.get(b"origin")) is not None and not _OWN_ORIGIN.fullmatch(origin):
-                raise Problem(403, "a page of another host may not use a server without keys (millrace keys create)")
-            return keyring.anonymous
-        if wanted is None:
-            return keyring.nobody
-        # Looked at first: Authorization may be for a gateway before this server.
-        secret = given.get(b"x-api-key")
-        if secret is None and (authorization := given.get(b"authorization")) is not None:
-            kind, _, value = authorization.partition(b" ")
-            secret = value.strip() if kind.lower() == b"bearer" else None
-        try:
-            principal = keyring.who(secret)
-        except Refused as refused:
-            self.metrics.auth_failures.labels(reason=refused.reason).inc()
-            said = "" if refused.reason == "missing" else f', error="invalid_token", error_description="{refused}"'
-            raise Problem(401, str(refused), headers={"WWW-Authenticate": f'Bearer realm="millrace"{said}'}) from None
-        if wanted not in principal.scopes:
-            self.metrics.auth_failures.labels(reason="scope").inc()
-            allowed = ", ".join(sorted(principal.scopes))
-            said = f'Bearer realm="millrace", error="insufficient_scope", scope="{wanted}"'
-            raise Problem(
-                403,
-                f"this needs the scope {wanted}; key {principal.key} has {allowed}",
-                headers={"WWW-Authenticate": said},
-            )
-        return principal
 
     def _find(self, scope: Scope) -> tuple[str, str | None]:
         """(The template of the route that will answer, the scope that it needs); as the router itself would find it."""
@@ -173,7 +146,7 @@ class Doors:
         principal = scope.get("principal")
         fields: dict[str, Any] = {
             "method": scope["method"],
-            "path": scope["path"],
+            "path": logs.path(scope["path"]),
             "route": route,
             "code": code,
             "ms": round(seconds * 1e3, 2),
@@ -182,6 +155,13 @@ class Doors:
             "tenant": principal.tenant if principal is not None else None,
         }
         access.info("%(method)s %(path)s %(code)d in %(ms).1f ms", fields, extra={logs.FIELDS: fields})
+
+
+def _outcome(status: int) -> Outcome:
+    """What a request for responses came to, by the status that it ended with."""
+    if status == CLIENT_CLOSED_REQUEST:
+        return "left"
+    return "complete" if status < 400 else "refused" if status < 500 else "failed"
 
 
 def _read_trace(scope: Scope, given: dict[bytes, bytes]) -> bool:

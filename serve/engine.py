@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -27,12 +26,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from feedback.signals import held_back
 from serve.config import EngineConfig
 from serve.generation import Generated as Generated
 from serve.generation import Generation as Generation
-from serve.generation import Growing, Underway
 from serve.generation import Sampling as Sampling
+from serve.generation import Underway
 from serve.generation import sampled_logprobs as sampled_logprobs
+from serve.local_ray import loopback_sockets
+from serve.model_folder import compute_dtype
 from serve.policies import Policy
 from serve.prefill import prefill_arguments
 from serve.text import Text
@@ -236,8 +238,6 @@ class Engine:
                     growing.end(made.finish_reason, spans, all_logprobs)
                     if marked and all_logprobs is None and made.finish_reason != "abort":
                         raise EngineError("vLLM ended a stream without its logprobs")
-                    if not sampling.stop:
-                        text += self._rest(growing, made, prompt_token_ids)
                 if text:
                     pieces.append((made.index, text))
             yield pieces
@@ -505,13 +505,16 @@ class Engine:
             from vllm.usage.usage_lib import UsageContext
             from vllm.v1.engine.async_llm import AsyncLLM
 
+            from serve import detokenizer
             from serve.vllm_metrics import EngineStats
+
+            detokenizer.install()
 
             on_cpu = current_platform.is_cpu()
             arguments: dict[str, Any] = {
                 "model": str(path),
                 "served_model_name": "millrace",  # a label of its metrics: the first policy's path would stay there
-                "dtype": _dtype(path) if config.dtype == "auto" else config.dtype,
+                "dtype": compute_dtype(path, config.dtype),
                 "max_model_len": config.max_model_len,
                 "max_num_seqs": config.max_num_seqs,
                 "kv_cache_memory_bytes": config.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
@@ -555,15 +558,6 @@ class Engine:
             raise EngineError(f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens")
         return Generated(text, token_ids, logprobs, spans, output.finish_reason or "abort")
 
-    def _rest(self, growing: Growing, last: CompletionOutput, prompt: list[int]) -> str:
-        """The end of a streamed text that vLLM held back and did not hand over, such as half a character."""
-        made = growing.so_far()
-        ended = last.finish_reason == "stop"
-        whole = self.text.response(prompt, made.token_ids[:-1] if ended else made.token_ids)
-        rest = whole[len(made.text) :] if whole.startswith(made.text) else ""
-        growing.add(rest, (), None, self.version)
-        return rest
-
     def _response_text(self, output: CompletionOutput, prompt: list[int]) -> str:
         # The token that ended the response is part of it, but not of its text.
         ended = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
@@ -577,6 +571,16 @@ async def _end_with(llm: AsyncLLM, limit: asyncio.Timeout) -> None:
 
 
 def _sampling_params(sampling: Sampling, *, streaming: bool = False, whole: bool = False) -> Any:
+    """As vLLM has it. Raises EngineRefused."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        return _params(sampling, streaming=streaming, whole=whole)
+    except (VLLMClientError, ValueError) as error:
+        raise EngineRefused(f"vLLM refuses the request: {error}") from error
+
+
+def _params(sampling: Sampling, *, streaming: bool, whole: bool) -> Any:
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     return SamplingParams(
@@ -617,8 +621,10 @@ def _environment(config: EngineConfig) -> Iterator[None]:
     if config.enforce_eager:
         # Eager engines still compile a few helpers, which takes seconds and a C++ compiler.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
-    if config.threads is not None:
-        wanted["OMP_NUM_THREADS"] = str(config.threads)
+    if (threads := config.threads or default_threads()) is not None:
+        wanted["OMP_NUM_THREADS"] = str(threads)
+    # Left to itself gloo listens on whatever address the machine's name has.
+    wanted |= {name: value for name, value in loopback_sockets().items() if name not in os.environ}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -631,27 +637,33 @@ def _environment(config: EngineConfig) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def default_threads() -> int | None:
+    """On a CPU all cores that this process may use but one; None on a GPU, where vLLM chooses."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
 @contextmanager
 def _dying_with_this_process() -> Iterator[None]:
     """Have the processes that are spawned meanwhile killed when this one dies, also while they only start.
 
     ``millrace_adopt`` comes when vLLM is ready, and left to itself a starting engine waits minutes for its parent.
+    Of signals they heed this process's alone (``serve.scheduler``): it ends them when the requests have ended.
     """
-    resource_tracker.ensure_running()  # this one is to clean up after us
+    with held_back():  # starting the tracker unblocks what a process above us holds back
+        resource_tracker.ensure_running()  # this one is to clean up after us
     before = multiprocessing.spawn.get_executable()
     os.environ["MILLRACE_PYTHON"], os.environ["MILLRACE_PARENT"] = sys.executable, str(os.getpid())
     multiprocessing.set_executable(str(_TIED_PYTHON))
     try:
-        yield
+        with held_back():
+            yield
     finally:
         multiprocessing.set_executable(before)
         del os.environ["MILLRACE_PYTHON"], os.environ["MILLRACE_PARENT"]
-
-
-def _dtype(path: Path) -> str:
-    """The type a policy was saved in; vLLM's own "auto" would take a float32 policy down to 16 bits."""
-    config = json.loads((path / "config.json").read_bytes())
-    return config.get("dtype") or config.get("torch_dtype") or "auto"
 
 
 def _milliseconds(seconds: float) -> float:

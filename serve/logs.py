@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 from collections.abc import MutableMapping
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
+from urllib.parse import quote
 
 import orjson
 
@@ -15,6 +18,21 @@ request: ContextVar[MutableMapping[str, Any] | None] = ContextVar("request", def
 
 FIELDS: Final = "fields"
 """Under this name in ``extra`` a line brings a dict of further fields."""
+
+
+_UNSAFE_IN_JSON: Final = re.compile("[\x7f-\x9f\u2028\u2029]")  # that JSON may have as they are, and break a line
+
+
+def one_line(text: str) -> str:
+    """``text`` without what ends a line, moves a cursor or can't be seen: that is written as an escape."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def path(decoded: str) -> str:
+    """The path of a request, as it is in a URL: what a client sends can't look like another part of the line."""
+    return quote(decoded, safe="/:@!$&'()*+,;=-._~", errors="replace")
 
 
 def configure(form: Literal["text", "json"]) -> None:
@@ -49,10 +67,20 @@ class Text(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
 
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, with an exception's text in this form, whatever form another handler has left in the record."""
+        own = copy.copy(record)
+        own.exc_text = None
+        return super().format(own)
+
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         """The line, without an exception's text."""
-        text = super().formatMessage(record)
+        text = one_line(super().formatMessage(record))
         return "".join([text, *(f" {name}={value}" for name, value in ids().items())])
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        """Its lines, each set in: none looks like a line of the log."""
+        return "\n".join(f"    {one_line(line)}" for line in super().formatException(ei).split("\n"))
 
 
 class Json(logging.Formatter):
@@ -73,9 +101,10 @@ class Json(logging.Formatter):
         if record.stack_info:
             line["stack"] = record.stack_info
         try:
-            return orjson.dumps(line, default=str).decode()
+            text = orjson.dumps(line, default=str).decode()
         except (TypeError, orjson.JSONEncodeError):  # a text with half a character in it
-            return orjson.dumps({name: _whole(str(value)) for name, value in line.items()}).decode()
+            text = orjson.dumps({name: _whole(str(value)) for name, value in line.items()}).decode()
+        return _UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _whole(text: str) -> str:

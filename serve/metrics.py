@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final
+from typing import Final, Literal, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -17,6 +17,9 @@ _SWAP_SECONDS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 _BATCH_ITEMS: Final = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 Numbers = Callable[[], dict[str, float]]
+
+Outcome = Literal["complete", "failed", "refused", "left"]
+OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 
 class Metrics:
@@ -44,6 +47,16 @@ class Metrics:
             buckets=_TOKEN_SECONDS,
             registry=self.registry,
         )
+        outcomes = Counter(
+            "millrace_outcomes",
+            "Requests for responses that were let in, by what they came to: complete (all rows are), failed (a row "
+            "says error, or aborted by the server), refused (the request is at fault), left (by its client).",
+            ("outcome",),
+            registry=self.registry,
+        )
+        self._outcomes = {outcome: outcomes.labels(outcome=outcome) for outcome in OUTCOMES}
+        self.came_to: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
+        """The same, for this process to read."""
         self.prompt_tokens = Counter("millrace_prompt_tokens", "Prompt tokens read.", registry=self.registry)
         self.response_tokens = Counter("millrace_response_tokens", "Response tokens made.", registry=self.registry)
         self.responses = Counter(
@@ -94,6 +107,11 @@ class Metrics:
             )
         requests.inc()
         times.observe(seconds)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Count what a request for responses came to."""
+        self.came_to[outcome] += 1
+        self._outcomes[outcome].inc()
 
     def watch(self, prefix: str, numbers: Numbers) -> None:
         """Show ``numbers()`` as gauges named ``millrace_<prefix>_<key>``, read at each scrape."""

@@ -15,7 +15,11 @@ from typing import Any, Final
 PICKLE_SUFFIXES: Final = frozenset(
     {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz", ".h5", ".msgpack"}
 )
+COMPUTED_IN: Final = ("float32", "bfloat16", "float16")
+"""Types that an engine can compute in."""
+_FLOATS: Final = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}  # as safetensors, torch
 TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_TEMPLATES: Final = "additional_chat_templates"  # transformers' folder of those that a template's name chooses
 
 
 class PolicyError(RuntimeError):
@@ -77,6 +81,42 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
+def compute_dtype(folder: Path, setting: str) -> str:
+    """The type that an engine computes a policy in: the one rule for the server and for whoever judges its policies.
+
+    ``setting``: an engine's ``dtype``; auto is what ``declared_dtype`` says. vLLM's own "auto" would take a float32
+    policy down to 16 bits. Raises PolicyInvalid if no engine computes in it.
+    """
+    dtype = declared_dtype(folder) if setting == "auto" else setting
+    if dtype not in COMPUTED_IN:
+        raise PolicyInvalid(
+            f"{folder} is of dtype {dtype}, and engines compute in {', '.join(COMPUTED_IN)}: set serve.engine.dtype to "
+            "one of them"
+        )
+    return dtype
+
+
+def declared_dtype(folder: Path) -> str:
+    """What config.json calls the policy's type; where it doesn't say, the one that holds all that is stored."""
+    config = _check_json(folder / "config.json")
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            if isinstance(dtype := section.get(key), str) and dtype != "auto":
+                return dtype.removeprefix("torch.")
+    stored = {
+        _FLOATS[entry["dtype"]]
+        for path in folder.glob("*.safetensors")
+        for entry in safetensors_header(path).values()
+        if entry["dtype"] in _FLOATS
+    }
+    if not stored:
+        raise PolicyInvalid(f"{folder / 'config.json'} has no dtype, and no tensor is of {', '.join(_FLOATS)}")
+    if stored == {"bfloat16", "float16"}:
+        return "float32"  # neither holds the other
+    return max(stored, key=list(_FLOATS.values()).index)
+
+
 def sha256_file(path: Path) -> str:
     """Hex sha256 of a file's content."""
     with path.open("rb") as file:
@@ -90,7 +130,10 @@ def fingerprint(path: Path) -> list[int]:
 
 
 def copy_model(source: Path, target: Path, leave_out: Collection[str]) -> None:
-    """Copy what a policy consists of: the folder's own files, links followed, nothing hidden, no pickle."""
+    """Copy what a policy consists of: the folder's own files and its further chat templates.
+
+    Links are followed; nothing hidden, and no pickle.
+    """
     if not source.is_dir():
         raise PolicyInvalid(f"{source} is not a folder")
     entries = [entry for entry in sorted(source.iterdir()) if entry.is_file() and not entry.name.startswith(".")]
@@ -100,6 +143,8 @@ def copy_model(source: Path, target: Path, leave_out: Collection[str]) -> None:
     for entry in entries:
         if entry.name not in {*pickled, *leave_out}:
             shutil.copyfile(entry, target / entry.name)
+    if (templates := source / _TEMPLATES).is_dir():
+        shutil.copytree(templates, target / _TEMPLATES, ignore=lambda _, names: {n for n in names if n[0] == "."})
 
 
 def regular_files(folder: Path) -> list[Path]:

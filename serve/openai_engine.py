@@ -21,7 +21,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from serve import capture
-from serve.api.http import Problem
+from serve.api.http import Problem, field_problem
 from serve.engine import EngineError
 from serve.generation import Underway
 from serve.openai_exchange import Exchange, Interrupted, asked_of, current
@@ -139,10 +139,12 @@ class Part:
             self._ask_for_logprobs()
             queue = await self._add()
             self.begun = asyncio.create_task(self._begin())  # while the engine reads the prompt
-            waiting, broken = True, None
+            waiting, broken, of_prompt = True, None, None
             while not self.finished:
                 output = queue.get_nowait() or await queue.get()
                 ended = self._take(output)
+                # They come once, and a handler that echoes the prompt wants them for each choice.
+                output.prompt_logprobs = of_prompt = output.prompt_logprobs or of_prompt
                 if waiting:
                     await asyncio.shield(self.begun)
                     waiting = False
@@ -152,6 +154,7 @@ class Part:
                 if broken is None:
                     yield output
             self.done = True
+            self._abandon()
             if broken is not None:
                 raise broken
         except (asyncio.CancelledError, GeneratorExit):
@@ -228,8 +231,8 @@ class Part:
         """What the client is told instead of responses that were cut off, or that the engine gave up."""
         reasons = {made.finish_reason for made in output.outputs}
         if "error" in reasons and self.params.structured_outputs is not None:
-            reason = "the engine can't make what it asks for"
-            return Interrupted(Problem(400, reason, errors=[{"field": "structured_outputs", "reason": reason}]))
+            reason = "the engine can't make what it asks for with the tokens that it may use"
+            return Interrupted(field_problem(400, self.exchange.structured_by, reason))
         if "error" in reasons:
             return Interrupted(Problem(503, "the engine gave the response up", retry_after=1))
         return self.exchange.cut_off() if "abort" in reasons else None
@@ -325,11 +328,19 @@ class Part:
         """Record what has no end yet as ``status``."""
         if self.begun is not None:
             await asyncio.gather(self.begun, return_exceptions=True)
-            if self.streams:
-                await self._end(list(self.streams), status if status != "aborted" else None)
+            try:
+                if self.streams:
+                    await self._end(list(self.streams), status if status != "aborted" else None)
+            finally:
+                self._abandon()
         elif not self.done:
             self.done = True
             await self.server.record(capture.failed(self.asked, self.response_ids, status))
+
+    def _abandon(self) -> None:
+        """Leave no choice open that has no end."""
+        while self.streams:
+            self.server.abandon(self.streams.popitem()[1])
 
     def leave(self) -> None:
         """Nobody reads any more: if it has not ended, end it in the engine and record what there is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -51,7 +52,9 @@ class Exchange:
     metadata: dict[str, str]
     messages: str | None = None
     has_text: bool = True  # not token ids
+    structured_by: str = "structured_outputs"  # the field that may have asked for what can't be made
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    asked_at: float = field(default_factory=time.monotonic)
     parts: list[Part] = field(default_factory=list)
     reserved: int = 0  # tokens, of the principal's limit
     ending: Ending | None = None
@@ -115,6 +118,7 @@ def asked_of(exchange: Exchange, prompt: dict[str, Any], params: SamplingParams)
         user=exchange.user,
         metadata=exchange.metadata,
         created_at=exchange.created_at,
+        asked_at=exchange.asked_at,
         sampling=Sampling(
             n=params.n,
             max_tokens=params.max_tokens or 0,

@@ -3,8 +3,10 @@
     policies/v000042/            a Hugging Face folder, safetensors only
     policies/v000042/policy.json the manifest: version, parent, sha256 of every file, lineage, metrics
     policies/v000042/gate.json   the gate's verdict, which comes after the policy and is not hashed
+    policies/v000042/erasures.json  erasures of rows that it was trained on, which come after it too
     policies/serving.json        the pointer, moved by compare-and-swap
     policies/history.jsonl       every pointer there ever was, oldest first
+    policies/outcomes.jsonl      what came of them: whether a server served the policy, or refused it
 
 A policy is written aside, fsynced and renamed, so a reader sees all of it or nothing. Versions only grow and are never
 used twice, even when the newest policy has been removed. Imports neither torch nor vLLM.
@@ -21,16 +23,18 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from feedback.files import ERASURES, try_lock
 from serve.model_folder import PolicyError, PolicyInvalid, check_folder, copy_model, regular_files, sha256_file
 
 __all__ = [
+    "Outcome",
     "Pointer",
     "Policy",
     "PolicyCorrupt",
@@ -43,7 +47,10 @@ __all__ = [
 
 MANIFEST: Final = "policy.json"
 GATE: Final = "gate.json"
-_OWN: Final = frozenset({MANIFEST, GATE, f".{GATE}.new"})  # the store's own files in a policy's folder
+_HISTORY: Final = "history.jsonl"
+_OUTCOMES: Final = "outcomes.jsonl"
+_OWN: Final = frozenset({MANIFEST, GATE, f".{GATE}.new", ERASURES, f".{ERASURES}.new"})
+"""The store's own files in a policy's folder."""
 _FOLDER: Final = re.compile(r"v(\d{6,})")
 _ASIDE: Final = ".publishing-"
 _LOCK_TIMEOUT_S: Final = 60.0
@@ -64,7 +71,7 @@ class StalePointer(PolicyError):
 @dataclass(frozen=True)
 class Policy:
     """One published policy. ``created_at`` is ISO 8601, UTC; ``files`` maps a name to its ``sha256`` and ``size``;
-    ``probe`` has what ``serve.probe`` compares a server with."""
+    ``probe`` has what ``serve.probe`` compares a server with; ``erasures`` the erasures that reach it, oldest first."""
 
     version: int
     parent: int | None
@@ -75,6 +82,7 @@ class Policy:
     metrics: dict[str, Any]
     gate: dict[str, Any] | None
     probe: dict[str, Any] | None = None
+    erasures: tuple[dict[str, Any], ...] = ()
 
     @property
     def sha256(self) -> str:
@@ -90,7 +98,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Pointer:
-    """Which policy serves. ``generation`` counts the moves of the pointer; ``previous`` is what a rollback goes to."""
+    """Which policy is to serve. ``generation`` counts the pointer's moves; ``previous`` is what it named before."""
 
     version: int
     previous: int | None
@@ -99,6 +107,20 @@ class Pointer:
     why: str
     verdict: dict[str, Any] | None
     generation: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a move of the pointer, as the server ``by`` reports it: it served the policy, or refused it."""
+
+    generation: int
+    version: int
+    served: bool
+    at: str
+    by: str
+
+
+Record = TypeVar("Record", Pointer, Outcome)
 
 
 class PolicyStore:
@@ -111,7 +133,7 @@ class PolicyStore:
 
     def publish(
         self,
-        source: Callable[[Path], None] | Path | str,
+        source: Callable[[Path], object] | Path | str,
         *,
         parent: int | None,
         lineage: Mapping[str, Any],
@@ -193,6 +215,7 @@ class PolicyStore:
                 metrics=manifest["metrics"],
                 gate=_read_json(folder / GATE),
                 probe=manifest.get("probe"),
+                erasures=tuple((_read_json(folder / ERASURES) or {}).get("erasures", ())),
             )
         except (KeyError, TypeError) as error:
             raise PolicyCorrupt(f"{folder / MANIFEST} lacks {error}") from error
@@ -233,9 +256,31 @@ class PolicyStore:
 
     def record_gate(self, version: int, verdict: Mapping[str, Any]) -> Policy:
         """Keep the gate's verdict with a policy (``Policy.gate``); a later verdict replaces it."""
-        policy = self.get(version)
-        _replace_file(policy.path / GATE, _dump(dict(verdict)))
-        return self.get(version)
+        with self._locked():
+            policy = self.get(version)
+            _replace_file(policy.path / GATE, _dump(dict(verdict)))
+            return self.get(version)
+
+    def record_erasure(self, version: int, *, certainty: str, why: str, erasure: str | None = None) -> Policy:
+        """Keep with a policy that rows which it was trained on have been erased (``Policy.erasures``).
+
+        An ``erasure`` is recorded once. Raises PolicyNotFound, PolicyError if others hold the locks for long.
+        """
+        with self._locked():
+            record_erasure(self.get(version).path, certainty=certainty, why=why, erasure=erasure)
+            return self.get(version)
+
+    def withdraw(self, version: int) -> None:
+        """Remove a policy that must not have been published. Raises PolicyError if it serves, PolicyNotFound."""
+        folder = self.get(version).path
+        with self._locked():
+            pointer = self.serving()
+            if pointer is not None and pointer.version == version:
+                raise PolicyError(f"policy {version} serves, so it can't be withdrawn: roll back first")
+            aside = self.root / f"{_ASIDE}{uuid.uuid4().hex}"  # whoever publishes next removes it if we are killed
+            os.rename(folder, aside)
+            _fsync(self.root)
+        shutil.rmtree(aside)
 
     # The serving pointer
 
@@ -250,9 +295,17 @@ class PolicyStore:
             raise PolicyError(f"{path} is no serving pointer: {error}") from error
 
     def promote(
-        self, version: int, *, expected: int | None, who: str, why: str, verdict: Mapping[str, Any] | None = None
+        self,
+        version: int,
+        *,
+        expected: Pointer | int | None,
+        who: str,
+        why: str,
+        verdict: Mapping[str, Any] | None = None,
     ) -> Pointer:
         """Point at ``version`` if the pointer is at ``expected`` (None: if there is no pointer yet).
+
+        ``expected``: a version, or a Pointer for that very move: it may have come back to the version since.
 
         Promoting the version that serves already makes a new generation, which is how a replica is told to try again;
         ``previous`` stays what it was.
@@ -263,8 +316,7 @@ class PolicyStore:
         with self._locked():
             current = self.serving()
             at_version = current.version if current else None
-            if at_version != expected:
-                raise StalePointer(f"the serving pointer is at {at_version}, not at {expected}: look again and decide")
+            _require_current(current, expected)
             previous = current.previous if current and current.version == version else at_version
             pointer = Pointer(
                 version=version,
@@ -275,36 +327,72 @@ class PolicyStore:
                 verdict=dict(verdict) if verdict is not None else None,
                 generation=current.generation + 1 if current else 1,
             )
-            self._write_history(self.history())  # what a crash tore or left out, before the pointer moves on
+            if not (self.root / _OUTCOMES).exists():  # before there is a move that the history tells nothing of
+                self._write_lines(_OUTCOMES, self.outcomes())
+            self._write_lines(_HISTORY, self.history())  # what a crash tore or left out, before the pointer moves on
             _replace_file(self.root / "serving.json", _dump(asdict(pointer)))
-            self._write_history(self.history())
+            self._write_lines(_HISTORY, self.history())
         return pointer
+
+    def move_back(self, refused: Pointer, to: int, *, who: str, why: str) -> Pointer:
+        """Point at ``to``, which serves, again: the server, or fleet, ``who`` refused what ``refused`` named.
+
+        Raises StalePointer if the pointer is no longer at that move.
+        """
+        self.record_outcome(refused, served=False, by=who)
+        return self.promote(to, expected=refused, who=who, why=why, verdict={"rollback_from": refused.version})
 
     def history(self) -> list[Pointer]:
         """Every pointer there was, oldest first, the current one last."""
-        pointers: list[Pointer] = []
-        path = self.root / "history.jsonl"
-        if path.exists():
-            lines = path.read_bytes().split(b"\n")
-            for number, line in enumerate(lines, start=1):
-                if not line:
-                    continue
-                try:
-                    pointers.append(Pointer(**json.loads(line)))
-                except (ValueError, TypeError) as error:
-                    if number < len(lines):  # a last line without its newline is a torn append; any other is damage
-                        raise PolicyError(f"{path}, line {number} is no pointer: {error}") from error
+        pointers = self._read_lines(_HISTORY, Pointer) or []
         current = self.serving()
         # The pointer moves first and the history follows, so a crash in between leaves the last line out.
         if current and (not pointers or pointers[-1].generation < current.generation):
             pointers.append(current)
         return pointers
 
+    def record_outcome(self, pointer: Pointer, *, served: bool, by: str) -> None:
+        """Put on record that a server serves what ``pointer`` names, or refused it; once for each move."""
+        outcome = Outcome(pointer.generation, pointer.version, served, _now(), by)
+        with self._locked():
+            outcomes = self.outcomes()
+            known = any((o.generation, o.served) == (outcome.generation, outcome.served) for o in outcomes)
+            self._write_lines(_OUTCOMES, outcomes if known else [*outcomes, outcome])
+
+    def outcomes(self) -> list[Outcome]:
+        """What came of the moves of the pointer, in the order in which it was reported."""
+        outcomes = self._read_lines(_OUTCOMES, Outcome)
+        return outcomes if outcomes is not None else _outcomes_of(self.history())
+
+    def served(self) -> set[int]:
+        """The versions that have served. A move that any server refused is none by which a policy has."""
+        outcomes = self.outcomes()
+        refused = {outcome.generation for outcome in outcomes if not outcome.served}
+        return {outcome.version for outcome in outcomes if outcome.served and outcome.generation not in refused}
+
     # Inside
 
-    def _write_history(self, pointers: list[Pointer]) -> None:
-        lines = b"".join(json.dumps(asdict(pointer), ensure_ascii=False).encode() + b"\n" for pointer in pointers)
-        path = self.root / "history.jsonl"
+    def _read_lines(self, name: str, kind: type[Record]) -> list[Record] | None:
+        """The records of a file of lines, None if there is no such file. Raises PolicyError if it is damaged."""
+        path = self.root / name
+        try:
+            lines = path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return None
+        records: list[Record] = []
+        for number, line in enumerate(lines, start=1):
+            if not line:
+                continue
+            try:
+                records.append(kind(**json.loads(line)))
+            except (ValueError, TypeError) as error:
+                if number < len(lines):  # a last line without its newline is a torn append; any other is damage
+                    raise PolicyError(f"{path}, line {number} is no {kind.__name__.lower()}: {error}") from error
+        return records
+
+    def _write_lines(self, name: str, records: Sequence[Pointer | Outcome]) -> None:
+        lines = b"".join(json.dumps(asdict(record), ensure_ascii=False).encode() + b"\n" for record in records)
+        path = self.root / name
         old = path.read_bytes() if path.exists() else b""
         if lines.startswith(old):
             with path.open("ab") as file:
@@ -347,22 +435,65 @@ class PolicyStore:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         self.root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        try:
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise PolicyError(
-                            f"{self.root / '.lock'} was held by another for {_LOCK_TIMEOUT_S:.0f} s"
-                        ) from None
-                    time.sleep(0.01)
+        with _locked(self.root / ".lock", os.O_RDWR | os.O_CREAT):
             yield
-        finally:
-            os.close(descriptor)
+
+
+def _require_current(current: Pointer | None, expected: Pointer | int | None) -> None:
+    """Raises StalePointer unless the pointer is where it is expected."""
+    version = current.version if current else None
+    if isinstance(expected, Pointer):
+        if current is None or current.generation != expected.generation:
+            raise StalePointer(
+                f"the serving pointer has moved since it named policy {expected.version} (move {expected.generation}; "
+                f"now policy {version}): look again and decide"
+            )
+    elif version != expected:
+        raise StalePointer(f"the serving pointer is at {version}, not at {expected}: look again and decide")
+
+
+def _outcomes_of(history: Sequence[Pointer]) -> list[Outcome]:
+    """What came of the moves of a store that is older than ``outcomes.jsonl``: what no server took back has served.
+
+    A server or a fleet signs a move with its name, a person with user@host.
+    """
+    outcomes = []
+    for pointer, following in zip(history, [*history[1:], None], strict=False):
+        taken_back = (
+            following is not None
+            and "@" not in following.who
+            and (following.verdict or {}).get("rollback_from") == pointer.version
+        )
+        outcomes.append(Outcome(pointer.generation, pointer.version, not taken_back, pointer.at, "history"))
+    return outcomes
+
+
+def record_erasure(folder: Path, *, certainty: str, why: str, erasure: str | None = None) -> None:
+    """Add to the erasures that reach what is in a folder, a policy or a reward model; each ``erasure`` once.
+
+    Raises OSError, PolicyError.
+    """
+    with _locked(folder, os.O_RDONLY):
+        before = (_read_json(folder / ERASURES) or {}).get("erasures", [])
+        if erasure is not None and any(record.get("erasure") == erasure for record in before):
+            return
+        told = {"at": _now(), "certainty": certainty, "why": why} | ({"erasure": erasure} if erasure else {})
+        _replace_file(folder / ERASURES, _dump({"erasures": [*before, told]}))
+
+
+@contextmanager
+def _locked(path: Path, flags: int) -> Iterator[None]:
+    """Hold the lock on a file or folder that is opened so. Raises PolicyError if another holds it for too long."""
+    descriptor = os.open(path, flags, 0o644)
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    try:
+        while not try_lock(descriptor):
+            if time.monotonic() > deadline:
+                raise PolicyError(f"{path} was held by another for {_LOCK_TIMEOUT_S:.0f} s")
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

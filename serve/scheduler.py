@@ -26,7 +26,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from serve.cpu_threads import Threads
+from feedback.signals import heed_parent
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,10 +95,10 @@ class WholeResponses(_Base):
         self._core = _maker()
         self._stats_due = 0.0
         self._seen_version = ""
-        self._threads = Threads(self.vllm_config)
+        heed_parent()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """As vLLM's, with as many threads for the step as it is worth.
+        """As vLLM's.
 
         Requests that have waited since before a swap compute their prompt under the new policy; what they would find
         cached under their salt is of the old one.
@@ -108,9 +108,7 @@ class WholeResponses(_Base):
             for request in self.requests.values():
                 if request.status != RequestStatus.RUNNING:
                     request.skip_reading_prefix_cache = True
-        output: SchedulerOutput = super().schedule(*args, **kwargs)
-        self._threads.fit(output.total_num_scheduled_tokens)
-        return output
+        return super().schedule(*args, **kwargs)
 
     def add_request(self, request: Request) -> None:
         """As vLLM's."""
@@ -130,7 +128,6 @@ class WholeResponses(_Base):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """As vLLM's, without the outputs that are kept."""
-        self._threads.done()
         by_client: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
         if self._kept:
             version = self._version()

@@ -132,6 +132,7 @@ class Swapper:
         self._weights = Weights(self.store.get(pointer.version), files)
         await self.engine.start(self._weights.policy)
         await self._prove_start()
+        await asyncio.to_thread(self._record_served, pointer)
         self._pointer, self._seen, self._since = pointer, pointer.generation, _now()
         self._task = asyncio.create_task(self._follow(), name="swapper")
 
@@ -208,12 +209,14 @@ class Swapper:
 
     async def _act(self, pointer: Pointer) -> None:
         if pointer.version == self.engine.version:
+            await asyncio.to_thread(self._record_served, pointer)
             self._pointer, self.failed = pointer, None
             await self._let_go()
             return
         swap = await self.swap_to(pointer)
         self._swaps.append(swap)
         if swap.ok:
+            await asyncio.to_thread(self._record_served, pointer)
             self._pointer, self._since, self.failed = pointer, swap.at, None
             log.info("policy %d serves, held for %.1f ms; probe: %s", swap.to_version, swap.hold_ms, swap.probe)
         else:
@@ -227,19 +230,23 @@ class Swapper:
         except OSError as error:
             log.error("the swap to policy %d could not be recorded: %s", swap.to_version, error)
 
+    def _record_served(self, pointer: Pointer) -> None:
+        """Put on record that the policy serves, so that it can be rolled back to; of a fleet, its controller does."""
+        if self._orders is not None:
+            return
+        try:
+            self.store.record_outcome(pointer, served=True, by=self.name)
+        except (PolicyError, OSError) as error:
+            log.error("that policy %d serves can't be put on record: %s", pointer.version, error)
+
     def _move_back(self, pointer: Pointer, swap: Swap) -> None:
         """Have the store's pointer name again what serves: else the next start would try the refused policy.
 
         An engine that died says nothing of the policy: then the pointer stays, and the next start serves what it names.
         """
         try:
-            back = self.store.promote(
-                swap.from_version,
-                expected=pointer.version,
-                who=self.name,
-                why=f"policy {swap.to_version} was refused: {swap.error}",
-                verdict={"rollback_from": swap.to_version},
-            )
+            why = f"policy {swap.to_version} was refused: {swap.error}"
+            back = self.store.move_back(pointer, swap.from_version, who=self.name, why=why)
         except StalePointer as error:  # somebody was faster; the next look sees where it is
             log.info("%s", error)
         except (PolicyError, OSError) as error:
@@ -295,12 +302,13 @@ class Swapper:
         config, old = self.config, self._serving
         policy = await asyncio.to_thread(self._swappable, old.policy, version)
         weights = self._spare
-        if weights is None or weights.policy.files != policy.files:
+        # Kept weights are those of one version: another one with the same bytes has files and a label of its own.
+        if weights is None or (weights.policy.version, weights.policy.files) != (version, policy.files):
             files = await vet(self.store, version, check_finite=config.check_finite, timeout_s=config.prepare_timeout_s)
             weights = Weights(policy, files)
         obstacle = "serve.swap.in_place is set" if config.in_place else await self.engine.obstacle()
+        self._spare = None
         if obstacle is None:
-            self._spare = None
             await self.engine.lay_out(weights, spare_bytes=config.spare_bytes, timeout_s=config.prepare_timeout_s)
         elif obstacle != self._obstacle:
             log.warning("weights are loaded in place, requests wait for the load: %s", obstacle)

@@ -1,22 +1,40 @@
-"""Can a policy take another's place in a running engine? Read from files alone, while the engine serves."""
+"""Can a policy take another's place in a running engine? Read from files alone, while the engine serves.
+
+A swap exchanges weights. Whatever else decides what is computed from a request, and when it ends, is read at the
+engine's start and stays: architecture, tokenizer, chat templates, tokens that end a response. So a policy that differs
+in any of that is refused: served, it would answer otherwise than it did where it was judged.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
+import textwrap
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from serve.model_folder import safetensors_header
+from serve.model_folder import declared_dtype, safetensors_header
 from serve.policies import Policy, PolicyError
 
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _CHUNK_BYTES: Final = 64 << 20
 
-# Settings of a config.json that don't change what the model computes with given weights.
-_COSMETIC: Final = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+_SHOWN: Final = 120  # characters of a value in an error
+_REMEDY: Final = (
+    "a swap exchanges weights alone: to serve this policy, stop the server, promote the policy, and start the server "
+    "again (a fleet: all its replicas)"
+)
+
+# Keys that don't change what is computed: by whom, from where and how a file was written, anywhere and by file.
+_COSMETIC: Final = frozenset({"_name_or_path", "name_or_path", "_from_model_config", "transformers_version"})
+_COSMETIC_OF: Final = {
+    "config.json": frozenset({"torch_dtype", "dtype", "use_cache"}),  # the dtype is compared by itself
+    "generation_config.json": frozenset({"use_cache"}),
+    "tokenizer.json": frozenset({"truncation", "padding"}),  # leftovers of the last call before it was saved
+}
 
 
 class NotSwappable(PolicyError):
@@ -36,9 +54,12 @@ def require_whole(policy: Policy) -> None:
 
 
 def require_swappable(old: Policy, new: Policy) -> None:
-    """Raise NotSwappable unless the two are one architecture with one tokenizer and tensors of the same make."""
-    _require_same_config(old, new)
-    _require_same_tokenizer(old, new)
+    """Raise NotSwappable unless the two differ in the values of their weights and in nothing else that matters."""
+    _require_same_files(old, new)
+    if (dtype := declared_dtype(new.path)) != (before_dtype := declared_dtype(old.path)):
+        raise NotSwappable(
+            f"policy {new.version} is computed in {dtype}, policy {old.version} in {before_dtype}; {_REMEDY}"
+        )
     before, after = _tensors(old), _tensors(new)
     if missing := sorted(before.keys() - after.keys()):
         raise NotSwappable(f"policy {new.version} lacks the tensor {missing[0]} ({len(missing)} in all)")
@@ -55,7 +76,7 @@ def require_swappable(old: Policy, new: Policy) -> None:
         if entry["dtype"] != before[name]["dtype"]:
             raise NotSwappable(
                 f"policy {new.version}: {name} is {entry['dtype']}, policy {old.version} has {before[name]['dtype']}; "
-                "restart to serve it"
+                f"{_REMEDY}"
             )
 
 
@@ -88,36 +109,64 @@ def _finite(mapped: mmap.mmap, first: int, last: int, dtype: str) -> bool:
     return True
 
 
-def _require_same_config(old: Policy, new: Policy) -> None:
-    before, after = (_json(policy.path / "config.json") for policy in (old, new))
-    for key in sorted(before.keys() | after.keys()):
-        if key not in _COSMETIC and before.get(key) != after.get(key):
-            raise NotSwappable(
-                f"policy {new.version}: config.json has {key} = {after.get(key)!r}, the running engine was built for "
-                f"{before.get(key)!r}; restart the server to serve it"
-            )
+def _require_same_files(old: Policy, new: Policy) -> None:
+    """Compare all that a start reads besides the weights. What is not known not to matter does."""
+    for name in sorted(old.files.keys() | new.files.keys()):
+        if _is_weights(name) or _is_document(name):
+            continue
+        for one, other in ((old, new), (new, old)):
+            if name not in one.files:
+                raise NotSwappable(f"policy {one.version} has no {name}, policy {other.version} has; {_REMEDY}")
+        if old.files[name]["sha256"] == new.files[name]["sha256"]:
+            continue
+        before, after = (_content(policy, name) for policy in (old, new))
+        for key in sorted(before.keys() | after.keys()):
+            if key not in before or key not in after or before[key] != after[key]:
+                raise NotSwappable(
+                    f"policy {new.version}: {name} has {key} = {_brief(after, key)}, the running engine was started "
+                    f"with {_brief(before, key)}; {_REMEDY}"
+                )
+        if not name.endswith(".json"):
+            raise NotSwappable(f"policy {new.version}: {name} differs from policy {old.version}'s; {_REMEDY}")
 
 
-def _require_same_tokenizer(old: Policy, new: Policy) -> None:
-    name = "tokenizer.json"
-    if name not in old.files or name not in new.files:
-        if (name in old.files) != (name in new.files):
-            raise NotSwappable(f"only one of the policies {old.version} and {new.version} has a {name}")
-        return
-    if old.files[name]["sha256"] == new.files[name]["sha256"]:
-        return
-    before, after = (_json(policy.path / name) for policy in (old, new))
-    for content in (before, after):
-        for key in ("truncation", "padding"):  # leftovers of the last call before it was saved
-            content.pop(key, None)
-    if before != after:
-        raise NotSwappable(f"policy {new.version}: {name} differs from policy {old.version}'s; restart to serve it")
+def _is_weights(name: str) -> bool:
+    return name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def _is_document(name: str) -> bool:
+    """Whether people alone read it."""
+    file = Path(name).name
+    return file.endswith((".md", ".png", ".jpg")) or file.startswith(("LICENSE", "NOTICE")) or file == ".gitattributes"
+
+
+def _content(policy: Policy, name: str) -> dict[str, Any]:
+    """A JSON file without what only says how it was written; {} of any other file."""
+    content = (policy.path / name).read_bytes()
+    if (digest := hashlib.sha256(content).hexdigest()) != (expected := policy.files[name]["sha256"]):
+        raise NotSwappable(
+            f"policy {policy.version}: {name} has sha256 {digest[:12]}…, its manifest says {expected[:12]}…"
+        )
+    if not name.endswith(".json"):
+        return {}
+    try:
+        value = json.loads(content)
+    except ValueError as error:
+        raise NotSwappable(f"policy {policy.version}: {name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        return {"its content": value}
+    cosmetic = _COSMETIC | _COSMETIC_OF.get(name, frozenset())
+    value = {key: item for key, item in value.items() if key not in cosmetic}
+    ends = value.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if all(isinstance(token, int) for token in ends):  # one token or a list of it, in any order
+        value["eos_token_id"] = sorted(set(ends))
+    return value
+
+
+def _brief(content: dict[str, Any], key: str) -> str:
+    return textwrap.shorten(repr(content[key]), _SHOWN, placeholder="…") if key in content else "nothing"
 
 
 def _tensors(policy: Policy) -> dict[str, dict[str, Any]]:
     return {name: entry for path in policy.weight_files for name, entry in safetensors_header(path).items()}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads(path.read_bytes())
-    return value

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Final
 
-_CONTEXT_TOKENS: Final = 6  # of the prompt, that the first response tokens are decoded together with
+CONTEXT_TOKENS: Final = 6  # of the prompt, that the first response tokens are decoded together with
+_HALF: Final = "\ufffd"  # what bytes decode to that are no whole character
+_MOST_HALVES: Final = 16  # tokens at the end of a prompt that may be no whole character, for it to be a context at all
 _LONG_CHARACTERS: Final = 8192  # past this, encoding takes long enough to be done beside the event loop
+
+
+def context_of(prompt: list[int], decode: Callable[[list[int]], str]) -> list[int]:
+    """The tokens that a response is decoded together with: the prompt's last ones, without a character that is cut."""
+    for end in range(len(prompt), max(0, len(prompt) - _MOST_HALVES), -1):
+        context = prompt[max(0, end - CONTEXT_TOKENS) : end]
+        if not decode(context).endswith(_HALF):
+            return context
+    return []
 
 
 class Text:
@@ -23,6 +35,11 @@ class Text:
             self._fast.no_padding()
         self.longest_token = max(len(token) for token in tokenizer.get_vocab())
         """Characters; a text of more than these times the context's tokens doesn't fit, whatever it says."""
+
+    @property
+    def least_characters(self) -> int:
+        """Of a prompt: 0 where the tokenizer makes a token of no text at all."""
+        return 0 if self._encode("", True) else 1
 
     @property
     def has_chat_template(self) -> bool:
@@ -43,7 +60,7 @@ class Text:
         """Text of a response, decoded with the end of its prompt, since some tokenizers join over the seam."""
         if not token_ids:
             return ""
-        context = prompt[-_CONTEXT_TOKENS:]
+        context = context_of(prompt, self._decode)
         before, both = self._decode(context), self._decode(context + token_ids)
         return both[len(before) :] if both.startswith(before) else self._decode(token_ids)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 
 @dataclass
 class _Trial:
     label: str
-    ended: datetime | None = None
+    ended: float | None = None  # by time.monotonic
 
 
 class Trials:
@@ -30,7 +30,7 @@ class Trials:
         if version == self._under_way:
             return
         if self._under_way is not None:
-            self._of[self._under_way].ended = datetime.now(UTC)
+            self._of[self._under_way].ended = time.monotonic()
         if version is not None:
             self._of[version] = _Trial(label)
         self._under_way = version
@@ -41,9 +41,10 @@ class Trials:
         version = self._under_way
         return self._of[version].label if version is not None and version == self._serving() else None
 
-    def label_of(self, asked_at: datetime, versions: Collection[int]) -> str | None:
+    def label_of(self, asked_at: float, versions: Collection[int]) -> str | None:
         """The label of a response that was asked for before a trial's end and has a token of the policy on trial.
 
+        ``asked_at``: by time.monotonic, as the clock of the day may be set meanwhile.
         ``versions``: the policies that sampled its tokens; without a token it is taken for one of what serves.
         """
         for version in versions or (self._serving(),):

@@ -69,6 +69,7 @@ class PackedBatch:
     ref_log_probs: Tensor | None = None  # float32 [T]
     values: Tensor | None = None  # float32 [T], of the critic, before each token
     returns: Tensor | None = None  # float32 [T], what the critic learns
+    entropy: Tensor | None = None  # float32 [T], of the policy in training before each token, with gradient
     whole_groups: bool = False
 
     @classmethod
@@ -252,9 +253,15 @@ class PackedBatch:
             for unit in units
         ]
 
-    def minibatches(self, count: int) -> Iterator[PackedBatch]:
-        """``count`` batches of whole groups, about equal in groups."""
+    def minibatches(self, count: int, seed: int | None = None) -> Iterator[PackedBatch]:
+        """``count`` batches of whole groups, about equal in groups.
+
+        Args:
+            seed: of the order in which groups are dealt out, a function of it alone; None: by their numbers.
+        """
         names = self.groups.unique()
+        if seed is not None:
+            names = names[torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))]
         for chunk in names.tensor_split(min(count, len(names))):
             yield self.select(torch.isin(self.groups, chunk).nonzero().flatten())
 

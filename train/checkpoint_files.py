@@ -13,6 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+from feedback.files import private
+
 FORMAT: Final = 2
 
 
@@ -118,7 +120,7 @@ def require_room(folder: Path, needed: float) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=private) as file:  # a driver's state has texts of users in it
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from feedback.rewards.config import RuleName, Weight
+from feedback.section import Address
 from train import refusals
 from train.algorithms.config import AlgorithmConfig
 from train.placement_config import PlacementConfig
@@ -119,6 +120,11 @@ class DataConfig(_Section):
         "place of fresh ones. 1: nothing is sampled.",
     )
 
+    exclude_suites: list[Path] = Field(
+        [],
+        description="Suites, as evaluation.suite, whose prompts nothing is learned from, whoever asks them; "
+        "evaluation.suite is always one.",
+    )
     held_out_share: float = Field(
         0.1,
         ge=0,
@@ -175,7 +181,7 @@ class TrainConfig(_Section):
     reward: str | None = Field(
         None, description="module:function that rewards rollouts; the mean of feedback.scoring.rules if unset."
     )
-    ray_address: str | None = Field(
+    ray_address: Address | None = Field(
         None, description="Ray's job API, http://host:8265, of the cluster to train on; a local Ray if unset."
     )
     launcher: Literal["ray", "torchrun"] = Field(
@@ -211,6 +217,11 @@ class TrainConfig(_Section):
     max_idle_steps: int = Field(
         10, ge=1, description="Steps in a row without an update, for want of rewards that differ, that end a run."
     )
+    erased_rows: Literal["refuse", "mark"] = Field(
+        "refuse",
+        description="What becomes of a run while which rows that it had read were erased. refuse: it publishes nothing "
+        "and keeps nothing; the next run learns without them. mark: it publishes, and the policy's record says so.",
+    )
     measure_kl: bool = Field(
         True,
         description="Measure the KL to the parent policy on every step, also where neither loss nor max_kl needs it: "
@@ -241,7 +252,14 @@ class TrainConfig(_Section):
         if critic.model is not None:
             critic = critic.model_copy(update={"model": path(critic.model)})
         algorithm = self.algorithm.model_copy(update={"critic": critic})
-        return self.model_copy(update={"runs": path(self.runs), "algorithm": algorithm})
+        data = self.data.model_copy(update={"exclude_suites": [path(suite) for suite in self.data.exclude_suites]})
+        return self.model_copy(update={"runs": path(self.runs), "algorithm": algorithm, "data": data})
+
+    def excluding(self, suite: Path) -> TrainConfig:
+        """The same, with one more suite whose prompts nothing is learned from."""
+        suites = self.data.exclude_suites
+        data = self.data.model_copy(update={"exclude_suites": suites if suite in suites else [*suites, suite]})
+        return self.model_copy(update={"data": data})
 
     def ranks_of(self, pool: str) -> int:
         """The ranks of the named pool."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from feedback.config import LakeConfig, RuleConfig
+from feedback.files import private
+from feedback.section import IN_CLEAR
+
+if TYPE_CHECKING:
+    from train.config import TrainConfig
 
 RUN_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 """It is a folder's name, and not a path out of ``runs``."""
@@ -21,8 +27,14 @@ class NothingToLearn(TrainingStopped):
     """It ended for want of anything to learn from; nothing went wrong."""
 
 
+class RowsErased(TrainingStopped):
+    """Rows that the run learned from were erased meanwhile; nothing was published, and nothing went wrong."""
+
+
 class JobContext(BaseModel):
     """Where a job finds and leaves things. Paths are absolute, and on a cluster shared by its machines."""
+
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     run: str = Field(
         pattern=RUN_NAME,
@@ -61,3 +73,12 @@ class JobResult(BaseModel):
     stopped: bool = False
     metrics: dict[str, float]
     seconds: float
+
+
+def write_job(config: TrainConfig, context: JobContext) -> Path:
+    """The file of a job, in its folder. It has the lake's credentials in clear, so only its user may read it."""
+    parts = {"config": config, "context": context}
+    spec = context.folder / "job.json"
+    with open(spec, "w", opener=private) as file:
+        json.dump({name: part.model_dump(mode="json", context=IN_CLEAR) for name, part in parts.items()}, file)
+    return spec

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from train.batch import Rollout
+from train.held_out import HELD_OUT, HeldOut
 
 BELOW_FULL_SUPPORT: Final = "sampled below full support"
 STALE: Final = "of a policy too far from the parent"
@@ -41,6 +42,8 @@ class Traffic:
         max_staleness: int | None = None,
         longest: int | None = None,
         lone: Literal["batch", "leave_out"] | None = None,
+        filter_groups: bool = False,
+        held_out: HeldOut | None = None,
     ) -> Traffic:
         """Group the rows of ``feedback.datasets.rollouts``.
 
@@ -48,15 +51,18 @@ class Traffic:
 
         Args:
             longest: tokens that prompt and response may have together; any number if None.
-            lone: ``algorithm.lone_baseline``, where responses are compared with their group; a group of equal rewards
-                then teaches nothing. None: each response teaches by itself.
+            lone: ``algorithm.lone_baseline``, where responses are compared with their group. None: each response
+                teaches by itself.
+            filter_groups: ``algorithm.filter_groups``: groups of equal rewards are left out.
+            held_out: the prompts that policies are judged by; responses to them are left out.
         """
         by_prompt: dict[tuple[int, ...], list[Rollout]] = defaultdict(list)
         left_out: Counter[str] = Counter()
         for row in rows.to_pylist():
             if row["reward"] is None or not row["response_token_ids"]:
                 continue
-            if problem := _unusable(row, parent, max_staleness, longest):
+            judged = held_out is not None and held_out.asks(row)
+            if problem := HELD_OUT if judged else _unusable(row, parent, max_staleness, longest):
                 left_out[problem] += 1
                 continue
             prompt = list(row["prompt_token_ids"])
@@ -68,6 +74,7 @@ class Traffic:
                     reward=float(row["reward"]),
                     group=0,
                     temperature=float(row["sampling"]["temperature"]),
+                    truncated=row["finish_reason"] == "length",
                     fresh=False,
                 )
             )
@@ -75,7 +82,7 @@ class Traffic:
         for group in by_prompt.values():
             if lone == "leave_out" and len(group) == 1:
                 left_out[ALONE] += 1
-            elif lone is not None and len(group) > 1 and not differ(group):
+            elif filter_groups and len(group) > 1 and not differ(group):
                 left_out[ALL_EQUAL] += len(group)
             else:
                 kept.append(group)
@@ -133,7 +140,10 @@ def differ(group: list[Rollout]) -> bool:
 
 @dataclass(frozen=True)
 class Informative:
-    """Those of some rollouts that teach something to an algorithm that compares a group, and how many don't."""
+    """What an algorithm that compares a group learns from, of some rollouts, and how many teach it nothing.
+
+    Nothing is learned from if no group, and no two lone responses, have different rewards.
+    """
 
     rollouts: list[Rollout]
     groups: int  # with different rewards, that are in ``rollouts``
@@ -141,20 +151,32 @@ class Informative:
     lone: int  # responses left out for want of any to compare them with
 
     @classmethod
-    def of(cls, rollouts: list[Rollout], lone_baseline: Literal["batch", "leave_out"]) -> Informative:
-        """Pick them. Responses that are alone in their group are compared with each other, or left out."""
+    def of(
+        cls, rollouts: list[Rollout], lone_baseline: Literal["batch", "leave_out"], *, filter_groups: bool = False
+    ) -> Informative:
+        """Pick them.
+
+        Logged responses that are alone in their group are compared with each other, or left out. A fresh one is alone
+        only because the others of its group got no reward; it is left out: the mean reward of other prompts is no
+        baseline for it.
+
+        Args:
+            filter_groups: groups with equal rewards are left out.
+        """
         by_group: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:
             by_group[rollout.group].append(rollout)
         several = [group for group in by_group.values() if len(group) > 1]
         different = [group for group in several if differ(group)]
-        lone = [group[0] for group in by_group.values() if len(group) == 1]
-        compared = lone if lone_baseline == "batch" and lone and differ(lone) else []
+        alone = [group[0] for group in by_group.values() if len(group) == 1]
+        logged = [rollout for rollout in alone if not rollout.fresh]
+        compared = logged if lone_baseline == "batch" and logged and differ(logged) else []
+        kept = different if filter_groups else several
         return cls(
-            rollouts=[r for group in different for r in group] + compared,
+            rollouts=[r for group in kept for r in group] + compared if different or compared else [],
             groups=len(different),
             uninformative=len(several) - len(different),
-            lone=len(lone) - len(compared),
+            lone=len(alone) - len(compared),
         )
 
 

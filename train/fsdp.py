@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
@@ -26,7 +27,16 @@ from train.placement import placement_for
 from train.rows import all_rows, fewest_rows
 from train.ulysses import Ulysses, sequence_parallel_group, share_sequences
 from train.vocabulary import scored_by_head
-from train.weights import FILE_BYTES, FolderWriter, load, remember_names, stored_in, stored_tensors
+from train.weights import (
+    FILE_BYTES,
+    FolderWriter,
+    common_dtype,
+    load,
+    remember_names,
+    stored_dtypes,
+    stored_in,
+    stored_tensors,
+)
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +87,7 @@ def build(
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     meshes = meshes or make_meshes(device.type, ranks=torch.distributed.get_world_size())
     config = AutoConfig.from_pretrained(policy)
-    stored = getattr(config, "dtype", None) or torch.float32
+    stored = common_dtype(stored_dtypes(policy).values())
     model = skeleton(config, make)
     remember_names(model, policy)
     choose_attention(model, options.attention, dtype, device)
@@ -177,7 +187,7 @@ def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tenso
     The logits are never held whole.
 
     Returns:
-        (log_probs, entropy): float32 [T], nats; zero at prompt tokens.
+        (log_probs, entropy): float32 [T], nats, with gradient; zero at prompt tokens.
     """
     sampled = batch.response_mask.nonzero().flatten()
     temperatures = batch.per_token(batch.temperatures)
@@ -190,7 +200,7 @@ def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tenso
     log_probs, entropy = outputs_at(model, batch, sampled - 1, head).unbind(-1)
     zeros = torch.zeros(len(batch.tokens), device=log_probs.device)
     at = (sampled.to(log_probs.device),)
-    return zeros.index_put(at, log_probs).cpu(), zeros.index_put(at, entropy.detach()).cpu()
+    return zeros.index_put(at, log_probs).cpu(), zeros.index_put(at, entropy).cpu()
 
 
 def outputs_at(
@@ -254,12 +264,12 @@ def export(
 ) -> None:
     """Have rank 0 write the weights to ``folder`` as a Hugging Face model, adapters merged; every rank must call it.
 
-    Tensors are gathered one at a time, in the type that the policy stores, under the names that it uses. Rank 0 holds
-    one file's worth of them.
+    Each tensor is in the type and under the names that the policy stores it. They are gathered one at a time, and rank
+    0 holds one file's worth of them.
 
     Args:
         model: what ``build(policy, …)`` made.
-        policy: where the model came from; its config and type are kept.
+        policy: where the model came from; its config and types are kept.
         folder: exists; what is in it stays.
         file_bytes: size of one file of weights; a tensor that is larger has its own.
         unstored: what ``build`` was given; these are written under the names that they have in the model.
@@ -268,9 +278,10 @@ def export(
         ValueError: a weight has no name in the policy, so that nothing could load what would be written.
     """
     unwritten = set(stored_in(policy)) | unstored
-    stored = getattr(AutoConfig.from_pretrained(policy), "dtype", None) or torch.float32
+    dtypes = stored_dtypes(policy)
+    common = common_dtype(dtypes.values())
     writer = FolderWriter(folder, file_bytes) if torch.distributed.get_rank() == 0 else None
-    parameters = ((name, tensor.to(stored)) for name, tensor in plain_parameters(model))
+    parameters = ((name, tensor.to(common)) for name, tensor in plain_parameters(model))
     for name, tensor in stored_tensors(model, parameters):
         if name not in unwritten:
             raise ValueError(
@@ -278,30 +289,30 @@ def export(
             )
         unwritten.remove(name)
         if writer is not None:
-            writer.add(name, tensor)
+            writer.add(name, tensor.to(dtypes.get(name, common)))
     if unwritten:
         say(f"not of {type(model).__name__}, so left out: {', '.join(sorted(unwritten))}")
     if writer is not None:
         writer.finish()
-        write_config(model, policy, folder)
+        write_config(model, policy, folder, common)
     torch.distributed.barrier()
 
 
-def write_config(model: nn.Module, policy: Path, folder: Path) -> None:
-    """Leave beside the weights the policy's config, with the class that was trained; and how it generates, if it can.
+def write_config(model: nn.Module, policy: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Leave the policy's config beside the weights: as it stands, or with another class and labels if those are new.
 
-    The config of the model in memory is not the one that was read: it names an attention that only training has.
+    Written anew by another transformers, the same settings have other names, and a running server would refuse them.
+    How the policy generates and its tokenizer are for whoever publishes to copy.
     """
     config = AutoConfig.from_pretrained(policy)
-    stored = getattr(config, "dtype", None) or torch.float32
-    config.architectures, config.dtype = [type(model).__name__.removeprefix("FSDP")], stored
+    architectures = [type(model).__name__.removeprefix("FSDP")]
+    if config.architectures == architectures and config.num_labels == model.config.num_labels:
+        shutil.copyfile(policy / "config.json", folder / "config.json")
+        return
+    config.architectures, config.dtype = architectures, dtype
     if config.num_labels != model.config.num_labels:
         config.num_labels = model.config.num_labels
     config.save_pretrained(folder)
-    if model.can_generate():
-        with torch.device("meta"):
-            of_config = AutoModelForCausalLM.from_config(config)
-        of_config.generation_config.save_pretrained(folder)
 
 
 def require_gradient_sync(model: nn.Module, sync: bool) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
 from train.context import NothingToLearn, TrainingStopped
-from train.kl import k1
+from train.kl import LARGEST_LOG_RATIO, k1
 from train.losses import token_ratio
 from train.samples import Scored
 from train.values import explained_variance
@@ -136,7 +136,10 @@ def kl_to_reference(batch: PackedBatch, log_probs: Tensor) -> float:
     fresh = batch.response_mask & batch.per_token(batch.fresh)
     tokens = fresh if fresh.any() else batch.response_mask
     policy, ref, behaviour = (x[tokens].double() for x in (log_probs, batch.ref_log_probs, batch.behaviour_log_probs))
-    weighed = token_ratio(ref, behaviour) + token_ratio(policy, behaviour) * (policy - ref - 1)  # k3, multiplied out
+    # k3, multiplied out; both ratios are brought down by the same factor where one would pass the bound, so that no
+    # term is negative.
+    behaviour = torch.maximum(behaviour, torch.maximum(policy, ref) - LARGEST_LOG_RATIO)
+    weighed = token_ratio(ref, behaviour) + token_ratio(policy, behaviour) * (policy - ref - 1)
     return float(weighed.mean())
 
 

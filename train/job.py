@@ -16,8 +16,9 @@ from serve.policies import Policy, PolicyStore
 from train import dataflows
 from train.checkpoint_files import CheckpointError
 from train.config import TrainConfig
-from train.context import JobContext, JobResult, NothingToLearn, TrainingStopped
+from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
 from train.dataflows.base import Data, Dataflow, Run
+from train.erasures import Erasures
 from train.groups import start_groups
 from train.health import check_health
 from train.hooks import RunInfo
@@ -29,6 +30,7 @@ from train.reward_folder import publish_reward_model, reason_of
 from train.rewards import try_out
 from train.saving import Checkpoints
 from train.trackers import Watchers
+from train.unfinished import forget
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
 
@@ -38,8 +40,8 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
 
     A run of the same name that was killed goes on from its last checkpoint; one that has published gives that again.
 
-    A run that is not well (train/health.py), or has nothing to learn from, ends early: the result has no candidate, and
-    the reason.
+    A run that is not well (train/health.py), has nothing to learn from, or has learned from rows that were erased
+    meanwhile (train/erasures.py), ends early: the result has no candidate, and the reason.
 
     Raises:
         train.controller.WorkerError: a worker failed; nothing is published.
@@ -54,6 +56,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
             return finished_before(context, begun.finished)
         seed = config.seed * 1_000_003 + begun.parent.version
         dataflow = dataflows.load(config)
+        keep_start(context, begun.start)  # before it reads: by this an erasure knows that it may have
         data = read_data(dataflow, config, context, lake, begun, seed)
         if data.usable < config.data.min_prompts:
             return too_few(config, context, begun.parent, data)
@@ -61,10 +64,13 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
             say(f"{context.run}: trying the reward on logged responses")
             try_out(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
-        keep_start(context, begun.start)
         history = list(begun.progress.history) if begun.progress else []
+        erasures = Erasures(lake, begun.start.lake_versions, config)
         try:
-            return train(dataflow, config, context, store, begun, data, seed, history)
+            return train(dataflow, config, context, store, begun, data, seed, history, erasures)
+        except RowsErased as erased:
+            forget(context.folder)
+            return ended_early(context, begun.parent, history, erased)
         except TrainingStopped as stopped:
             return ended_early(context, begun.parent, history, stopped)
 
@@ -78,6 +84,7 @@ def train(
     data: Data,
     seed: int,
     history: list[dict[str, float]],
+    erasures: Erasures,
 ) -> JobResult:
     """From the first step, or from the checkpoint, to the published candidate.
 
@@ -117,6 +124,7 @@ def train(
             bar.advance(task)
             say_step(context.run, step, config.steps, metrics)
             check_health(config, history)
+            erasures.look(context.run)
             checkpoints.hear()
             if checkpoints.due(step + 1):
                 checkpoints.save(
@@ -131,11 +139,14 @@ def train(
                 )
         checkpoints.hear(wait=True)
         made: dict[str, Any]
-        what = (parent, groups.actor, config, context, begun.start, history, data)
+        what = (parent, groups.actor, config, context, begun.start, history, data, erasures.check())
         if config.algorithm.trains_policy:
-            made = {"candidate": publish(store, *what).version, "reason": None}
+            version = publish(store, *what).version
+            erasures.settle(store, version)
+            made = {"candidate": version, "reason": None}
         else:
             folder = publish_reward_model(*what)
+            erasures.settle(store, folder)
             made = {"candidate": None, "artifact": folder, "reason": reason_of(folder)}
         shutil.rmtree(checkpoints_of(context))  # the run is finished: its name gives this result from here on
         seconds = time.monotonic() - started
@@ -194,7 +205,7 @@ def ended_early(
         parent=parent.version,
         steps=len(history),
         reason=str(why),
-        stopped=not isinstance(why, NothingToLearn),
+        stopped=not isinstance(why, NothingToLearn | RowsErased),
         metrics={name: value for name, value in last.items() if math.isfinite(value)},
         seconds=sum(metrics["seconds"] for metrics in history),
     )
@@ -202,7 +213,7 @@ def ended_early(
 
 def finished_before(context: JobContext, result: JobResult) -> JobResult:
     say(f"{context.run}: was finished before, it published {made_by(result)}")
-    shutil.rmtree(checkpoints_of(context))
+    shutil.rmtree(checkpoints_of(context), ignore_errors=True)
     return result
 
 

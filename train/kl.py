@@ -14,6 +14,7 @@ no weight is capped (train/corrections.py). Weighed so, the gradient of k2 is th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Final
 
@@ -21,6 +22,10 @@ from torch import Tensor
 
 LARGEST_LOG_RATIO: Final = 20.0
 """Nats. Of two policies that are further apart at a token, an exponential says nothing any more, and would overflow."""
+
+LARGEST_K3_LOG_RATIO: Final = 7.0
+"""Nats. Where the reference is more than this much likelier, k3 goes on along its tangent: the gradient of a single
+token stays within e^7 - 1 (about 1,100) times the weight of the KL, and keeps its sign."""
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -34,9 +39,14 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """r - 1 - log r: unbiased, of low variance, never negative; its gradient is biased. [T] → [T], nats."""
+    """r - 1 - log r: unbiased, of low variance, never negative; its gradient is biased. [T] → [T], nats.
+
+    Beyond log r = ``LARGEST_K3_LOG_RATIO`` it is linear, and then less than r - 1 - log r.
+    """
     log_ratio = ref_log_probs - log_probs
-    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp() - 1 - log_ratio
+    bounded = log_ratio.clamp(max=LARGEST_K3_LOG_RATIO)
+    beyond = log_ratio - bounded  # 0, without gradient, within the bound
+    return bounded.exp() - 1 - bounded + math.expm1(LARGEST_K3_LOG_RATIO) * beyond
 
 
 def k3_unbiased(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

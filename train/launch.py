@@ -11,17 +11,20 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
+import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from serve.local_ray import LOOPBACK, local_ray, loopback_sockets
 from train import torchrun
 from train.config import TrainConfig
-from train.context import JobContext, JobResult
+from train.context import JobContext, JobResult, write_job
 from train.dispatch import Layout
 from train.groups import environment, sizes
 from train.job import run
@@ -29,6 +32,7 @@ from train.progress import say
 from train.rewards import given_up
 
 _STOP_S = 20.0
+_ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class JobError(RuntimeError):
@@ -43,8 +47,7 @@ def run_job(config: TrainConfig, context: JobContext) -> JobResult:
     """
     context.folder.mkdir(parents=True, exist_ok=True)
     error_file(context).unlink(missing_ok=True)
-    spec = context.folder / "job.json"
-    spec.write_text(json.dumps({"config": config.model_dump(mode="json"), "context": context.model_dump(mode="json")}))
+    spec = write_job(config, context)
     if config.launcher == "torchrun":
         run_torchrun(config, context, spec)
     elif config.ray_address:
@@ -55,22 +58,18 @@ def run_job(config: TrainConfig, context: JobContext) -> JobResult:
 
 
 def run_locally(spec: Path) -> None:
-    import ray
-
+    """Run the job on a Ray of its own. Raises LocalRayError if that does not start."""
     config, context = read(spec)
     sys.path[:0] = context.python_path
-    ray.init(
+    with local_ray(
         num_cpus=sum(config.ranks_of(pool) * config.threads_of(pool) for pool in config.placement.pools),
         include_dashboard=False,
         object_store_memory=256 * 2**20,
         log_to_driver=False,
         logging_level="ERROR",
         runtime_env={"env_vars": {"PYTHONPATH": ":".join(sys.path)}},
-    )
-    try:
+    ):
         run_spec(config, context)
-    finally:
-        ray.shutdown()
 
 
 def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
@@ -80,9 +79,11 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
         JobError: a rank failed. Its traceback is in ``torchrun.log`` of the run's folder.
     """
     log = context.folder / "torchrun.log"
-    variables = {**os.environ, "PYTHONPATH": ":".join([*context.python_path, *sys.path])}
-    with log.open("w") as output:
-        process = subprocess.Popen(torchrun_command(config, spec, "train.elastic"), stderr=output, env=variables)
+    variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets()}
+    variables["PYTHONPATH"] = ":".join([*context.python_path, *sys.path])
+    with log.open("w") as output, tempfile.TemporaryDirectory(prefix="millrace-torchrun-") as folder:
+        command = torchrun_command(config, spec, "train.elastic", f"{folder}/store")
+        process = subprocess.Popen(command, stderr=output, env=variables)
         try:
             code = process.wait()
         except BaseException:  # whoever stops waiting for the job wants no candidate of it
@@ -97,10 +98,26 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
         raise JobError(f"{context.run} failed; all of its output is in {log}\n{why}")
 
 
-def torchrun_command(config: TrainConfig, spec: Path, torchrun: str = "torch.distributed.run") -> list[str]:
-    """``torchrun``: the module to run; ``train.elastic`` ends with the process that starts it."""
+def torchrun_command(
+    config: TrainConfig, spec: Path, torchrun: str = "torch.distributed.run", file: str = ""
+) -> list[str]:
+    """``torchrun``: the module to run; ``train.elastic`` ends with the process that starts it.
+
+    ``file``: where torchrun keeps what a rendezvous needs; a temporary one if not given.
+    """
     ranks = config.ranks_of(config.placement.actor)
-    how = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0"]
+    how = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", "0", "--local-addr", LOOPBACK]
+    # torchrun's own store would listen on all addresses; the ranks meet at the first of them instead.
+    how += [
+        "--rdzv-id",
+        uuid.uuid4().hex,
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-conf",
+        "store_type=file",
+        "--rdzv-endpoint",
+        file,
+    ]
     return [sys.executable, "-m", torchrun, *how, "-m", "train.job", "--launcher", "torchrun", str(spec)]
 
 
@@ -179,7 +196,7 @@ def as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
     ranks = config.ranks_of(config.placement.actor)
     if "RANK" not in os.environ and ranks > 1:
         command = torchrun_command(config, spec)
-        os.execv(command[0], command)
+        os.execve(command[0], command, {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets()})
     layout = Layout(ranks, **sizes(config, config.placement.actor))
     record(torchrun.be_rank)(config, layout, environment(config), partial(run_spec, config, context))
 
@@ -189,7 +206,7 @@ def run_spec(config: TrainConfig, context: JobContext) -> None:
     try:
         result = run(config, context)
     except Exception as error:
-        ours = type(error).__module__.split(".")[0] in ("feedback", "serve", "train")  # these say it all
+        ours = type(error).__module__.split(".")[0] in ("feedback", "serve", "evaluation", "train")  # these say it all
         error_file(context).write_text(str(error) if ours else f"{type(error).__name__}: {error}")
         raise
     aside = context.folder / "result.json.new"

@@ -34,6 +34,22 @@ def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, batch: PackedBatch)
     return batch.per_token(mean.clamp(max=LARGEST_LOG_RATIO).exp())
 
 
+def sequence_ratio_of_tokens(log_probs: Tensor, old_log_probs: Tensor, batch: PackedBatch) -> Tensor:
+    """``sequence_ratio``, of which each token's entry has the gradient of its own logprob alone (GSPO-token, eq. 14).
+
+    Where all tokens of a response have one weight the loss has the same gradient; where they have not, as under a
+    correction by tokens, a token learns by its own weight, and one that is masked does not learn.
+
+    Args:
+        log_probs, old_log_probs: float [T], nats.
+
+    Returns:
+        float [T].
+    """
+    ratio = sequence_ratio(log_probs.detach(), old_log_probs, batch)
+    return ratio * (log_probs - log_probs.detach()).exp()
+
+
 # --------------------------------------------------------------------------------------------------- surrogates
 
 

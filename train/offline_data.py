@@ -23,6 +23,7 @@ from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
 from train.context_length import longest_context
 from train.data import Cycled
+from train.held_out import HELD_OUT, HeldOut
 from train.written import UnfitTextError, Writer
 
 Item = list[Rollout]
@@ -67,13 +68,18 @@ class OfflineData:
 
         Raises:
             feedback.lake.LakeError: it can't be read any more.
+            evaluation.suites.SuiteError: a suite whose prompts are to be left out can't be read.
             ValueError: what people wrote can't be ended (see train/written.py).
         """
         left_out: Counter[str] = Counter()
+        suites = HeldOut.load(config.data.exclude_suites, policy)
         reader, kinds = (make_reader or Reader)(policy, config), Counter[str]()
         items: list[Item] = []
         prompts: list[tuple[int, ...]] = []
         for kind, row, responses in DATASETS[dataset](lake, versions, config, left_out):
+            if suites.asks(row):
+                left_out[HELD_OUT] += 1
+                continue
             try:
                 items.append(reader.item(row, responses))
             except UnfitTextError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 from serve import probe
@@ -23,8 +24,15 @@ def publish(
     start: RunStart,
     history: list[dict[str, float]],
     data: Data,
+    erased: Mapping[str, int],
 ) -> Policy:
-    """Write weights, config and tokenizer aside, and have the store make a version of them."""
+    """Write weights aside, all else of the parent's beside them, and have the store make a version of it.
+
+    What decides an answer besides the weights (config, tokenizer, chat templates, how it generates) is the parent's,
+    byte by byte: a running server swaps weights alone.
+
+    ``erased``: rows by table that the run had read and that were erased meanwhile, where that is only to be marked.
+    """
     folder = context.folder / "candidate"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -44,7 +52,15 @@ def publish(
         "reward": start.reward,
         "train": config.model_dump(mode="json"),
     }
+    if erased:
+        lineage["erased_rows"] = dict(erased)
     metrics = {"first": history[0], "last": history[-1], "steps": len(history)}
-    policy = store.publish(folder, parent=parent.version, lineage=lineage, metrics=metrics, probe=probe.measure)
+    policy = store.publish(
+        lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True),
+        parent=parent.version,
+        lineage=lineage,
+        metrics=metrics,
+        probe=probe.measure,
+    )
     shutil.rmtree(folder)
     return policy

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
+from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from feedback.signals import held_back
 from train.calls import WorkerError, WorkerGroup
 from train.dispatch import NOT_CALLED, Layout
-from train.worker import Workers, follows_from_another, join_ranks, load_class
+from train.worker import Workers, find_store, follows_from_another, join_ranks, load_class, open_store
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+    from torch.distributed import TCPStore
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -30,18 +32,23 @@ class Host(Workers):
         # Ray shows a rank its own GPU alone, which is then number 0 to it.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0" if gpus else str(rank))
         torch.set_num_threads(threads)
+        with held_back():  # starting the tracker, as vLLM would, unblocks what is held back from Ray's processes
+            resource_tracker.ensure_running()
+        self.rank, self.ranks = rank, ranks
+        self.store: TCPStore | None = None
 
-    def free_address(self) -> tuple[str, int]:
-        with socket.socket() as s:
-            s.bind(("", 0))
-            port = s.getsockname()[1]
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Where the ranks meet: at this one, on the address that it has in Ray."""
         import ray
 
-        return ray.util.get_node_ip_address(), port
+        address = ray.util.get_node_ip_address()
+        self.store = open_store(address, timeout_s)
+        return address, self.store.port
 
     def join(self, address: str, port: int, timeout_s: float) -> None:
         os.environ.update(MASTER_ADDR=address, MASTER_PORT=str(port))
-        join_ranks(timeout_s)
+        store = self.store or find_store(address, port, timeout_s)
+        join_ranks(store, self.rank, self.ranks, timeout_s)
 
 
 class ResourcePool:
@@ -93,7 +100,7 @@ class ResourcePool:
                 where = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=bundle)
                 host = remote.options(scheduling_strategy=where).remote(rank, ranks, threads, gpus)
                 self.hosts.append(host)
-            first = RayCall(self, f"start of {name}", {0: self.hosts[0].free_address.remote()})
+            first = RayCall(self, f"start of {name}", {0: self.hosts[0].open_store.remote(call_timeout_s)})
             address, port = first.wait(start_timeout_s)[0]
             self._on_all(f"join {name}", "join", address, port, call_timeout_s)
         except BaseException:

@@ -2,23 +2,25 @@
 
 A run is its name: its folder holds ``start.json`` (what it was started with) and ``checkpoints/``. The same name again,
 after a kill, goes on from the last whole checkpoint, reading the lake at the versions that the run read at its start.
-Once the run has published, its name gives that policy again and trains nothing.
+Once the run has published, its name gives that policy again and trains nothing. ``checkpoints/`` goes last: while it is
+there, nobody has looked yet for erasures that came while the run published.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
 
+from feedback.files import try_lock
 from feedback.lake import Lake
 from serve.policies import Policy, PolicyError, PolicyStore
 from train.checkpoint_files import (
@@ -29,10 +31,14 @@ from train.checkpoint_files import (
     write_synced,
 )
 from train.config import TrainConfig
-from train.context import JobContext, JobResult
+from train.context import JobContext, JobResult, RowsErased
 from train.continuing import differing_settings
+from train.erasures import Erasures
 from train.progress import say
 from train.reward_folder import result_of
+from train.unfinished import LOCK, START, forget, was_erased
+
+_LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
 
 
 class RunStart(BaseModel):
@@ -75,26 +81,41 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
 
     Raises:
         CheckpointError: it was begun with something else, or all its checkpoints are torn.
+        serve.policies.PolicyError: what it published must be withdrawn, and serves.
     """
     if left := remove_unfinished(checkpoints_of(context)):
         say(f"{context.run}: removed what was half-written: {', '.join(left)}")
     checkpoint = last_whole(context)
     progress = None if checkpoint is None else _progress(checkpoint)
     start = progress.start if progress is not None else _read_start(context)
+    finished = None if start is None else _finished(store, context, start)
+    if start is not None and finished is not None and checkpoints_of(context).exists():
+        made = finished.artifact if finished.candidate is None else finished.candidate
+        assert made is not None
+        try:
+            Erasures(lake, start.lake_versions, config).settle(store, made)
+        except RowsErased as erased:
+            say(f"{context.run}: what it had published is withdrawn, and it begins anew: {erased}")
+            forget(context.folder)
+            start = checkpoint = progress = finished = None
+    if start is not None and finished is None and was_erased(lake, start.lake_versions, unknown=False):
+        say(f"{context.run}: rows that it had read were erased since: it begins anew, without them")
+        forget(context.folder)
+        start = checkpoint = progress = None
     if start is not None:
-        finished = _finished(store, context, start)
         differences = _differences(start, config, context, store)
         if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
         if progress is not None and config.steps < progress.step:
             differences.append(f"train.steps is {config.steps}, and {progress.step} are done")
-        if differences and (finished is not None or checkpoint is not None):
+        begun = finished is not None or checkpoint is not None
+        if differences and begun:
             state = f"has {checkpoint}" if finished is None else f"published {made_by(finished)}"
             raise CheckpointError(
                 f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
                 "what differs, or give the run another name (--run)"
             )
-        if not differences:
+        if begun:
             return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
     fresh = RunStart(
@@ -109,26 +130,27 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
 
 
 def keep_start(context: JobContext, start: RunStart) -> None:
-    """Write down what the run is started with."""
+    """Write down what the run is started with; from here on it is unfinished."""
+    checkpoints_of(context).mkdir(exist_ok=True)
     aside = context.folder / ".start.json.new"
     write_synced(aside, start.model_dump_json(indent=1))
-    aside.replace(context.folder / "start.json")
+    aside.replace(context.folder / START)
 
 
 @contextmanager
 def only_run(context: JobContext) -> Iterator[None]:
     """Hold the run's folder; the lock goes with the process. Raises CheckpointError if another process holds it."""
     context.folder.mkdir(parents=True, exist_ok=True)
-    checkpoints_of(context).mkdir(exist_ok=True)
-    with (context.folder / ".lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with (context.folder / LOCK).open("a+") as lock:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while not (held := try_lock(lock.fileno())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not held:
             lock.seek(0)
             raise CheckpointError(
                 f"another process ({lock.read().strip() or 'unknown'}) is in the middle of run {context.run} "
                 f"({context.folder}); wait for it, end it, or give this run another name (--run)"
-            ) from None
+            )
         lock.truncate(0)
         lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
@@ -171,7 +193,7 @@ def _progress(checkpoint: Path) -> Progress:
 
 
 def _read_start(context: JobContext) -> RunStart | None:
-    path = context.folder / "start.json"
+    path = context.folder / START
     return RunStart.model_validate_json(path.read_bytes()) if path.exists() else None
 
 

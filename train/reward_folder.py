@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,8 +34,11 @@ def publish_reward_model(
     start: RunStart,
     history: list[dict[str, float]],
     data: Data,
+    erased: Mapping[str, int],
 ) -> Path:
     """Write weights, config and tokenizer aside, then give the folder its name, in place of an older one; the folder.
+
+    ``erased``: as of ``train.publishing.publish``.
 
     Raises:
         OSError: the disk refuses.
@@ -58,6 +62,8 @@ def publish_reward_model(
         "train": config.model_dump(mode="json"),
         "metrics": {"first": history[0], "last": history[-1], "steps": len(history)},
     }
+    if erased:
+        manifest["lineage"]["erased_rows"] = dict(erased)
     (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
     for path in [*(path for path in aside.rglob("*")), aside]:
         fsync_path(path)

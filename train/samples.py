@@ -19,6 +19,7 @@ from train.batch import Rollout
 from train.config import TrainConfig
 from train.context_length import longest_context, longest_prompt
 from train.data import Cycled, Traffic
+from train.held_out import HELD_OUT, HeldOut
 from train.rewards import Rewarding, Rewards
 from train.shaping import soft_overlong_punishment
 from train.workers.rollout import Sample
@@ -52,14 +53,23 @@ class TrainingData:
 
         Raises:
             feedback.lake.LakeError: it can't be read any more.
+            evaluation.suites.SuiteError: a suite whose prompts are to be left out can't be read.
             ValueError: train.rollout leaves no room for a prompt in the model's context.
         """
-        data = config.data
-        asked = prompts(lake, versions=versions, limit=data.max_prompts) if data.fresh_prompts_per_step else []
-        longest = longest_prompt(config.rollout, policy) if asked else 0
-        usable = [p for p in asked if len(p.prompt_token_ids) <= longest]
-        traffic = read_traffic(lake, versions, config, policy, lone) if data.traffic_prompts_per_step else Traffic()
-        fresh = f"{len(usable)} prompts ({len(asked) - len(usable)} too long)" if data.fresh_prompts_per_step else ""
+        data, held_out = config.data, HeldOut.load(config.data.exclude_suites, policy)
+        asked: list[Prompt] = []
+        if data.fresh_prompts_per_step:  # as many more as a suite that traffic asks could take the places of
+            asked = prompts(lake, versions=versions, limit=data.max_prompts + len(held_out.items))
+        kept = [p for p in asked if not held_out.asks(vars(p))]
+        allowed, judged = kept[: data.max_prompts], len(asked) - len(kept)
+        longest = longest_prompt(config.rollout, policy) if allowed else 0
+        usable = [p for p in allowed if len(p.prompt_token_ids) <= longest]
+        traffic = Traffic()
+        if data.traffic_prompts_per_step:
+            traffic = read_traffic(lake, versions, config, policy, lone, held_out)
+        fresh = ""
+        if data.fresh_prompts_per_step:
+            fresh = f"{len(usable)} prompts ({len(allowed) - len(usable)} too long, {judged} {HELD_OUT})"
         content = repr([p.prompt_token_ids for p in usable]) + repr(traffic.groups)
         return cls(
             prompts=Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts"),
@@ -84,6 +94,7 @@ def read_traffic(
     config: TrainConfig,
     policy: Path,
     lone: Literal["batch", "leave_out"] | None,
+    held_out: HeldOut,
 ) -> Traffic:
     """The logged responses that a run from ``policy`` can learn from."""
     return Traffic.of(
@@ -92,6 +103,8 @@ def read_traffic(
         max_staleness=config.algorithm.correction.max_staleness,
         longest=longest_context(config.rollout, policy),
         lone=lone,
+        filter_groups=lone is not None and config.algorithm.filter_groups,
+        held_out=held_out,
     )
 
 

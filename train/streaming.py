@@ -19,13 +19,6 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 BUCKET_BYTES = 64 * 2**20
 
 
-def meeting_point(timeout_s: float) -> TCPStore:
-    """A store in this process that the others meet at; its ``port`` is any that is free. It lives as long as this."""
-    return TCPStore(
-        "0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )  # fmt: skip
-
-
 class WeightStream:
     """One end of the stream: rank 0 of ``ranks`` sends, the others receive. All make one, and then call alike.
 

@@ -22,11 +22,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from serve.local_ray import LOOPBACK, loopback_sockets
 from train.calls import WorkerError, WorkerGroup
 from train.config import TrainConfig
 from train.dispatch import NOT_CALLED, Layout
 from train.elastic import end_with_parent
-from train.worker import Workers, follows_from_another, join_ranks, load_class
+from train.worker import Workers, find_store, follows_from_another, join_ranks, load_class, open_store
 
 _CAUSE_S = 5.0
 """How long rank 0 looks for the failure of another rank that its own seems to follow from."""
@@ -58,6 +59,15 @@ def be_rank(config: TrainConfig, layout: Layout, environment: dict[str, str], dr
     joined.close()
     if dist.is_initialized():  # or its threads may still run when the interpreter ends, which then aborts
         dist.destroy_process_group()
+
+
+def rendezvous_store(rank: int, timeout_s: float) -> dist.Store:
+    """Where the ranks meet: at the first, at the address in the environment; or where somebody's own torchrun says."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+        return store
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return open_store(address, timeout_s, port) if rank == 0 else find_store(address, port, timeout_s)
 
 
 class Failures:
@@ -99,8 +109,8 @@ class TorchrunPool:
             )
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=config.start_timeout_s)))
-        join_ranks(config.step_timeout_s, store=store, rank=self.rank, world_size=started)
+        store = rendezvous_store(self.rank, config.start_timeout_s)
+        join_ranks(store, self.rank, started, config.step_timeout_s)
         self.failures = Failures(store)
         self._control = dist.new_group(backend="gloo", timeout=timeout)
         self._workers = Workers()
@@ -180,9 +190,9 @@ def join(config: TrainConfig, layout: Layout, environment: dict[str, str]) -> To
     os.environ.update(environment)
     if "RANK" not in os.environ:
         with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", **address)
+            s.bind((LOOPBACK, 0))
+            address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(s.getsockname()[1])}
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", **address, **loopback_sockets())
     else:
         end_with_parent()  # the ranks of a torchrun that was killed would go on, and publish
     if "torch._dynamo" in sys.modules and os.environ.get("TORCHDYNAMO_DISABLE") == "1":

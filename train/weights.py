@@ -7,8 +7,9 @@ A rank reads of each tensor only the slice that it holds. Where transformers mak
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Final
 
 import torch
 from safetensors import safe_open
@@ -26,8 +27,13 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from serve.model_folder import safetensors_header
+
 ADAPTER = ".lora_"
 """In the names of the parameters that no checkpoint holds: the adapter's own."""
+
+FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point types by their names in safetensors."""
 
 FILE_BYTES = 2 * 2**30
 """Bytes of one file of exported weights; rank 0 holds one of them in memory."""
@@ -184,6 +190,18 @@ def stored_in(policy: Path) -> dict[str, Path]:
         raise ValueError(f"{policy} has neither {single.name} nor {index.name}; a policy's weights are safetensors")
     with safe_open(single, framework="pt") as file:
         return dict.fromkeys(file.keys(), single)
+
+
+def stored_dtypes(policy: Path) -> dict[str, torch.dtype]:
+    """Tensor name -> the floating-point type that ``policy`` stores it in, whatever its config says."""
+    headers = (safetensors_header(path) for path in set(stored_in(policy).values()))
+    entries = ((name, entry["dtype"]) for header in headers for name, entry in header.items())
+    return {name: FLOATS[dtype] for name, dtype in entries if dtype in FLOATS}
+
+
+def common_dtype(dtypes: Collection[torch.dtype]) -> torch.dtype:
+    """The one type of all, or float32."""
+    return next(iter(dtypes)) if len(set(dtypes)) == 1 else torch.float32
 
 
 # ------------------------------------------------------------------------------------------------------ reading

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed import Store, TCPStore
 
 
 class Worker:
@@ -47,10 +49,34 @@ def load_class(target: str) -> type[Any]:
     return cls
 
 
-def join_ranks(timeout_s: float, **store: Any) -> None:
+def join_ranks(store: Store, rank: int, ranks: int, timeout_s: float) -> None:
     """Make the process group of a pool; every rank calls it. Its collectives fail after ``timeout_s`` seconds."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **store)
+    timeout = timedelta(seconds=timeout_s)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def open_store(address: str, timeout_s: float, port: int = 0) -> TCPStore:
+    """A rendezvous store in this process, on any free port if ``port`` is 0; it lives as long as this object.
+
+    It listens on ``address`` alone. Left to itself a TCPStore listens on all addresses, and it asks nobody who he is.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=listener.detach(),
+        )
+
+
+def find_store(address: str, port: int, timeout_s: float) -> TCPStore:
+    """The store that another process has opened, or opens within ``timeout_s`` seconds."""
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 
 def follows_from_another(error: str) -> bool:

@@ -91,10 +91,12 @@ class Writer:
 
     @cached_property
     def stops(self) -> set[int]:
-        """The tokens that end a response when it is sampled."""
-        from transformers import GenerationConfig
+        """The tokens that end a response when it is sampled: those that vLLM stops at."""
+        from transformers import AutoConfig, GenerationConfig
 
         configured: Any = None
         if (self.policy / "generation_config.json").exists():
             configured = GenerationConfig.from_pretrained(self.policy).eos_token_id
+        elif (self.policy / "config.json").exists():
+            configured = GenerationConfig.from_model_config(AutoConfig.from_pretrained(self.policy)).eos_token_id
         return {self.end, *([configured] if isinstance(configured, int) else configured or ())}

@@ -49,6 +49,3 @@ def doctor(settings: Settings, as_json: bool) -> int:
             if check.advice:
                 click.echo(f"{'':4}  {'':{width}}  -> {check.advice}")
     return 1 if any(check.level == "bad" for check in checks) else 0
-
-
-COMMANDS = (report, doctor)

@@ -175,6 +175,3 @@ def _rate(rate: float | Literal["unlimited"] | None) -> str:
 
 def _as_json(key: ApiKey) -> dict[str, Any]:
     return key.model_dump(mode="json", exclude={"sha256"}) | {"state": key.state(datetime.now(UTC))}
-
-
-COMMANDS: tuple[click.Command, ...] = (keys,)

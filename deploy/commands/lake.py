@@ -14,5 +14,3 @@ def lake() -> None:
 
 for command in (*query.COMMANDS, *maintenance.COMMANDS):
     lake.add_command(command)
-
-COMMANDS = (lake,)

@@ -115,8 +115,8 @@ def run_name(_: click.Context, __: click.Parameter, name: str | None) -> str | N
 def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> int:
     """Train a candidate from what traffic brought, and publish it. It serves only once it is promoted.
 
-    Exit code 3 if there was nothing to learn from (too few prompts, or rewards that do not differ), 1 if the run was
-    stopped for its health or failed; nothing is then published.
+    Exit code 3 if there was nothing to learn from (too few prompts, or rewards that do not differ), or what it learned
+    from was erased meanwhile, 1 if the run was stopped for its health or failed; nothing is then published.
     """
     from deploy.checks import reward_of, training_problems
 
@@ -139,7 +139,9 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
             python_path=[str(Path.cwd())],
             lineage=lineage.of(settings),
         )
-        result = run_job(resolved.train, context)
+        if not resolved.evaluation.suite.is_file():
+            click.echo(f"there is no evaluation.suite {resolved.evaluation.suite}: no prompts are kept out of training")
+        result = run_job(settings.training(), context)
     hand_on(result.model_dump(mode="json"), json_out)
     return say_what_came_of(result)
 
@@ -174,6 +176,7 @@ def say_what_came_of(result: JobResult) -> int:
 @pass_settings
 def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
     """Compare policy CANDIDATE (the newest if not given) with the one that serves, and ask the gate."""
+    from deploy.checks import judging_problems
     from evaluation.gate import decide
     from evaluation.suites import Suite
     from evaluation.suites import evaluate as compare
@@ -181,6 +184,10 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     store = PolicyStore(settings.path(settings.serve.policies))
     candidate, incumbent = _which(store, candidate, incumbent)
     config = settings.resolved().evaluation
+    if problems := [
+        problem for version in (incumbent, candidate) for problem in judging_problems(settings, store.get(version))
+    ]:
+        raise ConfigError("\n".join(problems))
     suite = Suite.load(config.suite)
     with no_leftovers(), stop_on_signals():
         click.echo(f"policy {candidate} against policy {incumbent} on {len(suite.items)} items of {config.suite}")
@@ -248,6 +255,3 @@ def _which(store: PolicyStore, candidate: int | None, incumbent: int | None) -> 
     if candidate == incumbent:
         raise click.UsageError(f"policy {candidate} is the one that serves: name a CANDIDATE to compare with it")
     return candidate, incumbent
-
-
-COMMANDS = (score, train, evaluate, cycle)

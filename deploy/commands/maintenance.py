@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from deploy.config import Settings
 from deploy.processes import stop_on_signals
 
 if TYPE_CHECKING:
+    from deploy.lineage import Trained, TrainedModel
     from feedback.lake import Lake
     from feedback.maintenance import Compacted, Retained, Vacuumed
+    from serve.policies import PolicyStore
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 
@@ -66,17 +69,29 @@ def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
 @pass_settings
 def maintain(settings: Settings, json_out: Path | None) -> None:
     """Finish erasures, drop old dates, compact and vacuum: what the schedule runs."""
+    from deploy import lineage
     from feedback.maintenance import maintain as maintain_lake
+    from serve.policies import PolicyStore
+    from train.unfinished import forget_erased
 
-    lake = _lake(settings)
+    lake, resolved = _lake(settings), settings.resolved()
+    store, runs = PolicyStore(Path(resolved.serve.policies)), resolved.train.runs
+
+    def rewritten(erasure: str, since: Mapping[str, int]) -> None:
+        policies, models = lineage.that_lost(store, runs, lake, since)
+        _record(store, erasure, policies, models)
+        _tell_reached(policies, models)
+
     with stop_on_signals():
         lake.create()
-        done = maintain_lake(lake, Path(settings.resolved().feedback.journal.folder))
+        done = maintain_lake(lake, Path(resolved.feedback.journal.folder), rewritten)
+        forgotten = forget_erased(lake, runs, store)
     if any(done.erased.values()):
         click.echo(f"erased, behind an earlier erasure: {_counted(done.erased)}")
     _tell_retained(done.retained, dry_run=False)
     _tell_compacted(done.compacted)
     _tell_vacuumed(done.vacuumed, dry_run=False)
+    _tell_forgotten(forgotten)
     hand_on(asdict(done), json_out)
 
 
@@ -99,14 +114,16 @@ def erase(
     wait_s: float,
     json_out: Path | None,
 ) -> None:
-    """Remove rows from journal and lake for good, and list the policies that were trained on them.
+    """Remove rows from journal and lake for good, and list the policies, reward models and runs that have read them.
 
-    Older versions of the tables can't be read afterwards. The policies are not touched.
+    Older versions of the tables can't be read afterwards. Policies and reward models are not touched; their records say
+    that an erasure reaches them. A run at work will publish nothing; what a killed one has kept is removed.
     """
-    from deploy.lineage import policies_with
+    from deploy import lineage
     from feedback.erasure import Target, find
     from feedback.erasure import erase as erase_rows
-    from serve.policies import PolicyStore
+    from serve.policies import PolicyError, PolicyStore
+    from train.unfinished import forget_erased
 
     try:
         target = Target(user=user, tenant=tenant, response_id=response_id)
@@ -117,24 +134,50 @@ def erase(
     with stop_on_signals():
         found = find(lake, journal, target)
         # Looked up first: the versions that a policy was made from can't be read after the erasure.
-        policies = policies_with(PolicyStore(Path(resolved.serve.policies)), lake, found)
+        store, runs = PolicyStore(Path(resolved.serve.policies)), resolved.train.runs
+        known = lineage.all_names(store, runs)
+        policies = lineage.policies_with(store, lake, found)
+        models = lineage.models_with(runs, policies, lake, found)
+        reading = lineage.runs_with(runs, lake, found)
         click.echo(f"to be erased: {_counted(found.rows)}")
-        if policies:
-            rows = [[str(p.version), p.certainty, p.why] for p in policies]
-            click.echo(table(["policy", "trained on them", "because"], rows))
-        else:
-            click.echo("no policy was trained on them")
+        _list("policy", [(str(p.version), p.certainty, p.why) for p in policies])
+        _list("reward model", [(m.folder, m.certainty, m.why) for m in models])
+        _list("run", [(r.name, r.certainty, f"{r.why}; {_fate(settings, r.holder)}") for r in reading])
         if not yes:
             if not sys.stdin.isatty():
                 raise click.UsageError("nothing is erased without being asked: there is no terminal, so give --yes")
             click.confirm("Erase for good? Older versions of the lake can't be read afterwards", abort=True)
-        done = erase_rows(lake, journal, target, wait_s=wait_s, say=click.echo)
+        late_policies: list[Trained] = []
+        late_models: list[TrainedModel] = []
+
+        def registered(erasure: str) -> None:  # before the rows go: behind that nobody could find out for certain
+            try:
+                _record(store, erasure, policies, models)
+            except (OSError, PolicyError) as error:
+                click.echo(f"goes on record when the rows are gone: {error}")
+
+        def rewritten(erasure: str, since: Mapping[str, int]) -> None:
+            late = lineage.that_lost(store, runs, lake, since, besides=known, parents=policies)
+            late_policies.extend(late[0])
+            late_models.extend(late[1])
+            _record(store, erasure, [*policies, *late_policies], [*models, *late_models])
+
+        done = erase_rows(
+            lake, journal, target, wait_s=wait_s, say=click.echo, registered=registered, rewritten=rewritten
+        )
+        _tell_reached(late_policies, late_models)
+        _tell_forgotten(forget_erased(lake, runs, store))
     click.echo(f"erased: {_counted(done.rows)} in {done.seconds:.1f} s")
     if done.damaged:
         click.echo(f"removed {done.damaged} damaged journal segments that had been put aside")
     for path in done.left:
         click.echo(f"left until it is lake.orphan_hours old, as a writer may be about to commit it: {path}")
-    hand_on(asdict(done) | {"policies": [asdict(policy) for policy in policies]}, json_out)
+    reached: dict[str, Sequence[Any]] = {
+        "policies": [*policies, *late_policies],
+        "reward_models": [*models, *late_models],
+        "runs": reading,
+    }
+    hand_on(asdict(done) | {name: [asdict(one) for one in each] for name, each in reached.items()}, json_out)
 
 
 def _lake(settings: Settings) -> Lake:
@@ -142,6 +185,62 @@ def _lake(settings: Settings) -> Lake:
 
     config = settings.resolved().feedback.lake
     return Lake(config.uri, config)
+
+
+def _list(what: str, reached: list[tuple[str, str, str]]) -> None:
+    """What of a kind has read the rows, and how that is known."""
+    if reached:
+        click.echo(table([what, "trained on them", "because"], [list(row) for row in reached]))
+    else:
+        click.echo(f"no {what} was trained on them")
+
+
+def _fate(settings: Settings, holder: str | None) -> str:
+    if holder is None:
+        return "it was killed: what it has kept is removed"
+    refused = settings.train.erased_rows == "refuse"
+    return f"{holder} is at work on it: {'it will publish nothing' if refused else 'its policy will say so'}"
+
+
+def _record(store: PolicyStore, erasure: str, policies: Iterable[Trained], models: Iterable[TrainedModel]) -> None:
+    """Keep with policies and reward models that an erasure reaches them, once; one that was withdrawn needs nothing.
+
+    Raises PolicyError, when the others are on record, for those that could not be put there.
+    """
+    from serve.policies import PolicyError, PolicyNotFound, record_erasure
+
+    failed = []
+    for policy in policies:
+        try:
+            store.record_erasure(policy.version, certainty=policy.certainty, why=policy.why, erasure=erasure)
+        except PolicyNotFound:
+            continue
+        except (OSError, PolicyError) as error:
+            failed.append(f"policy {policy.version}: {error}")
+    for model in models:
+        try:
+            record_erasure(Path(model.folder), certainty=model.certainty, why=model.why, erasure=erasure)
+        except FileNotFoundError:
+            continue
+        except (OSError, PolicyError) as error:
+            failed.append(f"reward model {model.folder}: {error}")
+    if failed:
+        raise PolicyError(
+            f"that an erasure reaches them could not be put on record with {'; '.join(failed)}. Mend that; "
+            "`millrace lake maintain` puts it there"
+        )
+
+
+def _tell_reached(policies: Sequence[Trained], models: Sequence[TrainedModel]) -> None:
+    if policies:
+        _list("policy", [(str(policy.version), policy.certainty, policy.why) for policy in policies])
+    if models:
+        _list("reward model", [(model.folder, model.certainty, model.why) for model in models])
+
+
+def _tell_forgotten(runs: list[str]) -> None:
+    if runs:
+        click.echo(f"removed what killed runs had kept of rows that are gone: {', '.join(runs)}")
 
 
 def _tell_compacted(done: dict[str, Compacted]) -> None:

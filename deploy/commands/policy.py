@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import click
@@ -69,6 +70,14 @@ def policies(settings: Settings, as_json: bool) -> None:
         for policy in found
     ]
     click.echo(table(["serves", "version", "parent", "created (UTC)", "size", "gate"], rows))
+    for policy in found:
+        for erasure in policy.erasures:
+            click.echo(
+                f"policy {policy.version}: rows that it was trained on ({erasure['certainty']}) were erased at "
+                f"{erasure['at'][:19]}: {erasure['why']}"
+            )
+        if lost := policy.lineage.get("erased_rows"):
+            click.echo(f"policy {policy.version}: rows were erased while it was trained: {lost}")
     if pointer:
         click.echo(f"\npolicy {pointer.version} serves since {pointer.at} ({pointer.who}: {pointer.why})")
 
@@ -81,8 +90,7 @@ def policies(settings: Settings, as_json: bool) -> None:
 @pass_settings
 def promote(settings: Settings, version: int, why: str | None, override: bool, wait: bool) -> None:
     """Make policy VERSION the one that serves, and wait until the running server, or fleet, has followed."""
-    if override and not why:
-        raise click.UsageError("--override needs --why: it goes on record")
+    _require_reason(override, why)
     store = PolicyStore(settings.path(settings.serve.policies))
     pointer = rollout.promote(store, version, who=rollout.person(), why=why or "promoted by hand", override=override)
     _follow(settings, store, pointer, wait=wait)
@@ -90,24 +98,31 @@ def promote(settings: Settings, version: int, why: str | None, override: bool, w
 
 @click.command()
 @click.option("--to", type=int, metavar="VERSION", help="Go back to this policy instead of the one before.")
-@click.option("--why", default="rolled back by hand", show_default=True, help="For the record.")
+@click.option("--why", help="For the record.")
+@click.option("--override", is_flag=True, help="Go back to a policy that has not served, too; needs --why.")
 @wait
 @pass_settings
-def rollback(settings: Settings, to: int | None, why: str, wait: bool) -> None:
-    """Go back to the policy that served before, and wait until the running server, or fleet, has followed."""
+def rollback(settings: Settings, to: int | None, why: str | None, override: bool, wait: bool) -> None:
+    """Go back to a policy that has served, and wait until the running server, or fleet, has followed."""
+    _require_reason(override, why)
     store = PolicyStore(settings.path(settings.serve.policies))
-    _follow(settings, store, rollout.rollback(store, who=rollout.person(), why=why, to=to), wait=wait)
+    pointer = rollout.rollback(store, who=rollout.person(), why=why or "rolled back by hand", to=to, override=override)
+    _follow(settings, store, pointer, wait=wait)
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @pass_settings
 def history(settings: Settings, as_json: bool) -> None:
-    """List which policy served when, who made it so, why, and by which verdict; the newest last."""
+    """List which policy was to serve when and whether it did, who made it so, why, by which verdict; newest last."""
     store = PolicyStore(settings.path(settings.serve.policies))
     pointers = store.history()
+    outcomes: dict[int, bool] = {}
+    for outcome in store.outcomes():  # of several servers, one that refuses a policy is enough
+        outcomes[outcome.generation] = outcomes.get(outcome.generation, True) and outcome.served
     if as_json:
-        click.echo(json.dumps([asdict(pointer) for pointer in pointers], indent=2))
+        moves = [asdict(pointer) | {"served": outcomes.get(pointer.generation)} for pointer in pointers]
+        click.echo(json.dumps(moves, indent=2))
         return
     if not pointers:
         click.echo(f"nothing has served in {store.root}: run `millrace init --model NAME_OR_FOLDER`")
@@ -117,21 +132,30 @@ def history(settings: Settings, as_json: bool) -> None:
             pointer.at[:19].replace("T", " "),
             str(pointer.version),
             "-" if pointer.previous is None else str(pointer.previous),
+            _SERVED[outcomes.get(pointer.generation)],
             pointer.who,
             _verdict(pointer),
             pointer.why,
         ]
         for pointer in pointers
     ]
-    click.echo(table(["at (UTC)", "policy", "before", "who", "gate", "why"], rows))
+    click.echo(table(["at (UTC)", "policy", "before", "served", "who", "gate", "why"], rows))
+
+
+_SERVED = {True: "yes", False: "refused", None: "-"}
+
+
+def _require_reason(override: bool, why: str | None) -> None:
+    if override and not (why and why.strip()):
+        raise click.UsageError("--override needs --why: it goes on record")
 
 
 def _verdict(pointer: Pointer) -> str:
     verdict = pointer.verdict or {}
-    if "rollback_from" in verdict:
-        return f"back from {verdict['rollback_from']}"
-    said = f"{verdict['verdict']} against {verdict.get('incumbent')}" if "verdict" in verdict else "-"
-    return f"overridden ({verdict.get('objection')})" if verdict.get("override") else said
+    back = f"back from {verdict['rollback_from']}" if "rollback_from" in verdict else None
+    if verdict.get("override"):
+        return f"{f'{back}, ' if back else ''}overridden ({verdict.get('objection')})"
+    return back or (f"{verdict['verdict']} against {verdict.get('incumbent')}" if "verdict" in verdict else "-")
 
 
 def _follow(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: bool) -> None:
@@ -146,7 +170,7 @@ def _follow(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: b
             "serve that when it starts"
         )
     try:
-        wait_until_served(settings, store, pointer)
+        wait_until_served(settings, store, pointer, say=partial(click.echo, err=True))
     except NotServed as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"policy {pointer.version} serves{before}")
@@ -171,7 +195,5 @@ def _as_json(policy: Policy, pointer: Pointer | None) -> dict[str, object]:
         "lineage": policy.lineage,
         "metrics": policy.metrics,
         "gate": policy.gate,
+        "erasures": policy.erasures,
     }
-
-
-COMMANDS = (init, policies, promote, rollback, history)

@@ -86,6 +86,3 @@ def _with_replicas(settings: Settings, replicas: int | None) -> Settings:
     except ValidationError as error:
         raise ConfigError(f"--replicas {replicas}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
     return settings.model_copy(update={"serve": settings.serve.model_copy(update={"fleet": fleet})})
-
-
-COMMANDS = (up, serve, schedule)

@@ -8,17 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    PlainSerializer,
-    SecretStr,
-    SerializationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from feedback.section import Finite, FunctionName, MemorySize, Section
+from feedback.section import Address, Finite, FunctionName, MemorySize, Secret, Section
 
 RESERVED_NAMES: Final = ("human", "model", "judge")
 """Components that are no rule."""
@@ -28,7 +20,6 @@ PLACEHOLDER: Final = re.compile(r"\{(prompt|response|metadata\.[^{}\s]+)\}")
 
 _WORD_IN_BRACES: Final = re.compile(r"\{[A-Za-z_][\w.\-]*\}")
 _RULE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_MASK: Final = str(SecretStr("any"))
 
 _PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
     "exact_match": ("reference",),
@@ -51,21 +42,8 @@ def _rule_name(name: str) -> str:
     return name
 
 
-def _no_mask(secret: SecretStr) -> SecretStr:
-    if secret.get_secret_value() == _MASK:
-        raise ValueError("this is the mask that --print-config shows in place of a secret: put the secret itself")
-    return secret
-
-
-def _shown(secret: SecretStr, info: SerializationInfo) -> str:
-    return secret.get_secret_value() if (info.context or {}).get("secrets") else str(secret)
-
-
 RuleName = Annotated[str, AfterValidator(_rule_name)]
 """The name of a rule, which is that of its component."""
-
-Secret = Annotated[SecretStr, AfterValidator(_no_mask), PlainSerializer(_shown, return_type=str)]
-"""Masked wherever it is shown. ``model_dump(context={"secrets": True})`` writes it in clear."""
 
 Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
@@ -189,7 +167,7 @@ class ModelConfig(Section):
 class JudgeConfig(Section):
     """The reward component `judge`: what another language model says of a response, asked by HTTP."""
 
-    url: str = Field(description="Address of an OpenAI-compatible API, such as http://127.0.0.1:8001/v1.")
+    url: Address = Field(description="Address of an OpenAI-compatible API, such as http://127.0.0.1:8001/v1.")
     model: str = Field(min_length=1, description="Name of the model there.")
     rubric: str = Field(
         min_length=1,

@@ -16,6 +16,7 @@ import asyncio
 import email.utils
 import hashlib
 import json
+import math
 import random
 import re
 import time
@@ -38,7 +39,8 @@ _MAY_PASS: Final = (408, 409, 425, 429)
 _ABOUT_THE_QUESTION: Final = (400, 413, 422)
 _MOST_BYTES: Final = 4 << 20
 _MOST_QUOTED: Final = 200
-_NUMBER: Final = r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?"
+# Begun at the first of its digits only and never given back, so that a search takes time in proportion to the text.
+_NUMBER: Final = r"(?:[-+]|(?<!\d))\d++(?:\.\d++)?(?:[eE][-+]?\d++)?"
 
 
 class NoVerdictError(Exception):
@@ -111,12 +113,15 @@ class Judge:
         if self.config.api_key is not None:
             headers["Authorization"] = f"Bearer {self.config.api_key.get_secret_value()}"
         limits = httpx.Limits(max_connections=self.config.concurrency)
-        async with (
-            httpx.AsyncClient(headers=headers, timeout=None, limits=limits) as client,
-            asyncio.TaskGroup() as group,
-        ):
-            for _ in range(min(self.config.concurrency, len(questions) - len(answers))):
-                group.create_task(work(client))
+        try:
+            async with (
+                httpx.AsyncClient(headers=headers, timeout=None, limits=limits) as client,
+                asyncio.TaskGroup() as group,
+            ):
+                for _ in range(min(self.config.concurrency, len(questions) - len(answers))):
+                    group.create_task(work(client))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         return answers
 
     async def _ask(self, client: httpx.AsyncClient, text: str) -> float:
@@ -219,7 +224,7 @@ class Judge:
         try:
             choice = json.loads(body)["choices"][0]
             content = choice["message"]["content"]
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise _FailedError(f"an answer that is no chat completion{_said(body)}") from None
         if not isinstance(content, str):
             raise NoVerdictError(f"the judge answered no text (finish_reason {choice.get('finish_reason')})")
@@ -268,11 +273,14 @@ def parse_score(content: str, high: float) -> float | None:
     for text in reversed(re.findall(r"\{[^{}]*\}", content)):
         try:
             score = json.loads(text).get("score")
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(score, int | float) and not isinstance(score, bool):
-            return float(score)
-    content = re.sub(rf"({_NUMBER})\s*(?:/|out of)\s*{high:g}(?![\d.]*\d)", r"\1", content)
+            try:
+                return float(score)
+            except OverflowError:
+                return math.inf if score > 0 else -math.inf
+    content = re.sub(rf"({_NUMBER})\s*+(?:/|out of)\s*{high:g}(?![\d.]*\d)", r"\1", content)
     named = re.findall(rf"score\W{{0,10}}(?:is|of|:|=)?\W{{0,10}}({_NUMBER})", content, re.IGNORECASE)
     found = named[-1:] or re.findall(_NUMBER, content)
     return float(found[0]) if len(found) == 1 else None
@@ -283,8 +291,11 @@ def _prompt(row: Mapping[str, Any]) -> str:
         return str(row["prompt"])
     if row["messages"] is None:
         raise NoVerdictError("the prompt has no text, which the rubric asks for")
-    messages = json.loads(row["messages"])
-    return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in messages)
+    try:
+        messages = json.loads(row["messages"])
+        return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in messages)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise NoVerdictError(f"the messages can't be read: {type(error).__name__}: {error}") from error
 
 
 def _retry_after(headers: httpx.Headers) -> float:
@@ -294,7 +305,7 @@ def _retry_after(headers: httpx.Headers) -> float:
         return float(text)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, IndexError, OverflowError, OSError):
         return 0.0
 
 
@@ -305,7 +316,7 @@ def _said(body: bytes) -> str:
         said = json.loads(text)
         error = said.get("error", said)
         text = error if isinstance(error, str) else str(error.get("message", text))
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         pass
     text = " ".join(text.split())[:_MOST_QUOTED]
     return f": {text}" if text else ""

@@ -21,6 +21,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from feedback.config import ModelConfig
+from feedback.files import ERASURES
 from feedback.rewards.rules import Reasons, Values
 
 log = logging.getLogger(__name__)
@@ -212,9 +213,10 @@ def token_batches(lengths: dict[int, int], config: ModelConfig) -> Iterator[list
 
 
 def files_digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of a model's files."""
+    """SHA-256 over the names and contents of a model's files; of nothing that is put on record about it later."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in _FILES)):
+    named = (path for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in _FILES))
+    for path in sorted(path for path in named if path.name != ERASURES):
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
         digest.update(f"{path.name} {content}\n".encode())

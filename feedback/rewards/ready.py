@@ -14,7 +14,9 @@
     1 if the pattern (RE2's syntax) is found anywhere in the response, else 0.
 ``json_schema``
     1 if the response is a JSON text that meets the schema, else 0. White space around it is ignored, NaN and Infinity
-    are no JSON. References are resolved within the schema; nothing is fetched.
+    are no JSON. References are resolved within the schema; nothing is fetched. Patterns are in RE2's syntax, which
+    takes time in proportion to the text, whatever the text is. Missing where JSON is nested too deeply, or a number too
+    large, to be held against the schema.
 ``length_penalty``
     1 for responses of up to ``target_tokens`` tokens, 0 from ``max_tokens`` on, in between falling in a straight line
     (the shape of DAPO's soft punishment of overlong responses, arXiv 2503.14476, eq. 13, one higher).
@@ -25,9 +27,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from feedback.config import RuleConfig
 from feedback.views import quoted
@@ -69,21 +73,89 @@ class JsonSchema:
     """The rule ``json_schema``, as a function over an Arrow table."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
-        from jsonschema.validators import validator_for
+        """Raises ValueError for a pattern that RE2 can't run."""
+        from jsonschema.validators import extend, validator_for
         from referencing.jsonschema import EMPTY_REGISTRY
 
         self.schema = schema
-        self._validator = validator_for(schema)(schema, registry=EMPTY_REGISTRY)
+        for pattern in _patterns(schema):
+            try:
+                _matches(pattern, "")
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"the schema's pattern {pattern!r}: {error}") from error
+        keywords = {
+            "pattern": _pattern,
+            "patternProperties": _pattern_properties,
+            "additionalProperties": _additional_properties,
+        }
+        self._validator = extend(validator_for(schema), keywords)(schema, registry=EMPTY_REGISTRY)
 
     def __call__(self, batch: pa.Table) -> list[float | None]:
-        return [float(self._holds(text)) for text in batch["response"].to_pylist()]
+        return [self._holds(text) for text in batch["response"].to_pylist()]
 
-    def _holds(self, text: str) -> bool:
+    def _holds(self, text: str) -> float | None:
         try:
             value = json.loads(text, parse_constant=_refuse)
         except (ValueError, RecursionError):
-            return False
-        return bool(self._validator.is_valid(value))
+            return 0.0
+        try:
+            return float(self._validator.is_valid(value))
+        except (RecursionError, OverflowError):  # nested too deeply, or a number too large, to be held against it
+            return None
+
+
+def _matches(pattern: str, text: str) -> bool:
+    text = text.encode(errors="replace").decode()  # JSON can say half a character
+    return bool(pc.match_substring_regex(pa.scalar(text), pattern).as_py())
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """All that stands where a pattern does. Raises ValueError for what jsonschema would search with Python's ``re``."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from _patterns(part)
+    elif isinstance(schema, dict):
+        if isinstance(schema.get("pattern"), str):
+            yield schema["pattern"]
+        if isinstance(schema.get("patternProperties"), dict):
+            if "unevaluatedProperties" in schema:
+                raise ValueError("unevaluatedProperties beside patternProperties can't be used: write the names out")
+            yield from schema["patternProperties"]
+        for part in schema.values():
+            yield from _patterns(part)
+
+
+# jsonschema's own search with Python's re: on some texts, which a user may bring about, it would take for ever.
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, _: Any) -> Iterator[Any]:
+    from jsonschema.exceptions import ValidationError
+
+    if validator.is_type(instance, "string") and not _matches(pattern, instance):
+        yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _pattern_properties(validator: Any, patterns: dict[str, Any], instance: Any, _: Any) -> Iterator[Any]:
+    if validator.is_type(instance, "object"):
+        for pattern, schema in patterns.items():
+            for name, value in instance.items():
+                if _matches(pattern, name):
+                    yield from validator.descend(value, schema, path=name, schema_path=pattern)
+
+
+def _additional_properties(validator: Any, allowed: Any, instance: Any, schema: dict[str, Any]) -> Iterator[Any]:
+    from jsonschema.exceptions import ValidationError
+
+    if not validator.is_type(instance, "object"):
+        return
+    known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    for name in instance:
+        if name in known or any(_matches(pattern, name) for pattern in patterns):
+            continue
+        if validator.is_type(allowed, "object"):
+            yield from validator.descend(instance[name], allowed, path=name)
+        elif not allowed:
+            yield ValidationError(f"{name!r} is not allowed")
 
 
 def _refuse(constant: str) -> None:

@@ -25,6 +25,7 @@ import pyarrow as pa
 from feedback.config import RuleConfig
 from feedback.rewards import ready
 from feedback.schema import INTERACTIONS
+from feedback.signals import StopSignal
 
 COLUMNS: Final = ("prompt", "messages", "response", "response_token_ids", "metadata")
 """What a rule sees of a response."""
@@ -78,10 +79,11 @@ class FunctionRule(Rule):
 
     def __call__(self, batch: pa.Table) -> Values:
         try:
-            values = self.function(batch)
-        except (Exception, SystemExit) as error:
+            return self._checked(self.function(batch), batch.num_rows)
+        except (RuleError, StopSignal):
+            raise
+        except (Exception, SystemExit) as error:  # the values may be a generator, or numbers of its own kind
             raise RuleError(f"rule {self.name} failed: {type(error).__name__}: {error}") from error
-        return self._checked(values, batch.num_rows)
 
     def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
         """If the batch fails, each row by itself; what is not one value a row is no reward for any of them."""
@@ -206,7 +208,10 @@ def configured(name: str, config: RuleConfig) -> Rule:
         return _checked_sql(name, config.sql, f"'{_NO_NUMBER}'")
     if config.ready == "json_schema":
         content = json.dumps(config.json_schema, sort_keys=True)
-        return FunctionRule(name, ready.JsonSchema(config.json_schema or {}), _sha256(f"json_schema {content}"))
+        try:
+            return FunctionRule(name, ready.JsonSchema(config.json_schema or {}), _sha256(f"json_schema {content}"))
+        except ValueError as error:
+            raise RuleError(f"rule {name}: {error}") from error
     return _checked_sql(name, *ready.sql(config))
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from feedback.events import kinds_schema
 from serve.api import feedback, generate
 from serve.api.http import OPENAI, ProblemOut, problems
 from serve.auth import scope_of
+from serve.capture import RESERVED
+
+if TYPE_CHECKING:
+    from serve.app import Server
 
 _BODIES: Final[tuple[type[BaseModel], ...]] = (generate.GenerateIn, feedback.FeedbackIn, feedback.FeedbackBatchIn)
 _SCHEMAS: Final = "#/components/schemas/"
@@ -54,12 +59,18 @@ _WWW_AUTHENTICATE: Final = {
     "description": "What kind of key is needed, and why this is none.",
     "schema": {"type": "string"},
 }
+_ITEMS: Final = {
+    "anyOf": [{"$ref": f"{_SCHEMAS}FeedbackIn"}, {"description": "Whatever else it is: its result has the status 422."}]
+}
 _ERROR_OUT: Final = f"{_SCHEMAS}ErrorOut"
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """The description of ``app``, made once."""
-    if app.openapi_schema is None:
+    """The description of ``app``; made anew when the engine runs, whose policy sets bounds, and with a first key."""
+    server: Server = app.state.server
+    depends_on = (server.engine.healthy, server.keyring.on)
+    if app.openapi_schema is None or app.state.described != depends_on:
+        app.state.described = depends_on
         schema = get_openapi(
             title=app.title,
             version=app.version,
@@ -74,24 +85,48 @@ def openapi(app: FastAPI) -> dict[str, Any]:
             for name, definition in definitions.pop("$defs", {}).items():
                 schemas.setdefault(name, definition)
             schemas.setdefault(model.__name__, definitions)
+        _bound_generate(schemas["GenerateIn"]["properties"], server)
+        schemas["FeedbackIn"]["oneOf"] = kinds_schema(server.kinds)
+        schemas["FeedbackBatchIn"]["properties"]["feedback"]["items"] = _ITEMS
         components |= {"securitySchemes": _SECURITY, "parameters": _PARAMETERS, "headers": _HEADERS}
         for path, operations in schema["paths"].items():
             for operation in operations.values():
-                _complete(path, operation)
+                _complete(path, operation, needs_key=server.keyring.on)
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's; ours are problems
             schemas.pop(name, None)
         app.openapi_schema = schema
     return app.openapi_schema
 
 
-def _complete(path: str, operation: dict[str, Any]) -> None:
+def _bound_generate(properties: dict[str, Any], server: Server) -> None:
+    """What the settings and the policy's tokenizer bound."""
+    limits = server.config.limits
+    properties["n"]["maximum"] = limits.n
+    _value(properties["max_tokens"])["maximum"] = limits.max_tokens
+    properties["metadata"]["maxProperties"] = limits.metadata_entries
+    properties["metadata"]["propertyNames"]["pattern"] = f"^(?!{RESERVED})"
+    token: dict[str, Any] = {"type": "integer", "minimum": 0}
+    if server.engine.healthy:
+        token["maximum"] = server.engine.vocabulary - 1
+        _value(properties["prompt_token_ids"])["maxItems"] = server.engine.max_model_len - 1
+        _value(properties["prompt"])["minLength"] = server.engine.text.least_characters
+    properties["stop_token_ids"]["items"] = _value(properties["prompt_token_ids"])["items"] = token
+
+
+def _value(schema: dict[str, Any]) -> dict[str, Any]:
+    """Of a field that may be null, what else it may be."""
+    return next(part for part in schema["anyOf"] if part != {"type": "null"})
+
+
+def _complete(path: str, operation: dict[str, Any], *, needs_key: bool) -> None:
     """Add to one operation what all have."""
     responses = operation["responses"]
     if "HTTPValidationError" in str(responses.get("422")):
         del responses["422"]
     scope = scope_of(path)
+    responses.setdefault("421", {"description": problems(421)[421]["description"]})  # where no key is needed
     if scope is not None:
-        operation["security"] = [{name: []} for name in _SECURITY]
+        operation["security"] = [{name: []} for name in _SECURITY] + ([] if needs_key else [{}])
         operation["description"] = f"{operation.get('description', '')}\n\nNeeds a key with the scope `{scope}`."
         for status, description in problems(401, 403, *(() if scope == "admin" else (429,))).items():
             responses.setdefault(str(status), {"description": description["description"]})

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from feedback import events
 from feedback.config import Identifier
 from feedback.events import FeedbackError, Kind
+from serve.api.bounds import aside, check, parse_body
 from serve.api.http import FieldError, Problem, body_of, field_problem, invalid, json_response, parse, problems
 
 if TYPE_CHECKING:
@@ -36,18 +37,21 @@ def _as_recorded(given: Any) -> Any:
     return f"{found[1]}:{choice}" if choice else found[1]
 
 
-_ResponseId = Annotated[Identifier, BeforeValidator(_as_recorded, json_schema_input_type=str)]
+_ResponseId = Annotated[Identifier, BeforeValidator(_as_recorded, json_schema_input_type=Identifier)]
 
 
 class FeedbackIn(events.FeedbackIn):
     """What somebody, or something, says of a response: the body of ``POST /feedback``."""
 
     response_id: _ResponseId = Field(
+        examples=["01982f6e-7a31-7c55-8b40-0d1f5c2a9e61"],
         description="The response that this is about, as /generate returned it; of an answer of OpenAI's API its id "
-        "(chatcmpl-U, cmpl-U), and for choice i of several chatcmpl-U:i, cmpl-U:i."
+        "(chatcmpl-U, cmpl-U), and for choice i of several chatcmpl-U:i, cmpl-U:i.",
     )
     rejected_response_id: _ResponseId | None = Field(
-        default=None, description="The response that a preference rejects; as response_id."
+        default=None,
+        examples=["01982f6e-7a31-7c55-8b40-0d1f5c2a9e62:1"],
+        description="The response that a preference rejects; as response_id, and another one.",
     )
 
 
@@ -64,7 +68,7 @@ class FeedbackBatchIn(BaseModel):
 
     feedback: Annotated[
         list[Any],
-        WithJsonSchema({"type": "array", "maxItems": _MOST_ITEMS, "items": FeedbackIn.model_json_schema()}),
+        WithJsonSchema({"type": "array", "maxItems": _MOST_ITEMS, "items": {}}),
     ] = Field(description=f"Up to {_MOST_ITEMS} bodies of ``POST /feedback``.")
 
 
@@ -99,7 +103,7 @@ async def feedback(request: Request) -> Response:
     server: Server = request.app.state.server
     _refuse_if_draining(server)
     try:
-        body = parse(await server.bodies.read(request.receive), FeedbackIn)
+        body = await parse_body(await server.bodies.read(request.receive), FeedbackIn)
     except Problem:
         server.metrics.feedback.labels(kind="unknown", verdict="invalid").inc()
         raise
@@ -123,16 +127,32 @@ async def feedback_batch(request: Request) -> Response:
     """
     server: Server = request.app.state.server
     _refuse_if_draining(server)
-    items = parse(await server.bodies.read(request.receive), FeedbackBatchIn).feedback
-    if len(items) > _MOST_ITEMS:
-        raise field_problem(422, "feedback", f"{len(items)} items are more than the {_MOST_ITEMS} that are allowed")
+    content = await server.bodies.read(request.receive)
+    items = await aside(True, _items, content)  # a thousand small ones take their time too
     server.metrics.feedback_batch.observe(len(items))
     tenant = request.scope["principal"].tenant
     results: list[asyncio.Task[dict[str, Any]]] = []
     for start in range(0, len(items), _ITEMS_A_TURN):
-        results += [asyncio.create_task(_result(server, tenant, item)) for item in items[start : start + _ITEMS_A_TURN]]
+        turn = items[start : start + _ITEMS_A_TURN]
+        results += [asyncio.create_task(_result(server, tenant, item, understood)) for item, understood in turn]
         await asyncio.sleep(0)
     return json_response({"results": await asyncio.gather(*results)})
+
+
+def _items(content: bytes) -> list[tuple[Any, FeedbackIn | Problem]]:
+    """Each item as it came, and as what it is, or why it is none. Raises Problem 422 where the whole is wrong."""
+    check(content, 422)
+    items = parse(content, FeedbackBatchIn).feedback
+    if len(items) > _MOST_ITEMS:
+        raise field_problem(422, "feedback", f"{len(items)} items are more than the {_MOST_ITEMS} that are allowed")
+    return [(item, _validated(item)) for item in items]
+
+
+def _validated(item: Any) -> FeedbackIn | Problem:
+    try:
+        return FeedbackIn.model_validate(item)
+    except ValidationError as error:
+        return invalid(error)
 
 
 def _refuse_if_draining(server: Server) -> None:
@@ -158,26 +178,21 @@ async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, s
     return 201 if verdict == "new" else 200, row["feedback_id"]
 
 
-async def _result(server: Server, tenant: str, item: Any) -> dict[str, Any]:
+async def _result(server: Server, tenant: str, item: Any, understood: FeedbackIn | Problem) -> dict[str, Any]:
     """What came of one item of a batch, whatever that is."""
     try:
-        status, feedback_id = await _record(server, tenant, _parsed(server, item))
+        if isinstance(understood, Problem):
+            kind = item.get("kind") if isinstance(item, dict) else None
+            known = isinstance(kind, str) and kind in _KINDS
+            server.metrics.feedback.labels(kind=kind if known else "unknown", verdict="invalid").inc()
+            raise understood
+        status, feedback_id = await _record(server, tenant, understood)
     except Problem as problem:
         return _failed(item, problem)
     except Exception as error:
         log.error("an item of a feedback batch failed", exc_info=error)
         return _failed(item, Problem(500, f"{type(error).__name__}; the server's log has the details"))
     return {"status": status, "feedback_id": feedback_id}
-
-
-def _parsed(server: Server, item: Any) -> FeedbackIn:
-    try:
-        return FeedbackIn.model_validate(item)
-    except ValidationError as error:
-        kind = item.get("kind") if isinstance(item, dict) else None
-        known = isinstance(kind, str) and kind in _KINDS
-        server.metrics.feedback.labels(kind=kind if known else "unknown", verdict="invalid").inc()
-        raise invalid(error) from None
 
 
 def _failed(item: Any, problem: Problem) -> dict[str, Any]:

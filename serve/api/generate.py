@@ -6,14 +6,23 @@ import asyncio
 import json
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
 from fastapi import APIRouter, Request, Response
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 from serve import capture
-from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, body_of, field_problem, json_response, parse, problems
+from serve.api import bounds
+from serve.api.http import (
+    CLIENT_CLOSED_REQUEST,
+    Problem,
+    body_of,
+    event_stream,
+    field_problem,
+    json_response,
+    problems,
+)
 from serve.api.streaming import Events
 from serve.engine import EngineError, EngineRefused, Generation, Sampling
 
@@ -22,10 +31,12 @@ if TYPE_CHECKING:
 
     from serve.app import Server
     from serve.auth import Principal
+    from serve.text import Text
 
 router = APIRouter()
 
 _PATIENCE_S = 0.1  # before a request is watched
+_MANY_MESSAGES, _MANY_CHARACTERS = 32, 8192  # past these, a chat is rendered beside the event loop
 
 _RESPONSE_COLUMNS = (
     ("response_id", "response_id"),
@@ -33,11 +44,38 @@ _RESPONSE_COLUMNS = (
     ("finish_reason", "finish_reason"),
     ("policy_spans", "policy_spans"),
 )
-_MAX_SEED = 2**63 - 1 - 4096  # vLLM counts up from it for n > 1
-
+MIN_SEED: Final = -1  # none, as vLLM has it; of n > 1 that start below, one would come upon it
+MAX_SEED: Final = 2**63 - 1 - 4096  # vLLM counts up from it for n > 1
+LEAST_TEMPERATURE: Final = 0.01  # vLLM takes what lies below for this
+SEVERAL_GREEDY: Final = "greedy responses (temperature 0) would all be the same; ask for 1"
 
 _LABEL_CHARACTERS = 200
 Label = Annotated[str, StringConstraints(min_length=1, max_length=_LABEL_CHARACTERS)]
+
+
+def _greedy_or_warm(temperature: float) -> float:
+    if 0 < temperature < LEAST_TEMPERATURE:
+        raise ValueError(f"it is 0 (greedy) or at least {LEAST_TEMPERATURE}, not {temperature:g}")
+    return temperature
+
+
+def _texts(given: Any) -> Any:
+    return [given] if isinstance(given, str) else given
+
+
+def _whole_number(given: Any) -> Any:
+    """JSON knows no integers: 1.0 is one."""
+    return int(given) if isinstance(given, float) and given.is_integer() else given
+
+
+def _whole_numbers(given: Any) -> Any:
+    return [_whole_number(item) for item in given] if isinstance(given, list) else given
+
+
+_Whole = BeforeValidator(_whole_number)
+_Integers = BeforeValidator(_whole_numbers)
+_Text = Annotated[str, StringConstraints(min_length=1)]
+_Texts = Annotated[list[_Text], Field(max_length=bounds.STOPS, fail_fast=True)]
 
 
 class Message(BaseModel):
@@ -51,31 +89,61 @@ class Message(BaseModel):
     content: str = Field(description="What it says.")
 
 
-class GenerateIn(BaseModel):
-    """The body of ``POST /generate``; exactly one of prompt, messages and prompt_token_ids."""
+_FORMS: Final = (("prompt", "string"), ("messages", "array"), ("prompt_token_ids", "array"))
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+# What holds between fields, for the OpenAPI page.
+_RELATIONS: Final[dict[str, Any]] = {
+    "oneOf": [
+        {"required": [one], "properties": {name: {"type": form if name == one else "null"} for name, form in _FORMS}}
+        for one, _ in _FORMS
+    ],
+    "anyOf": [{"properties": {"n": {"maximum": 1}}}, {"properties": {"temperature": {"exclusiveMinimum": 0}}}],
+}
+
+
+class GenerateIn(BaseModel):
+    """The body of ``POST /generate``; exactly one of prompt, messages and prompt_token_ids, and no n if greedy."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, json_schema_extra=_RELATIONS)
 
     prompt: str | None = Field(None, description="Text to go on from.")
-    messages: list[Message] | None = Field(None, min_length=1, description="Chat, put into the policy's own template.")
-    prompt_token_ids: list[int] | None = Field(None, min_length=1, description="The prompt as token ids.")
-    n: int = Field(1, ge=1, description="Number of responses.")
-    max_tokens: int | None = Field(None, ge=1, description="Most tokens of a response; the server has a default.")
-    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False, description="0 is greedy; else 0.01 or more.")
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(
+        None, min_length=1, max_length=bounds.MESSAGES, description="Chat, put into the policy's own template."
+    )
+    prompt_token_ids: (
+        Annotated[list[int], Field(min_length=1, max_length=bounds.TOKEN_IDS, fail_fast=True), _Integers] | None
+    ) = Field(None, description="The prompt as token ids.")
+    n: Annotated[int, Field(ge=1), _Whole] = Field(1, description="Number of responses.")
+    max_tokens: Annotated[int, Field(ge=1), _Whole] | None = Field(
+        None, description="Most tokens of a response; the server has a default."
+    )
+    temperature: Annotated[float, AfterValidator(_greedy_or_warm)] = Field(
+        1.0,
+        ge=0,
+        le=2,
+        allow_inf_nan=False,
+        json_schema_extra={"anyOf": [{"const": 0}, {"minimum": LEAST_TEMPERATURE}]},
+        description="0 is greedy; else 0.01 or more.",
+    )
     top_p: float = Field(
         1.0, gt=0, le=1, allow_inf_nan=False, description="Sample from the likeliest tokens that make up this much."
     )
-    top_k: int = Field(0, ge=0, le=2**31 - 1, description="Sample from this many of the likeliest tokens; 0: all.")
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1), _Whole] = Field(
+        0, description="Sample from this many of the likeliest tokens; 0: all."
+    )
     min_p: float = Field(
         0.0, ge=0, le=1, allow_inf_nan=False, description="Leave out tokens less likely than this times the likeliest."
     )
-    stop: str | list[str] | None = Field(None, description="End a response before any of these texts.")
-    stop_token_ids: list[int] = Field(
+    stop: Annotated[_Texts, BeforeValidator(_texts, json_schema_input_type=_Text | _Texts)] | None = Field(
+        None, description=f"End a response before any of these texts, {bounds.STOPS} at most."
+    )
+    stop_token_ids: Annotated[list[int], Field(max_length=16, fail_fast=True), _Integers] = Field(
         default_factory=list,
-        max_length=16,
         description="End a response with any of these tokens; the token is the response's last, and not in its text.",
     )
-    seed: int | None = Field(None, ge=0, le=_MAX_SEED, description="Makes the sampling repeatable.")
+    seed: Annotated[int, Field(ge=MIN_SEED, le=MAX_SEED), _Whole] | None = Field(
+        None, description="Makes the sampling repeatable; -1 is as none."
+    )
     logprobs: bool = Field(
         False, description="Return the log probability of each response token as it was sampled, in nats."
     )
@@ -90,7 +158,9 @@ class GenerateIn(BaseModel):
     )
     user: Label | None = Field(None, description="Your name for the person.")
     metadata: dict[Label, Annotated[str, StringConstraints(max_length=10_000)]] = Field(
-        default_factory=dict, description="Texts that are kept with the responses and given to reward functions."
+        default_factory=dict,
+        json_schema_extra={"maxProperties": bounds.ENTRIES},
+        description="Texts that are kept with the responses and given to reward functions.",
     )
 
     @model_validator(mode="after")
@@ -100,18 +170,7 @@ class GenerateIn(BaseModel):
             raise ValueError(
                 f"give exactly one of prompt, messages and prompt_token_ids, not {' and '.join(given) or 'none'}"
             )
-        if 0 < self.temperature < 0.01:
-            raise ValueError(f"temperature is 0 (greedy) or at least 0.01, not {self.temperature:g}")
-        if isinstance(self.stop, list) and len(self.stop) > 16:
-            raise ValueError(f"stop has {len(self.stop)} texts, 16 are allowed")
-        if any(not text for text in self.stops):
-            raise ValueError("stop has an empty text")
         return self
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop texts as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class PolicySpan(BaseModel):
@@ -159,7 +218,10 @@ class GenerateOut(BaseModel):
 
 @router.post(
     "/generate",
-    responses={200: {"model": GenerateOut}, **problems(400, 408, 413, 422, 503, 504)},
+    responses={
+        200: {"model": GenerateOut, "content": event_stream("delta", "done", "error")},
+        **problems(400, 408, 413, 422, 503, 504),
+    },
     openapi_extra=body_of(GenerateIn),
 )
 async def generate(request: Request) -> Response:
@@ -169,7 +231,7 @@ async def generate(request: Request) -> Response:
     content = await server.bodies.read(request.receive)
     with ExitStack() as admitted:
         admitted.enter_context(server.admitted())
-        body = parse(content, GenerateIn)
+        body = await bounds.parse_body(content, GenerateIn)
         session_id = body.session_id or session_of(request)
         asked = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
         bill = _Bill(server, principal, asked)
@@ -241,6 +303,8 @@ async def _understand(
     limits, engine = server.config.limits, server.engine
     if body.n > limits.n:
         raise field_problem(422, "n", f"{body.n} is more than the {limits.n} that are allowed")
+    if body.n > 1 and body.temperature == 0:
+        raise field_problem(422, "n", SEVERAL_GREEDY)
     if body.max_tokens is not None and body.max_tokens > limits.max_tokens:
         raise field_problem(422, "max_tokens", f"{body.max_tokens} is more than the {limits.max_tokens} allowed")
     if len(body.metadata) > limits.metadata_entries:
@@ -248,16 +312,11 @@ async def _understand(
     if any(key.startswith(capture.RESERVED) for key in body.metadata):
         raise field_problem(422, "metadata", f"keys that begin with {capture.RESERVED!r} are Millrace's own")
     _require_tokens("stop_token_ids", body.stop_token_ids, engine.vocabulary)
-    field, prompt, token_ids = await _tokenise(body, server)
+    field, prompt, messages, token_ids = await _tokenise(body, server)
     if not token_ids:
         raise field_problem(422, field, "there is no token in it")
-    room = engine.max_model_len - len(token_ids)
-    if room < 1:
-        reason = (
-            f"{len(token_ids)} tokens leave no room for a response in the policy's context of "
-            f"{engine.max_model_len} tokens"
-        )
-        raise field_problem(400, field, reason)
+    if len(token_ids) >= engine.max_model_len:
+        raise _no_room(field, len(token_ids), server)
     return capture.Asked(
         request_id=request_id,
         endpoint="/generate",
@@ -266,9 +325,7 @@ async def _understand(
         tenant=tenant,
         prompt_token_ids=token_ids,
         prompt=prompt,
-        messages=json.dumps([message.model_dump() for message in body.messages], ensure_ascii=False)
-        if body.messages
-        else None,
+        messages=messages,
         session_id=session_id,
         user=body.user,
         metadata=body.metadata,
@@ -279,31 +336,49 @@ async def _understand(
             top_p=body.top_p,
             top_k=body.top_k,
             min_p=body.min_p,
-            stop=body.stops,
+            stop=tuple(body.stop or ()),
             stop_token_ids=tuple(body.stop_token_ids),
-            seed=body.seed,
+            seed=None if body.seed == -1 else body.seed,
         ),
     )
 
 
-async def _tokenise(body: GenerateIn, server: Server) -> tuple[str, str | None, list[int]]:
-    """Which field the prompt came in, the text that was tokenised (None if token ids came), the token ids."""
+async def _tokenise(body: GenerateIn, server: Server) -> tuple[str, str | None, str | None, list[int]]:
+    """Which field the prompt came in, the text that was tokenised (None if token ids came), messages as JSON, tokens.
+
+    Raises Problem 400 or 422 naming the field.
+    """
     text = server.engine.text
     if body.prompt_token_ids is not None:
+        if len(body.prompt_token_ids) >= server.engine.max_model_len:  # before each of them is looked at
+            raise _no_room("prompt_token_ids", len(body.prompt_token_ids), server)
         _require_tokens("prompt_token_ids", body.prompt_token_ids, server.engine.vocabulary)
-        return "prompt_token_ids", None, body.prompt_token_ids
+        return "prompt_token_ids", None, None, body.prompt_token_ids
     if body.prompt is not None:
         _require_room("prompt", body.prompt, server)
-        return "prompt", body.prompt, await text.encode(body.prompt, special_tokens=True)
+        return "prompt", body.prompt, None, await text.encode(body.prompt, special_tokens=True)
     if not text.has_chat_template:
         raise field_problem(400, "messages", "the policy's tokenizer has no chat template; send prompt instead")
-    messages = [message.model_dump() for message in body.messages or ()]
+    given = body.messages or []
+    large = len(given) > _MANY_MESSAGES or sum(len(message.content) for message in given) > _MANY_CHARACTERS
     try:
-        prompt = text.chat(messages)
+        prompt, messages = await bounds.aside(large, _render, text, given)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise field_problem(400, "messages", f"the policy's chat template refuses them: {error}") from error
     _require_room("messages", prompt, server)
-    return "messages", prompt, await text.encode(prompt, special_tokens=False)
+    return "messages", prompt, messages, await text.encode(prompt, special_tokens=False)
+
+
+def _render(text: Text, messages: list[Message]) -> tuple[str, str]:
+    """Messages in the policy's template, and as JSON. Raises what the template raises."""
+    dumped = [message.model_dump() for message in messages]
+    return text.chat(dumped), json.dumps(dumped, ensure_ascii=False)
+
+
+def _no_room(field: str, tokens: int, server: Server) -> Problem:
+    context = server.engine.max_model_len
+    reason = f"{tokens} tokens leave no room for a response in the policy's context of {context} tokens"
+    return field_problem(400, field, reason)
 
 
 def _require_room(field: str, prompt: str, server: Server) -> None:

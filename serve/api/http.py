@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeVar
@@ -28,6 +29,7 @@ _TITLES: Final = {
     408: "Request timeout",
     409: "Conflict",
     413: "Body too large",
+    421: "Not a name of this server",
     422: "Invalid request",
     429: "Too much for the key",
     500: "Internal error",
@@ -114,7 +116,37 @@ def parse(content: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
+        if error.errors(include_url=False, include_context=False, include_input=False)[0]["type"] == "json_invalid":
+            refuse_lone_surrogates(content, 422)
         raise invalid(error) from None
+
+
+def refuse_lone_surrogates(content: bytes, status: int) -> None:
+    """Name the field, if what keeps ``content`` from being read as JSON is half a character. Raises Problem.
+
+    JSON can write one half of a UTF-16 surrogate pair, which no Unicode text has; strict parsers say at which byte.
+    """
+    try:
+        below: list[tuple[str, Any]] = [("", json.loads(content))]
+    except (ValueError, RecursionError):
+        return
+    while below:
+        field, value = below.pop()
+        if isinstance(value, str) and not _is_unicode(value):
+            raise field_problem(status, field or "body", "has a lone surrogate (\\ud800 to \\udfff), half a character")
+        if isinstance(value, list):
+            below += [(f"{field}.{position}".lstrip("."), item) for position, item in enumerate(value)]
+        if isinstance(value, dict):
+            below += [(field, name) for name in value]
+            below += [(f"{field}.{name}".lstrip("."), item) for name, item in value.items() if _is_unicode(name)]
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def invalid(error: ValidationError) -> Problem:
@@ -166,9 +198,16 @@ def install(app: FastAPI) -> None:
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
     """The OpenAPI description of a request whose body is a ``model``, for ``openapi_extra``."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def event_stream(*names: str) -> dict[str, Any]:
+    """The OpenAPI description of server-sent events, each as an object; ``names``: of the events, if they have any."""
+    properties: dict[str, Any] = {"data": {"type": "string", "description": "JSON."}}
+    if names:
+        properties["event"] = {"type": "string", "enum": list(names), "description": "What it is."}
+    return {"text/event-stream": {"schema": {"type": "object", "properties": properties, "required": [*properties]}}}
 
 
 class FieldError(BaseModel):

@@ -11,16 +11,18 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from starlette.types import Receive, Scope, Send
 
 from feedback.ids import uuid7
-from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, json_response
-from serve.api.openai_request import CHAT, COMPLETION, refuse, understand, unfit
+from serve.api.bounds import aside, check, is_large
+from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, event_stream, json_response
+from serve.api.openai_request import CHAT, COMPLETION, Understood, refuse, understand, unfit
 from serve.engine import EngineError
 
 if TYPE_CHECKING:
@@ -36,6 +38,9 @@ Kind = Literal["completions", "chat"]
 _FIELDS: Final[dict[Kind, dict[str, dict[str, Any]]]] = {"completions": COMPLETION, "chat": CHAT}
 _HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _MOST_CHARACTERS: Final = 2000  # of an error's text: vLLM repeats the value that is wrong in it
+_ERROR: Final = 'data: {"error"'  # what the event of a stream that fails begins with, in OpenAI's API
+_LAST: Final = "data: [DONE]"
+_FEW_MESSAGES: Final = 16  # all that is wrong with so many is told at once
 _LEAST_GRACE_S: Final = 10.0  # for the engine to end what was aborted
 _PROMPT_WORDS: Final = ("input_tokens", "input_text")  # where vLLM means the prompt
 _ERRORS: Final = {
@@ -63,10 +68,17 @@ class ErrorOut(BaseModel):
     error: ErrorInfo = Field(description="What is wrong.")
 
 
+def _or_null(field: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a field that may be null, which says the same as leaving it out."""
+    schema = {name: value for name, value in field.items() if name != "description"}
+    return {"anyOf": [schema, {"type": "null"}], "description": field["description"]}
+
+
 def _described(fields: dict[str, dict[str, Any]], required: str, answer: str) -> dict[str, Any]:
     """OpenAPI of a route, for its decorator."""
-    schema = {"type": "object", "properties": fields, "required": [required], "additionalProperties": False}
-    content = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+    properties = {name: field if name == required else _or_null(field) for name, field in fields.items()}
+    schema = {"type": "object", "properties": properties, "required": [required], "additionalProperties": False}
+    content = {"application/json": {"schema": {"type": "object"}}, **event_stream()}
     return {
         "responses": {
             200: {"description": answer, "content": content},
@@ -117,7 +129,10 @@ async def _answer(request: Request, kind: Kind) -> Response:
     content = await server.bodies.read(request.receive)
     async with AsyncExitStack() as work:
         work.enter_context(server.admitted())
-        exchange, body = _understand(request, content, server, kind)
+        understood, body = await aside(
+            is_large(content), _understand, content, request.headers.get("x-session-id"), server, kind
+        )
+        exchange = _begin(request, understood, body, server, kind)
         await work.enter_async_context(_limited(exchange))
         handlers = _handlers(server)
         create = (
@@ -140,13 +155,12 @@ async def _answer(request: Request, kind: Kind) -> Response:
     return Response(answer.model_dump_json(), media_type="application/json")
 
 
-def _understand(request: Request, content: bytes, server: Server, kind: Kind) -> tuple[Exchange, Any]:
-    """What is recorded of the request, and the request as vLLM's model. Raises Problem 400 or 404."""
+def _understand(content: bytes, session_id: str | None, server: Server, kind: Kind) -> tuple[Understood, Any]:
+    """What is ours of a body, and the request as vLLM's model. Raises Problem 400 or 404."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from serve.openai_exchange import Exchange, current
-
+    check(content, 400)
     config = server.config
     understood = understand(
         content,
@@ -154,16 +168,42 @@ def _understand(request: Request, content: bytes, server: Server, kind: Kind) ->
         config.limits,
         context=server.engine.max_model_len,
         chat_template=config.openai.request_chat_template,
-        session_id=request.headers.get("x-session-id"),
+        session_id=session_id,
     )
-    body, labels = understood.body, understood.labels
+    body = understood.body
     _check_model(server, body.get("model"))
+    if len(messages := body.get("messages", ())) > _FEW_MESSAGES:
+        for position, message in enumerate(messages):
+            _check_message(position, message)
     try:
         asked = (CompletionRequest if kind == "completions" else ChatCompletionRequest).model_validate(body)
     except ValidationError as error:
         raise unfit(error) from None
     except Exception as error:  # of vLLM's own validators, which expect well-formed parts
         raise _misunderstood(error, kind) from error
+    return understood, asked
+
+
+def _check_message(position: int, message: dict[str, Any]) -> None:
+    """Raises Problem 400. vLLM's request model says of all messages at once what keeps each from being of each kind."""
+    try:
+        _message_type().validate_python(message)
+    except ValidationError as error:
+        raise unfit(error, f"messages.{position}") from None
+
+
+@cache
+def _message_type() -> TypeAdapter[Any]:
+    from vllm.renderers.chat_utils import ChatCompletionMessageParam
+
+    return TypeAdapter(ChatCompletionMessageParam)
+
+
+def _begin(request: Request, understood: Understood, asked: Any, server: Server, kind: Kind) -> Exchange:
+    """What is recorded of the request."""
+    from serve.openai_exchange import Exchange, current
+
+    labels = understood.labels
     response_id = uuid7()
     asked.request_id = response_id  # the handlers make the answer's id of it
     exchange = Exchange(
@@ -177,9 +217,10 @@ def _understand(request: Request, content: bytes, server: Server, kind: Kind) ->
         metadata=labels.metadata or {},
         messages=understood.messages,
         has_text=understood.has_text,
+        structured_by="response_format" if "response_format" in understood.body else "structured_outputs",
     )
     current.set(exchange)
-    return exchange, asked
+    return exchange
 
 
 def _check_model(server: Server, name: Any) -> None:
@@ -227,7 +268,7 @@ async def _stream(exchange: Exchange, chunks: AsyncGenerator[str, None], work: A
     undo.push_async_callback(chunks.aclose)
     try:
         first = await anext(chunks, "")
-        if exchange.error is not None and first.startswith('data: {"error"'):
+        if exchange.error is not None and first.startswith(_ERROR):
             raise exchange.error
     except BaseException:
         await undo.aclose()
@@ -242,6 +283,7 @@ class _Events(StreamingResponse):
         super().__init__(self._all(first, chunks), media_type="text/event-stream", headers=_HEADERS)
         self.exchange = exchange
         self.undo = undo
+        self._ended_with = CLIENT_CLOSED_REQUEST  # until it has come to its end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # The exchange ends by its own limits, which are twice the client's time at most; what takes longer is a client
@@ -253,16 +295,26 @@ class _Events(StreamingResponse):
         except TimeoutError:
             log.info("the client of %s does not read its stream", self.exchange.response_id)
         finally:
+            scope["ended_with"] = self._ended_with
             # In a task of its own: this one may be cancelled at its next await.
             task = asyncio.create_task(self.undo.aclose(), name=f"end of {self.exchange.response_id}")
             self.exchange.server.work.add(task)
             task.add_done_callback(self.exchange.server.work.discard)
 
-    @staticmethod
-    async def _all(first: str, chunks: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+    async def _all(self, first: str, chunks: AsyncGenerator[str, None]) -> AsyncIterator[str]:
+        self._note(first)
         yield first
         async for chunk in chunks:
+            self._note(chunk)
             yield chunk
+
+    def _note(self, chunk: str) -> None:
+        """Take note of a stream's end: before it is sent, as a client that has it may be gone at once."""
+        if chunk.startswith(_ERROR):
+            problem = getattr(self.exchange.error, "problem", None)
+            self._ended_with = problem.status if problem is not None else 500
+        elif chunk.startswith(_LAST) and self._ended_with == CLIENT_CLOSED_REQUEST:
+            self._ended_with = 200
 
 
 def _problem(error: Exception, exchange: Exchange, kind: Kind) -> Exception:

@@ -9,29 +9,51 @@ from typing import Annotated, Any, Final
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import from_json
 
-from serve.api.generate import Label
-from serve.api.http import Problem, invalid
+from serve.api import bounds
+from serve.api.generate import MAX_SEED, MIN_SEED, SEVERAL_GREEDY, Label
+from serve.api.http import Problem, invalid, refuse_lone_surrogates
 from serve.capture import RESERVED
 from serve.config import LimitsConfig
 
-_MAX_SEED: Final = 2**63 - 1 - 4096  # vLLM counts up from it for n > 1
 _BAD_WORDS_BYTES: Final = 1000
+_MOST_BAD_WORDS: Final = 100
 _MOST_LOGPROBS: Final = 20  # vLLM's own bound
 _TEXT: Final = {"type": "string"}
 _NUMBER: Final = {"type": "number"}
 _COUNT: Final = {"type": "integer", "minimum": 0}
 _YES_NO: Final = {"type": "boolean"}
 _OBJECT: Final = {"type": "object"}
-_IDS: Final = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_IDS: Final = {"type": "array", "maxItems": bounds.LIST, "items": {"type": "integer", "minimum": 0}}
+_PROMPT_IDS: Final = _IDS | {"maxItems": bounds.TOKEN_IDS}
 
 _SHARED: Final[dict[str, dict[str, Any]]] = {
     "model": {**_TEXT, "description": "The served model's name, as GET /v1/models tells it."},
-    "n": {"type": "integer", "minimum": 1, "description": "Number of responses to each prompt."},
-    "max_tokens": {"type": "integer", "minimum": 1, "description": "Most tokens of a response."},
-    "temperature": {**_NUMBER, "minimum": 0, "maximum": 2, "description": "0 is greedy; 1 if not given."},
-    "top_p": {**_NUMBER, "maximum": 1, "description": "Sample from the likeliest tokens that make up this much."},
-    "top_k": {"type": "integer", "description": "Sample from this many of the likeliest tokens; 0: all."},
+    "n": {"type": "integer", "minimum": 1, "description": "Number of responses to each prompt; 1 if they are greedy."},
+    "max_tokens": {
+        "type": "integer",
+        "minimum": 1,
+        "description": "Most tokens of a response; past the policy's context it ends there.",
+    },
+    "temperature": {
+        **_NUMBER,
+        "minimum": 0,
+        "maximum": 2,
+        "description": "0 is greedy; below 0.01 it is 0.01; 1 if not given.",
+    },
+    "top_p": {
+        **_NUMBER,
+        "exclusiveMinimum": 0,
+        "maximum": 1,
+        "description": "Sample from the likeliest tokens that make up this much.",
+    },
+    "top_k": {
+        "type": "integer",
+        "minimum": -1,
+        "maximum": 2**31 - 1,
+        "description": "Sample from this many of the likeliest tokens; 0: all.",
+    },
     "min_p": {**_NUMBER, "minimum": 0, "maximum": 1, "description": "Leave out tokens less likely than this share."},
     "presence_penalty": {**_NUMBER, "minimum": -2, "maximum": 2, "description": "Against tokens that were made."},
     "frequency_penalty": {**_NUMBER, "minimum": -2, "maximum": 2, "description": "The same, by how often."},
@@ -42,24 +64,48 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
         "description": "Divides the logits of tokens that were there; 1: none.",
     },
     "logit_bias": {**_OBJECT, "description": "Token id -> what is added to its logit, -100 to 100."},
-    "seed": {"type": "integer", "description": "Makes the sampling repeatable."},
+    "seed": {
+        "type": "integer",
+        "minimum": MIN_SEED,
+        "maximum": MAX_SEED,
+        "description": "Makes the sampling repeatable; -1 is as none.",
+    },
     "stop": {
-        "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 4}],
+        "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": bounds.STOPS}],
         "description": "End a response before any of these texts.",
     },
     "stop_token_ids": {**_IDS, "description": "End a response with any of these tokens."},
     "include_stop_str_in_output": {**_YES_NO, "description": "Keep the stop text in the response."},
     "ignore_eos": {**_YES_NO, "description": "Go on after the end-of-sequence token."},
-    "min_tokens": {**_COUNT, "description": "No end before this many tokens."},
+    "min_tokens": {
+        **_COUNT,
+        "description": "No end before this many tokens, at most max_tokens; what structured_outputs or response_format "
+        "ask for ends when it is whole.",
+    },
     "allowed_token_ids": {**_IDS, "description": "Sample from these tokens only."},
-    "bad_words": {"type": "array", "items": _TEXT, "description": "Texts that are not to be made."},
-    "logprob_token_ids": {**_IDS, "description": "Tell the logprobs of these tokens."},
+    "bad_words": {
+        "type": "array",
+        "items": {**_TEXT, "pattern": r"\S"},
+        "maxItems": _MOST_BAD_WORDS,
+        "description": "Texts that are not to be made; not of white space alone.",
+    },
+    "logprob_token_ids": {**_IDS, "description": "Tell the logprobs of these tokens; needs logprobs."},
     "prompt_logprobs": {
         "type": "integer",
-        "description": "Tell the logprobs of the prompt's tokens, and so many more.",
+        "minimum": 0,
+        "maximum": _MOST_LOGPROBS,
+        "description": "Tell the logprobs of the prompt's tokens, and so many more; not of a stream.",
     },
-    "response_format": {**_OBJECT, "description": "text, json_object, json_schema or structural_tag."},
-    "structured_outputs": {**_OBJECT, "description": "vLLM's: json, regex, choice, grammar or structural_tag."},
+    "response_format": {
+        **_OBJECT,
+        "description": "text, json_object, json_schema or structural_tag; 400 if it can't be made with the tokens that "
+        "allowed_token_ids, bad_words, logit_bias, stop_token_ids and min_tokens leave.",
+    },
+    "structured_outputs": {
+        **_OBJECT,
+        "description": "vLLM's: json, regex, choice, grammar or structural_tag; instead of a response_format, and "
+        "refused as that is.",
+    },
     "skip_special_tokens": {**_YES_NO, "description": "Leave special tokens out of the text."},
     "spaces_between_special_tokens": {**_YES_NO, "description": "Put spaces between special tokens."},
     "truncate_prompt_tokens": {"type": "integer", "description": "Keep so many tokens of the prompt; -1: what fits."},
@@ -69,7 +115,7 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     "return_tokens_as_token_ids": {**_YES_NO, "description": "In logprobs, write a token as token_id:ID."},
     "cache_salt": {**_TEXT, "description": "Share cached prefixes only with requests that bring the same."},
     "stream": {**_YES_NO, "description": "Send the response while it is made, as server-sent events."},
-    "stream_options": {**_OBJECT, "description": "include_usage, continuous_usage_stats."},
+    "stream_options": {**_OBJECT, "description": "include_usage, continuous_usage_stats; with stream."},
     "stream_interval": {"type": "integer", "minimum": 1, "description": "Tokens of one streamed chunk, at least."},
     "user": {**_TEXT, "maxLength": 200, "description": "Your name for the person; kept with the responses."},
     "safety_identifier": {**_TEXT, "maxLength": 200, "description": "The same, if there is no user."},
@@ -81,9 +127,10 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     "metadata": {
         **_OBJECT,
         "additionalProperties": {"type": "string", "maxLength": 10_000},
+        "maxProperties": bounds.ENTRIES,
         "description": "Texts that are kept with the responses and given to reward functions.",
     },
-    "store": {**_YES_NO, "description": "Taken, and without effect: every response is recorded."},
+    "store": {**_YES_NO, "enum": [True], "description": "Every response is recorded, so that false is refused."},
     "service_tier": {**_TEXT, "description": "Taken, and without effect."},
     "prompt_cache_key": {**_TEXT, "description": "Taken, and without effect."},
     "prompt_cache_retention": {**_TEXT, "description": "Taken, and without effect."},
@@ -91,12 +138,17 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
 
 COMPLETION: Final[dict[str, dict[str, Any]]] = {
     "prompt": {
-        "anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _IDS, {"type": "array", "items": _IDS}],
+        "anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _PROMPT_IDS, {"type": "array", "items": _PROMPT_IDS}],
         "description": "Text to go on from, or its token ids; a list of either is that many prompts.",
     },
     "echo": {**_YES_NO, "description": "Answer with the prompt before the response."},
     "suffix": {**_TEXT, "description": "Text that comes after the response, for policies that can fill in."},
-    "logprobs": {"type": "integer", "description": "Tell the logprob of each token, and of so many more."},
+    "logprobs": {
+        "type": "integer",
+        "minimum": 0,
+        "maximum": _MOST_LOGPROBS,
+        "description": "Tell the logprob of each token, and of so many more.",
+    },
     "best_of": {"type": "integer", "description": "Taken if it is n."},
     **_SHARED,
 }
@@ -106,12 +158,24 @@ CHAT: Final[dict[str, dict[str, Any]]] = {
     "messages": {
         "type": "array",
         "items": _OBJECT,
-        "description": "Chat, put into the policy's own template. Media come as data: URLs.",
+        "maxItems": bounds.MESSAGES,
+        "description": f"Chat, put into the policy's own template; {bounds.PARTS} parts of contents in all. Media come "
+        "as data: URLs.",
     },
     "max_completion_tokens": {"type": "integer", "minimum": 1, "description": "Most tokens of a response."},
     "logprobs": {**_YES_NO, "description": "Tell the logprob of each token."},
-    "top_logprobs": {"type": "integer", "description": "And of so many of the likeliest others."},
-    "tools": {"type": "array", "items": _OBJECT, "description": "Functions that the policy may call."},
+    "top_logprobs": {
+        "type": "integer",
+        "minimum": 0,
+        "maximum": _MOST_LOGPROBS,
+        "description": "And of so many of the likeliest; with logprobs.",
+    },
+    "tools": {
+        "type": "array",
+        "items": _OBJECT,
+        "maxItems": bounds.TOOLS,
+        "description": "Functions that the policy may call.",
+    },
     "tool_choice": {
         "anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, _OBJECT],
         "description": "Whether it may, must, or which.",
@@ -121,8 +185,16 @@ CHAT: Final[dict[str, dict[str, Any]]] = {
     "include_reasoning": {**_YES_NO, "description": "Tell the reasoning too."},
     "echo": {**_YES_NO, "description": "Answer with the last message before the response, if the roles are one."},
     "add_generation_prompt": {**_YES_NO, "description": "End the prompt with the head of a response."},
-    "continue_final_message": {**_YES_NO, "description": "Go on with the last message."},
-    "documents": {"type": "array", "items": _OBJECT, "description": "Documents, where the template has them."},
+    "continue_final_message": {
+        **_YES_NO,
+        "description": "Go on with the last message; not with add_generation_prompt.",
+    },
+    "documents": {
+        "type": "array",
+        "items": _OBJECT,
+        "maxItems": bounds.DOCUMENTS,
+        "description": "Documents, where the template has them.",
+    },
     "chat_template_kwargs": {**_OBJECT, "description": "Variables of the policy's template."},
     "return_prompt_text": {**_YES_NO, "description": "Tell the text that the template made."},
     **_SHARED,
@@ -193,10 +265,7 @@ def understand(
 
     Raises Problem 400 naming the field.
     """
-    try:
-        body = orjson.loads(content)
-    except orjson.JSONDecodeError as error:
-        raise Problem(400, f"the body is not JSON: {error}") from None
+    body = _read(content)
     if not isinstance(body, dict):
         raise Problem(400, "the body is not a JSON object")
     body = {name: value for name, value in body.items() if value is not None}
@@ -207,8 +276,11 @@ def understand(
         if name in _WITHOUT_EFFECT and body.pop(name) == _WITHOUT_EFFECT[name]:
             continue
         raise refuse(name, _REFUSED.get(name, "there is no such field"))
+    if body.get("store") is False:
+        raise refuse("store", "every response is recorded, and there is no way to have one that is not")
     if body.pop("best_of", None) not in (None, body.get("n", 1)):
         raise refuse("best_of", _REFUSED["best_of"])
+    _check_numbers(body)
     _check_types(body, fields)
     _check_bounds(body, limits)
     if "messages" in fields:
@@ -217,17 +289,32 @@ def understand(
         _check_prompts(body.get("prompt"), limits)
     length = "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
     if not body.keys() & {"max_tokens", length}:
-        body[length] = min(limits.default_max_tokens, context)
+        body[length] = limits.default_max_tokens
+    for name in body.keys() & {"max_tokens", length}:
+        body[name] = min(body[name], context)  # where a response ends anyway; vLLM refuses more
+    if body.get("continue_final_message"):
+        body.setdefault("add_generation_prompt", False)  # vLLM's default is what its template then refuses
+    _check_together(body, body.get(length, body.get("max_tokens", 0)))
     return Understood(body, _labels(body, limits), _messages_as_sent(body), _has_text(body.get("prompt")))
 
 
-def unfit(error: ValidationError) -> Problem:
-    """A bad request, because of what pydantic says of it."""
+def _read(content: bytes) -> Any:
+    """The JSON of a body. Raises Problem 400."""
+    try:
+        orjson.loads(content)  # strict: the other one takes 1e999 for infinity
+        return from_json(content, cache_strings="keys")  # with every digit of an integer
+    except ValueError as error:
+        refuse_lone_surrogates(content, 400)
+        raise Problem(400, f"the body is not JSON: {error}") from None
+
+
+def unfit(error: ValidationError, of: str = "") -> Problem:
+    """A bad request, because of what pydantic says of it, or of the field ``of``."""
     reasons: dict[str, list[str]] = {}
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         # Between the names of the client's fields stand those of vLLM's types.
         path = ".".join(str(part) for part in item["loc"] if isinstance(part, int) or _NAME.fullmatch(part))
-        said = reasons.setdefault(path or "body", [])
+        said = reasons.setdefault(".".join(filter(None, (of, path))) or "body", [])
         if item["msg"] not in said:
             said.append(item["msg"].removeprefix("Value error, "))
     errors = [{"field": field, "reason": "; or: ".join(said[:3])} for field, said in list(reasons.items())[:3]]
@@ -237,6 +324,34 @@ def unfit(error: ValidationError) -> Problem:
 def refuse(field: str, reason: str) -> Problem:
     """A bad request, because of one field."""
     return Problem(400, f"{field}: {reason}", errors=[{"field": field, "reason": reason}])
+
+
+_MOST: Final = {
+    "messages": bounds.MESSAGES,
+    "tools": bounds.TOOLS,
+    "documents": bounds.DOCUMENTS,
+    "stop": bounds.STOPS,
+}
+
+
+def _check_numbers(body: dict[str, Any]) -> None:
+    """Refuse what has more entries than it may: vLLM's models say of each what is wrong with it."""
+    for name, value in body.items():
+        if name == "prompt":
+            continue
+        below = [(value, name, _MOST.get(name, bounds.LIST))]
+        while below:
+            part, field, most = below.pop()
+            if isinstance(part, list):
+                if len(part) > most:
+                    raise refuse(field, f"{len(part)} entries are more than the {most} that are allowed")
+                below += [(item, f"{field}.{i}", bounds.LIST) for i, item in enumerate(part) if _is_nested(item)]
+            elif isinstance(part, dict):
+                below += [(item, f"{field}.{key}", bounds.LIST) for key, item in part.items() if _is_nested(item)]
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, list | dict)
 
 
 def _check_types(body: dict[str, Any], fields: dict[str, dict[str, Any]]) -> None:
@@ -269,7 +384,7 @@ def _check_bounds(body: dict[str, Any], limits: LimitsConfig) -> None:
         ("max_completion_tokens", 1, limits.max_tokens),
         ("min_tokens", 0, limits.max_tokens),
         ("top_k", -1, 2**31 - 1),
-        ("seed", -(2**63), _MAX_SEED),
+        ("seed", MIN_SEED, MAX_SEED),
         ("repetition_penalty", 0.01, 100),
         ("stream_interval", 1, limits.max_tokens),
         # A stream has begun before vLLM looks at these.
@@ -280,8 +395,15 @@ def _check_bounds(body: dict[str, Any], limits: LimitsConfig) -> None:
         value = body.get(name)
         if value is not None and not least <= value <= most:
             raise refuse(name, f"{value:g} is not between {least} and {most}")
+    if body.get("n", 1) > 1 and body.get("temperature", 1) == 0:
+        raise refuse("n", SEVERAL_GREEDY)
     # On a GPU vLLM's engine has room for so many, and dies of more.
-    for name, most in (("logit_bias", 1000), ("allowed_token_ids", 1000), ("stop_token_ids", 100), ("bad_words", 100)):
+    for name, most in (
+        ("logit_bias", 1000),
+        ("allowed_token_ids", 1000),
+        ("stop_token_ids", 100),
+        ("bad_words", _MOST_BAD_WORDS),
+    ):
         value = body.get(name)
         if isinstance(value, list | dict) and len(value) > most:
             raise refuse(name, f"has {len(value)} entries, {most} are allowed")
@@ -290,9 +412,53 @@ def _check_bounds(body: dict[str, Any], limits: LimitsConfig) -> None:
         raise refuse("bad_words", f"has {size} bytes in all, {_BAD_WORDS_BYTES} are allowed")
 
 
+def _check_together(body: dict[str, Any], max_tokens: int) -> None:
+    """What vLLM refuses of fields that are good by themselves, naming none, or with a traceback in the log."""
+    chats = "messages" in body
+    told = body.get("logprobs", False) is not False
+    for name, wrong, reason in (
+        ("top_logprobs", chats and body.get("top_logprobs", 0) > 0 and not told, "it needs logprobs: true"),
+        ("logprob_token_ids", bool(body.get("logprob_token_ids")) and not told, "it needs logprobs"),
+        ("prompt_logprobs", bool(body.get("stream")) and body.get("prompt_logprobs", 0) > 0, "a stream has none"),
+        ("stream_options", bool(body.get("stream_options")) and not body.get("stream"), "it needs stream: true"),
+        ("min_tokens", body.get("min_tokens", 0) > max_tokens, f"it is more than max_tokens, {max_tokens}"),
+        (
+            "add_generation_prompt",
+            bool(body.get("add_generation_prompt")) and bool(body.get("continue_final_message")),
+            "with continue_final_message there is no head of a new response",
+        ),
+        (
+            "structured_outputs",
+            bool(body.get("structured_outputs")) and body.get("response_format", {}).get("type", "text") != "text",
+            "response_format says already what to make",
+        ),
+        (
+            "bad_words",
+            any(isinstance(word, str) and not word.strip() for word in body.get("bad_words", ())),
+            "a text of white space alone is none",
+        ),
+    ):
+        if wrong:
+            raise refuse(name, reason)
+
+
 def _check_prompts(prompt: Any, limits: LimitsConfig) -> None:
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) and len(prompt) > limits.prompts:
+    """vLLM's models would say of each entry why it is none of each kind that it could be."""
+    if not isinstance(prompt, list) or not prompt:
+        return
+    if not _is_token(prompt[0]) and len(prompt) > limits.prompts:
         raise refuse("prompt", f"{len(prompt)} prompts are more than the {limits.prompts} that are allowed")
+    if all(isinstance(item, str) for item in prompt):
+        return
+    for token_ids in prompt if isinstance(prompt[0], list) else [prompt]:
+        if not (isinstance(token_ids, list) and all(map(_is_token, token_ids))):
+            raise refuse("prompt", "a list is of texts, of token ids, or of lists of token ids")
+        if len(token_ids) > bounds.TOKEN_IDS:
+            raise refuse("prompt", f"{len(token_ids)} tokens are more than the {bounds.TOKEN_IDS} that are allowed")
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
 
 
 def _check_parts(body: dict[str, Any]) -> None:
@@ -300,15 +466,27 @@ def _check_parts(body: dict[str, Any]) -> None:
         function = tool.get("function")
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise refuse(f"tools.{position}.function", "it is to be an object with a name")
+    for position, document in enumerate(body.get("documents", ())):
+        if wrong := next((key for key, value in document.items() if not isinstance(value, str)), None):
+            raise refuse(f"documents.{position}.{wrong}", "it is to be of type string")
+    parts = 0
     for position, message in enumerate(body.get("messages", ())):
         if not isinstance(message.get("role"), str):
             raise refuse(f"messages.{position}.role", "it is to be of type string")
         if not isinstance(message.get("tool_calls", []), list):
             raise refuse(f"messages.{position}.tool_calls", "it is to be of type array")
+        if (calls := len(message.get("tool_calls", ()))) > bounds.TOOL_CALLS:
+            reason = f"{calls} entries are more than the {bounds.TOOL_CALLS} that are allowed"
+            raise refuse(f"messages.{position}.tool_calls", reason)
         content = message.get("content")
-        for part in content if isinstance(content, list) else ():
+        parts += len(content) if isinstance(content, list) else 0
+        if parts > bounds.PARTS:
+            raise refuse("messages", f"their contents have more than the {bounds.PARTS} parts that are allowed")
+        for number, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict):
                 _check_media(part, f"messages.{position}.content")
+            elif not isinstance(part, str):  # vLLM would say so later, naming its own types
+                raise refuse(f"messages.{position}.content.{number}", "it is to be an object or of type string")
 
 
 def _check_media(part: dict[str, Any], field: str) -> None:

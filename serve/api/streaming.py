@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from feedback.ids import uuid7
 from feedback.streams import Stream
 from serve import capture
-from serve.api.http import Problem
+from serve.api.http import CLIENT_CLOSED_REQUEST, Problem
 from serve.engine import EngineError, EngineRefused
 from serve.generation import Generation, Underway
 
@@ -63,6 +63,7 @@ class Events(Response):
         self._send: Send
         self._sent_at = 0.0  # 0: not even the status line
         self._gone = False
+        self._failure: Problem | None = None
         self._heads = [
             b'event: delta\ndata: {"response_id":"%b","index":%d,"text":' % (response_id.encode(), index)
             for index, response_id in enumerate(self.response_ids)
@@ -74,13 +75,15 @@ class Events(Response):
         work = self._task(self._run())
         watch = asyncio.create_task(self._watch(receive))
         try:
-            problem = await asyncio.shield(work)
+            await asyncio.shield(work)
         finally:
             watch.cancel()
             if not work.done():  # this call is cancelled; the work is not
                 self._leave()
-        if problem is not None:
-            raise problem
+        failure = self._failure
+        scope["ended_with"] = 200 if failure is None else CLIENT_CLOSED_REQUEST if self._gone else failure.status
+        if failure is not None and not self._sent_at:
+            raise failure
 
     def tokens(self) -> int:
         """Response tokens so far."""
@@ -97,23 +100,20 @@ class Events(Response):
         finally:
             leaving.cancel()
 
-    async def _run(self) -> Problem | None:
-        """Sample, send and record, to the end. Returns the problem if there was one before anything was sent."""
+    async def _run(self) -> None:
+        """Sample, send and record, to the end. A problem is kept, and sent if anything has been."""
         with self._admitted:
             try:
                 body = await self._answered()
             except Problem as problem:
-                failure = problem
+                self._failure = problem
             except Exception as error:
                 log.exception("stream %s failed", self.asked.request_id)
-                failure = Problem(500, f"{type(error).__name__}; the server's log has the details")
+                self._failure = Problem(500, f"{type(error).__name__}; the server's log has the details")
             else:
-                await self._put(_event(b"done", body), last=True)
-                return None
-        if not self._sent_at:
-            return failure
-        await self._put(_event(b"error", failure.body()), last=True)
-        return None
+                return await self._put(_event(b"done", body), last=True)
+        if self._sent_at:
+            await self._put(_event(b"error", self._failure.body()), last=True)
 
     async def _answered(self) -> dict[str, Any]:
         """The body of the final event, its rows being durable. Raises Problem."""
@@ -137,11 +137,14 @@ class Events(Response):
         except EngineError as error:
             await server.end(await _all(starts), self._rows(status="error"))
             raise Problem(503, str(error), retry_after=5) from error
+        else:
+            generation = self.underway.generation()
+            rows = capture.answered(self.asked, generation, self.response_ids)
+            await server.end(await _all(starts), rows)
         finally:
             limit.cancel()
-        generation = self.underway.generation()
-        rows = capture.answered(self.asked, generation, self.response_ids)
-        await server.end(await _all(starts), rows)
+            for start in starts:  # where one start is refused, or an end is not written, no other stays open
+                start.add_done_callback(self._abandon)
         if any(row["status"] != "complete" for row in rows):
             if generation.total_ms >= timeout_s * 1e3:
                 raise Problem(504, f"the request was aborted after {timeout_s:g} s")
@@ -155,9 +158,8 @@ class Events(Response):
             if not started:
                 try:
                     await _all(starts)
-                except Problem:
+                except Exception:
                     await engine.abort(asked.key)
-                    await self._end_started(starts)
                     raise
                 started = True
             if self._gone:
@@ -167,13 +169,9 @@ class Events(Response):
                     b"".join([b"%b%b}\n\n" % (self._heads[index], orjson.dumps(text)) for index, text in pieces])
                 )
 
-    async def _end_started(self, starts: Sequence[asyncio.Future[Stream]]) -> None:
-        """End the responses whose start is on disk, where others' is refused."""
-        rows = self._rows(status="error")
-        taken = [(start.result(), row) for start, row in zip(starts, rows, strict=True) if start.exception() is None]
-        if taken:
-            with contextlib.suppress(Problem):
-                await self.server.end([stream for stream, _ in taken], [row for _, row in taken])
+    def _abandon(self, start: asyncio.Future[Stream]) -> None:
+        if not start.cancelled() and start.exception() is None:
+            self.server.abandon(start.result())
 
     async def _put(self, data: bytes, *, last: bool = False) -> None:
         if self._gone:

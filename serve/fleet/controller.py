@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -17,9 +16,9 @@ from typing import Final
 from feedback.files import make_folder, try_lock
 from serve.config import FleetConfig
 from serve.fleet.plan import NOTHING, next_step
-from serve.fleet.reports import reports
-from serve.fleet.state import FleetError, FleetRecord, FleetState, Rollout
-from serve.policies import PolicyError, PolicyStore, StalePointer
+from serve.fleet.reports import Report, reports
+from serve.fleet.state import FleetError, FleetRecord, FleetState, Instant, Rollout, instant
+from serve.policies import Pointer, PolicyError, PolicyStore, StalePointer
 
 log = logging.getLogger(__name__)
 
@@ -31,15 +30,15 @@ class Controller:
     """Takes the fleet whose replicas report in ``folder`` to what the store's pointer names."""
 
     def __init__(
-        self, store: PolicyStore, folder: Path, config: FleetConfig, clock: Callable[[], float] = time.time
+        self, store: PolicyStore, folder: Path, config: FleetConfig, clock: Callable[[], Instant] = instant
     ) -> None:
-        """``clock``: seconds since 1970."""
         self.store = store
         self.folder = folder
         self.config = config
         self.record = FleetRecord(store.root)
         self._clock = clock
         self._lock = -1
+        self._recorded = 0  # the newest generation that this process knows to be on record as having served
         self._turn = threading.Lock()  # between the thread of ``run`` and the one that ends it
 
     def open(self) -> FleetState:
@@ -94,15 +93,27 @@ class Controller:
         state, pointer = self.record.read(), self.store.serving()
         if state is None or pointer is None:
             raise PolicyError(f"the fleet's record or the serving pointer is gone from {self.store.root}")
-        step = next_step(state, pointer, reports(self.folder), self.config, self._clock())
+        told = reports(self.folder)
+        served = self.store.served() if state.rollout is not None else ()
+        step = next_step(state, pointer, told, served, self.config, self._clock())
         if step.said:
             log.info("%s", step.said)
+        self._record_served((step.state or state).serving, told)
         if step.back:
             assert state.rollout is not None
             self._move_back(state, state.rollout)
         elif step.state is not None:
             self._keep(state, step.state)
         return step != NOTHING
+
+    def _record_served(self, serving: Pointer, told: Sequence[Report]) -> None:
+        """Put on record that the fleet serves what it is settled on, so that it can be rolled back to."""
+        if self._recorded == serving.generation:
+            return
+        at = (serving.version, serving.generation)
+        if any(r.state == "ready" and r.unready is None and (r.version, r.generation) == at for r in told):
+            self.store.record_outcome(serving, served=True, by=WHO)
+            self._recorded = serving.generation
 
     def ask_to_stop(self) -> None:
         """Have all replicas end what they have at work, within serve.drain_timeout_s."""
@@ -120,10 +131,11 @@ class Controller:
                     "generation": rollout.to.generation,
                     "outcome": "undone" if rollout.phase == "undoing" else "done",
                     "error": rollout.error,
+                    "unproven": rollout.unproven,
                     "who": rollout.to.who,
                     "why": rollout.to.why,
                     "started": rollout.started,
-                    "seconds": round(self._clock() - rollout.started, 3),
+                    "seconds": round(self._clock().wall - rollout.started, 3),
                     "canaries": list(rollout.canaries),
                 }
             )
@@ -131,12 +143,7 @@ class Controller:
 
     def _move_back(self, state: FleetState, rollout: Rollout) -> None:
         try:
-            self.store.promote(
-                state.serving.version,
-                expected=rollout.to.version,
-                who=WHO,
-                why=f"policy {rollout.to.version} was undone: {rollout.error}",
-                verdict={"rollback_from": rollout.to.version},
-            )
+            why = f"policy {rollout.to.version} was undone: {rollout.error}"
+            self.store.move_back(rollout.to, state.serving.version, who=WHO, why=why)
         except StalePointer as error:  # somebody was faster; the next look sees where it is
             log.info("%s", error)

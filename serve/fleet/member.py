@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _METRICS_SECONDS: Final = 2.0
-_NOT_WORK: Final = frozenset({"/health", "/ready", "/policy", "/metrics", "/docs", "/openapi.json"})
 
 
 class Member:
@@ -120,6 +119,7 @@ class Member:
                 "generation": rollout.to.generation,
                 "canaries": list(rollout.canaries),
                 "share": rollout.share,
+                "held": rollout.held,
                 "done": list(rollout.done),
                 "error": rollout.error,
             },
@@ -237,11 +237,6 @@ def _try_out(server: Server, task: Task) -> None:
 
 
 def _counts(server: Server) -> tuple[int, int]:
-    """(requests answered, of them with a 5xx), those that ask how the server is left out."""
-    requests = failures = 0
-    for metric in server.metrics.requests.collect():
-        for sample in metric.samples:
-            if sample.name.endswith("_total") and sample.labels["route"] not in _NOT_WORK:
-                requests += int(sample.value)
-                failures += int(sample.value) if sample.labels["code"].startswith("5") else 0
-    return requests, failures
+    """(requests that were answered, or failed; those of them that failed). Refused and abandoned ones don't count."""
+    came_to = server.metrics.came_to
+    return came_to["complete"] + came_to["failed"], came_to["failed"]

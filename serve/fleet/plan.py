@@ -6,13 +6,13 @@ whoever comes after it goes on from the record.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from serve.config import FleetConfig
 from serve.fleet.reports import Report
-from serve.fleet.state import FleetState, Rollout
+from serve.fleet.state import FleetState, Instant, Rollout
 from serve.policies import Pointer
 
 
@@ -28,56 +28,83 @@ class Step:
 NOTHING = Step()
 
 
-def next_step(state: FleetState, pointer: Pointer, reports: Sequence[Report], config: FleetConfig, now: float) -> Step:
-    """``reports``: of all replicas that live, those that start or end among them."""
+def next_step(
+    state: FleetState,
+    pointer: Pointer,
+    reports: Sequence[Report],
+    served: Collection[int],
+    config: FleetConfig,
+    now: Instant,
+) -> Step:
+    """``reports``: of all replicas that live, those that start or end among them. ``served``: policies that have."""
     rollout = state.rollout
     ready = sorted((report for report in reports if report.state == "ready"), key=lambda report: report.name)
     if rollout is None:
         return _settled(state, pointer, reports, now)
+    if rollout.clock != now.clock or rollout.since > now.seconds:
+        judged_from = None if rollout.judged_from is None else now.seconds
+        anew = replace(rollout, clock=now.clock, since=now.seconds, judged_from=judged_from)
+        return _go_on(state, anew, "the machine has started since, or is another one: what is waited for begins anew")
     if rollout.phase == "undoing":
-        return _undo(state, rollout, pointer, ready, now)
+        return _undo(state, rollout, pointer, ready)
     if pointer.generation != rollout.to.generation:
         why = f"the pointer was moved to policy {pointer.version} meanwhile ({pointer.who}: {pointer.why})"
         return _fail(state, rollout, why, now)
     if failure := _failure(rollout, ready):
         return _fail(state, rollout, failure, now)
-    step = {"preparing": _prepare, "canary": _canary, "committing": _commit}[rollout.phase]
+    if rollout.phase == "preparing":
+        return _prepare(state, rollout, ready, served, config, now)
+    step = {"canary": _canary, "committing": _commit}[rollout.phase]
     return step(state, rollout, ready, config, now)
 
 
-def _settled(state: FleetState, pointer: Pointer, reports: Sequence[Report], now: float) -> Step:
+def _settled(state: FleetState, pointer: Pointer, reports: Sequence[Report], now: Instant) -> Step:
     if pointer.generation == state.serving.generation:
         return NOTHING
     if pointer.version == state.serving.version:
         return Step(replace(state, serving=pointer, failed=None))
     if not reports:  # nobody to roll it out to: those who come will start on it
         return Step(replace(state, serving=pointer, failed=None), said=f"policy {pointer.version} is where to start")
-    rollout = Rollout(to=pointer, phase="preparing", started=now, since=now)
+    rollout = Rollout(to=pointer, phase="preparing", started=now.wall, since=now.seconds, clock=now.clock)
     return Step(
         replace(state, rollout=rollout, failed=None),
         said=f"policy {pointer.version}: all replicas prepare it ({pointer.who}: {pointer.why})",
     )
 
 
-def _prepare(state: FleetState, rollout: Rollout, ready: list[Report], config: FleetConfig, now: float) -> Step:
+def _prepare(
+    state: FleetState,
+    rollout: Rollout,
+    ready: list[Report],
+    served: Collection[int],
+    config: FleetConfig,
+    now: Instant,
+) -> Step:
     late = [report.name for report in ready if report.prepared != rollout.to.generation]
     if late or not ready:
         return _wait(state, rollout, f"{' and '.join(late) or 'no replica'} did not prepare", config, now)
     contents = {report.content for report in ready}
     if len(contents) > 1:
         return _fail(state, rollout, f"the replicas see different files of it: {_contents(ready)}", now)
-    is_rollback = "rollback_from" in (rollout.to.verdict or {})
-    if config.canary_seconds == 0 or is_rollback or len(ready) == 1:
-        return _go_on(state, replace(rollout, phase="committing", since=now), "all are prepared")
+    is_rollback = "rollback_from" in (rollout.to.verdict or {}) and rollout.to.version in served
+    if config.canary_seconds == 0 or is_rollback or (len(ready) == 1 and config.least_replicas == 1):
+        return _go_on(state, replace(rollout, phase="committing", since=now.seconds), "all are prepared")
+    if len(ready) == 1:
+        return _wait(state, rollout, "no second replica, beside which a canary could serve, was ready", config, now)
     canary = ready[-1]
     share = config.canary_share if config.canary_share is not None else 1 / len(ready)
     chosen = replace(
-        rollout, phase="canary", since=now, canaries=(canary.name,), lives={canary.name: canary.life}, share=share
+        rollout,
+        phase="canary",
+        since=now.seconds,
+        canaries=(canary.name,),
+        lives={canary.name: canary.life},
+        share=share,
     )
     return _go_on(state, chosen, f"all are prepared; {canary.name} is the canary, with {share:.0%} of the traffic")
 
 
-def _canary(state: FleetState, rollout: Rollout, ready: list[Report], config: FleetConfig, now: float) -> Step:
+def _canary(state: FleetState, rollout: Rollout, ready: list[Report], config: FleetConfig, now: Instant) -> Step:
     by_name = {report.name: report for report in ready}
     for name in rollout.canaries:
         report = by_name.get(name)
@@ -89,16 +116,29 @@ def _canary(state: FleetState, rollout: Rollout, ready: list[Report], config: Fl
             return _wait(state, rollout, f"the canary {name} did not commit", config, now)
     if rollout.judged_from is None:
         counts = {report.name: (report.life, report.requests, report.failures) for report in ready}
-        return _go_on(state, replace(rollout, judged_from=now, baseline=counts), None)
-    if worse := _worse(rollout, ready, config.canary_tolerance):
-        return _fail(state, rollout, worse, now)
-    if now - rollout.judged_from < config.canary_seconds:
+        return _go_on(state, replace(rollout, judged_from=now.seconds, baseline=counts), None)
+    canary, others = _counts(rollout, ready)
+    if canary.part > others.part + config.canary_tolerance:
+        worse = f"{canary.failures} of {canary.requests} requests to the canary failed"
+        return _fail(state, rollout, f"{worse}, {others.failures} of {others.requests} to the others", now)
+    judged_s = now.seconds - rollout.judged_from
+    if judged_s < config.canary_seconds:
         return NOTHING
-    following = replace(rollout, phase="committing", since=now, done=rollout.canaries)
-    return _go_on(state, following, "the canary is no worse; the others follow")
+    if canary.requests >= config.canary_requests:
+        following = replace(rollout, phase="committing", since=now.seconds, done=rollout.canaries)
+        return _go_on(state, following, "the canary is no worse; the others follow")
+    few = f"the canary answered {canary.requests} requests of canary_requests={config.canary_requests}"
+    if judged_s < config.longest_canary_s:
+        said = f"{few}: it is held for up to canary_hold_seconds={config.canary_hold_seconds:g} s more"
+        return NOTHING if rollout.held else _go_on(state, replace(rollout, held=True), said)
+    few += f" in {judged_s:.0f} s"
+    if config.canary_unproven == "undo":
+        return _fail(state, rollout, f"{few} (canary_hold_seconds, canary_unproven)", now)
+    following = replace(rollout, phase="committing", since=now.seconds, done=rollout.canaries, unproven=few)
+    return _go_on(state, following, f"{few}, and canary_unproven is commit: the others follow, nothing is proven")
 
 
-def _commit(state: FleetState, rollout: Rollout, ready: list[Report], config: FleetConfig, now: float) -> Step:
+def _commit(state: FleetState, rollout: Rollout, ready: list[Report], config: FleetConfig, now: Instant) -> Step:
     for report in ready:
         if report.name in rollout.done:
             if report.unready:
@@ -116,10 +156,10 @@ def _commit(state: FleetState, rollout: Rollout, ready: list[Report], config: Fl
     following = others[0]
     if following.prepared != rollout.to.generation:  # it has joined since
         return _wait(state, rollout, f"{following.name} did not prepare", config, now)
-    return _go_on(state, replace(rollout, since=now, done=(*rollout.done, following.name)), None)
+    return _go_on(state, replace(rollout, since=now.seconds, done=(*rollout.done, following.name)), None)
 
 
-def _undo(state: FleetState, rollout: Rollout, pointer: Pointer, ready: list[Report], now: float) -> Step:
+def _undo(state: FleetState, rollout: Rollout, pointer: Pointer, ready: list[Report]) -> Step:
     if pointer.generation == rollout.to.generation:
         return Step(back=True)
     if not all(r.version == state.serving.version and r.generation == state.serving.generation for r in ready):
@@ -138,40 +178,49 @@ def _failure(rollout: Rollout, ready: list[Report]) -> str | None:
     return None
 
 
-def _worse(rollout: Rollout, ready: list[Report], tolerance: float) -> str | None:
-    """Why the canary's failures since it serves the policy are more than the others', or None."""
-    counts = {True: [0, 0], False: [0, 0]}
+@dataclass(frozen=True)
+class _Counts:
+    requests: int = 0
+    failures: int = 0
+
+    @property
+    def part(self) -> float:
+        return self.failures / max(self.requests, 1)
+
+
+def _counts(rollout: Rollout, ready: list[Report]) -> tuple[_Counts, _Counts]:
+    """What the canary, and what the others have answered since the canary serves the policy."""
+    counts = {True: _Counts(), False: _Counts()}
     for report in ready:
         life, requests, failures = rollout.baseline.get(report.name, ("", 0, 0))
         if life != report.life:
             requests = failures = 0
-        group = counts[report.name in rollout.canaries]
-        group[0] += report.requests - requests
-        group[1] += report.failures - failures
-    (asked, failed), (asked_rest, failed_rest) = counts[True], counts[False]
-    if failed and failed / max(asked, 1) > failed_rest / max(asked_rest, 1) + tolerance:
-        return f"{failed} of {asked} requests to the canary failed, {failed_rest} of {asked_rest} to the others"
-    return None
+        is_canary = report.name in rollout.canaries
+        before = counts[is_canary]
+        counts[is_canary] = _Counts(
+            before.requests + report.requests - requests, before.failures + report.failures - failures
+        )
+    return counts[True], counts[False]
 
 
 def _arrived(report: Report, rollout: Rollout) -> bool:
     return report.version == rollout.to.version and report.generation == rollout.to.generation
 
 
-def _wait(state: FleetState, rollout: Rollout, why: str, config: FleetConfig, now: float) -> Step:
-    if now - rollout.since > config.step_timeout_s:
+def _wait(state: FleetState, rollout: Rollout, why: str, config: FleetConfig, now: Instant) -> Step:
+    if now.seconds - rollout.since > config.step_timeout_s:
         return _fail(state, rollout, f"{why} within step_timeout_s={config.step_timeout_s:g} s", now)
     return NOTHING
 
 
-def _fail(state: FleetState, rollout: Rollout, error: str, now: float) -> Step:
+def _fail(state: FleetState, rollout: Rollout, error: str, now: Instant) -> Step:
     failed = {
         "version": rollout.to.version,
         "generation": rollout.to.generation,
         "error": error,
-        "at": datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds"),
+        "at": datetime.fromtimestamp(now.wall, UTC).isoformat(timespec="milliseconds"),
     }
-    undoing = replace(rollout, phase="undoing", since=now, error=error)
+    undoing = replace(rollout, phase="undoing", since=now.seconds, error=error)
     return Step(
         replace(state, rollout=undoing, failed=failed),
         said=f"policy {rollout.to.version} is undone, {state.serving.version} stays: {error}",

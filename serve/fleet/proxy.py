@@ -1,20 +1,24 @@
 """What Ray Serve's proxies do themselves: read bodies, and answer where no replica does. Imports no torch and no vLLM.
 
-A body is read here, whole, before its request takes a place in a replica: Ray Serve would have it read from there. A
-proxy answers instead of a replica when there is none, when all queues are full, and when a replica dies with the
-request. All of these are 503: what was not answered is not promised, and may be asked again.
+A body is read here, whole, before its request takes a place in a replica: Ray Serve would have it read from there. So
+who asks is looked at here before that; a replica looks again, and at requests without a body too. A proxy answers
+instead of a replica when there is none, when all queues are full, and when a replica dies with the request. All of
+these are 503: what was not answered is not promised, and may be asked again.
 """
 
 from __future__ import annotations
 
 import logging
 
+import uvicorn
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from serve import logs
 from serve.api.http import Problem
-from serve.fleet.told import bodies, nobody_is_there
+from serve.connections import BoundedHttp
+from serve.fleet.told import entrance, has_body, nobody_is_there
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +29,23 @@ _RETRY_AFTER_S = 2.0
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray Serve puts around its proxies (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH)."""
+    """What Ray Serve puts around its proxies (RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH), before they listen."""
+    bound_connections()
     return [Middleware(Explained)]
+
+
+def bound_connections() -> None:
+    """Have the uvicorn that Ray Serve starts in this process use our protocol, and no websockets.
+
+    Ray Serve makes its uvicorn.Config without saying which (``ray.serve._private.http_util.start_asgi_http_server``),
+    and takes none from outside, so "auto" means ours here. Raises RuntimeError where uvicorn does not look there.
+    """
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "serve.connections:BoundedHttp"
+    uvicorn.config.WS_PROTOCOLS["auto"] = None
+    loaded = uvicorn.Config(lambda: None, factory=True, lifespan="off", log_config=None)  # as Ray Serve makes it
+    loaded.load()
+    if (loaded.http_protocol_class, loaded.ws_protocol_class) != (BoundedHttp, None):
+        raise RuntimeError(f"uvicorn {uvicorn.__version__} takes its protocols from elsewhere: see bound_connections")
 
 
 class Explained:
@@ -40,9 +59,12 @@ class Explained:
             return await self.app(scope, receive, send)
         if nobody_is_there():  # Ray Serve would have the request wait until there is one
             return await _answer(_absent("no replica is there at the moment; ask again"), scope, receive, send)
-        if (reader := bodies()) is not None:
+        if (reader := entrance()) is None:
+            if has_body(scope):  # Ray Serve would read it without a bound
+                return await _answer(_absent("the proxy is starting; ask again"), scope, receive, send)
+        else:
             try:
-                receive = _again(await reader.read(receive), receive)
+                receive = _again(await reader.read(scope, receive), receive)
             except Problem as problem:
                 return await _answer(problem, scope, receive, send)
             except ClientDisconnect:
@@ -70,7 +92,7 @@ class Explained:
 
         await self.app(scope, watched, explained)
         if not started and not gone:
-            log.warning("%s %s: its replica ended before it answered", scope["method"], scope["path"])
+            log.warning("%s %s: its replica ended before it answered", scope["method"], logs.path(scope["path"]))
             ended = _absent("the replica that had the request has ended; ask again")
             await _answer(ended, scope, receive, send)
 

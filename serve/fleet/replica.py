@@ -14,22 +14,23 @@ from serve.fleet.member import Member
 
 
 class Replica:
-    """What Ray Serve starts, asks for its health, and ends. Both configs come as JSON values."""
+    """What Ray Serve starts, asks for its health, and ends. The server's config comes as JSON values."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, config: dict[str, Any], feedback_config: dict[str, Any]
+        self, config: dict[str, Any], feedback_config: FeedbackConfig
     ) -> None:
         """Start the server. Raises what keeps it from serving; Ray Serve tries again."""
         from serve.app import Server, create_app
         from serve.fleet.limits import FleetBuckets
 
+        _listen_on_its_own_address_alone()
         given = ServeConfig(**config)
         logging.getLogger().handlers.clear()
         logs.configure(given.log_format)
         self.member = Member(given)
         try:
             named = given.model_copy(update={"replica_name": self.member.name})
-            self.application = create_app(named, FeedbackConfig(**feedback_config), orders=self.member.orders)
+            self.application = create_app(named, feedback_config, orders=self.member.orders)
             self.server: Server = self.application.state.server
             self.server.limiter.shared = FleetBuckets()
             self._life = self.application.router.lifespan_context(self.application)
@@ -70,3 +71,23 @@ class Replica:
             await self._life.__aexit__(None, None, None)
         finally:
             self.member.release()
+
+
+def _listen_on_its_own_address_alone() -> None:
+    """Have Ray Serve's gRPC server beside this replica listen on the address of its node in Ray.
+
+    It opens it on "[::]:0" (Replica._on_initialized in ray.serve._private.replica, which runs after this), though
+    nothing calls it here, and would unpickle what comes. Raises RuntimeError if that can't be changed.
+    """
+    import ray
+    from ray._common.network_utils import build_address
+    from ray._common.tls_utils import add_port_to_grpc_server
+    from ray.serve._private import replica
+
+    if not hasattr(replica, "add_port_to_grpc_server"):
+        raise RuntimeError(
+            f"Ray {ray.__version__} opens a replica's gRPC server otherwise than Ray 2.60: see where, in "
+            "ray.serve._private.replica, and have it listen on the node's address alone"
+        )
+    own = build_address(ray.util.get_node_ip_address(), 0)
+    replica.add_port_to_grpc_server = lambda server, everywhere: add_port_to_grpc_server(server, own)

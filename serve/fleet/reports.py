@@ -32,7 +32,8 @@ class Report:
     version, generation: the policy that it serves, and the move of the pointer that it followed to it.
     content: hash of that policy's files, or of the prepared one's while there is one.
     prepared: the generation that it is ready for. failed: (generation, why) of what it could not prepare or serve.
-    unready: why it does not answer requests. requests, failures: answered, and with a 5xx, since its start.
+    unready: why it does not answer requests. requests, failures: since its start, those that it let in and answered, or
+    failed, on the two APIs, and of them those that failed.
     at: when this was written, seconds since 1970.
     """
 

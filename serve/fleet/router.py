@@ -14,7 +14,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from serve.fleet.sharing import in_share, rank
-from serve.fleet.told import tell_limits, tell_replicas
+from serve.fleet.told import tell_config, tell_replicas
 
 
 class Router(RequestRouter):
@@ -25,10 +25,10 @@ class Router(RequestRouter):
         tell_replicas(len(replicas))
         super().update_replicas(replicas)
 
-    def initialize_state(self, sticky: bool, body_bytes: int, most_bodies: int) -> None:
-        """``sticky``: whether a session stays with a replica. ``body_bytes``, ``most_bodies``: as ``Bodies``'s."""
+    def initialize_state(self, sticky: bool, config: dict[str, Any]) -> None:
+        """``sticky``: whether a session stays with a replica. ``config``: as ``tell_config``'s."""
         self.sticky = sticky
-        tell_limits(body_bytes, most_bodies)
+        tell_config(config)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

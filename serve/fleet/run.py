@@ -9,18 +9,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
 from feedback.config import FeedbackConfig
+from feedback.signals import STOPPING, StopSignal, heeded
 from serve import logs
 from serve.auth import Keyring
 from serve.config import FleetConfig, ServeConfig
 from serve.fleet.controller import Controller
 from serve.fleet.state import FleetError
+from serve.local_ray import connect, local_ray
 from serve.policies import PolicyStore
 
 log = logging.getLogger(__name__)
@@ -28,21 +30,21 @@ log = logging.getLogger(__name__)
 APPLICATION: Final = "millrace"
 DEPLOYMENT: Final = "Replica"
 _POLL_S: Final = 0.5
-_RAY_TRIES: Final = 3
 _KEEP_ALIVE_S: Final = 75
+_FOR_PROXIES: Final = {"host", "allowed_hosts", "auth", "keys", "tenant", "limits"}
 _MARGIN_S: Final = 30.0  # to stop an engine and seal what was recorded, beyond the drain
 _OBJECT_STORE_BYTES: Final = 128 << 20  # requests and answers pass through it only when they are large
 
 
-class _Stop(BaseException):
+class _Stop(StopSignal):
     """A signal asks the fleet to end."""
 
 
 def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     """Serve with ``config.fleet``'s replicas until SIGTERM or SIGINT, then drain and stop them.
 
-    Raises PolicyError, FleetError (what kept the replicas from starting), OSError if the port is taken, KeyFileError,
-    NotLoopback where others reach it and no key is needed.
+    Raises PolicyError, FleetError (what kept the replicas from starting), LocalRayError, OSError if the port is taken,
+    KeyFileError, NotLoopback where others reach it and no key is needed.
     """
     logs.configure(config.log_format)
     keyring = Keyring(config)
@@ -51,13 +53,13 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     log.info("%s", keyring.describe())
     controller = Controller(PolicyStore(Path(config.policies)), Path(config.replicas), config.fleet)
     stop = threading.Event()
+    ray_life = ExitStack()
     try:
-        with _signals() as listen:
+        with _signals():
             state = controller.open()
             log.info("policy %d is what the fleet serves", state.serving.version)
             _require_free_port(config)
-            _start_ray(config.fleet)
-            listen()  # Ray has put handlers of its own in their place
+            ray_life.enter_context(_ray(config.fleet))
             driver = threading.Thread(
                 target=controller.run, args=(stop, config.swap.poll_seconds), name="rollout", daemon=True
             )
@@ -69,40 +71,49 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     finally:
         with _ignored_signals():
             _end(controller, config)
+            ray_life.close()
             stop.set()
             controller.close()
 
 
-def _start_ray(config: FleetConfig) -> None:
-    import ray
-
+@contextmanager
+def _ray(config: FleetConfig) -> Iterator[None]:
+    """Be connected to the fleet's Ray: the cluster's, or one of our own, which ends with the block."""
     environment = {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.fleet.proxy.middlewares",
         "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-session-id",
         # A thread less between the socket and the engine; what we run there never blocks.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # by itself five seconds, which a proxy's imports can take
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    where: dict[str, Any] = {"address": config.ray_address}
+    common: dict[str, Any] = {
+        "runtime_env": {"env_vars": environment},
+        "logging_level": "WARNING",
+        "namespace": APPLICATION,
+    }
     if config.ray_address is None:
         most = max(config.replicas, config.max_replicas or 0)
-        where = {
+        with local_ray(
             # Ray's own count of cores, so that all replicas fit whatever the machine has.
-            "num_cpus": max(os.cpu_count() or 1, int(most * config.num_cpus) + 1),
-            "include_dashboard": False,
-            "object_store_memory": _OBJECT_STORE_BYTES,
-            "_node_ip_address": "127.0.0.1",
-        }
-    for tries in range(_RAY_TRIES):
-        try:
-            ray.init(runtime_env={"env_vars": environment}, logging_level="WARNING", namespace=APPLICATION, **where)
-            return
-        except Exception as error:  # Ray gives itself 30 s, which a busy machine can take for other things
-            ray.shutdown()
-            if tries == _RAY_TRIES - 1:
-                raise FleetError(f"Ray can't be started ({where}): {type(error).__name__}: {error}") from error
-            log.warning("Ray did not start, once more: %s", error)
+            num_cpus=max(os.cpu_count() or 1, int(most * config.num_cpus) + 1),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **common,
+        ):
+            yield
+        return
+    try:
+        connect(address=config.ray_address, **common)
+    except Exception as error:
+        raise FleetError(f"no Ray at {config.ray_address}: {type(error).__name__}: {error}") from error
+    try:
+        yield
+    finally:
+        import ray
+
+        ray.shutdown()
 
 
 def _deploy(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
@@ -125,9 +136,8 @@ def _deploy(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
         proxy_location="EveryNode" if config.fleet.ray_address else "HeadOnly",
         logging_config=quiet,
     )
-    application = _deployment(config, quiet).bind(
-        config.model_dump(mode="json"), feedback_config.model_dump(mode="json")
-    )
+    # Feedback's as an object: it hides the secrets that are in it wherever it is printed.
+    application = _deployment(config, quiet).bind(config.model_dump(mode="json"), feedback_config)
     try:
         ray_serve.run(application, name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
@@ -167,8 +177,7 @@ def _deployment(config: ServeConfig, logging_config: Any) -> Any:
             request_router_class="serve.fleet.router.Router",
             request_router_kwargs={
                 "sticky": fleet.sticky == "session",
-                "body_bytes": limits.body_bytes,
-                "most_bodies": limits.bodies,
+                "config": config.model_dump(mode="json", include=_FOR_PROXIES),
             },
             request_routing_stats_period_s=1.0,
         ),
@@ -209,8 +218,6 @@ def _end(controller: Controller, config: ServeConfig) -> None:
             ray_serve.shutdown()
     except Exception as error:  # noqa: BLE001 - whatever of it failed, Ray must end too
         log.error("the fleet did not stop as it should: %s: %s", type(error).__name__, error)
-    finally:
-        ray.shutdown()
 
 
 def _reason() -> str | None:
@@ -239,20 +246,23 @@ def _require_free_port(config: ServeConfig) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[Callable[[], None]]:
-    """Raise _Stop at a signal. Yields what sees to that once more."""
+def _signals() -> Iterator[None]:
+    """Raise _Stop at the first signal that asks to end; further ones change nothing."""
+    stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise _Stop
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise _Stop
 
-    def listen() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, stop)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    listen()
+    before = {number: signal.signal(number, stop) for number in heeded()}
     try:
-        yield listen
+        yield
+    except SystemExit as error:  # Ray hands on a plain one, whichever ended its wait
+        if not stopped:
+            raise
+        raise _Stop from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -260,7 +270,7 @@ def _signals() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _ignored_signals() -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
     try:
         yield
     finally:

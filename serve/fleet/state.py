@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -33,23 +35,55 @@ class FleetError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Instant:
+    """A moment. ``seconds``: of a clock that nobody sets; ``clock`` names it, and no other one's seconds compare.
+
+    ``wall``: seconds since 1970, for people.
+    """
+
+    seconds: float
+    clock: str
+    wall: float
+
+
+def _boot() -> str:
+    """Names this machine's monotonic clock, which all its processes share until it is started again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # not Linux: as if each process had its own
+        return uuid.uuid4().hex
+
+
+_CLOCK: Final = _boot()
+
+
+def instant() -> Instant:
+    """Now."""
+    return Instant(time.monotonic(), _CLOCK, time.time())
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """A promotion on its way through the fleet. Times are seconds since 1970.
+    """A promotion on its way through the fleet. Times are an Instant's seconds by ``clock``, ``started`` its wall time.
 
     ``since``: when the step that is waited for began. ``lives``: which life of each canary was chosen.
     ``judged_from``: when the canary served the policy; from then on ``baseline`` counts, by replica: (life, requests,
-    failures). ``done``: who was told to serve the policy, the last of them perhaps not doing so yet.
+    failures). ``held``: it serves alone for longer, having answered too few; ``unproven``: it never answered enough.
+    ``done``: who was told to serve the policy, the last of them perhaps not doing so yet.
     """
 
     to: Pointer
     phase: Phase
     started: float
     since: float
+    clock: str = ""
     canaries: tuple[str, ...] = ()
     lives: dict[str, str] = field(default_factory=dict)
     share: float = 0.0
     judged_from: float | None = None
     baseline: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    held: bool = False
+    unproven: str | None = None
     done: tuple[str, ...] = ()
     error: str | None = None
 

@@ -127,6 +127,7 @@ def test_history_says_who_had_which_policy_serve_and_why(model: Path, capsys: py
     run("init", "--model", str(model), "--home", "h", capsys=capsys)
     store = PolicyStore(Path("h/policies"))
     store.publish(Path("h/policies/v000001"), parent=1, lineage={}, metrics={})
+    _follow(store)
     run("promote", "2", "--home", "h", "--override", "--why", "a try", capsys=capsys)
     run("rollback", "--home", "h", "--why", "it was worse", capsys=capsys)
     code, out, _ = run("history", "--home", "h", capsys=capsys)
@@ -138,7 +139,33 @@ def test_history_says_who_had_which_policy_serve_and_why(model: Path, capsys: py
     assert "back from 2" in third
     assert "it was worse" in third
     code, out, _ = run("history", "--home", "h", "--json", capsys=capsys)
-    assert [pointer["version"] for pointer in json.loads(out)] == [1, 2, 1]
+    assert [(move["version"], move["served"]) for move in json.loads(out)] == [(1, True), (2, None), (1, None)]
+
+
+def test_a_rollback_to_what_never_served_is_refused_and_its_override_is_in_the_history(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("init", "--model", str(model), "--home", "h", capsys=capsys)
+    store = PolicyStore(Path("h/policies"))
+    store.publish(Path("h/policies/v000001"), parent=1, lineage={}, metrics={})
+    _follow(store)
+    code, _, err = run("rollback", "--home", "h", "--to", "2", capsys=capsys)
+    assert code == 1
+    assert "policy 2 has not served" in err
+    code, _, err = run("rollback", "--home", "h", "--to", "2", "--override", capsys=capsys)
+    assert code == 2
+    assert "--why" in err
+    code, _, err = run("rollback", "--home", "h", "--to", "2", "--override", "--why", "a try", capsys=capsys)
+    assert code == 0, err
+    _, out, _ = run("history", "--home", "h", capsys=capsys)
+    assert "back from 1, overridden (policy 2 has not served)" in out.splitlines()[-1]
+
+
+def _follow(store: PolicyStore) -> None:
+    """A server serves what the pointer names."""
+    pointer = store.serving()
+    assert pointer is not None
+    store.record_outcome(pointer, served=True, by="replica-0")
 
 
 def test_init_refuses_what_is_no_causal_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,6 +165,21 @@ def test_paths_are_relative_to_home_unless_absolute(tmp_path: Path) -> None:
     assert resolved.train.runs == Path("/elsewhere")
 
 
+def test_the_gates_engine_is_as_the_servers_unless_it_is_set_itself() -> None:
+    served = [("serve.engine.dtype", "bfloat16"), ("serve.engine.extra.quantization", "fp8")]
+    judging = config.load(None, served).resolved().evaluation.engine
+    assert (judging.dtype, judging.extra) == ("bfloat16", {"quantization": "fp8"})
+    own = [("evaluation.engine.dtype", "float32"), ("evaluation.engine.extra", "{}")]
+    judging = config.load(None, [*served, *own]).resolved().evaluation.engine
+    assert (judging.dtype, judging.extra) == ("float32", {})
+    assert config.load(None, []).resolved().evaluation.engine.dtype == "auto"
+
+
+def test_a_setting_of_the_servers_engine_has_no_second_place_among_the_extra_ones() -> None:
+    with pytest.raises(ConfigError, match=r"dtype is a setting of its own: set serve\.engine\.dtype"):
+        config.load(None, [("serve.engine.extra.dtype", "bfloat16")])
+
+
 def test_a_snapshot_holds_everything_and_a_child_reads_the_same_from_it(tmp_path: Path) -> None:
     settings = config.load(None, [("home", "h"), ("serve.port", "1"), ("train.optimizer.betas", "[0.1, 0.2]")])
     assert config.load(settings.snapshot(), [], {}) == settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -15,12 +16,14 @@ from typing import Any
 
 import pytest
 
-from deploy import config, cycle, cycles
+from deploy import cli, config, cycle, cycles
+from deploy.checks import check
 from deploy.commands.loop import say_what_came_of
 from deploy.config import ConfigError, Settings, child_environment
 from deploy.cycle import CycleBusy, run_cycle
 from deploy.cycles import CycleRecord
 from deploy.processes import millrace
+from serve.policies import PolicyStore
 from train.context import JobResult
 
 
@@ -94,6 +97,29 @@ def test_settings_that_can_not_work_are_refused_before_anything_starts(settings:
     assert cycles.records(broken) == []
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        [("evaluation.engine.dtype", "bfloat16")],
+        [("serve.engine.dtype", "bfloat16"), ("evaluation.engine.dtype", "float32")],
+    ],
+)
+def test_a_gate_that_would_compute_in_another_type_than_the_server_is_refused_before_anything_starts(
+    home_with_policy: Settings, options: list[tuple[str, str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = changed(home_with_policy, *options)
+    judged, served = (dict(options).get(f"{part}.engine.dtype", "float32") for part in ("evaluation", "serve"))
+    refusal = rf"evaluation\.engine\.dtype={judged}, and the server computes policy 1 in {served}"
+    with pytest.raises(ConfigError, match=refusal):
+        run_cycle(other)
+    store = PolicyStore(other.path(other.serve.policies))
+    store.publish(store.get(1).path, parent=1, lineage={}, metrics={})
+    assert cli.run(["--config", str(other.snapshot()), "evaluate", "2"]) != 0
+    assert re.search(refusal, capsys.readouterr().err)
+    assert store.get(2).gate is None
+    check(changed(home_with_policy, ("serve.engine.dtype", "bfloat16")))
+
+
 def test_a_reward_function_that_does_not_exist_is_refused_before_anything_starts(settings: Settings) -> None:
     with pytest.raises(ConfigError, match="no_such_module"):
         run_cycle(changed(settings, ("feedback.scoring.rules.mine.function", "no_such_module:f")))
@@ -165,7 +191,7 @@ def test_a_cycle_that_died_is_closed_as_failed_by_the_next(home_with_policy: Set
 def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings) -> None:
     run = settings.path("runs") / "cycle-000001"
     (run / "checkpoints" / "step-00000010").mkdir(parents=True)
-    (run / "start.json").write_text(json.dumps({"config": settings.train.model_dump(mode="json")}))
+    (run / "start.json").write_text(json.dumps({"config": settings.training().model_dump(mode="json")}))
     settings.path("cycles").mkdir()
 
     def killed(number: int, **columns: Any) -> None:

@@ -22,7 +22,10 @@ def test_this_machine_can_run_millrace_and_every_complaint_says_what_to_do(home_
 
 
 def test_what_the_loop_still_lacks_is_found_before_it_is_started(settings: Settings) -> None:
-    wrong = [("schedule.cron", "0 99 * * *"), ("feedback.scoring.rules.task.function", "deploy.demo.task:reward")]
+    wrong = [
+        ("schedule.cron", "0 99 * * *"),
+        ("feedback.scoring.rules.task.function", "deploy.examples.demo.task:reward"),
+    ]
     bare = config.load(None, [("home", str(settings.home / "elsewhere"))], {})
     missing = [check.found for check in doctor.examine(bare) if check.name == "loop"]
     assert any("evaluation.suite" in line for line in missing)

@@ -75,6 +75,40 @@ def test_a_rollout_that_was_undone_is_a_failure_that_says_where_the_pointer_is(
     assert [(move.version, move.who) for move in history] == [(1, "tests"), (2, "tests"), (1, "fleet")]
 
 
+def test_a_pointer_that_the_server_could_not_move_goes_back_to_what_has_served(
+    settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
+) -> None:
+    first = store.serving()
+    assert first is not None
+    store.record_outcome(first, served=True, by="replica-0")
+    store.publish(store.get(1).path, parent=1, lineage={}, metrics={})
+    rollout.promote(store, 2, who="tests", why="named while no server ran", override=True)
+    pointer = rollout.promote(store, 3, who="tests", why="x", override=True)
+    said.append(answer(1, 1, "settled", {"version": 3, "generation": 3, "error": "not enough memory"}))
+    with pytest.raises(NotServed, match=r"not enough memory; the pointer is back at 1"):
+        following.wait_until_served(settings, store, pointer)
+    assert store.served() == {1}
+
+
+def test_a_canary_that_is_held_is_waited_for_and_who_waits_is_told_so_once(
+    settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
+) -> None:
+    pointer = rollout.promote(store, 2, who="tests", why="x", override=True)
+    fleet = settings.serve.fleet.model_copy(update={"canary_seconds": 1, "canary_hold_seconds": 99})
+    settings = settings.model_copy(
+        update={
+            "serve": settings.serve.model_copy(update={"fleet": fleet}),
+            "cycle": settings.cycle.model_copy(update={"swap_timeout_s": 0.5}),  # the canary has its own time beside
+        }
+    )
+    held = answer(1, 1, "canary") | {"rollout": {"held": True}}
+    said += [answer(1, 1, "canary"), *[held] * 5, answer(2, 2, "settled")]
+    told: list[str] = []
+    assert following.wait_until_served(settings, store, pointer, say=told.append)["seconds"] > 0.5
+    assert len(told) == 1
+    assert "held for up to serve.fleet.canary_hold_seconds=99 s" in told[0]
+
+
 def test_replicas_on_the_command_line_are_the_settings() -> None:
     settings = config.load(None, [("serve.fleet.canary_seconds", "7")], {})
     assert settings.serve.fleet.is_one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -18,7 +20,9 @@ import pytest
 from deploy import cli, config, schedule
 from deploy.config import Settings, child_environment
 from deploy.processes import millrace
+from feedback import erasure
 from feedback.config import JournalConfig
+from feedback.erased import register
 from feedback.events import FeedbackIn
 from feedback.journal import Journal
 from feedback.lake import Lake
@@ -95,14 +99,29 @@ def test_compact_says_what_it_merged(lake: Lake, run: Callable[..., tuple[int, s
 
 
 def test_dry_runs_remove_nothing(lake: Lake, run: Callable[..., tuple[int, str, str]]) -> None:
-    put(lake, "interactions", interaction("old", created_at=datetime.now(UTC) - timedelta(days=9)), interaction("new"))
+    now = datetime.now(UTC)
+    for name, days in (("old", 9), ("kept", 2), ("new", 0)):
+        put(lake, "interactions", interaction(name, created_at=now - timedelta(days=days)))
     code, out, _ = run("retain", "--dry-run", "--feedback.lake.retain_days", "2")
     assert (code, "would drop 1 dates" in out, "1 interactions" in out) == (0, True, True)
     assert "would remove 0 replaced files" in run("vacuum", "--dry-run")[1]
-    assert ids(lake) == ["new", "old"]
+    assert ids(lake) == ["kept", "new", "old"]
     assert "dropped 1 dates" in run("retain", "--feedback.lake.retain_days", "2")[1]
     assert "no date is due" in run("retain", "--feedback.lake.retain_days", "2")[1]
-    assert ids(lake) == ["new"]
+    assert ids(lake) == ["kept", "new"]
+
+
+@pytest.mark.parametrize("command", ["retain", "maintain"])
+def test_what_is_not_dropped_by_a_clock_that_is_far_ahead_is_dropped_when_the_operator_says_so(
+    command: str, lake: Lake, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    put(lake, "interactions", interaction("last", created_at=datetime.now(UTC) - timedelta(days=40)))
+    code, _, err = run(command, "--feedback.lake.retain_days", "30")
+    assert (code, ids(lake)) == (1, ["last"])
+    assert "40 days back" in err
+    assert "--feedback.lake.retain_gap_days null" in err
+    code, out, _ = run(command, "--feedback.lake.retain_days", "30", "--feedback.lake.retain_gap_days", "null")
+    assert (code, "dropped 1 dates" in out, ids(lake)) == (0, True, [])
 
 
 def test_a_lake_that_is_not_there_is_named(run: Callable[..., tuple[int, str, str]], settings: Settings) -> None:
@@ -252,3 +271,193 @@ def test_without_an_interval_there_is_no_maintenance(settings: Settings, tmp_pat
     log = tmp_path / "schedule.log"
     assert start(never, log).wait(60) == 0, log.read_text()
     assert not never.path("logs/maintenance.log").exists()
+
+
+# ------------------------------------------------------------------------ what was trained, or is, on erased rows
+
+
+def a_run(settings: Settings, name: str, lake: Lake, *, checkpoint: bool = True) -> Path:
+    """What a run that has read the lake as it is leaves on the disk."""
+    folder = settings.path("runs") / name
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "start.json").write_text(json.dumps({"lake_versions": lake.versions()}))
+    (folder / ".lock").write_text("pid 7 on elsewhere\n")
+    if checkpoint:
+        (folder / "checkpoints" / "step-00000002").mkdir()
+        (folder / "checkpoints" / "step-00000002" / "driver.json").write_text("what zaphod was answered")
+    return folder
+
+
+def a_reward_model(settings: Settings, name: str, lineage: dict[str, object], parent: int = 1) -> Path:
+    folder = settings.path("runs") / name / "reward_model"
+    folder.mkdir(parents=True)
+    (folder / "training.json").write_text(json.dumps({"parent": parent, "lineage": lineage}))
+    return folder
+
+
+def test_erase_lists_runs_at_work_killed_runs_and_reward_models_and_removes_what_killed_ones_kept(
+    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    before = a_run(home_with_policy, "before", lake)
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
+    trained = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    killed, working = (a_run(home_with_policy, name, lake) for name in ("killed", "working"))
+    a_run(home_with_policy, "finished", lake, checkpoint=False)
+    of_rows = a_reward_model(home_with_policy, "judge", {"lake_versions": lake.versions()})
+    of_policy = a_reward_model(home_with_policy, "heir", {"lake_versions": {}}, parent=trained)
+    a_reward_model(home_with_policy, "other", {"lake_versions": {"interactions": 0}})
+
+    file = tmp_path / "erased.json"
+    with (working / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, out, err = run("erase", "--user", "zaphod", "--yes", "--json-out", str(file))
+    assert code == 0, err
+    told = json.loads(file.read_text())
+    here = "they were in interactions at version 1"
+    assert told["runs"] == [
+        {"name": "killed", "holder": None, "certainty": "yes", "why": here},
+        {"name": "working", "holder": "pid 7 on elsewhere", "certainty": "yes", "why": here},
+    ]
+    assert told["reward_models"] == [
+        {"folder": str(of_policy), "certainty": "yes", "why": f"it descends from policy {trained}"},
+        {"folder": str(of_rows), "certainty": "yes", "why": here},
+    ]
+    assert "pid 7 on elsewhere is at work on it: it will publish nothing" in out
+    assert "removed what killed runs had kept of rows that are gone: killed" in out
+    assert list(killed.rglob("driver.json")) == []
+    assert [len(list(folder.rglob("driver.json"))) for folder in (before, working)] == [1, 1]
+    assert json.loads((of_rows / "erasures.json").read_text())["erasures"][0]["why"] == here
+    assert "removed what killed runs had kept of rows that are gone: working" in run("maintain")[1]
+    assert list(working.rglob("driver.json")) == []
+
+
+def test_the_list_of_policies_shows_those_that_an_erasure_reaches(
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
+    store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={})
+    store.publish(model, parent=1, lineage={"erased_rows": {"feedback": 2}}, metrics={})
+    assert run("erase", "--user", "zaphod", "--yes")[0] == 0
+    assert cli.run(["--config", str(home_with_policy.snapshot()), "policies"]) == 0
+    out = capsys.readouterr().out
+    assert "policy 1: rows" not in out
+    assert "policy 2: rows that it was trained on (yes) were erased at 20" in out
+    assert "policy 3: rows were erased while it was trained: {'feedback': 2}" in out
+    cli.run(["--config", str(home_with_policy.snapshot()), "policies", "--json"])
+    assert [len(policy["erasures"]) for policy in json.loads(capsys.readouterr().out)] == [0, 1, 0]
+    store.verify(2)
+
+
+def test_what_is_published_while_an_erasure_runs_is_on_record_before_the_erasure_is_done(
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    store, versions = PolicyStore(Path(home_with_policy.resolved().serve.policies)), lake.versions()
+    purge, late, judges = erasure._purge_all, [], []
+
+    def publish_meanwhile(*arguments: Any) -> list[str]:
+        late.append(store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version)
+        late.append(store.publish(model, parent=late[0], lineage={"lake_versions": {}}, metrics={}).version)
+        store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={})
+        judges.append(a_reward_model(home_with_policy, "judge", {"lake_versions": versions}))
+        return purge(*arguments)
+
+    monkeypatch.setattr(erasure, "_purge_all", publish_meanwhile)
+    file = tmp_path / "erased.json"
+    assert run("erase", "--user", "zaphod", "--yes", "--json-out", str(file))[0] == 0
+    told = json.loads(file.read_text())
+    assert [policy["version"] for policy in told["policies"]] == late
+    assert [reached["folder"] for reached in told["reward_models"]] == [str(judges[0])]
+    assert [bool(store.get(version).erasures) for version in store.versions()] == [False, True, True, False]
+    assert (judges[0] / "erasures.json").exists()
+
+
+@pytest.mark.parametrize("killed_at", ["_drain", "_purge_all", "mark_done"])
+def test_maintenance_puts_on_record_what_an_erasure_that_was_killed_had_reached_once(
+    killed_at: str,
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    store, versions = PolicyStore(Path(home_with_policy.resolved().serve.policies)), lake.versions()
+    seen = store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version
+    judge, made = a_reward_model(home_with_policy, "judge", {"lake_versions": versions}), []
+
+    def killed(*_: Any) -> None:
+        made.append(store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version)
+        made.append(a_reward_model(home_with_policy, f"late-{len(made)}", {"lake_versions": versions}))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(erasure, killed_at, killed)
+        assert run("erase", "--user", "zaphod", "--yes")[0] != 0
+        if killed_at == "mark_done":
+            assert run("maintain")[0] != 0, "the maintenance is killed there as well"
+    for _ in range(2):
+        assert run("maintain")[0] == 0
+        policies = [v for v in made if isinstance(v, int)]
+        assert [len(store.get(version).erasures) for version in (1, seen, *policies)] == [0, 1, *(1 for _ in policies)]
+        for folder in (judge, *(v for v in made if isinstance(v, Path))):
+            assert len(json.loads((folder / "erasures.json").read_text())["erasures"]) == 1
+    assert store.get(seen).erasures[0]["certainty"] == "yes"
+
+
+def test_what_an_erasure_had_looked_at_is_not_suspected_when_more_of_it_is_sealed_behind_it(
+    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
+    put(lake, "interactions", interaction("hers", user="trillian"))
+    before = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    late = interaction("late", user="zaphod")
+    assert run("compact")[0] == 0  # one file: that rows went from it says little of who has read them
+    assert run("erase", "--user", "zaphod", "--yes")[0] == 0
+    put(lake, "interactions", late)
+    behind = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    assert run("maintain")[0] == 0
+    assert ids(lake) == ["hers"]
+    assert [bool(store.get(version).erasures) for version in (before, behind)] == [False, True]
+
+
+def test_rows_go_though_a_record_of_them_can_not_be_written_and_maintenance_writes_it(
+    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    judge = a_reward_model(home_with_policy, "judge", {"lake_versions": lake.versions()})
+    (judge / "erasures.json").mkdir()
+    code, _, err = run("erase", "--user", "zaphod", "--yes")
+    assert (code != 0, ids(lake)) == (True, [])
+    assert f"could not be put on record with reward model {judge}" in err
+    assert run("maintain")[0] != 0, "it is still to be put there"
+    (judge / "erasures.json").rmdir()
+    assert run("maintain")[0] == 0
+    [record] = json.loads((judge / "erasures.json").read_text())["erasures"]
+    assert record["certainty"] == "possibly"
+
+
+def test_maintenance_that_erases_behind_an_erasure_names_the_policies_that_may_have_read_the_rows(
+    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
+    before = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    reached = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    register(lake, "user", ["zaphod"], datetime.now(UTC), lake.versions())  # of an erasure that was killed
+    code, out, _ = run("maintain")
+    assert (code, ids(lake)) == (0, [])
+    assert "1 interactions that may have been there when it was trained" in out
+    assert [bool(store.get(version).erasures) for version in (before, reached)] == [False, True]

@@ -15,8 +15,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from deploy.learn import pairs, plans, task, trial
-from deploy.learn.home import Home
+from deploy.examples.learn import pairs, plans, task, trial
+from deploy.examples.learn.home import Home
 from train.algorithms.config import OFFLINE, ONLINE
 
 
@@ -33,7 +33,15 @@ class Proof:
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
     folder = tmp_path_factory.mktemp("learn") / "work"
-    command = [sys.executable, "-m", "deploy.learn", "--folder", str(folder), "--algorithms", "sft,reward_model"]
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.examples.learn",
+        "--folder",
+        str(folder),
+        "--algorithms",
+        "sft,reward_model",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     done = subprocess.run(
         [*command, "--steps", "6"], env=environment, capture_output=True, text=True, timeout=800, check=False

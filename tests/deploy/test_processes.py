@@ -14,6 +14,7 @@ import pytest
 from deploy.config import child_environment
 from deploy.processes import Child, Stopped, stop_on_signals
 
+PATIENCE_S = 240
 DAEMON = """
 import os, signal, sys, time
 def daemon():
@@ -104,6 +105,21 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
     running.stop()
 
 
+def test_what_holds_signals_back_is_killed_at_once_and_not_waited_for(tmp_path: Path) -> None:
+    code = f"""
+import subprocess, sys
+from deploy.processes import no_leftovers
+from feedback.signals import held_back
+with no_leftovers(grace={PATIENCE_S}):
+    with held_back():
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep({2 * PATIENCE_S})"])
+print("all gone")
+"""
+    running = child(code, tmp_path)
+    assert running.wait(PATIENCE_S / 2) == 0
+    assert running.tail() == "all gone"  # and nobody is named who would not stop
+
+
 def test_a_signal_becomes_stopped_once() -> None:
     def stopped_in_the_middle() -> None:
         with stop_on_signals():
@@ -114,6 +130,73 @@ def test_a_signal_becomes_stopped_once() -> None:
         stopped_in_the_middle()
     assert stopped.value.exit_code == 143
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+STARTS = """
+import time
+from deploy.processes import Stopped, stop_on_signals
+from serve.local_ray import local_ray
+try:
+    with stop_on_signals(), local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20):
+        time.sleep(600)
+except Stopped as stopped:
+    print(stopped, stopped.exit_code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_ray_starts_ends_it_in_order(
+    number: signal.Signals, nothing_left: Callable[[], list[str]]
+) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    starting = subprocess.Popen(
+        [sys.executable, "-c", STARTS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        below = psutil.Process(starting.pid)
+        _until(lambda: "gcs_server" in {p.name() for p in below.children(recursive=True)}, timeout=300)
+        starting.send_signal(number)
+        said, errors = starting.communicate(timeout=300)
+    finally:
+        starting.kill()
+    assert said == f"{number.name} {128 + number}\n"
+    assert "Traceback" not in errors, errors
+    assert "***" not in errors, errors
+    assert nothing_left() == []
+
+
+WAITS = """
+import ray, time
+from deploy.processes import Stopped, stop_on_signals
+from serve.local_ray import local_ray
+@ray.remote
+class Worker:
+    def sleep(self): time.sleep(3600)
+with local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20, logging_level="ERROR"):
+    worker = Worker.remote()
+    try:
+        with stop_on_signals():
+            print("up", flush=True)
+            ray.get(worker.sleep.remote())
+    except Stopped as stopped:
+        print(stopped, stopped.exit_code)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_wait_for_ray(number: signal.Signals, nothing_left: Callable[[], list[str]]) -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    waiting = subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert waiting.stdout is not None
+        assert waiting.stdout.readline() == "up\n"
+        time.sleep(2)  # until it waits
+        waiting.send_signal(number)
+        said, _ = waiting.communicate(timeout=120)
+    finally:
+        waiting.kill()
+    assert said == f"{number.name} {128 + number}\n"
+    assert nothing_left() == []
 
 
 def _until(condition: Callable[[], bool], timeout: float = 20.0) -> None:

@@ -1,22 +1,44 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deploy import rollout
 from deploy.rollout import RolloutRefused
-from serve.policies import PolicyCorrupt, PolicyNotFound, PolicyStore, StalePointer
+from serve.policies import Pointer, PolicyCorrupt, PolicyNotFound, PolicyStore, StalePointer
 
 
 @pytest.fixture
 def store(tmp_path: Path, model: Path) -> PolicyStore:
-    """Policies 1, 2, 3 and 4, of which 1 serves."""
+    """Policies 1, 2, 3 and 4, of which 1 serves, in a server that is up."""
     store = PolicyStore(tmp_path / "policies")
     for parent in (None, 1, 2, 3):
         store.publish(model, parent=parent, lineage={}, metrics={})
     rollout.promote(store, 1, who="tests", why="first")
+    follow(store)
     return store
+
+
+def pointer_of(store: PolicyStore) -> Pointer:
+    pointer = store.serving()
+    assert pointer is not None
+    return pointer
+
+
+def follow(store: PolicyStore) -> None:
+    """A server serves what the pointer names."""
+    store.record_outcome(pointer_of(store), served=True, by="replica-0")
+
+
+def refuse(store: PolicyStore) -> None:
+    """A server refuses what the pointer names, and goes on with what it served before."""
+    pointer = pointer_of(store)
+    assert pointer.previous is not None
+    store.move_back(pointer, pointer.previous, who="replica-0", why="it can't be loaded")
+    follow(store)
 
 
 def judge(
@@ -96,6 +118,7 @@ def test_a_second_rollback_goes_further_back_and_not_forward_again(store: Policy
     for version in (2, 3):
         judge(store, version, incumbent=version - 1)
         promote(store, version)
+        follow(store)
     assert rollout.rollback(store, who="me", why="bad").version == 2
     assert rollout.rollback(store, who="me", why="bad too").version == 1
     with pytest.raises(RolloutRefused, match="policy 1 is the first that served"):
@@ -109,8 +132,130 @@ def test_a_rollback_can_name_its_target(store: PolicyStore) -> None:
     for version in (2, 3):
         judge(store, version, incumbent=version - 1)
         promote(store, version)
+        follow(store)
     assert rollout.rollback(store, who="me", why="x", to=1).version == 1
     with pytest.raises(RolloutRefused, match="serves already"):
         rollout.rollback(store, who="me", why="x", to=1)
     with pytest.raises(PolicyNotFound):
         rollout.rollback(store, who="me", why="x", to=9)
+
+
+def test_what_has_not_served_is_no_rollbacks_target_without_an_override(store: PolicyStore) -> None:
+    judge(store, 2, incumbent=1, verdict="refuse", reasons=("it is worse",))
+    with pytest.raises(RolloutRefused, match=r"policy 2 has not served.*rollback --to 2 --override --why"):
+        rollout.rollback(store, who="me", why="x", to=2)
+    assert pointer_of(store).version == 1
+
+
+def test_a_policy_that_the_server_refused_has_not_served(store: PolicyStore) -> None:
+    judge(store, 2, incumbent=1)
+    promote(store, 2)
+    refuse(store)
+    with pytest.raises(RolloutRefused, match="policy 2 has not served"):
+        rollout.rollback(store, who="me", why="x", to=2)
+
+
+def test_a_policy_that_one_of_two_servers_refused_has_not_served(store: PolicyStore) -> None:
+    judge(store, 2, incumbent=1)
+    promote(store, 2)
+    follow(store)
+    refuse(store)
+    assert store.served() == {1}
+
+
+def test_a_policy_that_was_named_while_no_server_ran_has_not_served(store: PolicyStore) -> None:
+    for version in (2, 3):
+        judge(store, version, incumbent=version - 1)
+        promote(store, version)
+    assert rollout.rollback(store, who="me", why="bad").version == 1
+    with pytest.raises(RolloutRefused, match="policy 2 has not served"):
+        rollout.rollback(store, who="me", why="x", to=2)
+
+
+def test_a_rollback_to_what_has_not_served_is_an_override_on_record(store: PolicyStore) -> None:
+    pointer = rollout.rollback(store, who="me", why="I know better", to=3, override=True)
+    assert (pointer.version, pointer.why) == (3, "I know better")
+    assert pointer.verdict == {"rollback_from": 1, "override": True, "objection": "policy 3 has not served"}
+
+
+def test_a_rollback_to_what_has_served_needs_no_override_and_is_none(store: PolicyStore) -> None:
+    judge(store, 2, incumbent=1)
+    promote(store, 2)
+    follow(store)
+    assert rollout.rollback(store, who="me", why="x", to=1, override=True).verdict == {"rollback_from": 2}
+
+
+@pytest.mark.parametrize("why", ["", "  \n"])
+def test_an_override_without_a_reason_is_refused(store: PolicyStore, why: str) -> None:
+    with pytest.raises(RolloutRefused, match="an override needs a reason"):
+        rollout.rollback(store, who="me", why=why, to=2, override=True)
+    with pytest.raises(RolloutRefused, match="an override needs a reason"):
+        rollout.promote(store, 2, who="me", why=why, override=True)
+    assert pointer_of(store).version == 1
+
+
+def test_a_server_takes_back_no_later_move_to_the_policy_that_it_refused(store: PolicyStore) -> None:
+    refused = rollout.promote(store, 2, who="me", why="x", override=True)
+    rollout.promote(store, 2, who="me", why="there is more memory now", override=True)
+    with pytest.raises(StalePointer, match="has moved since it named policy 2"):
+        store.move_back(refused, 1, who="replica-0", why="not enough memory")
+    assert pointer_of(store).version == 2
+
+
+def test_a_rollback_undoes_the_move_that_was_meant_and_no_other(store: PolicyStore) -> None:
+    meant = rollout.promote(store, 2, who="me", why="x", override=True)
+    rollout.promote(store, 3, who="you", why="y", override=True)
+    with pytest.raises(StalePointer):
+        rollout.rollback(store, who="me", why="z", expected=meant)
+    assert pointer_of(store).version == 3
+
+
+def test_a_verdict_that_changes_while_the_files_are_verified_is_the_one_that_counts(
+    store: PolicyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge(store, 2, incumbent=1)
+    verify = store.verify
+
+    def judged_meanwhile(version: int) -> Any:
+        policy = verify(version)
+        judge(store, 2, incumbent=1, verdict="refuse", reasons=("it is worse",))
+        return policy
+
+    monkeypatch.setattr(store, "verify", judged_meanwhile)
+    with pytest.raises(RolloutRefused, match="it is worse"):
+        promote(store, 2)
+
+
+def test_in_a_store_without_outcomes_what_no_server_took_back_has_served(store: PolicyStore) -> None:
+    """As stores were before outcomes were kept."""
+    moves = [
+        {"version": 1, "who": "me@here", "verdict": None},
+        {"version": 2, "who": "cycle", "verdict": {"verdict": "pass", "incumbent": 1}},
+        {"version": 3, "who": "cycle", "verdict": {"verdict": "pass", "incumbent": 2}},
+        {"version": 2, "who": "replica-0", "verdict": {"rollback_from": 3}},
+        {"version": 1, "who": "me@here", "verdict": {"rollback_from": 2}},
+    ]
+    lines = [
+        json.dumps(move | {"previous": None, "at": "2026-01-01T00:00:00+00:00", "why": "", "generation": number})
+        for number, move in enumerate(moves, start=1)
+    ]
+    (store.root / "outcomes.jsonl").unlink()
+    (store.root / "history.jsonl").write_text("".join(line + "\n" for line in lines))
+    (store.root / "serving.json").write_text(lines[-1])
+    assert store.served() == {1, 2}
+    with pytest.raises(RolloutRefused, match="policy 3 has not served"):
+        rollout.rollback(store, who="me", why="x", to=3)
+    rollout.promote(store, 4, who="me", why="x", override=True)  # from here on, outcomes are kept
+    assert store.served() == {1, 2}
+    assert [pointer.generation for pointer in store.history()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_outcomes_that_a_crash_tore_are_read_and_repaired(store: PolicyStore) -> None:
+    file = store.root / "outcomes.jsonl"
+    rollout.promote(store, 2, who="me", why="x", override=True)
+    follow(store)
+    file.write_bytes(file.read_bytes()[:-20])
+    assert store.served() == {1}
+    follow(store)
+    assert store.served() == {1, 2}
+    assert len([json.loads(line) for line in file.read_text().splitlines()]) == 2

@@ -102,8 +102,8 @@ def test_training_is_rewarded_by_its_own_function_or_else_by_the_rules_that_have
     reward = reward_of(settings)
     assert isinstance(reward, dict)
     assert list(reward) == ["exact"]
-    own = config.load(settings.snapshot(), [("train.reward", "deploy.demo.task:reward")], {})
-    assert reward_of(own) == "deploy.demo.task:reward"
+    own = config.load(settings.snapshot(), [("train.reward", "deploy.examples.demo.task:reward")], {})
+    assert reward_of(own) == "deploy.examples.demo.task:reward"
     check(own)
     none = config.load(settings.snapshot(), [("feedback.scoring.rules.exact.weight", "0")], {})
     assert reward_of(none) == {}

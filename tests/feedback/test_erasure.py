@@ -1,26 +1,29 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
-from feedback_rows import interaction, put, table_of, thumb
+from feedback_rows import NOON, interaction, put, reward, table_of, thumb
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
-from feedback.erased import FOLDER, erasures
-from feedback.erasure import ErasureError, Target, erase, find, finish_erasures, was_visible
+from feedback.erased import FOLDER, Selector, drop_erased, erasures, register
+from feedback.erasure import ErasureError, Target, _drain, _rewrite, erase, find, finish_erasures, was_visible
 from feedback.events import FeedbackIn
 from feedback.files import LockTimeoutError
 from feedback.ids import uuid7
@@ -28,6 +31,8 @@ from feedback.journal import Journal
 from feedback.lake import Lake, LakeError
 from feedback.maintenance import compact, maintain
 from feedback.purging import drop_spilled
+from feedback.queries import QueryError
+from feedback.queries import run as query
 from feedback.scoring import score
 from feedback.sealed_ids import take_in
 from feedback.sealing import seal
@@ -435,3 +440,294 @@ def test_what_a_killed_query_spilled_is_removed_and_a_living_ones_is_not(tmp_pat
         assert drop_spilled() == 1
         assert {path.name for path in tmp_path.iterdir()} == {living.name, "millrace-mine"}
     assert drop_spilled() == 1
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def at_the_second(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A process is killed before it makes a call for the second time."""
+    calls = []
+
+    def once(*arguments: Any, **named: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return call(*arguments, **named)
+
+    return once
+
+
+def test_what_was_said_of_a_response_goes_too_where_the_erasure_was_killed_before_it_registered_its_id(
+    lake, folder, tmp_path, monkeypatch
+):
+    put(lake, "interactions", [secret("1"), interaction("a")])
+    put(lake, "feedback", [thumb(f"{SECRET}-1", 1), preference("a", f"{SECRET}-1"), thumb("a", 1)])
+    score(lake, ScoringConfig())
+    elsewhere = tmp_path / "elsewhere"
+    journal_of(elsewhere, [("feedback", thumb(f"{SECRET}-1", 0)), ("feedback", thumb("a", 0))])
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.erasure.register", at_the_second(register))
+        with pytest.raises(KeyboardInterrupt):
+            erase(lake, folder, Target(user=SECRET))
+    maintain(lake, folder)
+    assert (ids(lake), ids(lake, "feedback"), ids(lake, "rewards")) == (["a"], ["a"], ["a"])
+    seal(lake, elsewhere)
+    assert ids(lake, "feedback") == ["a", "a"]
+    maintain(lake, folder)
+    assert holders(Path(lake.uri)) == set()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_behind_the_back_of_the_erasure(
+    lake, folder, tmp_path, monkeypatch, killed
+):
+    elsewhere, late = tmp_path / "elsewhere", tmp_path / "late"
+    journal_of(elsewhere, [("interactions", secret("there")), ("feedback", thumb(f"{SECRET}-there", 1))])
+    journal_of(late, [("feedback", thumb(f"{SECRET}-there", 0))])
+
+    def then_an_erasure(lake: Lake, journal_folder: Path, table: str, rows: pa.Table) -> pa.Table:
+        kept = drop_erased(lake, journal_folder, table, rows)
+        if table == "interactions":
+            erase(lake, folder, Target(user=SECRET))
+        return kept
+
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.sealing.drop_erased", then_an_erasure)
+        seal(lake, elsewhere)
+    assert ids(lake) == ids(lake, "feedback") == [f"{SECRET}-there"]
+    if killed:
+        with monkeypatch.context() as patch:
+            patch.setattr("feedback.erasure._rewrite", at_the_second(_rewrite))
+            with pytest.raises(KeyboardInterrupt):
+                maintain(lake, folder)
+    maintain(lake, folder)
+    seal(lake, late)
+    maintain(lake, folder)
+    assert ids(lake) == ids(lake, "feedback") == []
+    assert holders(Path(lake.uri)) == set()
+
+
+def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_when_interactions_were_already_rewritten(
+    lake, folder, monkeypatch
+):
+    put(lake, "interactions", [secret("1"), interaction("a")])
+
+    def sealed_meanwhile(lake: Lake, table: str, selectors: list[Selector]) -> int:
+        if table == "interactions":
+            put(lake, "feedback", [thumb(f"{SECRET}-there", 1, created_at=NOON)])
+            put(lake, "interactions", [secret("there")])
+        return _rewrite(lake, table, selectors)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.erasure._rewrite", sealed_meanwhile)
+        erase(lake, folder, Target(user=SECRET))
+    maintain(lake, folder)
+    assert (ids(lake), ids(lake, "feedback")) == (["a"], [])
+    assert holders(Path(lake.uri)) == set()
+
+
+def test_a_removal_behind_an_erasure_that_is_killed_before_old_files_are_gone_is_finished(lake, folder, monkeypatch):
+    put(lake, "interactions", [secret("1"), interaction("a")])
+    erase(lake, folder, Target(user=SECRET))
+    put(lake, "rewards", [reward(f"{SECRET}-1", 1.0)])
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.erasure._purge_all", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            maintain(lake)
+    maintain(lake)
+    assert holders(Path(lake.uri)) == set()
+
+
+def test_what_is_sealed_behind_an_erasure_is_found_whatever_the_clock_of_its_machine_says(lake, folder, monkeypatch):
+    put(lake, "interactions", [secret("1"), interaction("a")])
+    erase(lake, folder, Target(user=SECRET))
+    an_hour_ago = time.time_ns() - 3600 * 10**9
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.storage.time.time_ns", lambda: an_hour_ago)
+        put(lake, "rewards", [reward(f"{SECRET}-1", 1.0)])
+    assert maintain(lake).erased["rewards"] == 1
+    assert holders(Path(lake.uri)) == set()
+
+
+# Clocks that are wrong
+
+AHEAD = timedelta(days=40)
+
+
+def ahead() -> datetime:
+    return datetime.now(UTC) + AHEAD
+
+
+@pytest.mark.parametrize("finished", ["at once", "by the maintenance"])
+def test_rows_that_were_made_while_the_clock_ran_ahead_are_erased_and_told_of(lake, folder, monkeypatch, finished):
+    put(lake, "interactions", [secret("sealed", created_at=ahead()), interaction("a", created_at=ahead())])
+    put(lake, "feedback", [thumb(f"{SECRET}-sealed", 1, created_at=ahead()), thumb("a", 1, created_at=ahead())])
+    put(lake, "feedback", [thumb("a", 0, source=SECRET, created_at=ahead())])
+    unsealed = [("interactions", secret("unsealed", created_at=ahead()))] if finished == "at once" else []
+    journal_of(folder, unsealed)
+    if finished == "at once":
+        done = erase(lake, folder, Target(user=SECRET))
+        assert (done.rows, done.ahead) == ({"interactions": 2, "feedback": 2, "rewards": 0}, 4)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr("feedback.erasure._drain", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                erase(lake, folder, Target(user=SECRET))
+        put(lake, "interactions", [secret("later", created_at=datetime.now(UTC))])
+        compact(lake)
+        put(lake, "interactions", [secret("later still", created_at=datetime.now(UTC))])
+        maintain(lake, folder)
+        assert ids(lake) == [f"{SECRET}-later", f"{SECRET}-later still", "a"], "made after the erasure"
+        erase(lake, folder, Target(user=SECRET))
+    assert (ids(lake), ids(lake, "feedback")) == (["a"], ["a"])
+    assert holders(Path(lake.uri), folder) == set()
+
+
+def test_rows_from_the_future_that_come_behind_an_erasure_are_told_of_once(lake, folder, caplog):
+    erase(lake, folder, Target(user=SECRET))
+    put(lake, "interactions", [secret("1", created_at=ahead()), interaction("a", created_at=ahead())])
+    maintain(lake)
+    [told] = [record.message for record in caplog.records if "later than now" in record.message]
+    assert "1 rows of interactions" in told
+    assert "repeat" in told
+    caplog.clear()
+    maintain(lake)
+    assert "later than now" not in caplog.text
+
+
+class FastClock(datetime):
+    """A clock that runs ahead."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+        return datetime.now(tz) + AHEAD
+
+
+def test_an_erasure_by_a_clock_that_ran_ahead_takes_nothing_that_is_made_after_it(lake, folder, monkeypatch):
+    put(lake, "interactions", [secret("1")])
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.erasure.datetime", FastClock)
+        erase(lake, folder, Target(user=SECRET))
+    folder.mkdir()
+    seal(lake, folder)  # the next turn of the sealer, by the right clock
+    journal_of(folder, [("interactions", secret("later", created_at=datetime.now(UTC)))])
+    seal(lake, folder)
+    maintain(lake, folder)
+    assert ids(lake) == [f"{SECRET}-later"]
+    with monkeypatch.context() as patch:  # 41 days later
+        patch.setattr("feedback.erasure.datetime", FastClock)
+        patch.setattr("feedback.erased.datetime", FastClock)
+        maintain(lake, folder)
+    assert ids(lake) == [f"{SECRET}-later"]
+
+
+def test_what_is_made_while_an_erasure_waits_for_the_journal_stays(lake, folder, monkeypatch):
+    journal_of(folder, [("interactions", secret("old", created_at=datetime.now(UTC)))])
+
+    def made_meanwhile(*given: Any) -> None:
+        now = datetime.now(UTC)
+        made = [("interactions", secret("new", created_at=now)), ("feedback", thumb("a", 1, source=SECRET))]
+        journal_of(folder, [*made, ("interactions", secret("of a wrong clock", created_at=ahead()))])
+        _drain(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.erasure._drain", made_meanwhile)
+        assert erase(lake, folder, Target(user=SECRET)).rows["interactions"] == 1
+    assert (ids(lake), ids(lake, "feedback")) == ([f"{SECRET}-new"], ["a"])
+    maintain(lake, folder)
+    assert (ids(lake), ids(lake, "feedback")) == ([f"{SECRET}-new"], ["a"])
+
+
+class SlowClock(datetime):
+    """A clock that is behind."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:  # type: ignore[override]
+        return datetime.now(tz) - timedelta(minutes=10)
+
+
+def test_a_machine_whose_clock_is_behind_weakens_an_erasure_for_nobody_else(lake, folder, tmp_path, monkeypatch):
+    right, behind = tmp_path / "right", tmp_path / "behind"
+    made = datetime.now(UTC) - timedelta(minutes=2)
+    journal_of(right, [("interactions", secret("1", created_at=made)), ("interactions", interaction("a"))])
+    journal_of(behind, [("interactions", secret("2", created_at=SlowClock.now(UTC)))])
+    journal_of(right, [("feedback", thumb(f"{SECRET}-2", 1, created_at=made))])  # of a response that is unknown here
+    erase(lake, folder, Target(user=SECRET))
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.erased.datetime", SlowClock)
+        seal(lake, behind)
+    seal(lake, right)
+    maintain(lake, right)
+    assert ids(lake) == ["a"]
+    assert ids(lake, "feedback") == []
+
+
+# The registry
+
+
+def entries(lake: Lake) -> list[Path]:
+    return sorted((Path(lake.uri) / FOLDER).glob("*.json"))
+
+
+def test_the_registry_is_its_owners_and_its_key_is_not_in_the_lake(lake, folder, tmp_path):
+    put(lake, "interactions", [secret("1")])
+    erase(lake, folder, Target(user=SECRET))
+    assert {path.stat().st_mode & 0o777 for path in (Path(lake.uri) / FOLDER).iterdir()} == {0o600}
+    key = tmp_path / "erasure.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    assert all(key.read_text().strip() not in text for _, text in texts(Path(lake.uri)))
+    content = json.loads(entries(lake)[0].read_text())
+    key.unlink()
+    with pytest.raises(LakeError, match=rf"{entries(lake)[0].name} was hashed with another key.*erasure\.key"):
+        erasures(lake, since=NOON)
+    assert "key" not in content
+    with pytest.raises(QueryError, match="Permission"):
+        query(lake, f"SELECT content FROM read_text('{lake.uri}/{FOLDER}/*')", lambda rows: list(rows.batches))
+
+
+def test_a_machine_without_the_key_keeps_in_its_journal_what_may_be_erased_until_it_has_the_key(lake, folder, tmp_path):
+    mine, theirs = tmp_path / "mine.key", tmp_path / "theirs.key"
+    here = Lake(lake.uri, lake.config.model_copy(update={"erasure_key": str(mine)}))
+    there = Lake(lake.uri, lake.config.model_copy(update={"erasure_key": str(theirs)}))
+    erase(here, folder, Target(user=SECRET))
+    elsewhere = tmp_path / "elsewhere"
+    journal_of(elsewhere, [("interactions", secret("there")), ("interactions", interaction("a"))])
+    with pytest.raises(LakeError, match=r"hashed with another key.*theirs\.key.*copy"):
+        seal(there, elsewhere)
+    with pytest.raises(LakeError, match=r"hashed with another key"):
+        erase(there, elsewhere, Target(user="ann"))
+    assert ids(lake) == []
+    assert not theirs.exists(), "a second key would split the registry"
+    shutil.copy(mine, theirs)
+    seal(there, elsewhere)
+    assert ids(lake) == ["a"]
+
+
+def test_a_key_inside_the_lake_and_a_file_that_is_no_key_are_refused(lake, folder, tmp_path):
+    inside = Lake(lake.uri, lake.config.model_copy(update={"erasure_key": f"{lake.uri}/my.key"}))
+    with pytest.raises(LakeError, match=r"my\.key.*is in the lake"):
+        erase(inside, folder, Target(user=SECRET))
+    (tmp_path / "erasure.key").write_text("secret")
+    with pytest.raises(LakeError, match=r"erasure\.key.*is no key"):
+        erase(lake, folder, Target(user=SECRET))
+
+
+def test_a_registry_whose_keys_are_beside_its_hashes_is_brought_up_to_date_by_the_maintenance(lake, folder):
+    at, key = datetime.now(UTC), bytes(range(16))
+    name = f"{at:%Y%m%dT%H%M%S%fZ}-{uuid7()}"
+    digest = hashlib.blake2b(SECRET.encode(), digest_size=16, key=key).hexdigest()
+    path = Path(lake.uri) / FOLDER / f"{name}.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"kind": "user", "at": at.isoformat(), "key": key.hex(), "digests": [digest]}))
+    path.with_suffix(".done").touch()
+    put(lake, "interactions", [secret("1")])
+    [before] = erasures(lake, since=NOON)
+    maintain(lake, folder)
+    assert ids(lake) == []
+    [after] = [entry for entry in erasures(lake, since=NOON) if entry.name == name]
+    for entry in (before, after):
+        assert entry.is_in(pa.array([SECRET, "ann"])).to_pylist() == [True, False]
+    assert digest not in path.read_text()
+    assert {path.stat().st_mode & 0o777 for path in path.parent.iterdir()} == {0o600}

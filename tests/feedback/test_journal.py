@@ -305,6 +305,21 @@ async def test_a_disk_that_hangs_is_reported_and_forgiven_once_it_answers(folder
     assert rows(folder, "feedback").column("response_id").to_pylist() == ["first", "unknown", "afterwards"]
 
 
+async def test_a_disk_that_hangs_while_a_segment_is_replaced_is_forgiven_without_a_further_row(folder, disk):
+    journal = opened(folder, commit_timeout_s=0.2, segment_seconds=0.05)
+    await journal.append("feedback", thumb("first", 1))
+    disk.free.clear()
+    await until(lambda: disk.held)
+    with pytest.raises(JournalBroken, match="the row is not recorded"):
+        await journal.append("feedback", thumb("withdrawn", 1))
+    assert not journal.healthy
+    disk.free.set()
+    await until(lambda: journal.healthy)
+    await journal.append("feedback", thumb("afterwards", 1))
+    journal.close()
+    assert rows(folder, "feedback").column("response_id").to_pylist() == ["first", "afterwards"]
+
+
 async def test_a_cancelled_caller_harms_nobody(folder, disk, journal):
     await journal.append("feedback", thumb("first", 1))
     disk.free.clear()

@@ -7,11 +7,13 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from judge_server import Answer, Asked, judge_server, says
 from pydantic import SecretStr, ValidationError
 
 from feedback.config import HumanConfig, JudgeConfig, ScoringConfig
-from feedback.rewards.judge import Judge, parse_score
+from feedback.rewards.judge import Judge, parse_score, question
 from feedback.rewards.verdicts import VerdictsError
 from feedback.scoring import score
 from loadtests.tiny_model import make_model_folder
@@ -220,6 +222,66 @@ def test_a_score_is_read_from_what_judges_write(content, score):
     assert parse_score(content, 10.0) == score
 
 
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("body", "says_what"),
+    [
+        (says('{"score": ' + "9" * 310 + "}").body, "score inf is not from 0 to 10"),
+        (says('{"score": -' + "9" * 310 + "}").body, "score -inf is not from 0 to 10"),
+        (says('{"score": ' + "9" * 5000 + "}").body, "score inf is not"),
+        (says('{"score": ' + NESTED + "}").body, "no score in the judge's answer"),
+        (says("1" * 200_000 + " " * 200_000).body, "score inf is not"),
+        (says("\ud800").body, "no score in the judge's answer '\\ud800'"),
+        (says(None).body | {"choices": [{"message": {"content": None}, "finish_reason": "\ud800"}]}, "no text"),
+        (json.loads('{"choices": [1]}'), "no chat completion"),
+    ],
+)
+def test_no_answer_of_a_judge_ends_a_run_and_the_other_responses_keep_their_score(lake, config, body, says_what):
+    put(lake, "interactions", [interaction("bad"), interaction("good", response="sunshine")])
+
+    def answer(asked: Asked, _: int) -> Answer:
+        return says("5") if "sunshine" in asked.text else Answer(200, body)
+
+    with judge_server(answer) as server:
+        judge = config.model_dump() | {"url": server.url, "runs": 1, "attempts": 1}
+        scoring = ScoringConfig(human=HumanConfig(weight=0), judge=judge)
+        assert score(lake, scoring).components == {"judge": 1}
+    with lake.connect() as connection:
+        found = connection.sql("SELECT response_id, reward, missing['judge'] FROM rewards").fetchall()
+    assert {response_id: reward for response_id, reward, _ in found} == {"good": 0.5, "bad": None}
+    assert says_what in next(why for response_id, _, why in found if response_id == "bad")
+
+
+def test_an_error_that_quotes_half_a_character_and_one_that_is_nested_deeply_are_reasons(lake, config):
+    put(lake, "interactions", [interaction("half", response="half"), interaction("deep", response="deep")])
+    half = Answer(422, {"error": {"message": "can't read \ud800"}})
+
+    def answer(asked: Asked, _: int) -> Answer:
+        return half if "half" in asked.text else Answer(422, NESTED.encode())
+
+    with judge_server(answer) as server:
+        scoring = ScoringConfig(human=HumanConfig(weight=0), judge=config.model_dump() | {"url": server.url})
+        assert score(lake, scoring).missing == 2
+
+
+def test_messages_that_are_nested_too_deeply_to_be_read_are_a_reason_and_no_end_of_the_run(config):
+    with judge_server(lambda asked, _: says("5")) as server:
+        table = pa.concat_tables([rows("a", messages='[{"content": ' + NESTED), rows("b")])
+        values, reasons = at(config, server.url).by_row(table)
+    assert values == [None, 0.5]
+    assert "the messages can't be read" in (reasons[0] or "")
+
+
+def test_verdicts_that_can_t_be_kept_end_the_run_and_name_the_file(config):
+    with judge_server(lambda asked, _: says("5")) as server:
+        judge = at(config, server.url)
+        judge._verdicts._database.execute("PRAGMA query_only = ON")
+        with pytest.raises(VerdictsError, match=r"verdicts\.sqlite"):
+            judge.by_row(rows("a"))
+
+
 def test_no_more_questions_are_asked_at_once_than_the_settings_allow(config):
     with judge_server(lambda asked, _: Answer(200, says("1").body, wait=0.05)) as server:
         values, _ = at(config, server.url, concurrency=3).by_row(rows(*(f"r{n}" for n in range(12))))
@@ -238,6 +300,45 @@ def test_a_verdict_is_paid_once_for_equal_texts_and_for_every_later_run(config):
         assert len(server.asked) == 5
     kept = (Path(config.cache) / "verdicts.sqlite").read_bytes()
     assert b"same" not in kept, "no text of a user's is kept"
+
+
+def kept_keys(config: JudgeConfig) -> set[str]:
+    with closing(sqlite3.connect(Path(config.cache) / "verdicts.sqlite")) as database:
+        return {key for (key,) in database.execute("SELECT key FROM verdicts")}
+
+
+def test_who_reads_the_kept_verdicts_without_the_key_can_not_try_texts_against_them(config, tmp_path):
+    with judge_server(lambda asked, _: says("4")) as server:
+        judge = at(config, server.url)
+        judge.by_row(rows("same"))
+    guess = judge._key(question(config, rows("same").to_pylist()[0]))
+    [kept] = kept_keys(config)
+    assert kept != guess
+    assert len(kept) == len(guess)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in Path(config.cache).iterdir()}
+    assert set(modes.values()) == {0o600}
+    key = tmp_path / "judge.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    key.write_text("short")
+    with pytest.raises(VerdictsError, match=r"judge\.key is no key"):
+        at(config, server.url)
+
+
+def test_verdicts_that_an_older_millrace_kept_are_found_still_and_their_hashes_are_keyed(config):
+    folder = Path(config.cache)
+    folder.mkdir()
+    judge_key = Judge(config.model_copy(update={"cache": str(folder / "unused")}))._key
+    old = {name: judge_key(question(config, rows(name).to_pylist()[0])) for name in ("a", "b")}
+    with closing(sqlite3.connect(folder / "verdicts.sqlite", isolation_level=None)) as database:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("CREATE TABLE verdicts (key TEXT PRIMARY KEY, score REAL NOT NULL)")
+        database.executemany("INSERT INTO verdicts VALUES (?, ?)", [(old["a"], 4.0), (old["b"], 6.0)])
+    os.chmod(folder / "verdicts.sqlite", 0o644)
+    for _ in range(2):
+        assert Judge(config).by_row(rows("a", "b"))[0] == [0.4, 0.6], "without a question"
+    bytes_kept = b"".join(path.read_bytes() for path in folder.glob("verdicts*"))
+    assert not any(key.encode() in bytes_kept for key in old.values())
+    assert {path.stat().st_mode & 0o777 for path in folder.glob("verdicts*")} == {0o600}
 
 
 KILLED = """

@@ -1,19 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable, Iterator
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 from feedback_rows import put, thumb
 
 from feedback.config import JournalConfig, LakeConfig
-from feedback.erasure import Target, erase
+from feedback.erasure import Target, erase, finish_erasures
 from feedback.journal import Journal, JournalBroken
 from feedback.lake import Lake
 from feedback.ledger import FeedbackLedger, LedgerError
+from feedback.maintenance import retain
 from feedback.recovery import rows
 from feedback.sealed_ids import take_in
 from feedback.sealing import seal
@@ -214,6 +219,159 @@ async def test_feedback_that_was_erased_before_it_was_sealed_is_new_when_it_is_s
     with lake.connect() as connection:
         found = connection.sql("SELECT feedback_id FROM feedback ORDER BY ALL").fetchall()
     assert found == [("gone",), ("kept",)]
+
+
+def gone_by(how: str, lake: Lake, elsewhere: Path) -> None:
+    """Feedback of eve leaves the lake, by what another machine does."""
+    if how == "erasure":
+        erase(lake, elsewhere, Target(user="eve"))
+    elif how == "killed erasure":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("feedback.erasure._purge_all", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                erase(lake, elsewhere, Target(user="eve"))
+    elif how == "retention":
+        old = lake.config.model_copy(update={"retain_days": 1, "retain_gap_days": None})
+        assert retain(Lake(lake.uri, old), today=date(2030, 1, 1)).rows["feedback"] == 1
+    else:
+        lake.table("feedback").delete("feedback_id = 'f1'")
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["erasure", "killed erasure", "retention", "another tool"])
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_feedback_that_left_the_lake_elsewhere_is_recorded_when_it_is_said_again(
+    folder, tmp_path, lake, opened, how, restarted
+):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(segment_seconds=0.05), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    seal(lake, folder)
+    assert ledger.check(body(source="eve")) == "same"
+    await asyncio.to_thread(gone_by, how, lake, tmp_path / "another machine's journal")
+    seal(lake, folder)  # this machine's sealer turns on
+    if restarted:
+        ledger = opened()
+    following = asyncio.create_task(ledger.follow())
+    await until(lambda: ledger.check(body(source="eve")) == "new")
+    again = Journal(folder, JournalConfig(), "replica-0")
+    again.open()
+    assert await ledger.record(body(source="eve"), again) == "new"
+    following.cancel()
+    again.close()
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 1
+
+
+@pytest.mark.parametrize("how", ["erasure", "retention"])
+@pytest.mark.parametrize("where", ["lake", "journal"])
+async def test_feedback_is_never_known_from_the_moment_at_which_it_is_gone(folder, tmp_path, lake, opened, how, where):
+    ledger = opened()  # it does not follow the lake, as between two turns
+    journal = Journal(folder, JournalConfig(segment_seconds=0.05), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    if where == "lake" or how == "retention":
+        await asyncio.to_thread(journal.close)
+        seal(lake, folder)
+        gone_by(how, lake, tmp_path / "elsewhere")
+        journal = Journal(folder, JournalConfig(), "replica-0")
+        journal.open()
+    else:
+        await asyncio.to_thread(erase, lake, folder, Target(user="eve"))
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    assert await ledger.record(body(source="eve"), journal) == "same"
+    journal.close()
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 1
+
+
+async def test_feedback_recorded_while_two_repeats_of_erased_feedback_wait_stays_known(
+    folder, tmp_path, lake, opened, monkeypatch
+):
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    ledger = opened()
+    for name in ("f1", "f2"):
+        assert await ledger.record(body(feedback_id=name, source="eve"), journal) == "new"
+    journal.close()
+    seal(lake, folder)
+    journal = Journal(folder, JournalConfig(segment_seconds=600), "replica-0")
+    journal.open()
+    ledger = opened()
+    gone_by("erasure", lake, tmp_path / "elsewhere")
+    numbers = itertools.count(1)
+    second, reached, then, last = (threading.Event() for _ in range(4))
+
+    def held_up(*given: Any, **named: Any) -> int:
+        match next(numbers):
+            case 1:
+                assert second.wait(20)  # both find that feedback has left
+            case 2:
+                second.set()
+                assert then.wait(20)
+            case 3:  # the first has looked through the journal
+                reached.set()
+                assert last.wait(20)
+        return take_in(*given, **named)
+
+    monkeypatch.setattr("feedback.ledger.take_in", held_up)
+    one = asyncio.create_task(ledger.record(body(feedback_id="f1", source="eve"), journal))
+    two = asyncio.create_task(ledger.record(body(feedback_id="f2", source="eve"), journal))
+    assert await asyncio.to_thread(reached.wait, 20)
+    assert await ledger.record(body(feedback_id="b1", source="bob"), journal) == "new"
+    then.set()
+    await asyncio.wait({one, two}, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+    last.set()
+    assert await asyncio.gather(one, two) == ["new", "new"]
+    assert await ledger.record(body(0.0, feedback_id="b1", source="bob"), journal) == "conflict"
+    journal.close()
+
+
+async def test_feedback_that_an_unfinished_erasure_means_is_not_acknowledged_as_known_and_is_new_behind_it(
+    folder, tmp_path, lake, opened, monkeypatch
+):
+    put(lake, "feedback", [body(source="eve"), body(feedback_id="b1", source="bob")])
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.erasure._drain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            erase(lake, tmp_path / "elsewhere", Target(user="eve"))
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    ledger = opened()
+    with pytest.raises(LedgerError, match=r"'f1' is known, but an erasure.*lake maintain"):
+        await ledger.record(body(source="eve"), journal)
+    assert await ledger.record(body(feedback_id="b1", source="bob"), journal) == "same"
+    assert finish_erasures(lake, folder)["feedback"] == 1
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    assert await ledger.record(body(source="eve"), journal) == "same"
+    journal.close()
+    seal(lake, folder)
+    assert finish_erasures(lake, folder)["feedback"] == 0
+    assert lake.counts()["feedback"] == 2
+
+
+async def test_feedback_that_was_sealed_and_left_the_lake_before_the_index_knew_it_is_new_when_it_is_said_again(
+    folder, tmp_path, lake, opened, monkeypatch
+):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.sealing.take_in_if_used", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            seal(lake, folder)
+    gone_by("retention", lake, tmp_path / "elsewhere")
+    following = asyncio.create_task(ledger.follow())
+    seal(lake, folder)
+    await until(lambda: ledger.check(body(source="eve")) == "new")
+    following.cancel()
 
 
 def test_the_index_holds_hashes_only(folder, lake, opened):

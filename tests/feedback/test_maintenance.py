@@ -20,7 +20,7 @@ from test_power_loss import EVERY, needs_strace, power_losses
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
 from feedback.journal import Journal
 from feedback.lake import Lake, LakeConflictError
-from feedback.maintenance import compact, maintain, retain, vacuum
+from feedback.maintenance import ClockError, compact, maintain, retain, vacuum
 from feedback.scoring import score
 from feedback.sealing import seal
 from feedback.sorting import sort_rows
@@ -399,10 +399,8 @@ async def main():
             acknowledged(f"i{n}")
         await asyncio.to_thread(journal.close)
         seal(lake, home / "journal")
-        if life == 0:
-            maintain(lake)
+        maintain(lake)
         if life == 1:
-            maintain(lake)
             erase(lake, home / "journal", Target(user="nobody"))  # which removes at once all that was replaced
 
 asyncio.run(main())
@@ -439,7 +437,8 @@ def test_dates_older_than_retain_days_are_dropped_from_all_tables_and_today_neve
     assert len(ids(lake, "rewards")) == 5, "rewards go by their own date"
     assert retain(lake).dates == []
     assert score(lake, ScoringConfig()).scored == 0
-    later = retain(lake, today=today.date() + timedelta(days=30))
+    believing = Lake(lake.uri, lake.config.model_copy(update={"retain_gap_days": None}))
+    later = retain(believing, today=today.date() + timedelta(days=30))
     assert later.rows == {"interactions": 3, "feedback": 3, "rewards": 5}
 
 
@@ -465,7 +464,7 @@ def test_without_a_policy_everything_is_kept(lake):
 
 def test_a_retention_that_is_killed_between_tables_is_finished_by_the_next(lake, monkeypatch):
     fill(lake)
-    old = Lake(lake.uri, LakeConfig(retain_days=1))
+    old = Lake(lake.uri, LakeConfig(retain_days=1, retain_gap_days=None))
     replace = Lake.replace
 
     def once(self: Lake, table: str, *arguments: object, **named: object) -> object:
@@ -480,6 +479,76 @@ def test_a_retention_that_is_killed_between_tables_is_finished_by_the_next(lake,
     assert (ids(lake, "interactions"), len(ids(lake))) == ([], 16)
     retain(old)
     assert ids(lake) == []
+
+
+def a_month_of_rows(lake: Lake, *, also: timedelta | None = None) -> datetime:
+    """A few rows on each day until today, and one on a later one."""
+    today = datetime.now(UTC)
+    for days in range(0, 30, 5):
+        put(lake, "interactions", [interaction(f"r{days}", created_at=today - timedelta(days=days))])
+    if also is not None:
+        put(lake, "interactions", [interaction("ahead", created_at=today + also)])
+    return today
+
+
+@pytest.mark.parametrize("traffic", [False, True], ids=["no traffic meanwhile", "traffic meanwhile"])
+def test_retention_drops_nothing_by_a_clock_that_is_far_ahead_of_the_rows_unless_it_is_told_to(tmp_path, traffic):
+    lake = Lake(str(tmp_path / "lake"), LakeConfig(retain_days=30))
+    lake.create()
+    ahead = timedelta(days=40)
+    today = a_month_of_rows(lake, also=ahead if traffic else None).date()
+    before = ids(lake, "interactions")
+    with pytest.raises(ClockError, match=rf"clock says {today + ahead}.* are of {today}, 40 days back.*days null"):
+        retain(lake, today=today + ahead)
+    assert ids(lake, "interactions") == before
+    told_to = Lake(lake.uri, lake.config.model_copy(update={"retain_gap_days": None}))
+    assert retain(told_to, today=today + ahead).rows["interactions"] == 6
+
+
+def test_retention_goes_on_by_itself_when_rows_of_later_days_bear_the_clock_out(tmp_path):
+    lake = Lake(str(tmp_path / "lake"), LakeConfig(retain_days=30))
+    lake.create()
+    now = a_month_of_rows(lake, also=timedelta(days=40))
+    with pytest.raises(ClockError):
+        retain(lake, today=now.date() + timedelta(days=41))
+    assert retain(lake, today=now.date() + timedelta(days=42)).rows["interactions"] == 6
+
+
+def test_a_day_without_rows_and_a_short_retention_are_no_jump_of_the_clock(tmp_path):
+    lake = Lake(str(tmp_path / "lake"), LakeConfig(retain_days=1))
+    lake.create()
+    now = datetime.now(UTC)
+    for days in (2, 3):
+        put(lake, "interactions", [interaction(f"r{days}", created_at=now - timedelta(days=days))])
+    assert retain(lake).rows["interactions"] == 2
+
+
+def test_a_maintenance_that_does_not_believe_the_clock_compacts_and_says_so(tmp_path, monkeypatch):
+    config = LakeConfig(retain_days=30, vacuum_hours=1)
+    lake = Lake(str(tmp_path / "lake"), config)
+    lake.create()
+    for name in "ab":
+        put(lake, "interactions", [interaction(name, created_at=datetime.now(UTC) - timedelta(days=40))])
+    with pytest.raises(ClockError):
+        maintain(lake)
+    assert ids(lake, "interactions") == ["a", "b"]
+    assert len(paths(lake, "interactions")) == 1
+
+
+def test_a_file_is_kept_while_its_writer_lives_however_old_the_clock_makes_it(lake, monkeypatch):
+    write = TableFiles.write
+
+    def then_a_vacuum(*arguments: object) -> object:
+        actions = write(*arguments)
+        [unnamed] = on_disk(lake)
+        age(Path(lake.table_uri("feedback")) / unnamed, 40 * 24)
+        assert vacuum(Lake(lake.uri, lake.config))["feedback"].orphans == []
+        return actions
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TableFiles, "write", then_a_vacuum)
+        put(lake, "feedback", [thumb("a", 1)])
+    assert ids(lake) == ["a"]
 
 
 def test_maintenance_does_all_of_it_and_then_nothing(lake):

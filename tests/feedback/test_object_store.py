@@ -21,6 +21,7 @@ from feedback.journal import Journal
 from feedback.lake import Lake, LakeConflictError, LakeError
 from feedback.maintenance import compact, maintain, retain, vacuum
 from feedback.scoring import score
+from feedback.sealer import Sealer
 from feedback.sealing import seal
 from feedback.segments import list_segments
 from feedback.storage import StoredFile, data_files
@@ -37,8 +38,9 @@ def options() -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture
-def lake(options: dict[str, str]) -> Lake:
-    made = Lake(f"s3://bucket/lake{next(_numbers)}", LakeConfig(storage_options=options, vacuum_hours=1))
+def lake(options: dict[str, str], tmp_path: Path) -> Lake:
+    config = LakeConfig(storage_options=options, vacuum_hours=1, erasure_key=str(tmp_path / "erasure.key"))
+    made = Lake(f"s3://bucket/lake{next(_numbers)}", config)
     made.create()
     return made
 
@@ -197,7 +199,7 @@ def test_a_vacuum_removes_what_is_old_and_no_file_that_may_still_be_committed(la
 
 def test_old_dates_are_dropped(lake):
     put(lake, "interactions", [interaction("old"), interaction("new", created_at=datetime.now(UTC))])
-    keeping = Lake(lake.uri, lake.config.model_copy(update={"retain_days": 1}))
+    keeping = Lake(lake.uri, lake.config.model_copy(update={"retain_days": 1, "retain_gap_days": None}))
     assert retain(keeping).rows["interactions"] == 1
     assert ids(lake, "interactions") == ["new"]
     assert maintain(keeping).retained.dates == []
@@ -238,3 +240,39 @@ def test_an_erased_user_is_in_no_object_and_rows_that_come_behind_are_dropped(la
 def test_files_that_a_writer_may_be_about_to_commit_are_told_of_by_an_erasure(lake, folder):
     [written] = lake.files("feedback").write("feedback", table_of("feedback", [thumb("c", 1)]))
     assert erase(lake, folder, Target(user="ann")).left == [f"feedback/{written.path}"]
+
+
+def test_an_erasure_from_an_object_store_needs_to_be_told_where_its_key_is(lake, folder):
+    without = Lake(lake.uri, lake.config.model_copy(update={"erasure_key": None}))
+    with pytest.raises(LakeError, match=r"feedback\.lake\.erasure_key must name"):
+        erase(without, folder, Target(user="ann"))
+    assert lake.store().list("_erasures") == []
+
+
+def test_of_two_machines_that_share_an_object_store_the_one_without_the_key_seals_nothing_that_may_be_erased(
+    lake, folder, tmp_path
+):
+    other = Lake(lake.uri, lake.config.model_copy(update={"erasure_key": str(tmp_path / "other.key")}))
+    erase(lake, folder, Target(user="zaphod"))
+    elsewhere = tmp_path / "elsewhere"
+    journal_of(elsewhere, ("interactions", interaction("a")), ("interactions", interaction("b", user="zaphod")))
+    with pytest.raises(LakeError, match=r"another key than .*other\.key"):
+        seal(other, elsewhere)
+    assert len(list_segments(elsewhere)) == 2
+    (tmp_path / "other.key").write_bytes((tmp_path / "erasure.key").read_bytes())
+    seal(other, elsewhere)
+    assert ids(lake, "interactions") == ["a"]
+
+
+def test_the_sealers_process_is_handed_the_stores_keys(lake, folder):
+    journal_of(folder, ("feedback", thumb("a", 1)))
+    sealer = Sealer(Lake(lake.uri, lake.config.model_copy(update={"seal_seconds": 0.1})), folder)
+    sealer.start()
+    try:
+        deadline = time.monotonic() + 60
+        while not sealer.sealed_segments and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (sealer.error, sealer.sealed_segments) == (None, 1)
+    finally:
+        sealer.close()
+    assert ids(lake) == ["a"]

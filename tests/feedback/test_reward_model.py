@@ -27,6 +27,7 @@ from transformers import (
 from feedback.config import HumanConfig, ModelConfig, ScoringConfig
 from feedback.rewards.model import RewardModel, RewardModelError, files_digest, token_batches
 from feedback.scoring import score
+from serve.policies import record_erasure
 
 TEXTS = ["two and two is four", "four", "I think that it might be four and not five", "five!", ""]
 
@@ -195,6 +196,15 @@ def test_a_model_is_a_component_beside_the_others_and_its_files_are_part_of_the_
     (copy / "tokenizer.json").write_bytes((copy / "tokenizer.json").read_bytes() + b"\n")
     assert files_digest(copy) != before
     assert score(lake, config.model_copy(update={"model": settings(copy)})).scored == 2
+
+
+def test_an_erasure_on_record_makes_no_other_scorer_of_a_reward_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    before = files_digest(tmp_path)
+    record_erasure(tmp_path, certainty="yes", why="test")
+    assert files_digest(tmp_path) == before
+    (tmp_path / "training.json").write_text("{}")
+    assert files_digest(tmp_path) != before
 
 
 def test_a_model_that_can_not_be_used_is_named(encoder, decoder, tmp_path):

@@ -11,13 +11,25 @@ import jsonschema
 import numpy as np
 import pyarrow as pa
 import pytest
+from feedback_rows import interaction, put
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from feedback.config import RuleConfig, ScoringConfig
-from feedback.rewards.rules import RuleError, configured, load_mean, load_reward, load_rule
-from feedback.rewards.sources import Source, columns_of
+from feedback.config import HumanConfig, RuleConfig, ScoringConfig
+from feedback.rewards.rules import (
+    FunctionRule,
+    Reasons,
+    RuleError,
+    Values,
+    configured,
+    load_mean,
+    load_reward,
+    load_rule,
+)
+from feedback.rewards.sources import Source, columns_of, guarded
+from feedback.scoring import score
+from feedback.signals import StopSignal
 
 SOURCE = """
 import numpy as np
@@ -40,6 +52,22 @@ def picky(batch):
         if text == "bad": raise KeyError(text)
     return [1.0] * batch.num_rows
 not_a_function = 3
+"""
+
+HOSTILE = """
+import json
+
+class Odd(float):
+    def __float__(self): raise ZeroDivisionError("odd")
+
+def texts(batch): return batch["response"].to_pylist()
+def large(batch): return [10**400 if text == "bad" else 1 for text in texts(batch)]
+def later(batch): return (1 / (text != "bad") for text in texts(batch))
+def odd(batch): return [Odd() if text == "bad" else 1 for text in texts(batch)]
+def half(batch):
+    if "bad" in texts(batch): raise ValueError(json.loads('"\\\\ud800"'))
+    return [1] * len(batch)
+def deep(batch): return [len(json.loads("[" * 100_000 if text == "bad" else "[1]")) for text in texts(batch)]
 """
 
 
@@ -107,6 +135,69 @@ def test_only_the_rows_that_a_rule_fails_on_go_without(module):
     assert values == [1.0, None, 1.0]
     assert reasons[0] is reasons[2] is None
     assert "KeyError" in (reasons[1] or "")
+
+
+def test_no_value_of_a_function_and_no_error_of_it_ends_a_run(tmp_path, monkeypatch, lake):
+    (tmp_path / "hostile_rules.py").write_text(HOSTILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names = ("large", "later", "odd", "half", "deep")
+    put(lake, "interactions", [interaction("good", response="good"), interaction("bad", response="bad")])
+    rules = {name: RuleConfig(function=f"hostile_rules:{name}") for name in names}
+    result = score(lake, ScoringConfig(human=HumanConfig(weight=0), rules=rules))
+    assert result.components == dict.fromkeys(sorted(names), 1)
+    assert {name: sum(why.values()) for name, why in result.reasons.items()} == dict.fromkeys(names, 1)
+    assert "\ufffd" in str(result.reasons["half"]) or "?" in str(result.reasons["half"])
+
+
+def test_one_row_that_a_source_fails_on_goes_without_and_a_source_that_is_unusable_says_so():
+    def by_row(table: pa.Table) -> tuple[Values, Reasons]:
+        texts = table["response"].to_pylist()
+        if "useless" in texts:
+            raise RuleError("no source")
+        if "bad" in texts:
+            raise RecursionError("too deep")
+        return [1.0] * len(texts), [None] * len(texts)
+
+    ask = guarded("mine", by_row, RuleError)
+    values, reasons = ask(batch("a", "b", "bad", "c", "d"))
+    assert values == [1.0, 1.0, None, 1.0, 1.0]
+    assert reasons == [None, None, "mine failed: RecursionError: too deep", None, None]
+    with pytest.raises(RuleError, match="no source"):
+        ask(batch("a", "useless"))
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError("none left")])
+def test_what_the_machine_lacks_is_said_of_no_response(error: Exception) -> None:
+    def by_row(table: pa.Table) -> tuple[Values, Reasons]:
+        raise error
+
+    with pytest.raises(type(error)):
+        guarded("mine", by_row)(batch("a", "b"))
+
+
+def test_a_batch_that_is_too_large_for_a_device_is_halved() -> None:
+    class OutOfMemoryError(RuntimeError):
+        """As torch's."""
+
+    def by_row(table: pa.Table) -> tuple[Values, Reasons]:
+        if table.num_rows > 1:
+            raise OutOfMemoryError
+        return [1.0], [None]
+
+    assert guarded("mine", by_row)(batch("a", "b", "c")) == ([1.0] * 3, [None] * 3)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_signal_to_stop_is_no_failure_of_a_rule_and_a_rules_own_exit_is(ends: bool) -> None:
+    def rewards(table: pa.Table) -> list[float]:
+        raise StopSignal(143) if ends else SystemExit(3)
+
+    rule = FunctionRule("mine", rewards, "digest")
+    if ends:
+        with pytest.raises(StopSignal):
+            rule.by_row(batch("a", "b"))
+    else:
+        assert rule.by_row(batch("a")) == ([None], ["rule mine failed: SystemExit: 3"])
 
 
 def test_one_value_for_many_rows_is_no_reward_for_any_of_them(module):
@@ -232,6 +323,47 @@ def test_json_schema_takes_json_that_meets_the_schema_and_nothing_else():
     texts = ['{"n": 1}', ' {"n": 2}\n', '{"n": 0}', "{}", "n", "", '{"n": NaN}', "[" * 100_000]
     assert ready("json_schema", json_schema=schema)(responses(*texts)) == [1, 1, 0, 0, 0, 0, 0, 0]
     jsonschema.validate(json.loads(texts[0]), schema)
+
+
+def test_json_that_can_not_be_held_against_its_schema_is_missing_and_ends_no_run_in_training_either():
+    deep = {"items": {"$ref": "#"}, "multipleOf": 0.5}
+    texts = ["[" * 300 + "]" * 300, "9" * 400, "[1, [2]]"]
+    assert configured("rule", RuleConfig(ready="json_schema", json_schema=deep))(responses(*texts)) == [None, None, 1.0]
+
+
+def test_no_text_makes_a_schemas_pattern_search_for_ever():
+    hard = "a" * 5000 + "!"
+    schema = {
+        "properties": {"name": {"pattern": "^(a+)+$"}},
+        "patternProperties": {"^(b+)+$": {"type": "integer"}},
+        "additionalProperties": {"type": "boolean"},
+    }
+    rule = configured("rule", RuleConfig(ready="json_schema", json_schema=schema))
+    texts = [
+        {"name": hard},
+        {"name": "aa"},
+        {"name": "\ud800"},
+        {"b" * 5000 + "!": 1},
+        {"bb": 1},
+        {"bb": "x"},
+        {"c": True},
+        {"c": 1},
+    ]
+    values, _ = rule.by_row(responses(*(json.dumps(text) for text in texts)))
+    assert values == [0.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"anyOf": [{"pattern": "(?=a)b"}]}, r"rule rule: the schema's pattern '\(\?=a\)b'"),
+        ({"patternProperties": {"(a)\\1": {}}}, "the schema's pattern"),
+        ({"patternProperties": {"a": {}}, "unevaluatedProperties": False}, "unevaluatedProperties beside"),
+    ],
+)
+def test_a_schema_whose_patterns_can_not_be_searched_in_bounded_time_is_refused_with_the_rules_name(schema, says):
+    with pytest.raises(RuleError, match=says):
+        configured("rule", RuleConfig(ready="json_schema", json_schema=schema))
 
 
 def test_a_schema_that_refers_elsewhere_is_never_fetched_and_its_rows_are_missing():

@@ -338,6 +338,22 @@ def test_what_was_compacted_and_vacuumed_before_it_is_scored_is_found_all_the_sa
     assert score(lake, both).scored == 0
 
 
+def test_where_the_log_does_not_tell_which_votes_are_new_no_state_of_them_is_rewarded_twice(lake, both, caplog):
+    put(lake, "interactions", [interaction(name) for name in ("same", "voted", "without")])
+    put(lake, "feedback", [thumb("same", 1), thumb("voted", 0)])
+    score(lake, both)
+    put(lake, "feedback", [thumb("voted", 1)])
+    put(lake, "interactions", [interaction("new")])
+    for table in ("interactions", "feedback"):
+        lake.table(table).optimize.compact()
+        lake.table(table).vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    assert score(lake, both).scored == 2
+    assert "what is new in feedback since version" in caplog.text
+    made = Counter(row["response_id"] for row in rewards(lake, "rewards"))
+    assert made == {"same": 1, "voted": 2, "without": 1, "new": 1}
+    assert score(lake, both).scored == 0
+
+
 def test_rows_that_an_erasure_writes_anew_are_not_new_and_the_erased_are_not_scored(lake, both):
     put(lake, "interactions", [interaction("kept"), interaction("erased")])
     score(lake, both)

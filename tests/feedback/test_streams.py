@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feedback.config import JournalConfig, LakeConfig
-from feedback.journal import Journal, JournalBroken
+from feedback.journal import Journal, JournalBroken, JournalFull
 from feedback.lake import Lake
 from feedback.recovery import rows
 from feedback.rows import RowError
 from feedback.sealing import seal
 from feedback.segments import list_segments
+
+REAL_FDATASYNC = os.fdatasync
 
 
 def opened(folder: Path, **config: float) -> Journal:
@@ -196,6 +200,173 @@ async def test_a_journal_that_is_closed_on_a_full_disk_lets_go_of_its_streams_as
     assert in_lake(lake) == {"a": ("aborted", "abort", 1)}
 
 
+@pytest.fixture
+def held(monkeypatch):
+    """A disk whose fdatasync can be held: ``free`` is cleared to hold it, ``calls`` counts those that came."""
+
+    class Disk:
+        free = threading.Event()
+        calls = 0
+
+        def fdatasync(self, fd: int) -> None:
+            self.calls += 1
+            assert self.free.wait(20)
+            REAL_FDATASYNC(fd)
+
+    disk = Disk()
+    disk.free.set()
+    monkeypatch.setattr("feedback.writing.os.fdatasync", disk.fdatasync)
+    yield disk
+    disk.free.set()
+
+
+async def hold(disk: Any, journal: Journal) -> asyncio.Task[None]:
+    """Hold the disk under a row; returns the task that appends it."""
+    disk.free.clear()
+    calls = disk.calls
+    task = asyncio.create_task(journal.append("feedback", thumb("held", 1)))
+    await until(lambda: disk.calls > calls)
+    return task
+
+
+async def rotated(journal: Journal) -> None:
+    """Return when the open segments have been replaced."""
+    before = journal.stats()["segments"]
+    object.__setattr__(journal.config, "segment_seconds", 0.001)
+    with journal._condition:
+        journal._condition.notify_all()
+    await until(lambda: journal.stats()["segments"] > before)
+    object.__setattr__(journal.config, "segment_seconds", 60)
+
+
+async def test_streams_whose_end_or_begin_a_hanging_disk_refused_are_ended_once_it_answers(folder, lake, held):
+    journal = opened(folder, commit_timeout_s=0.3)
+    stream = await journal.begin(tokens("ended", 0), lambda: tokens("ended", 3))
+    held.free.clear()
+    calls = held.calls
+    taken = asyncio.create_task(journal.begin(tokens("begun", 0), lambda: tokens("begun", 2)))
+    await until(lambda: held.calls > calls)
+    queued = asyncio.create_task(journal.begin(tokens("never-begun", 0), lambda: tokens("never-begun", 2)))
+    with pytest.raises(JournalBroken, match="is not recorded"):
+        await journal.end(stream, tokens("ended", 5))
+    with pytest.raises(JournalBroken, match="may or may not be recorded"):
+        await taken
+    with pytest.raises(JournalBroken, match="is not recorded"):
+        await queued
+    held.free.set()
+    await until(lambda: journal.healthy and journal.stats()["open_streams"] == 0)
+    await rotated(journal)
+    assert "started" not in rows(folder, "interactions").column("status").to_pylist()[3:]
+    seal(lake, folder)
+    assert in_lake(lake) == {"ended": ("error", None, 5), "begun": ("aborted", "abort", 2)}
+    journal.close()
+    seal(lake, folder)
+    assert in_lake(lake) == {"ended": ("error", None, 5), "begun": ("aborted", "abort", 2)}
+
+
+async def test_a_stream_whose_end_finds_no_room_in_the_queue_is_ended_once_there_is(folder, lake, held):
+    journal = opened(folder, max_queued_rows=1, append_timeout_s=0.1)
+    stream = await journal.begin(tokens("a", 0), lambda: tokens("a", 3))
+    other = await journal.begin(tokens("b", 0), lambda: tokens("b", 4))
+    first = await hold(held, journal)
+    second = asyncio.create_task(journal.append("feedback", thumb("queued", 1)))
+    await until(lambda: journal.stats()["queued_rows"] == 1)
+    with pytest.raises(JournalFull):
+        await journal.end(stream, tokens("a", 5))
+    gone = asyncio.create_task(journal.end(other, tokens("b", 6)))
+    await until(lambda: journal.stats()["waiting_rows"] == 1)
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    held.free.set()
+    await asyncio.gather(first, second)
+    await until(lambda: journal.stats()["open_streams"] == 0)
+    journal.close()
+    seal(lake, folder)
+    assert in_lake(lake) == {"a": ("error", None, 5), "b": ("complete", "stop", 6)}
+
+
+async def test_a_stream_whose_beginner_was_cancelled_is_ended(folder, lake, held):
+    journal = opened(folder)
+    first = await hold(held, journal)
+    queued = asyncio.create_task(journal.begin(tokens("queued", 0), lambda: tokens("queued", 1)))
+    await until(lambda: journal.stats()["queued_rows"] == 1)
+    queued.cancel()
+    await asyncio.gather(queued, return_exceptions=True)
+    held.free.set()
+    await first
+    held.free.clear()
+    calls = held.calls
+    taken = asyncio.create_task(journal.begin(tokens("taken", 0), lambda: tokens("taken", 1)))
+    await until(lambda: held.calls > calls)
+    taken.cancel()
+    await asyncio.gather(taken, return_exceptions=True)
+    held.free.set()
+    await journal.append("feedback", thumb("afterwards", 1))
+    await until(lambda: journal.stats()["open_streams"] == 0)
+    journal.close()
+    seal(lake, folder)
+    assert in_lake(lake) == {"taken": ("aborted", "abort", 1)}
+
+
+async def test_a_stream_that_its_owner_abandons_is_aborted_with_the_tokens_so_far_and_one_that_ended_is_not(
+    folder, lake
+):
+    journal = opened(folder)
+    stream = await journal.begin(tokens("a", 0), lambda: tokens("a", 3))
+    ended = await journal.begin(tokens("b", 0), lambda: tokens("b", 3))
+    await journal.end(ended, tokens("b", 5))
+    for each in (stream, ended, stream):
+        journal.abandon(each)
+    await until(lambda: journal.stats()["open_streams"] == 0)
+    with pytest.raises(JournalBroken, match="has ended"):
+        await journal.end(stream, tokens("a", 9))
+    journal.close()
+    journal.abandon(stream)
+    seal(lake, folder)
+    assert in_lake(lake) == {"a": ("aborted", "abort", 3), "b": ("complete", "stop", 5)}
+
+
+@pytest.mark.parametrize("bad", [{"response": "\ud800"}, {"tenant": None}])
+async def test_an_end_that_does_not_fit_is_refused_and_the_stream_keeps_what_did(folder, lake, bad):
+    journal = opened(folder)
+    stream = await journal.begin(tokens("a", 0), lambda: tokens("a", 3))
+    other = await journal.begin(tokens("b", 0), lambda: tokens("b", 3) | bad)
+    third = await journal.begin(tokens("c", 2), lambda: tokens("c", 3) | bad)
+    await rotated(journal)
+    with pytest.raises(RowError):
+        await journal.end(stream, tokens("a", 5) | bad)
+    with pytest.raises(RowError):
+        await journal.end(other, tokens("b", 5) | bad)
+    journal.abandon(third)
+    await until(lambda: journal.stats()["open_streams"] == 0)
+    await journal.append("interactions", interaction("afterwards"))
+    await rotated(journal)
+    seal(lake, folder)
+    assert in_lake(lake) == {
+        "a": ("aborted", "abort", 3),
+        "b": ("aborted", "abort", 0),
+        "c": ("aborted", "abort", 2),
+        "afterwards": ("complete", "stop", 2),
+    }
+    assert not (folder / "damaged").exists()
+    journal.close()
+
+
+async def test_a_journal_that_is_closed_writes_the_ends_that_it_owes(folder, lake, held):
+    journal = opened(folder, commit_timeout_s=0.3)
+    stream = await journal.begin(tokens("a", 0), lambda: tokens("a", 3))
+    first = await hold(held, journal)
+    with pytest.raises(JournalBroken):
+        await journal.end(stream, tokens("a", 5))
+    await asyncio.gather(first, return_exceptions=True)
+    object.__setattr__(journal.config, "commit_timeout_s", 20)
+    closing = asyncio.create_task(asyncio.to_thread(journal.close))
+    held.free.set()
+    await closing
+    seal(lake, folder)
+    assert in_lake(lake) == {"a": ("error", None, 5)}
+
+
 KILLED = """
 import asyncio, os, sys
 from pathlib import Path
@@ -247,7 +418,7 @@ def test_a_kill_between_the_next_segment_and_its_first_message_still_records_the
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["begin", "end", "plain", "rotate", "seal"]), st.integers(0, 3)), max_size=25
+    st.tuples(st.sampled_from(["begin", "end", "abandon", "plain", "rotate", "seal"]), st.integers(0, 3)), max_size=25
 )
 
 
@@ -271,6 +442,8 @@ def test_any_order_of_starts_ends_segments_and_seals_gives_each_response_one_row
                 stream = streams.pop(which)
                 await journal.end(stream, tokens(stream.response_id, 4))
                 expected[stream.response_id] = "complete"
+            elif step == "abandon" and which in streams:
+                journal.abandon(streams.pop(which))
             elif step == "plain":
                 await journal.append("interactions", interaction(f"plain-{number}"))
                 expected[f"plain-{number}"] = "complete"

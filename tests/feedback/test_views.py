@@ -60,7 +60,7 @@ def remove_files(lake: Lake, table: str, response_id: str) -> None:
         if lake.local:
             Path(file).unlink()
         else:
-            bucket(lake.config.storage_options).Object(file.removeprefix("s3://bucket/")).delete()
+            bucket(lake.config.store_options).Object(file.removeprefix("s3://bucket/")).delete()
 
 
 def fetch(lake: Lake, query: str, journal_folder: Path | None = None, **options: Any) -> list[tuple[Any, ...]]:

@@ -16,7 +16,7 @@ def test_a_server_whose_processes_are_killed_under_load_loses_and_doubles_nothin
     done = subprocess.run(command, capture_output=True, text=True, timeout=1400, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["kills"] == 4
+    assert result["kills"] >= 4  # servers are killed for as long as the commands take
     assert result["acknowledged_responses"] > 20
     assert result["acknowledged_feedback"] > 20
     assert result["responses_in_lake"] >= result["acknowledged_responses"]

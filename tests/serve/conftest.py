@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -88,6 +89,12 @@ class LiveServer:
         with Lake(str(self.home / "lake"), LakeConfig()).connect(self.home / "journal") as connection:
             return connection.sql(f"SELECT * FROM {table} WHERE {where}").to_arrow_table().to_pylist()
 
+    def outcomes(self, **headers: str) -> dict[str, int]:
+        """What its requests for responses have come to."""
+        text = httpx.get(f"{self.url}/metrics", headers=headers, timeout=60).text
+        found = re.findall(r'millrace_outcomes_total\{outcome="(\w+)"\} (\d+)', text)
+        return {"complete": 0, "failed": 0, "refused": 0, "left": 0} | {name: int(count) for name, count in found}
+
     def promote(self, version: int) -> Pointer:
         """Move the pointer."""
         pointer = self.store.serving()
@@ -125,7 +132,10 @@ def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
         "feedback": {
             "kinds": {"metrics": {"clicked": {"type": "boolean"}}},
             "journal": {"folder": str(home / "journal"), "segment_seconds": 1},
-            "lake": {"uri": str(home / "lake"), "seal_seconds": 1},
+            "lake": {"uri": str(home / "lake"), "seal_seconds": 1, "storage_options": {"aws_secret_access_key": "s"}},
+            "scoring": {
+                "judge": {"url": "http://judge.invalid/v1", "model": "m", "rubric": "{response}", "api_key": "secret"}
+            },
         },
     }
     log = home / "server.log"

@@ -99,10 +99,10 @@ async def test_token_ids_are_a_prompt_too(client: httpx.AsyncClient, server: Liv
         ({"prompt": "a", "n": "2"}, 422, "n", "integer"),
         ({"prompt": "a", "max_tokens": 10**6}, 422, "max_tokens", "4096"),
         ({"prompt": "a", "temperature": -1}, 422, "temperature", "greater"),
-        ({"prompt": "a", "temperature": 0.001}, 422, "body", "0.01"),
+        ({"prompt": "a", "temperature": 0.001}, 422, "temperature", "0.01"),
         ({"prompt": "a", "top_p": 0}, 422, "top_p", "greater than 0"),
         ({"prompt": "a", "seed": 2**63}, 422, "seed", "less than"),
-        ({"prompt": "a", "stop": [""]}, 422, "body", "empty text"),
+        ({"prompt": "a", "stop": [""]}, 422, "stop.0", "at least 1 character"),
         ({"prompt": "a", "metadata": {"k": 1}}, 422, "metadata.k", "string"),
         ({"prompt": "a", "metadata": {str(i): "" for i in range(65)}}, 422, "metadata", "64"),
         ({"messages": []}, 422, "messages", "at least 1"),
@@ -240,7 +240,7 @@ async def test_health_ready_and_metrics_answer(client: httpx.AsyncClient) -> Non
 
 async def test_the_openapi_page_describes_bodies_and_errors(client: httpx.AsyncClient) -> None:
     schema = (await client.get("/openapi.json")).json()
-    body = schema["paths"]["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = schema["components"]["schemas"]["GenerateIn"]
     assert all("description" in field for field in body["properties"].values())
     references = {part.split('"')[0] for part in json.dumps(schema).split("#/components/schemas/")[1:]}
     assert references <= schema["components"]["schemas"].keys()

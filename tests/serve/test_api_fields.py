@@ -106,6 +106,11 @@ def test_a_streamed_text_that_ends_within_a_character_is_that_of_a_plain_request
         ({"stop_token_ids": list(range(17))}, "stop_token_ids"),
         ({"logprobs": 3}, "logprobs"),
         ({"metadata": {"millrace:sampling": "{}"}}, "metadata"),
+        ({"temperature": 1e-300}, "temperature"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop.1"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": 5}, "stop"),
     ],
 )
 def test_a_wrong_field_is_named(server, fields, field):

@@ -75,7 +75,16 @@ def test_several_responses_are_streamed_side_by_side(server):
     assert len(server.rows("interactions", f"request_id = '{body['request_id']}' AND status = 'complete'")) == 3
 
 
+def wait_for_outcome(server: Any, before: dict[str, int], outcome: str) -> None:
+    """One request has come to ``outcome`` since, and to nothing else."""
+    deadline = time.monotonic() + 20
+    while (after := server.outcomes()) == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert {name: after[name] - before[name] for name in after if after[name] != before[name]} == {outcome: 1}
+
+
 def test_a_client_that_leaves_has_an_aborted_row_with_the_tokens_so_far(server):
+    before = server.outcomes()
     with httpx.stream(
         "POST",
         f"{server.url}/generate",
@@ -90,6 +99,21 @@ def test_a_client_that_leaves_has_an_aborted_row_with_the_tokens_so_far(server):
     assert (row["status"], row["finish_reason"]) == ("aborted", "abort")
     assert 1 <= len(row["response_token_ids"]) < 200
     assert len(row["logprobs"]) == len(row["response_token_ids"])
+    wait_for_outcome(server, before, "left")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_request_that_is_answered_has_come_to_its_end_also_for_a_client_that_goes_then(server, path, stream):
+    before = server.outcomes()
+    body = {"prompt": "short", "max_tokens": 4, "stream": stream}
+    with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line in ("event: done", "data: [DONE]"):
+                break
+    wait_for_outcome(server, before, "complete")
+    assert httpx.post(f"{server.url}{path}", json=body | {"max_tokens": 0}, timeout=60).status_code in (400, 422)
+    assert server.outcomes()["refused"] == before["refused"] + 1
 
 
 @contextlib.contextmanager
@@ -105,12 +129,14 @@ def full_disk(process: int) -> Iterator[None]:
 def test_a_stream_whose_end_can_t_be_recorded_says_why_and_its_row_is_aborted_with_all_that_was_sent(server, path):
     who = f"full disk {path}"
     body = {"prompt": "long", "max_tokens": 200, "stream": True, "user": who, "temperature": 0.9, "seed": 5}
+    before = server.outcomes()
     with httpx.stream("POST", f"{server.url}{path}", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         first = next(line for line in lines if line.startswith("data: "))
         with full_disk(server.process.pid):
             rest = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     sent = [json.loads(line) for line in [first.removeprefix("data: "), *rest] if line != "[DONE]"]
+    wait_for_outcome(server, before, "failed")  # although its status was 200
     assert "counts as aborted" in json.dumps(sent[-1]) or "File too large" in json.dumps(sent[-1])
     if path == "/generate":
         assert sent[-1]["status"] == 503

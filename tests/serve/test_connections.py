@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from serve import connections
 from serve.connections import HEAD_BYTES, BoundedHttp
 
+SCOPES: list[Any] = []
+GONE: list[str] = []
+
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Tells how many bytes the body had."""
-    size, more = 0, True
+    """Tells how many bytes the body had; at /refused without reading it; at /long only when the client has gone."""
+    SCOPES.append(scope)
+    size, more = 0, scope["path"] != "/refused"
+    if scope["path"] == "/long":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        GONE.append(scope["path"])
+        return
     while more:
         message = await receive()
         size, more = size + len(message.get("body", b"")), message.get("more_body", False)
@@ -28,7 +39,11 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 async def port(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[int]:
     monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.5)
-    config = uvicorn.Config(app, http=BoundedHttp, port=0, lifespan="off", log_config=None)
+    monkeypatch.setattr(connections, "REST_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(connections, "REST_BYTES", 2 << 20)
+    SCOPES.clear()
+    GONE.clear()
+    config = uvicorn.Config(app, http=BoundedHttp, ws="none", port=0, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve())
     while not server.started:
@@ -56,6 +71,28 @@ async def exchange(port: int, *pieces: bytes, pause: float = 0.05) -> bytes:
     return answer
 
 
+async def sent_until_closed(port: int, head: bytes, piece: bytes, most: int) -> int:
+    """How many bytes of the endless ``piece`` can be sent behind ``head``; at most ``most``."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent = 0
+    try:
+        writer.write(head)
+        while sent < most and not reader.at_eof():
+            writer.write(piece)
+            await writer.drain()
+            sent += len(piece)
+            await asyncio.sleep(0)
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+    return sent
+
+
+MOST = 48 << 20
+"""Bytes; what a client can send before it hears of the end, in the buffers of both sides too, is much less."""
+REFUSED = b"POST /refused HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -92,3 +129,109 @@ async def test_an_idle_connection_outlives_the_time_of_a_head(port: int) -> None
     whole = HEAD + b"Content-Length: 0\r\n\r\n"
     answer = await exchange(port, whole, whole, pause=0.8)
     assert answer.count(b"HTTP/1.1 200 ") == 2
+
+
+ENDLESS = {
+    "trailers": (b"1\r\nb\r\n0\r\n", b"X-Trailer: %b\r\n" % (b"t" * 1000) * 64),
+    "one trailer": (b"1\r\nb\r\n0\r\nX-Trailer: ", b"t" * 65_536),
+    "a chunk's extension": (b"1;", b"e" * 65_536),
+}
+
+
+@pytest.mark.parametrize("head", [HEAD, REFUSED], ids=["before the answer", "after it"])
+@pytest.mark.parametrize("what", ENDLESS)
+async def test_trailers_without_an_end_are_cut_off_and_none_is_kept(port: int, head: bytes, what: str) -> None:
+    begins, piece = ENDLESS[what]
+    assert await sent_until_closed(port, head + CHUNKED + begins, piece, MOST) < MOST
+    (scope,) = SCOPES
+    assert scope["headers"] == [(b"host", b"x"), (b"transfer-encoding", b"chunked")]
+
+
+async def test_trailers_are_taken_and_are_no_headers_of_this_request_or_the_next(port: int) -> None:
+    whole = HEAD + CHUNKED + b"3\r\nabc\r\n0\r\nX-Api-Key: stolen\r\nX-More: b\r\n\r\n"
+    answer = await exchange(port, whole + whole, HEAD + b"Content-Length: 0\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 ") == 3
+    assert [name for scope in SCOPES for name, _ in scope["headers"] if name.startswith(b"x-")] == []
+
+
+async def test_of_a_request_that_is_answered_already_so_much_is_read_and_no_more(port: int) -> None:
+    head = REFUSED + b"Content-Length: %d\r\n\r\n" % (1 << 40)
+    sent = await sent_until_closed(port, head, b"b" * 65_536, MOST)
+    assert connections.REST_BYTES <= sent < MOST
+
+
+async def test_the_rest_of_a_request_that_is_answered_already_is_not_waited_for(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(REFUSED + b"Content-Length: 1000\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200 ")
+    sent = 0
+    while not reader.at_eof() and sent < 100:  # for ten seconds; it has one
+        writer.write(b"b")
+        sent += 1
+        await asyncio.sleep(0.1)
+    writer.close()
+    assert reader.at_eof()
+
+
+async def test_a_body_that_comes_after_its_answer_does_not_end_the_connection(port: int) -> None:
+    body = b"b" * (1 << 20)
+    head = REFUSED + b"Content-Length: %d\r\n\r\n" % len(body)
+    answer = await exchange(port, head, body, HEAD + b"Content-Length: 0\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200 ") == 2
+
+
+async def test_line_ends_between_requests_do_not_keep_a_connection(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(HEAD + b"Content-Length: 0\r\n\r\n")
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"\r\n")
+    await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+
+
+async def test_requests_that_wait_for_the_one_before_them_are_few(port: int) -> None:
+    long = b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert await sent_until_closed(port, long, b"GET /refused HTTP/1.1\r\n\r\n" * 1000, MOST) < MOST
+    assert len(SCOPES) == 1
+    gc.collect()
+    assert sum(type(thing) is RequestResponseCycle for thing in gc.get_objects()) < 1000
+
+
+async def test_pipelined_requests_are_answered_in_order_and_a_body_before_a_head_is_not_counted_as_head(
+    port: int,
+) -> None:
+    body = b"b" * (2 * HEAD_BYTES)
+    one = HEAD + b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+    many = b"".join(HEAD + b"Content-Length: %d\r\n\r\n%b" % (n, b"b" * n) for n in range(10, 30))
+    answer = await exchange(port, one + many + HEAD, b"Content-Length: 0\r\n\r\n")
+    assert [int(part.rpartition(b"\r\n\r\n")[2]) for part in answer.split(b"HTTP/1.1 200 ")[1:]] == [
+        len(body),
+        *range(10, 30),
+        0,
+    ]
+
+
+async def test_a_client_that_goes_away_is_noticed_behind_a_pipelined_request_too(port: int) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n" * 2)
+    await writer.drain()
+    while not SCOPES:
+        await asyncio.sleep(0.01)
+    writer.close()
+    for _ in range(500):
+        await asyncio.sleep(0.01)
+        if GONE:
+            break
+    assert GONE
+
+
+async def test_what_is_refused_is_not_answered_in_the_midst_of_another_answer(port: int) -> None:
+    long = b"GET /long HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert await exchange(port, long, b"nonsense\r\n\r\n") == b""
+    assert await exchange(port, long, b"GET / HTTP/1.1\r\nX: ", *[b"a" * 10_000] * 8, pause=0.01) == b""
+
+
+async def test_a_request_to_change_the_protocol_is_answered_as_it_is(port: int) -> None:
+    upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Key: YQ==\r\nSec-WebSocket-Version: 13\r\n"
+    answer = await exchange(port, b"GET / HTTP/1.1\r\nHost: x\r\n" + upgrade + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ")

@@ -6,12 +6,14 @@ has keys.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -20,6 +22,7 @@ from starlette.routing import Route
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
 from feedback.recovery import rows
+from serve import logs
 from serve.app import Server, create_app
 from serve.config import LimitsConfig, ServeConfig
 from serve.keys import create_key
@@ -111,7 +114,7 @@ class Open:
         self.server.ledger.open()
         self.server.keyring.load()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://millrace")
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
     async def close(self) -> None:
         await self.http.aclose()
@@ -210,7 +213,7 @@ async def test_a_malformed_tracestate_is_left_out_and_the_trace_kept(state: str,
         return Response()
 
     app.router.routes.insert(0, Route("/look", look))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://millrace") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         await http.get("/look", headers={"traceparent": PARENT, "tracestate": state, "X-Request-Id": "mine"})
     assert (seen["traceparent"], seen["trace_id"], seen["request_id"]) == (PARENT, TRACE, "mine")
     assert seen.get("tracestate") == (state if kept else None)
@@ -321,6 +324,102 @@ async def test_without_keys_no_web_page_of_another_host_may_write(door: Open, or
     sent = {"Origin": origin, "Content-Type": "text/plain"}  # which browsers send without asking first
     answer = await door.http.post("/feedback", content=json.dumps(THUMB), headers=sent)
     assert answer.status_code == code, answer.text
+
+
+@pytest.mark.parametrize(
+    ("host", "code"),
+    [
+        ("localhost:8000", 200),
+        ("LOCALHOST.", 200),
+        ("127.0.0.1", 200),
+        ("127.9.9.9:80", 200),
+        ("[::1]:8000", 200),
+        ("millrace.lan", 200),
+        ("evil.example", 421),
+        ("evil.example:8000", 421),
+        ("localhost.evil.example", 421),
+        ("127.0.0.1.evil.example", 421),
+        ("evil.example@localhost", 421),
+        ("203.0.113.7", 421),
+        ("", 421),
+    ],
+)
+async def test_without_keys_a_name_that_is_not_the_servers_is_refused(tmp_path: Path, host: str, code: int) -> None:
+    opened = Open(make(tmp_path, allowed_hosts=["Millrace.LAN"]))
+    try:
+        for path in ("/policy", "/metrics"):
+            answer = await opened.http.get(path, headers={"Host": host})
+            assert answer.status_code == code
+            if code == 421:
+                assert repr(host) in answer.json()["detail"]
+                assert "serve.allowed_hosts" in answer.json()["detail"]
+        twice = await opened.http.get("/policy", headers=[("Host", "localhost"), ("Host", "evil.example")])
+        assert twice.status_code == 421
+        own = {"Host": "millrace.lan", "Origin": "http://millrace.lan", "Content-Type": "text/plain"}
+        assert (await opened.http.post("/feedback", content=json.dumps(THUMB), headers=own)).status_code == 201
+    finally:
+        await opened.close()
+
+
+@pytest.mark.parametrize(
+    ("serve", "host", "origin", "code"),
+    [
+        ({"host": "0.0.0.0", "auth": "off"}, "203.0.113.7:80", None, 201),
+        ({"host": "0.0.0.0", "auth": "off"}, "203.0.113.7:80", "http://203.0.113.7:80", 201),
+        ({"host": "0.0.0.0", "auth": "off"}, "203.0.113.7:80", "http://203.0.113.9", 403),
+        ({"host": "0.0.0.0", "auth": "off"}, "evil.example", None, 421),
+        ({"host": "0.0.0.0", "auth": "off", "allowed_hosts": ["*"]}, "app.example", "https://app.example", 201),
+        ({"host": "0.0.0.0", "auth": "off", "allowed_hosts": ["*"]}, "app.example", "https://evil.example", 403),
+        ({"host": "own.example", "auth": "off"}, "own.example:8000", None, 201),
+    ],
+)
+async def test_without_keys_beyond_loopback_addresses_are_taken_and_pages_are_those_of_the_host(
+    tmp_path: Path, serve: dict[str, Any], host: str, origin: str | None, code: int
+) -> None:
+    opened = Open(make(tmp_path, **serve))
+    headers = {"Host": host} | ({} if origin is None else {"Origin": origin})
+    answer = await opened.http.post("/feedback", json=THUMB, headers=headers)
+    await opened.close()
+    assert answer.status_code == code, answer.text
+
+
+async def test_with_a_key_any_name_is_taken(locked: Open, secrets: dict[str, str]) -> None:
+    headers = bearer(secrets["admin"]) | {"Host": "millrace.example"}
+    assert (await locked.http.get("/policy", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_what_a_client_sends_makes_no_line_of_the_log_and_no_part_of_one(tmp_path: Path, form: str) -> None:
+    opened = Open(make(tmp_path, access_log=True))
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.setFormatter(logs.Json() if form == "json" else logs.Text())
+    logger = logging.getLogger("serve")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+
+    async def fails(request: Request) -> Response:
+        raise ValueError(f"no {request.scope['path']}")
+
+    opened.app.router.routes.insert(0, Route("/fails/{rest:path}", fails))
+    forged = "2026-01-01 00:00:00,000 INFO serve.access: GET /policy 200"
+    try:
+        for end in ("\n", "\r", "\x85", "\u2028", "\x1b[2K", "\x00"):
+            for path in ("/x", "/fails/x"):
+                url = f"{path}{quote(end + forged)}"
+                headers = {"X-Request-Id": "a b", "User-Agent": forged, "traceparent": forged}
+                assert (await opened.http.get(url, headers=headers)).status_code in (404, 500)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+        await opened.close()
+    written = lines.getvalue().split("\n")
+    assert all(line.isprintable() for line in written)
+    own = [line for line in written if line and not line.startswith(" ")]
+    assert len(own) == 12 + 5  # in the access log, and what failed; a route's path has no line end
+    assert not any(line.startswith("2026-01-01") for line in own)
+    assert not any(f" {forged.rpartition(' ')[2]} " in line for line in own if form == "text")
+    assert all(json.loads(line)["path"].count(" ") == 0 for line in own if form == "json" and '"path"' in line)
 
 
 async def test_with_a_key_the_page_does_not_matter(locked: Open, secrets: dict[str, str]) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from serve.config import EngineConfig, SwapConfig
-from serve.engine import Engine, EngineRefused, Generated, Sampling
+from serve.engine import Engine, EngineRefused, Generated, Sampling, default_threads
+from serve.generation import Underway
 from serve.policies import Policy, PolicyStore
 from serve.swap import Swapper
 from tests.serve.conftest import reference_logprobs, reference_model
@@ -42,6 +43,13 @@ async def swapper(policies: list[Policy]) -> AsyncIterator[Swapper]:
     await engine.close()
     assert processes
     assert not [process for process in processes if Path(f"/proc/{process}").exists()]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's engine has vLLM's own number of threads")
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (16, 15)])
+def test_a_cpus_engine_leaves_a_core_to_the_api(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert default_threads() == threads
 
 
 async def become(swapper: Swapper, version: int) -> None:
@@ -254,6 +262,12 @@ async def test_a_load_that_fails_in_the_middle_puts_the_old_weights_back(
 async def test_vllm_s_own_refusal_is_told(swapper: Swapper) -> None:
     with pytest.raises(EngineRefused):
         await swapper.engine.generate("long", [5] * 300, Sampling(max_tokens=2))
+    several_greedy = Sampling(n=2, temperature=0, max_tokens=2)
+    with pytest.raises(EngineRefused):
+        await swapper.engine.generate("same", PROMPT, several_greedy)
+    with pytest.raises(EngineRefused):
+        async for _ in swapper.engine.stream("same", PROMPT, several_greedy, Underway(2)):
+            pass
 
 
 async def test_an_idle_engine_takes_next_to_no_processor_time(swapper: Swapper) -> None:

@@ -228,9 +228,10 @@ async def test_what_was_sealed_is_still_known(client: httpx.AsyncClient, server:
 async def test_openapi_describes_the_batch_and_its_results(client: httpx.AsyncClient) -> None:
     schema = (await client.get("/openapi.json")).json()
     route = schema["paths"]["/feedback/batch"]["post"]
-    body = route["requestBody"]["content"]["application/json"]["schema"]
-    items = body["properties"]["feedback"]
+    schemas = schema["components"]["schemas"]
+    items = schemas["FeedbackBatchIn"]["properties"]["feedback"]
     assert items["maxItems"] == 1000
-    assert set(items["items"]["properties"]["kind"]["enum"]) >= {"thumb", "metric"}
+    assert items["items"]["anyOf"][0] == {"$ref": "#/components/schemas/FeedbackIn"}
+    assert set(schemas["FeedbackIn"]["properties"]["kind"]["enum"]) >= {"thumb", "metric"}
     assert {"200", "413", "422", "503"} <= route["responses"].keys()
     assert "FeedbackResult" in json.dumps(schema["components"])

@@ -9,6 +9,7 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from feedback_rows import interaction
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
 from feedback.recovery import rows
 from serve.api.http import Problem
+from serve.api.streaming import Events
 from serve.app import Server, create_app
+from serve.capture import Asked
 from serve.config import ServeConfig
+from serve.generation import Sampling
 
 
 @pytest.fixture
@@ -37,7 +41,7 @@ async def app(tmp_path: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Server]]
     server.lake.create()
     server.journal.open()
     server.ledger.open()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://millrace") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         yield client, server
     server.journal.close()
     server.ledger.close()
@@ -149,8 +153,34 @@ async def test_a_streams_end_that_found_no_room_is_recorded_as_an_error_when_the
     refused = {stream.response_id for stream, result in zip(streams, results, strict=True) if result is not None}
     assert 0 < len(refused) < 12
     assert all(isinstance(result, Problem) and result.status == 503 for result in results if result is not None)
-    await asyncio.wait(server.work, timeout=30)
-    assert server.journal.stats()["open_streams"] == 0
+    async with asyncio.timeout(30):
+        while server.journal.stats()["open_streams"]:
+            await asyncio.sleep(0.01)
     ended = {row["response_id"]: row["status"] for row in rows(server.journal.folder, "interactions").to_pylist()}
     assert {response_id for response_id, status in ended.items() if status == "error"} == refused
     assert set(ended.values()) == {"error", "complete"}
+
+
+async def test_where_the_start_of_one_response_is_refused_none_of_the_others_stays_open(
+    app: tuple[httpx.AsyncClient, Server], disk: threading.Event
+) -> None:
+    _, server = app
+    asked = Asked(
+        request_id="many", endpoint="/generate", replica="r", tenant="t", prompt_token_ids=[1], sampling=Sampling(n=12)
+    )
+    events = Events(server, asked, ExitStack(), lambda generation, rows: {})
+    disk.clear()
+    answer = asyncio.create_task(events({"type": "http"}, asyncio.Event().wait, asyncio.Queue().put))  # type: ignore[arg-type]
+    async with asyncio.timeout(30):
+        while not server.journal.stats()["refused"]:
+            await asyncio.sleep(0.01)
+    disk.set()
+    with pytest.raises(Problem, match="waiting for the disk"):  # not that the engine is not there
+        await answer
+    begun = rows(server.journal.folder, "interactions").column("response_id").to_pylist()
+    assert 0 < len(set(begun)) < 12
+    async with asyncio.timeout(30):
+        while server.journal.stats()["open_streams"]:
+            await asyncio.sleep(0.01)
+    recorded = rows(server.journal.folder, "interactions").to_pylist()
+    assert {row["response_id"] for row in recorded if row["status"] == "aborted"} == set(begun)

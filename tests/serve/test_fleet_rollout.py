@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
-from serve.app import Server
+from serve.app import Server, create_app
 from serve.config import FleetConfig, ServeConfig, SwapConfig
 from serve.engine import Weights
 from serve.fleet.controller import Controller
@@ -25,7 +26,8 @@ from serve.fleet.member import Member
 from serve.fleet.plan import next_step
 from serve.fleet.reports import Name, Report, living, reports, write_report
 from serve.fleet.sharing import in_share, rank
-from serve.fleet.state import FleetError, FleetRecord, FleetState, Rollout, task_of
+from serve.fleet.state import FleetError, FleetRecord, FleetState, Instant, Rollout, instant, task_of
+from serve.keys import create_key
 from serve.policies import Pointer, PolicyStore
 
 CONFIG = FleetConfig(replicas=3, canary_seconds=10, step_timeout_s=100)
@@ -43,6 +45,7 @@ class Fake:
     folder: Path
     record: FleetRecord
     bad: set[int]
+    requests: int = 0  # that it answers in a turn
 
     def __post_init__(self) -> None:
         self.held = Name(self.folder, "replica")
@@ -79,7 +82,9 @@ class Fake:
                 now = replace(now, prepared=task.prepare.generation)
         elif task.prepare is None:
             now = replace(now, prepared=None)
-        self.report = replace(now, content=f"content {now.prepared or now.version}", variant=task.variant)
+        requests = now.requests + (self.requests if now.state == "ready" else 0)
+        content = f"content {now.prepared or now.version}"
+        self.report = replace(now, content=content, variant=task.variant, requests=requests)
         write_report(self.folder, self.report)
         return True
 
@@ -97,7 +102,8 @@ class Fleet:
         self.folder.mkdir(parents=True)
         self.record = FleetRecord(self.store.root)
         self.config = config
-        self.now = 1000.0
+        self.now, self.clock, self.wall = 1000.0, "boot 1", 1.7e9
+        self.requests = 10  # that each replica answers in a turn
         for version in (1, 2, 3):
             path = self.store.root / f"v{version:06d}"
             path.mkdir(parents=True)
@@ -113,7 +119,8 @@ class Fleet:
         return self.store.promote(version, expected=now.version if now else None, who="test", why="a test", **more)
 
     def start(self) -> Controller:
-        controller = Controller(self.store, self.folder, self.config, clock=lambda: self.now)
+        clock = lambda: Instant(self.now, self.clock, self.wall)  # noqa: E731
+        controller = Controller(self.store, self.folder, self.config, clock)
         controller.open()
         return controller
 
@@ -123,8 +130,11 @@ class Fleet:
     def run(self, turns: int, seconds: float = 1.0) -> None:
         for _ in range(turns):
             self.now += seconds
+            self.wall += seconds
             if self.controller is not None:
                 self.controller.turn()
+            for replica in self.replicas:
+                replica.requests = self.requests
             self.replicas = [replica for replica in self.replicas if replica.turn()]
 
     def until_settled(self, turns: int = 400) -> FleetState:
@@ -189,8 +199,7 @@ def test_all_prepare_one_tries_and_the_others_follow_one_at_a_time(fleet: Fleet)
     order = [versions for _, versions in seen]
     assert sorted({tuple(versions) for versions in order}) == [(1, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
     assert seen[-1] == ("settled", [2, 2, 2])
-    history = [json.loads(line) for line in (fleet.store.root / "rollouts.jsonl").read_text().splitlines()]
-    assert [(entry["from"], entry["to"], entry["outcome"]) for entry in history] == [(1, 2, "done")]
+    assert [(entry["from"], entry["to"], entry["outcome"]) for entry in history(fleet)] == [(1, 2, "done")]
 
 
 def test_nobody_changes_anything_before_all_have_prepared(fleet: Fleet) -> None:
@@ -231,10 +240,12 @@ def test_the_canary_has_its_label_and_its_time_and_only_then_do_the_others_follo
 
 
 def test_a_canary_whose_requests_fail_more_than_the_others_is_undone(fleet: Fleet) -> None:
+    fleet.requests = 0
+    before = [replica.report.requests for replica in fleet.replicas]
     fleet.promote(2)
     fleet.run(6)
-    for replica, failures in zip(fleet.replicas, (1, 1, 20), strict=True):
-        replica.report = replace(replica.report, requests=100, failures=failures)
+    for replica, requests, failures in zip(fleet.replicas, before, (1, 1, 20), strict=True):
+        replica.report = replace(replica.report, requests=requests + 100, failures=failures)
     state = fleet.until_settled()
     assert fleet.versions == [1, 1, 1]
     assert state.failed is not None
@@ -249,8 +260,152 @@ def test_failures_that_all_have_alike_are_no_fault_of_the_canary(fleet: Fleet) -
     fleet.promote(2)
     fleet.run(6)
     for replica in fleet.replicas:
-        replica.report = replace(replica.report, requests=100, failures=20)
+        replica.report = replace(replica.report, requests=replica.report.requests + 100, failures=20)
     assert fleet.until_settled().serving.version == 2
+
+
+def waiting(fleet: Fleet) -> Rollout:
+    """The rollout, in whose canary no request has come; its time of `canary_seconds` is over."""
+    fleet.requests = 0
+    fleet.promote(2)
+    fleet.run(6 + int(CONFIG.canary_seconds) * 2)
+    return rollout_of(fleet)
+
+
+def rollout_of(fleet: Fleet) -> Rollout:
+    state = fleet.record.read()
+    assert state is not None
+    assert state.rollout is not None
+    return state.rollout
+
+
+def test_a_canary_that_saw_too_little_is_held_and_passes_once_it_has_seen_enough(fleet: Fleet) -> None:
+    assert waiting(fleet).held
+    assert fleet.versions == [1, 1, 2]
+    fleet.requests = 1  # of which 20 are needed
+    fleet.run(CONFIG.canary_requests - 5)
+    assert rollout_of(fleet).phase == "canary"
+    fleet.run(10)
+    assert fleet.until_settled().serving.version == 2
+    assert history(fleet)[-1]["unproven"] is None
+
+
+def test_a_canary_that_never_sees_enough_is_undone_and_says_what_it_saw(fleet: Fleet) -> None:
+    waiting(fleet)
+    fleet.replicas[2].report = replace(fleet.replicas[2].report, requests=fleet.replicas[2].report.requests + 7)
+    fleet.run(1)
+    fleet.run(2, seconds=CONFIG.canary_hold_seconds)
+    state = fleet.until_settled()
+    assert state.serving.version == 1
+    assert state.failed is not None
+    assert "the canary answered 7 requests of canary_requests=20" in state.failed["error"]
+    assert history(fleet)[-1]["outcome"] == "undone"
+
+
+def test_where_so_little_is_asked_that_it_is_set_so_the_others_follow_and_the_record_says_unproven(
+    tmp_path: Path,
+) -> None:
+    fleet = Fleet(tmp_path, 3, CONFIG.model_copy(update={"canary_unproven": "commit"}))
+    try:
+        waiting(fleet)
+        assert fleet.versions == [1, 1, 2]
+        fleet.run(2, seconds=CONFIG.canary_hold_seconds)
+        assert fleet.until_settled().serving.version == 2
+        assert history(fleet)[-1]["outcome"] == "done"
+        assert "the canary answered 0 requests of canary_requests=20" in history(fleet)[-1]["unproven"]
+    finally:
+        fleet.close()
+
+
+def test_a_held_canary_is_undone_at_once_when_it_fails(fleet: Fleet) -> None:
+    waiting(fleet)
+    canary = fleet.replicas[2]
+    canary.report = replace(canary.report, requests=canary.report.requests + 1, failures=1)
+    state = fleet.until_settled()
+    assert state.serving.version == 1
+    assert state.failed is not None
+    assert "1 of 1 requests to the canary failed, 0 of 0 to the others" in state.failed["error"]
+
+
+def test_a_canarys_time_is_not_over_when_somebody_sets_the_clock(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.promote(2)
+    fleet.run(6)
+    assert fleet.controller is not None
+    controller = fleet.controller
+    controller._clock = instant  # the machine's own, as for a real fleet
+    controller.turn()
+    judged_from = rollout_of(fleet).judged_from
+    wall = instant().wall
+    monkeypatch.setattr("time.time", lambda: wall + 10 * CONFIG.step_timeout_s)
+    for _ in range(3):
+        controller.turn()
+    rollout = rollout_of(fleet)
+    assert (rollout.phase, rollout.judged_from) == ("canary", judged_from)
+
+
+def test_a_canarys_time_goes_on_while_the_controller_is_dead(fleet: Fleet) -> None:
+    fleet.promote(2)
+    fleet.run(6)
+    judged_from = rollout_of(fleet).judged_from
+    assert judged_from is not None
+    assert fleet.controller is not None
+    fleet.controller.close()
+    fleet.now = judged_from + CONFIG.canary_seconds
+    fleet.controller = fleet.start()
+    assert rollout_of(fleet).phase == "committing"
+
+
+def test_on_another_machines_clock_a_canarys_time_begins_anew(fleet: Fleet) -> None:
+    fleet.promote(2)
+    fleet.run(6)
+    assert fleet.controller is not None
+    fleet.controller.close()
+    fleet.now, fleet.clock = 1e6, "boot 2"
+    fleet.controller = fleet.start()
+    rollout = rollout_of(fleet)
+    assert (rollout.phase, rollout.judged_from, rollout.clock) == ("canary", 1e6, "boot 2")
+    fleet.now += CONFIG.canary_seconds - 1
+    fleet.controller.turn()
+    assert rollout_of(fleet).phase == "canary"
+    assert fleet.until_settled().serving.version == 2
+
+
+def test_a_rollout_that_an_older_version_recorded_is_gone_on_with(fleet: Fleet) -> None:
+    fleet.promote(2)
+    fleet.run(6)
+    record = json.loads((fleet.store.root / "fleet.json").read_bytes())
+    for name in ("clock", "held", "unproven"):
+        del record["rollout"][name]
+    record["rollout"] |= {"since": fleet.wall, "judged_from": fleet.wall}
+    (fleet.store.root / "fleet.json").write_text(json.dumps(record))
+    assert fleet.until_settled().serving.version == 2
+
+
+def test_the_one_replica_that_is_left_of_several_waits_for_a_second_beside_which_to_try_a_policy(fleet: Fleet) -> None:
+    lost = [fleet.replicas.pop(), fleet.replicas.pop()]
+    for replica in lost:
+        replica.die()
+    fleet.promote(2)
+    fleet.run(20)
+    assert (rollout_of(fleet).phase, fleet.versions) == ("preparing", [1])
+    fleet.replicas.append(fleet.join())
+    assert ("canary", [1, 2]) in phases(fleet, 40)
+    assert fleet.versions == [2, 2]
+
+
+def test_the_only_replica_of_a_fleet_of_one_follows_without_a_canary(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 1, CONFIG.model_copy(update={"replicas": 1, "ray_address": "auto"}))
+    try:
+        fleet.promote(2)
+        assert {phase for phase, _ in phases(fleet, 20)} <= {"preparing", "committing", "settled"}
+        assert fleet.versions == [2]
+    finally:
+        fleet.close()
+
+
+def history(fleet: Fleet) -> list[dict[str, Any]]:
+    """The rollouts that have ended."""
+    return [json.loads(line) for line in (fleet.store.root / "rollouts.jsonl").read_text().splitlines()]
 
 
 def test_a_replica_that_can_not_load_it_takes_all_back_that_could(fleet: Fleet) -> None:
@@ -272,6 +427,32 @@ def test_a_rollback_has_no_canary(fleet: Fleet) -> None:
     fleet.promote(1, verdict={"rollback_from": 2})
     assert {phase for phase, _ in phases(fleet, 20)} == {"preparing", "committing", "settled"}
     assert fleet.versions == [1, 1, 1]
+
+
+def test_a_rollback_to_what_the_fleet_never_served_has_a_canary(fleet: Fleet) -> None:
+    fleet.replicas[1].bad = {2}
+    fleet.promote(2)
+    assert fleet.until_settled().serving.version == 1  # it was tried, and undone
+    fleet.replicas[1].bad = set()
+    fleet.promote(2, verdict={"rollback_from": 1})
+    assert "canary" in {phase for phase, _ in phases(fleet, 40)}
+    fleet.promote(3, verdict={"rollback_from": 2, "override": True})
+    assert "canary" in {phase for phase, _ in phases(fleet, 40)}
+
+
+def test_what_the_whole_fleet_serves_has_served_and_nothing_else_has(fleet: Fleet) -> None:
+    assert fleet.store.served() == {1}
+    fleet.promote(2)
+    fleet.run(6)
+    assert fleet.versions == [1, 1, 2]
+    assert fleet.store.served() == {1}  # a canary is a trial
+    fleet.until_settled()
+    assert fleet.store.served() == {1, 2}
+    fleet.replicas[0].bad = {3}
+    fleet.promote(3)
+    fleet.until_settled()
+    assert fleet.store.served() == {1, 2}
+    assert [(o.version, o.served) for o in fleet.store.outcomes()][:3] == [(1, True), (2, True), (3, False)]
 
 
 def test_a_pointer_that_moves_in_the_middle_is_followed_from_where_all_began(fleet: Fleet) -> None:
@@ -315,7 +496,9 @@ def test_a_name_is_taken_once_and_free_again_when_its_holder_is_gone(tmp_path: P
 
 def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     pointer = Pointer(2, 1, "now", "me", "why", {"verdict": "pass"}, 7)
-    rollout = Rollout(pointer, "canary", 1.5, 2.5, ("a",), {"a": "life"}, 0.5, 3.0, {"a": ("life", 3, 1)}, ("a",))
+    rollout = Rollout(
+        pointer, "canary", 1.5, 2.5, "boot", ("a",), {"a": "life"}, 0.5, 3.0, {"a": ("life", 3, 1)}, True, "few", ("a",)
+    )
     state = FleetState(replace(pointer, version=1), rollout, {"version": 9}, stopping=True)
     FleetRecord(tmp_path).write(state)
     assert FleetRecord(tmp_path).read() == state
@@ -360,8 +543,18 @@ def test_however_it_is_disturbed_all_end_on_one_policy_and_it_is_the_pointers(
             state = fleet.until_settled()
             assert set(fleet.versions) == {state.serving.version}
             assert state.serving == fleet.store.serving()
+            assert_no_canary_was_skipped(fleet)
         finally:
             fleet.close()
+
+
+def assert_no_canary_was_skipped(fleet: Fleet) -> None:
+    """What the fleet serves either was tried in a canary, or had served in the whole of it before."""
+    if not (fleet.store.root / "rollouts.jsonl").exists():
+        return
+    for entry in history(fleet):
+        before = {o.version for o in fleet.store.outcomes() if o.served and o.generation < entry["generation"]}
+        assert entry["outcome"] == "undone" or entry["canaries"] or entry["to"] in before
 
 
 def _disturb(fleet: Fleet, event: str, number: int) -> None:
@@ -385,7 +578,7 @@ def _disturb(fleet: Fleet, event: str, number: int) -> None:
     elif event == "promote":
         fleet.promote(2 + number % 2)
     elif event == "back":
-        fleet.promote(1, verdict={"rollback_from": 2})
+        fleet.promote(1 + number % 3, verdict={"rollback_from": 2})
     elif fleet.replicas:
         replica = fleet.replicas[number % len(fleet.replicas)]
         if event == "die" or (event == "replica" and not replica.turn()):
@@ -434,9 +627,35 @@ async def test_a_replica_without_an_engine_is_not_told_to_be_ready(fleet: Fleet,
     member.release()
 
 
+async def test_what_a_replica_reports_is_requests_for_responses_that_it_let_in(fleet: Fleet, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    _, secret = create_key(keys, name="app", tenant="acme", scopes=["generate"], requests_per_minute=3)
+    config = ServeConfig(policies=str(fleet.store.root), replicas=str(fleet.folder), keys=str(keys), swap=LOOKS_RARELY)
+    journal, lake = JournalConfig(folder=str(tmp_path / "journal")), LakeConfig(uri=str(tmp_path / "lake"))
+    member = Member(config)
+    feedback = FeedbackConfig(journal=journal, lake=lake)
+    server = Server(config, feedback, orders=member.orders)
+    server.swapper._serving = Weights(fleet.store.get(1), {})  # as after a start, but for the engine's process
+    server.keyring.load()
+    member.begin(server)
+    transport = httpx.ASGITransport(create_app(config, feedback, server=server))
+    async with httpx.AsyncClient(transport=transport, base_url="http://millrace") as client:
+        for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/made-up"):
+            for wrong in ({}, {"X-API-Key": "mrk_none_" + "x" * 43}):
+                await client.post(path, json={"prompt": "a"}, headers=wrong)
+        for path in ("/health", "/v1/models/a"):
+            await client.get(path, headers={"X-API-Key": secret})
+        answers = [await client.post("/generate", json={"prompt": "a"}, headers={"X-API-Key": secret}) for _ in "abc"]
+    assert [answer.status_code for answer in answers] == [503, 503, 429]  # there is no engine; over the key's limit
+    told = member.policy()["replicas"][member.name]
+    assert (told["requests"], told["failures"]) == (2, 2)
+    member.stop()
+    member.release()
+
+
 def test_a_step_does_nothing_when_there_is_nothing_to_do() -> None:
     pointer = Pointer(1, None, "", "", "", None, 1)
-    assert next_step(FleetState(pointer), pointer, [], CONFIG, 0.0).state is None
+    assert next_step(FleetState(pointer), pointer, [], (), CONFIG, Instant(0.0, "boot", 0.0)).state is None
 
 
 @pytest.mark.parametrize(

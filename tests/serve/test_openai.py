@@ -296,6 +296,20 @@ def test_a_client_that_leaves_a_stream_has_aborted_rows_with_the_tokens_so_far(
         assert bool(row["policy_spans"]) is bool(row["response_token_ids"])
 
 
+def test_every_choice_of_a_stream_that_echoes_has_the_logprobs_of_the_prompt(client: openai.OpenAI) -> None:
+    for seed in range(4):
+        stream = client.completions.create(
+            prompt="the mill", model="millrace", max_tokens=3, n=16, echo=True, logprobs=1, stream=True, seed=seed
+        )
+        told: dict[int, list[str]] = {}
+        for chunk in stream:
+            for choice in chunk.choices:
+                if choice.logprobs is not None:
+                    told.setdefault(choice.index, []).extend(choice.logprobs.tokens or [])
+        assert len(told) == 16
+        assert all("".join(tokens[:8]) == "the mill" for tokens in told.values())
+
+
 def test_a_client_that_leaves_a_plain_request_has_an_aborted_row(server: LiveServer) -> None:
     body = {"prompt": ["gone"], "max_tokens": 250, "n": 16, "user": "v1 gone", "ignore_eos": True}
     with pytest.raises(httpx.ReadTimeout):
@@ -388,5 +402,5 @@ def test_the_openapi_page_describes_every_field(server: LiveServer) -> None:
         body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert all(field["description"] for field in body["properties"].values())
         assert {"200", "400", "404", "413", "503", "504"} <= schema["paths"][path]["post"]["responses"].keys()
-    feedback = schema["paths"]["/feedback"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    feedback = schema["components"]["schemas"]["FeedbackIn"]
     assert "chatcmpl-U:i" in feedback["properties"]["response_id"]["description"]

@@ -41,6 +41,8 @@ def undescribed(part: Any, where: str, *, names: bool = False) -> Iterator[str]:
         if names:
             yield from undescribed(below, at)
             continue
+        if name in ("oneOf", "anyOf") and "properties" in part:  # what holds between fields that are described above
+            continue
         if name in ("properties", "responses", "headers", "securitySchemes") and isinstance(below, dict):
             for key, item in below.items():
                 if "description" not in item and "$ref" not in item:

@@ -22,6 +22,7 @@ from serve.policies import (
     PolicyNotFound,
     PolicyStore,
     StalePointer,
+    record_erasure,
 )
 
 
@@ -186,6 +187,40 @@ def test_the_gates_verdict_comes_later_and_is_not_hashed(store: PolicyStore) -> 
     assert store.get(version).gate is None
     assert store.record_gate(version, {"verdict": "pass"}).gate == {"verdict": "pass"}
     assert store.verify(version).gate == {"verdict": "pass"}
+
+
+def test_every_erasure_of_many_at_once_is_on_record(store: PolicyStore, tmp_path: Path) -> None:
+    version, reward_model = publish(store), tmp_path / "reward_model"
+    reward_model.mkdir()
+    failed: list[Exception] = []
+
+    def record(by: int) -> None:
+        try:
+            for i in range(20):
+                store.record_erasure(version, certainty="yes", why=f"{by}-{i}")
+                record_erasure(reward_model, certainty="yes", why=f"{by}-{i}")
+                store.record_gate(version, {"by": by})
+        except (OSError, ValueError, PolicyError) as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=record, args=(by,)) for by in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    everything = {f"{by}-{i}" for by in range(3) for i in range(20)}
+    assert {record["why"] for record in store.get(version).erasures} == everything
+    kept = json.loads((reward_model / "erasures.json").read_text())["erasures"]
+    assert (len(kept), {record["why"] for record in kept}) == (60, everything)
+    store.verify(version)
+
+
+def test_an_erasure_that_is_told_again_is_on_record_once(store: PolicyStore) -> None:
+    version = publish(store)
+    for erasure in ("first", "first", "second"):
+        store.record_erasure(version, certainty="yes", why="test", erasure=erasure)
+    assert [record["erasure"] for record in store.get(version).erasures] == ["first", "second"]
 
 
 def test_the_pointer_moves_only_from_where_it_is_expected(store: PolicyStore) -> None:

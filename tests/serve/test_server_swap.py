@@ -91,6 +91,8 @@ async def test_a_damaged_policy_is_refused_once_and_the_old_one_serves_on(
     assert pointer is not None
     assert (pointer.version, pointer.who) == (serving, "replica-0"), "the next start must not try it again"
     assert f"policy {damaged.version} was refused" in pointer.why
+    assert serving in server.store.served()
+    assert damaged.version not in server.store.served()
     response = await client.post("/generate", json={"prompt": "still there?", "max_tokens": 4})
     assert response.json()["policy_version"] == serving
     assert (await client.get("/ready")).status_code == 200
@@ -107,12 +109,16 @@ def unlink(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-def configure(key: str, value: object) -> Callable[[Path], None]:
+def configure(key: str, value: object, file: str = "config.json") -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | {key: value}))
+        config = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(config | {key: value}))
 
     return edit
+
+
+def another_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}=")
 
 
 def weigh(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
@@ -132,6 +138,8 @@ NORM = "model.norm.weight"
     [
         (None, unlink, "model.safetensors is missing"),
         (configure("rms_norm_eps", 0.5), None, "rms_norm_eps"),
+        (another_template, None, "chat_template.jinja differs"),
+        (configure("eos_token_id", [1, 9], "generation_config.json"), None, "generation_config.json has eos_token_id"),
         (weigh(lambda w: w.update({NORM: torch.ones(63)})), None, "shape [63]"),
         (weigh(lambda w: w.update({NORM: w[NORM].bfloat16()})), None, "is BF16"),
         (weigh(lambda w: w.pop(NORM)), None, "lacks the tensor"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,65 @@ async def test_a_rollback_to_weights_that_are_still_laid_out_reads_no_file(
         await become(swapper, 1)
     finally:
         path.write_bytes(content)
+    await require_policy(swapper, policies[0])
+
+
+@pytest.mark.parametrize("shadow_weights", [False, True])
+@pytest.mark.parametrize(
+    "order",
+    [(2, 1, 2), (2, "as 1"), (2, "as 2"), (2, "as 1", 1, "as 1"), (2, "as 2", 2, 1), ("as 1", 1, 2, "as 1", 2)],
+    ids=lambda order: " ".join(map(str, order)),
+)
+async def test_a_policy_serves_under_its_own_version_whatever_was_kept_from_another_with_the_same_bytes(
+    swapper: Swapper, policies: list[Policy], order: tuple[int | str, ...], shadow_weights: bool
+) -> None:
+    versions: dict[int | str, int] = {1: 1, 2: 2}
+    for number in (1, 2):
+        of = policies[number - 1]
+        again = swapper.store.publish(of.path, parent=number, lineage={}, metrics={}, probe=lambda _, of=of: of.probe)
+        versions[f"as {number}"] = again.version
+    swapper.config = SwapConfig(poll_seconds=3600, shadow_weights=shadow_weights)
+    for name in order:
+        version = versions[name]
+        done = await swap(swapper, version)
+        assert done.ok, done.error
+        assert "nats off" in done.probe
+        assert (done.to_version, swapper.engine.version, swapper.policy.version) == (version, version, version)
+        assert swapper.status()["version"] == version
+        await require_policy(swapper, swapper.store.get(version))
+
+
+async def test_weights_that_are_kept_do_not_vouch_for_the_files_of_another_version(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    swapper.config = SwapConfig(poll_seconds=3600, shadow_weights=True)
+    await become(swapper, 2)
+    again = swapper.store.publish(policies[0].path, parent=2, lineage={}, metrics={})
+    path = again.path / "model.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-64] + bytes(64))
+    done = await swap(swapper, again.version)
+    assert not done.ok
+    assert "model.safetensors has sha256" in (done.error or "")
+    await require_policy(swapper, policies[1])
+    swapper.store.promote(2, expected=again.version, who="test", why="back")
+
+
+async def test_a_replica_that_is_to_prepare_a_policy_with_another_end_tells_why_it_can_not_and_serves_on(
+    swapper: Swapper, policies: list[Policy], tmp_path: Path
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(policies[1].path, folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 7]}')
+    other = swapper.store.publish(folder, parent=2, lineage={}, metrics={})
+    serving = swapper.store.serving()
+    assert serving is not None
+    await swapper._get_ready(replace(serving, version=other.version, generation=serving.generation + 1))
+    assert swapper.prepared is None
+    assert swapper.failed is not None
+    assert swapper.failed["version"] == other.version
+    assert "generation_config.json has eos_token_id = [1, 7]" in swapper.failed["error"]
+    assert "a fleet: all its replicas" in swapper.failed["error"]
     await require_policy(swapper, policies[0])
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from datetime import UTC, datetime, timedelta
 
+from serve.capture import Asked, failed
+from serve.generation import Sampling
 from serve.trial import Trials
 
 
@@ -17,7 +20,7 @@ class Replica:
 
 def test_a_response_is_the_canarys_if_one_of_its_tokens_is_whenever_it_was_asked_for() -> None:
     replica = Replica()
-    before = datetime.now(UTC)
+    before = time.monotonic()
     replica.trials.set(2, "canary")
     assert replica.trials.label is None  # it does not serve yet
     replica.version = 2
@@ -30,7 +33,7 @@ def test_a_response_is_the_canarys_if_one_of_its_tokens_is_whenever_it_was_asked
 def test_what_a_refused_policy_made_is_labelled_when_the_old_one_is_back() -> None:
     replica = Replica()
     replica.trials.set(2, "canary")
-    during = datetime.now(UTC)
+    during = time.monotonic()
     replica.trials.set(None)
     assert replica.trials.label is None
     assert replica.trials.label_of(during, {2, 1}) == "canary"
@@ -43,7 +46,7 @@ def test_a_policy_that_passed_its_trial_is_no_canary() -> None:
     replica.trials.set(2, "canary")
     replica.version = 2
     replica.trials.set(None)
-    after = datetime.now(UTC) + timedelta(microseconds=1)
+    after = time.monotonic() + 1e-6
     assert replica.trials.label is None
     assert replica.trials.label_of(after, {2}) is None
     assert replica.trials.label_of(after, ()) is None
@@ -58,5 +61,20 @@ def test_a_trial_that_is_ordered_again_goes_on_and_a_second_one_begins_anew() ->
     replica.trials.set(None)
     replica.trials.set(None)
     replica.trials.set(2, "canary")
-    later = datetime.now(UTC) + timedelta(seconds=1)
+    later = time.monotonic() + 1
     assert replica.trials.label_of(later, {2}) == "canary"
+
+
+def test_what_is_asked_after_a_trial_is_no_canarys_also_when_the_clock_is_set_back() -> None:
+    replica = Replica()
+    replica.trials.set(2, "canary")
+    replica.version = 2
+    replica.trials.set(None)
+    hour_ago = datetime.now(UTC) - timedelta(hours=1)
+    sampling = Sampling(n=1, max_tokens=1, temperature=1, top_p=1, top_k=0, min_p=0, stop=(), stop_token_ids=(), seed=0)
+    asked = Asked(
+        "request", "/generate", "replica-0", "acme", [1], sampling, trials=replica.trials, created_at=hour_ago
+    )
+    (row,) = failed(asked)
+    assert row["variant"] is None
+    assert row["timings"]["total_ms"] < 3_000_000

@@ -11,8 +11,8 @@ import pyarrow as pa
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deploy.demo.seed import make_tokenizer
-from deploy.demo.task import items
+from deploy.examples.demo.seed import make_tokenizer
+from deploy.examples.demo.task import items
 from feedback.config import LakeConfig
 from feedback.lake import Lake
 from feedback.rows import to_batch

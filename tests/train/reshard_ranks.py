@@ -17,11 +17,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deploy.examples.bench import reshard_table as table
+from deploy.examples.bench.reshard import ReceivedBytes
 from train.config import LoraConfig, TrainConfig
 from train.fsdp import build
 from train.mesh import make_meshes
-from train.reshard import HandOver, ReshardError, gather, table
-from train.reshard.bench import ReceivedBytes
+from train.reshard import HandOver, ReshardError, gather
 from train.workers.rollout import RolloutWorker
 
 DTYPE = torch.bfloat16

@@ -6,6 +6,8 @@ import importlib
 import math
 import random
 import statistics
+import sys
+import types
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
 from tests.train.policy_batches import Response, batches, by_response, flat, moved, responses_of, some_responses
@@ -21,6 +24,8 @@ from train.algorithms.base import PolicyGradient
 from train.algorithms.config import GROUPED, ONLINE
 from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
+from train.data import Informative
+from train.losses import AGGREGATIONS as AGGREGATIONS_BY_NAME
 
 MAX_TOKENS = 7
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length")
@@ -128,8 +133,9 @@ def expected_loss(
         total = 0.0
         for t, log_prob in enumerate(log_probs):
             ratio, fixed = math.exp(log_prob - r.old[t]), math.exp(still[t] - r.old[t])
-            if c.name == "gspo":
-                ratio = math.exp(sum(x - y for x, y in zip(log_probs, r.old, strict=True)) / size)
+            if c.name == "gspo":  # the sequence's value, and each token's own gradient
+                sequence = math.exp(sum(x - y for x, y in zip(still, r.old, strict=True)) / size)
+                ratio = sequence * math.exp(log_prob - still[t])
             a = r.advantages[t]
             match c.name:
                 case "cispo":
@@ -240,6 +246,88 @@ def test_gspo_learns_from_all_tokens_of_a_response_or_from_none() -> None:
     moves = [{g != 0 for g in numbers} for numbers in by_response(batch, gradient)]
     assert all(len(found) == 1 for found in moves)
     assert {next(iter(found)) for found in moves} == {True, False}
+
+
+def test_under_gspo_a_masked_token_does_not_learn_and_its_neighbour_learns_by_its_own_weight() -> None:
+    batch = PackedBatch.pack([Rollout([1], [2, 3], [-1.0, -9.0], 1.0, 0)])
+    old = torch.tensor([0.0, -1.0, -1.0])
+    batch = batch.with_(old_log_probs=old, advantages=torch.tensor([0.0, 1.0, 1.0]))
+    made = algorithm("gspo", correction={"form": "mask", "level": "token", "cap": 2.0})
+    now = old.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(made.loss(now, batch)[0] / made.count(batch), now)
+    assert gradient.tolist() == pytest.approx([0.0, -0.5, 0.0])
+
+
+@pytest.mark.parametrize("name", ["rloo", "remax"])
+def test_a_clip_that_is_not_there_is_refused_as_the_only_correction(name: str) -> None:
+    with pytest.raises(ValidationError, match=rf"proximal=behaviour .* {name} has none: .*; set it to old"):
+        algorithm(name, correction={"proximal": "behaviour"})
+
+
+def test_an_algorithm_of_ones_own_without_a_clip_is_refused_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(PolicyGradient):
+        clips = False
+
+    module = types.ModuleType("mine_without_clip")
+    module.Mine = Mine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(ValueError, match=r"mine_without_clip:Mine has none"):
+        algorithm("mine_without_clip:Mine", correction={"proximal": "behaviour"})
+
+
+@pytest.mark.parametrize("name", sorted(set(ONLINE) - {"rloo", "remax"}))
+def test_of_what_another_policy_sampled_no_token_learns_beyond_the_bounds(name: str) -> None:
+    batch = PackedBatch.pack([Rollout([1], [2], [-6.0], 1.0, 0)])
+    old = torch.tensor([0.0, -1.0])
+    batch = batch.with_(old_log_probs=old, ref_log_probs=old - 1, advantages=torch.tensor([0.0, 1.0]))
+    kl = {"coefficient": 0.5, "placement": "loss", "estimator": "k2"}
+    made = algorithm(name, correction={"proximal": "behaviour"}, kl=kl, aggregation="token_mean")
+    now = old.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(made.loss(now, batch)[0], now)
+    bound = 1 + made.config.clip_high + 0.5 * made.config.correction.cap
+    assert abs(float(gradient[1])) <= bound, "e^5 would be 148"
+
+
+def test_of_four_groups_with_one_that_tells_responses_apart_grpo_learns_a_quarter() -> None:
+    """Rewards 1 and 0 of two tokens each: advantages ±1 / sqrt(2), over the 8 responses of all four groups."""
+    rewards = [[1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.5]]
+    rollouts = [Rollout([1], [2], [-1.0], r, g) for g, group in enumerate(rewards) for r in group]
+    for filtered, expected in ((False, 1 / math.sqrt(2) / 8), (True, 1 / math.sqrt(2) / 2)):
+        made = algorithm("grpo", filter_groups=filtered)
+        kept = Informative.of(rollouts, "batch", filter_groups=made.config.filter_groups).rollouts
+        batch = PackedBatch.pack(kept)
+        now = (-1.0 * batch.response_mask).requires_grad_()
+        loss, _ = made.loss(now, batch.with_(advantages=made.advantages(batch)))
+        (gradient,) = torch.autograd.grad(loss / made.count(batch), now)
+        assert float(gradient.abs().max()) == pytest.approx(expected, rel=1e-4), "0.088 of four groups, 0.354 of one"
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", ONLINE)
+def test_an_entropy_bonus_is_taken_from_the_loss_by_its_weight_and_moves_the_policy(
+    name: str, aggregation: str
+) -> None:
+    batch = some_responses(40)
+    batch = batch.with_(behaviour_log_probs=batch.old_log_probs)  # so that every weight of a correction is 1
+    entropy = (torch.rand(len(batch.tokens), dtype=torch.float64) * batch.response_mask).requires_grad_()
+    now = moved(batch, 41)
+    plain, bonus = (algorithm(name, aggregation=aggregation, entropy_coefficient=c) for c in (0.0, 0.25))
+    without = plain.loss(now, batch.with_(entropy=entropy))[0]
+    loss = bonus.loss(now, batch.with_(entropy=entropy))[0]
+    (gradient,) = torch.autograd.grad(loss, entropy)
+    weights, _ = AGGREGATIONS_BY_NAME[aggregation](batch, MAX_TOKENS)
+    torch.testing.assert_close(gradient, -0.25 * weights.double())
+    assert float(without.detach() - loss.detach()) == pytest.approx(0.25 * float((weights * entropy).sum().detach()))
+    assert algorithm(name).config.entropy_coefficient == 0.0
+
+
+def test_reinforce_pp_discounts_by_gamma_which_is_one_unless_set() -> None:
+    batch = PackedBatch.pack([Rollout([1], [2, 3, 4], [-1.0] * 3, 1.0, 0), Rollout([1], [2], [-1.0], 0.0, 1)])
+    found = algorithm("reinforce_pp", gamma=0.5).advantages(batch)[batch.response_mask]
+    values = [0.25, 0.5, 1.0, 0.0]
+    mean, deviation = statistics.fmean(values), statistics.pstdev(values)
+    assert found.tolist() == pytest.approx([(v - mean) / (deviation + 1e-6) for v in values], rel=1e-5)
+    assert algorithm("reinforce_pp").config.gamma == 1.0
 
 
 @pytest.mark.parametrize("name", ONLINE)

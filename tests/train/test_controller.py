@@ -19,7 +19,7 @@ import torch
 from pydantic import ValidationError
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deploy.demo.seed import make_tokenizer
+from deploy.examples.demo.seed import make_tokenizer
 from train.batch import PackedBatch, Rollout
 from train.config import TrainConfig
 from train.controller import Layout, ResourcePool, WorkerError, WorkerGroup, by_rank, by_tokens, per_token, results

@@ -43,6 +43,7 @@ def row(prompt: list[int], reward: float | None, **sampling: Any) -> dict[str, A
         "reward": reward,
         "sampling": {**SAMPLING, **sampling},
         "metadata": [],
+        "finish_reason": "stop",
     }
 
 
@@ -57,12 +58,18 @@ def prompts_of(traffic: Traffic) -> list[list[int]]:
 # ------------------------------------------------------------------------------------------------ logged responses
 
 
-def test_where_responses_are_compared_groups_with_equal_rewards_are_left_out_and_counted() -> None:
+def test_where_responses_are_compared_groups_with_equal_rewards_are_left_out_on_request_and_counted() -> None:
     rows = table(row([1], 0.0), row([1], 1.0), row([2], 1.0), row([2], 1.0), row([3], None), row([3], 1.0))
-    traffic = Traffic.of(rows, lone="leave_out")
+    traffic = Traffic.of(rows, lone="leave_out", filter_groups=True)
     assert prompts_of(traffic) == [[1]]
     assert traffic.left_out == {ALL_EQUAL: 2, ALONE: 1}
-    assert prompts_of(Traffic.of(rows, lone="batch")) == [[1], [3]]
+    assert prompts_of(Traffic.of(rows, lone="batch", filter_groups=True)) == [[1], [3]]
+    assert prompts_of(Traffic.of(rows, lone="leave_out")) == [[1], [2]]
+
+
+def test_a_logged_response_that_ended_at_its_longest_length_is_truncated() -> None:
+    rows = table(row([1], 0.0), {**row([1], 1.0), "finish_reason": "length"})
+    assert [r.truncated for r in Traffic.of(rows).groups[0]] == [False, True]
 
 
 def test_where_each_response_teaches_by_itself_none_is_left_out_for_its_group() -> None:
@@ -126,17 +133,41 @@ def test_a_response_that_is_longer_than_the_context_is_left_out_and_counted() ->
 
 
 def rollouts(*groups: list[float]) -> list[Rollout]:
-    return [Rollout([1], [2], [-0.5], reward, i) for i, rewards in enumerate(groups) for reward in rewards]
+    """Those that are alone in their group are logged ones."""
+    return [
+        Rollout([1], [2], [-0.5], reward, i, fresh=len(rewards) > 1)
+        for i, rewards in enumerate(groups)
+        for reward in rewards
+    ]
 
 
 def rewards_of(found: Informative) -> list[float]:
     return [rollout.reward for rollout in found.rollouts]
 
 
-def test_groups_with_equal_rewards_are_left_out_and_counted() -> None:
-    found = Informative.of(rollouts([0.0, 1.0], [1.0, 1.0], [0.0, 0.0, 0.5]), "batch")
+def test_groups_with_equal_rewards_are_counted_and_on_request_left_out() -> None:
+    drawn = rollouts([0.0, 1.0], [1.0, 1.0], [0.0, 0.0, 0.5])
+    found = Informative.of(drawn, "batch", filter_groups=True)
     assert rewards_of(found) == [0.0, 1.0, 0.0, 0.0, 0.5]
     assert (found.groups, found.uninformative, found.lone) == (2, 1, 0)
+    kept = Informative.of(drawn, "batch")
+    assert kept.rollouts == drawn
+    assert (kept.groups, kept.uninformative, kept.lone) == (2, 1, 0)
+
+
+def test_where_no_group_has_different_rewards_nothing_is_learned_from() -> None:
+    assert Informative.of(rollouts([1.0, 1.0], [0.0, 0.0], [0.5]), "batch").rollouts == []
+
+
+def test_a_fresh_response_whose_companions_got_no_reward_is_compared_with_no_other_prompts() -> None:
+    drawn = [
+        *rollouts([0.0, 1.0], [0.25], [0.75]),
+        Rollout([3], [4], [-0.5], 0.9, 3),
+        Rollout([5], [6], [-0.5], 0.1, 4),
+    ]
+    found = Informative.of(drawn, "batch")
+    assert rewards_of(found) == [0.0, 1.0, 0.25, 0.75]
+    assert found.lone == 2
 
 
 def test_lone_responses_are_compared_with_each_other_or_left_out_and_counted() -> None:
@@ -157,7 +188,7 @@ def test_nothing_that_is_left_out_had_an_advantage(groups: list[list[float]]) ->
     drawn = rollouts(*groups)
     batch = PackedBatch.pack(drawn)
     advantages = group_relative(batch.rewards, batch.groups, normalise_by_std=True).tolist()
-    kept = Informative.of(drawn, "batch")
+    kept = Informative.of(drawn, "batch", filter_groups=True)
     names = {id(rollout) for rollout in kept.rollouts}
     assert all(a == 0 for rollout, a in zip(drawn, advantages, strict=True) if id(rollout) not in names)
     for group in {r.group if len(groups[r.group]) > 1 else None for r in kept.rollouts}:

@@ -151,6 +151,20 @@ def refusal(policy: Path, **options: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ tests
 
 
+def as_a_hub_has_it(file: Path) -> None:
+    """As an older transformers wrote it: this one reads it alike and would write it otherwise."""
+    config = json.loads(file.read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    file.write_text(json.dumps({**config, "transformers_version": "4.43.1"}))
+
+
+def without_a_dtype(file: Path) -> None:
+    config = json.loads(file.read_text())
+    del config["dtype"]
+    file.write_text(json.dumps(config))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The policies, what each rank found, and what was exported."""
@@ -158,6 +172,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     for name, make in MODELS.items():
         make().save_pretrained(folder / name)
+    as_a_hub_has_it(folder / "qwen3" / "config.json")
+    without_a_dtype(folder / "llama in bfloat16" / "config.json")
     for name in ("lacking", "misshapen"):
         shutil.copytree(folder / "qwen3", folder / name)
         tensors = load_file(folder / name / "model.safetensors")
@@ -228,8 +244,12 @@ def test_an_export_in_files_of_bounded_size_is_its_parent_again(folder: Path, na
     for key, path in before.items():
         stored = load_file(path)[key]
         torch.testing.assert_close(load_file(after[key])[key], stored, atol=0, rtol=0)  # the dtype too
-    a, b = (json.loads((f / "config.json").read_text()) for f in (folder / name, out))
-    assert a == b
+    a, b = ((f / "config.json").read_bytes() for f in (folder / name, out))
+    assert a == b, "what decides how a policy answers, besides its weights, is its parent's, byte by byte"
+    assert {file.name for file in out.iterdir()} - {file.name for file in files} == {
+        "config.json",
+        "model.safetensors.index.json",
+    }, "how it generates is the parent's to say, which is copied"
 
 
 @pytest.fixture(scope="module")

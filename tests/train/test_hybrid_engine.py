@@ -12,8 +12,8 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deploy.demo.seed import make_model, make_tokenizer
-from deploy.demo.task import items
+from deploy.examples.demo.seed import make_model, make_tokenizer
+from deploy.examples.demo.task import items
 from serve.model_folder import safetensors_header
 from train.algorithms import load
 from train.batch import PackedBatch, Rollout
@@ -70,7 +70,7 @@ def engine(request: pytest.FixtureRequest, policy: Path) -> Iterator[Engine]:
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     try:
-        with start_groups(config, policy, seed=5, reward="deploy.demo.task:reward") as groups:
+        with start_groups(config, policy, seed=5, reward="deploy.examples.demo.task:reward") as groups:
             yield Engine(config, policy, groups.actor, groups.reference, groups.rollout)
     finally:
         ray.shutdown()

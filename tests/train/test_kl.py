@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from train.algorithms.config import AlgorithmConfig
-from train.kl import ESTIMATORS, adapted_coefficient, k1, k2, k3, k3_unbiased
+from train.kl import ESTIMATORS, LARGEST_K3_LOG_RATIO, adapted_coefficient, k1, k2, k3, k3_unbiased
 
 LOGITS = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
 
@@ -130,3 +130,27 @@ def test_the_coefficient_stays_in_its_bounds_and_moves_against_the_error(
 
 def test_a_kl_that_is_no_number_is_not_taken_for_one() -> None:
     assert math.isnan(adapted(0.5, math.nan))
+
+
+@pytest.mark.parametrize("log_ratio", [-200.0, -21.0, -20.0, -19.0, -12.0, -7.5, -7.0, -3.0, -0.1, 0.1, 3.0, 21.0])
+def test_the_gradient_of_k3_is_bounded_has_the_right_sign_everywhere_and_is_unchanged_inside_the_bound(
+    log_ratio: float,
+) -> None:
+    """``log_ratio``: log policy / reference. The policy is to become likelier where it is below the reference."""
+    log_prob = torch.tensor(log_ratio, dtype=torch.float64, requires_grad=True)
+    value = k3(log_prob, torch.tensor(0.0, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(value, log_prob)
+    assert float(value.detach()) >= 0
+    assert math.copysign(1, float(gradient)) == math.copysign(1, log_ratio)
+    assert abs(float(gradient)) <= math.e**7
+    if log_ratio >= -LARGEST_K3_LOG_RATIO:
+        assert float(gradient) == pytest.approx(1 - math.exp(-log_ratio))
+        assert float(value.detach()) == pytest.approx(math.exp(-log_ratio) - 1 + log_ratio)
+
+
+def test_k3_rises_without_a_jump_across_its_bound() -> None:
+    log_probs = torch.linspace(-6.99, -7.01, 201, dtype=torch.float64)
+    values = k3(log_probs, torch.zeros(()))
+    steps = values.diff()
+    assert bool((steps > 0).all())
+    torch.testing.assert_close(steps, torch.full_like(steps, math.expm1(7) * 1e-4), rtol=0.02, atol=0)

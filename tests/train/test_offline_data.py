@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
-from deploy.demo.seed import make_tokenizer
+from deploy.examples.demo.seed import make_tokenizer
 from feedback.config import LakeConfig
 from feedback.lake import Lake
 from tests.feedback.feedback_rows import interaction, put, said
@@ -235,6 +235,14 @@ def test_the_answer_to_messages_ends_with_the_token_that_the_template_ends_a_tur
     )
     assert writer.token_ids("ab", **ASKED, messages=MESSAGES) == [4, 5, 2]
     assert writer.token_ids("ab", **ASKED, messages=None) == [4, 5, 1]
+
+
+def test_without_a_generation_config_a_response_ends_by_the_tokens_that_config_json_names_as_in_vllm(
+    tmp_path: Path,
+) -> None:
+    tokenizer_of(eos_token="<eos>", chat_template=TEMPLATE).save_pretrained(tmp_path)
+    Qwen3Config(eos_token_id=[1, 2]).save_pretrained(tmp_path)
+    assert Writer(tmp_path).token_ids("ab", **ASKED, messages=MESSAGES) == [4, 5, 2]
 
 
 def test_what_the_template_puts_before_an_answer_and_the_policy_therefore_samples_is_part_of_it(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,16 @@ def test_groups_that_teach_nothing_and_those_beyond_the_wanted_are_left_out() ->
     assert "of 7 groups, 2 have equal rewards" in str(drawn)
 
 
+def test_groups_of_equal_rewards_stay_where_the_paper_has_them() -> None:
+    fresh = groups([1, 1], [0, 1], [0, 0])
+    for name in ("grpo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline"):
+        drawn = online(algorithm={"name": name}).select(Scored(fresh), [])
+        assert (drawn.rollouts, drawn.uninformative_groups) == (fresh, 2), name
+    drawn = online(algorithm={"name": "dapo"}).select(Scored(fresh), [])
+    assert {r.group for r in drawn.rollouts} == {1}
+    assert online().select(Scored(groups([1, 1], [0, 0])), []).rollouts == [], "nothing to learn is no update"
+
+
 def test_an_algorithm_that_compares_no_groups_learns_from_all() -> None:
     fresh = groups([1, 1], [0], [1])
     drawn = online(algorithm={"name": "reinforce_pp"}).select(Scored(fresh), [])
@@ -75,7 +86,7 @@ def test_logged_groups_are_numbered_on_from_the_fresh_ones() -> None:
 def test_a_step_with_few_groups_left_makes_as_many_updates_as_all_ranks_can_share(left: int, parts: int) -> None:
     flow = online(ranks=2, minibatches=4)
     batch = PackedBatch.pack(groups(*[[0.0, 1.0]] * left))
-    made = flow.minibatches(batch)
+    made = flow.minibatches(batch, 0, 0)
     assert len(made) == parts
     assert all(len(minibatch) >= 2 for minibatch in made)
     assert sum(map(len, made)) == len(batch)
@@ -84,7 +95,7 @@ def test_a_step_with_few_groups_left_makes_as_many_updates_as_all_ranks_can_shar
 def test_a_minibatch_is_never_too_small_for_the_ranks() -> None:
     flow = online(ranks=4, minibatches=4, algorithm={"group_size": 4})
     batch = PackedBatch.pack(groups([0, 1, 1], [0, 1, 1], [0, 1, 1]))
-    assert [len(minibatch) for minibatch in flow.minibatches(batch)] == [9]
+    assert [len(minibatch) for minibatch in flow.minibatches(batch, 0, 0)] == [9]
 
 
 class Recorder:
@@ -105,9 +116,39 @@ def test_every_epoch_is_of_all_minibatches_and_measured_from_the_policy_before_t
     flow, actor = online(minibatches=2, epochs=3), Recorder()
     flow.run.groups = SimpleNamespace(actor=actor, critic=None, reference=None)  # type: ignore[assignment]
     batch, updates = flow.learn(0, flow.log_probs(PackedBatch.pack(groups([0, 1], [0, 1], [0, 1], [0, 1]))))
-    assert [part.groups.unique().tolist() for part in actor.updates] == [[0, 1], [2, 3]] * 3
+    parts = [sorted(part.groups.tolist()) for part in actor.updates]
+    assert [sorted(a + b) for a, b in zip(parts[::2], parts[1::2], strict=True)] == [[0, 0, 1, 1, 2, 2, 3, 3]] * 3
     assert [update["loss"] for update in updates] == [1, 2, 3, 4, 5, 6]
     assert all(part.old_log_probs is not None and not part.old_log_probs.any() for part in (batch, *actor.updates))
+
+
+def test_minibatches_are_shuffled_anew_in_every_epoch_and_the_same_when_the_run_goes_on() -> None:
+    batch = PackedBatch.pack(groups(*[[0.0, 1.0]] * 12))
+
+    def parts(step: int, epoch: int) -> list[list[int]]:
+        made = online(minibatches=3).minibatches(batch, step, epoch)
+        return [part.groups.unique().tolist() for part in made]
+
+    drawn = [parts(step, epoch) for step in range(2) for epoch in range(3)]
+    assert drawn == [parts(step, epoch) for step in range(2) for epoch in range(3)]
+    assert len({str(minibatches) for minibatches in drawn}) == 6
+    assert all(sorted(chain(*minibatches)) == list(range(12)) for minibatches in drawn)
+    assert [list(range(4)), list(range(4, 8)), list(range(8, 12))] not in drawn
+
+
+def test_masked_truncated_responses_are_compared_with_the_others_and_not_learned_from() -> None:
+    actor = Recorder()
+    flow = online(minibatches=2, algorithm={"name": "dr_grpo", "mask_truncated": True})
+    flow.run.groups = SimpleNamespace(actor=actor, critic=None, reference=None)  # type: ignore[assignment]
+    cut = [replace(r, truncated=r.reward == 3) for r in groups([0, 3], [1, 3], [0, 1])]
+    batch, _ = flow.learn(0, flow.log_probs(PackedBatch.pack(cut)))
+    assert sorted(batch.rewards.tolist()) == [0, 0, 1, 1]
+    assert batch.advantages is not None
+    assert sorted(batch.advantages[batch.response_mask].tolist()) == [-1.5, -1.0, -0.5, 0.5]
+    assert sum(len(part) for part in actor.updates) == 4
+    all_cut = PackedBatch.pack([replace(r, truncated=True) for r in cut])
+    assert flow.learn(0, flow.log_probs(all_cut))[1] == []
+    assert len(actor.updates) == 2
 
 
 @pytest.mark.parametrize(("minibatches", "epochs", "first"), [(1, 1, False), (2, 1, True), (1, 2, True)])

@@ -175,29 +175,32 @@ def make(config: PretrainedConfig, attention: str) -> PreTrainedModel:
     return model
 
 
-def one_by_one(model: nn.Module, batch: PackedBatch) -> torch.Tensor:
-    """float32 [T]: each sequence in a call of its own, by whole logits."""
-    result = torch.zeros(len(batch.tokens))
+def one_by_one(model: nn.Module, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies, float32 [T]: each sequence in a call of its own, by whole logits."""
+    result = entropies = torch.zeros(len(batch.tokens))
     for s in range(len(batch)):
         start, end = int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1])
         first = start + int(batch.prompt_lengths[s])
         logits = model(batch.tokens[None, start:end]).logits[0] / batch.temperatures[s]
         log_probs = torch.log_softmax(logits, -1)[first - start - 1 : -1]
-        result = result.index_put((torch.arange(first, end),), log_probs.gather(1, batch.tokens[first:end, None])[:, 0])
-    return result
+        at = (torch.arange(first, end),)
+        result = result.index_put(at, log_probs.gather(1, batch.tokens[first:end, None])[:, 0])
+        entropies = entropies.index_put(at, -(log_probs.exp() * log_probs).sum(-1))
+    return result, entropies
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_pack_is_scored_and_learned_from_as_its_sequences_are_one_by_one(kind: str, batch: PackedBatch) -> None:
     weights = torch.linspace(-1, 1, len(batch.tokens))
     plain = make(MODELS[kind], "eager")
-    expected = one_by_one(plain, batch)
-    (expected * weights).sum().backward()
+    expected, entropies = one_by_one(plain, batch)
+    ((expected + 0.5 * entropies) * weights).sum().backward()
     model = make(MODELS[kind], "eager")
     assert use_packed_attention(model)
-    log_probs, _ = token_log_probs(model, batch)
-    (log_probs * weights).sum().backward()
+    log_probs, entropy = token_log_probs(model, batch)
+    ((log_probs + 0.5 * entropy) * weights).sum().backward()
     torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(entropy, entropies, atol=2e-5, rtol=0)
     for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert a.grad is not None, name
         assert b.grad is not None, name

@@ -20,13 +20,14 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deploy.demo.seed import make_tokenizer
-from deploy.demo.task import items
+from deploy.examples.demo.seed import make_tokenizer
+from deploy.examples.demo.task import items
 from feedback.config import LakeConfig
 from feedback.lake import Lake
 from feedback.rows import to_batch
 from feedback.schema import TABLES
 from serve.policies import PolicyStore
+from serve.swappable import require_swappable
 from train.context import JobResult
 
 HERE = Path(__file__).resolve().parent
@@ -130,9 +131,27 @@ def test_a_whole_job_runs_on_one_rank_without_torchrun_around_it_and_without_ray
     result = JobResult.model_validate_json((tmp_path / "runs" / "r" / "result.json").read_text())
     assert result.candidate == 2
     assert result.steps == 2
+    parent, candidate = (PolicyStore(tmp_path / "policies").get(version) for version in (1, 2))
+    kept = [{name: file["sha256"] for name, file in p.files.items() if "safe" not in name} for p in (parent, candidate)]
+    assert kept[0] == kept[1], "all that decides an answer besides the weights is the parent's, byte by byte"
+    assert {"config.json", "generation_config.json", "additional_chat_templates/tool_use.jinja"} < kept[0].keys()
+    assert parent.files["model.safetensors"] != candidate.files["model.safetensors"]
+    require_swappable(parent, candidate)
     warned = [line for line in output.splitlines() if re.search(r"\bWARNING\b|FutureWarning", line)]
     assert [line for line in warned if "LD_PRELOAD" not in line] == [], "nobody can do anything about it"
     assert torch.cuda.is_available() or "LD_PRELOAD" in os.environ or warned, "of this somebody can"
+
+
+def as_a_hub_has_it(folder: Path, *, ends: list[int]) -> None:
+    """With the config of an older transformers, two tokens that end a response, and a template for tools."""
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "4.43.1"}))
+    generation = {"eos_token_id": ends, "do_sample": True, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
 
 
 def write_job(root: Path) -> Path:
@@ -145,6 +164,7 @@ def write_job(root: Path) -> Path:
     model = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **special, **heads)
     Qwen3ForCausalLM(model).save_pretrained(root / "seed")
     tokenizer.save_pretrained(root / "seed")
+    as_a_hub_has_it(root / "seed", ends=[tokenizer.eos_token_id, tokenizer.pad_token_id])
     store = PolicyStore(root / "policies")
     policy = store.publish(root / "seed", parent=None, lineage={}, metrics={})
     store.promote(policy.version, who="test", why="test", expected=None)

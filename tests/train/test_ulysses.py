@@ -83,7 +83,7 @@ def in_a_rank(rank: int, folder: Path) -> None:
 
 
 def scores(policy: Path, sp: int, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
-    """Log-probabilities and entropies of the batch, and the gradients of a weighted sum of the log-probabilities."""
+    """Log-probabilities and entropies of the batch, and the gradients of a weighted sum of both."""
     meshes = make_meshes("cpu", ranks=RANKS, sequence_parallel_size=sp)
     model = build(policy, dtype=dtype, meshes=meshes, **options)
     whole = some_batch()
@@ -91,13 +91,13 @@ def scores(policy: Path, sp: int, dtype: torch.dtype = torch.float32, **options:
     batch = whole.select(part)
     log_probs, entropy = token_log_probs(model, batch)
     weights = torch.linspace(-1, 1, len(whole.tokens))[whole.token_index(part)]
-    (log_probs * weights).sum().backward()
+    ((log_probs + 0.5 * entropy) * weights).sum().backward()
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}  # type: ignore[union-attr]
     # FSDP averages over ranks; every rank of a group has the loss of the same tokens.
     return {
         "tokens": whole.token_index(part),
         "log_probs": log_probs.detach(),
-        "entropy": entropy,
+        "entropy": entropy.detach(),
         "gradients": {name: g * RANKS / sp for name, g in gradients.items()},
     }
 

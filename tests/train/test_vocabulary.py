@@ -213,7 +213,17 @@ def test_a_models_scores_are_those_of_its_own_logits(config: PretrainedConfig, l
 
 
 def test_peak_memory_at_152k_vocabulary_is_under_a_twentieth_of_that_of_whole_logits() -> None:
-    command = [sys.executable, "-m", "train.measure_vocabulary", "--tokens", "512", "--width", "32", "--rounds", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.examples.bench.vocabulary",
+        "--tokens",
+        "512",
+        "--width",
+        "32",
+        "--rounds",
+        "1",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["vocabulary"] == 151_936

@@ -32,7 +32,8 @@ def load(config: AlgorithmConfig) -> Algorithm:
     """The algorithm that the config names: one of ``ALGORITHMS``, or a class of the user's own as ``module:class``.
 
     Raises:
-        ValueError: it names none, or one that learns from feedback where the config has it otherwise.
+        ValueError: it names none, one that learns from feedback where the config has it otherwise, or one without a
+            clip where the clip is to be the correction.
     """
     module, _, name = ALGORITHMS.get(config.name, config.name).partition(":")
     setting = f"train.algorithm.name={config.name!r}"
@@ -48,4 +49,5 @@ def load(config: AlgorithmConfig) -> Algorithm:
         raise ValueError(f"{setting} is no subclass of train.algorithms.base.Algorithm")
     if algorithm.dataset is not None and not config.is_offline:
         raise ValueError(f"{setting} learns from feedback ({algorithm.dataset}); set train.algorithm.offline to true")
+    config.check_proximal(clips=algorithm.clips)
     return algorithm(config)

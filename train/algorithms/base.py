@@ -34,6 +34,9 @@ class Algorithm:
     """``loss`` reads ``ref_log_probs`` of the batch, whatever the KL settings."""
     compares_groups: ClassVar[bool] = False
     """``advantages`` compares responses to one prompt: where all have one reward, they teach nothing."""
+    clips: ClassVar[bool] = True
+    """The ratio to the policy that a response is compared with is bounded in ``loss``. Where it is not,
+    ``train.algorithm.correction.proximal: behaviour`` is refused."""
     whole_groups: ClassVar[bool] = False
     """``loss`` compares responses of a group: none is split over ranks or micro-batches."""
     needs_mismatched: ClassVar[bool] = False
@@ -78,7 +81,7 @@ class Algorithm:
         Args:
             log_probs: float32 [T], of the policy in training, with gradient.
             batch: with ``advantages``; with ``old_log_probs``, unless they are those of ``log_probs``; with
-                ``ref_log_probs``, if there is a reference.
+                ``ref_log_probs``, if there is a reference; with ``entropy`` where responses are learned from.
         """
         raise NotImplementedError
 
@@ -121,7 +124,13 @@ class PolicyGradient(Algorithm):
             assert batch.ref_log_probs is not None
             kl = ESTIMATORS[c.kl.estimator](log_probs, batch.ref_log_probs)
             # Of the policy as it is, which did not sample these tokens: by the weights that train/kl.py speaks of.
-            loss = loss + self.kl_coefficient * token_ratio(log_probs.detach(), proximal) * kl
+            ratio = token_ratio(log_probs.detach(), proximal)
+            if c.correction.proximal == "behaviour":  # no clip bounds it, and the correction's weights are 1
+                ratio = ratio.clamp(max=c.correction.cap)
+            loss = loss + self.kl_coefficient * ratio * kl
+        if c.entropy_coefficient:
+            assert batch.entropy is not None
+            loss = loss - c.entropy_coefficient * batch.entropy
         weight, health = importance_weights(old, batch, c.correction)
         weights, _ = self._aggregation(batch)
         return (weight * loss * weights).sum(), {"clip_fraction": clipped.float(), **health}

@@ -162,6 +162,11 @@ class AlgorithmConfig(Section):
         description="What a response is compared with that has no group, as traffic brings them. batch: the mean "
         "reward of the batch's lone responses. leave_out: nothing, it is left out and counted.",
     )
+    filter_groups: bool = Field(
+        False,
+        description="Leave out groups whose responses all have one reward, before the loss is averaged; true for dapo, "
+        "and where resample_rounds is set. Kept, they have advantage 0, and count in what the loss is the mean of.",
+    )
     resample_rounds: int = Field(
         0,
         ge=0,
@@ -175,6 +180,17 @@ class AlgorithmConfig(Section):
         "of train.rollout.max_tokens if unset.",
     )
     overlong_penalty: float = Field(1.0, ge=0, description="What the longest response costs (overlong_buffer).")
+    mask_truncated: bool = Field(
+        False,
+        description="Responses that ended at the longest length are compared with the others, and not learned from "
+        "(overlong filtering).",
+    )
+    entropy_coefficient: float = Field(
+        0.0, ge=0, description="Weight of the entropy bonus, which is taken from each token's loss; 0: none."
+    )
+    gamma: float = Field(
+        1.0, gt=0, le=1, description="Discount per token of the return (reinforce_pp); ppo's is critic.gamma."
+    )
     beta: float = Field(0.1, gt=0, description="How strongly the policy is held to its parent (dpo, kto).")
     preference_loss: Literal["sigmoid", "ipo"] = Field(
         "sigmoid",
@@ -201,7 +217,12 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_the_algorithm_has_it(cls, given: Any) -> Any:
-        return _merged(DEFAULTS.get(str(given.get("name")), {}), given) if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        defaults = DEFAULTS.get(str(given.get("name")), {})
+        if given.get("resample_rounds") not in (None, 0, "0"):
+            defaults = {**defaults, "filter_groups": True}
+        return _merged(defaults, given)
 
     @model_validator(mode="after")
     def _named_and_read(self) -> AlgorithmConfig:
@@ -217,6 +238,18 @@ class AlgorithmConfig(Section):
                 given = _changed(name, value, usual)
                 do = f"{', '.join(readers)} {'does' if len(readers) == 1 else 'do'}" if readers else "your own may"
                 raise ValueError(f"{given}: {self.name} does not read it ({do}); take it out, or set another name")
+        if self.name in ONLINE:
+            self.check_proximal(clips=self.name in _CLIPPED)
+        return self
+
+    @model_validator(mode="after")
+    def _filter_suits(self) -> AlgorithmConfig:
+        if self.resample_rounds > 0 and not self.filter_groups:
+            raise ValueError(
+                f"train.algorithm.resample_rounds={self.resample_rounds} samples prompts in place of groups that are "
+                "left out, and train.algorithm.filter_groups=False leaves none out; set it to true, or "
+                "resample_rounds to 0"
+            )
         return self
 
     @model_validator(mode="after")
@@ -236,6 +269,18 @@ class AlgorithmConfig(Section):
         if self.name == "dapo" and "overlong_buffer" not in self.model_fields_set:
             lengths["overlong_buffer"] = max_tokens // 5  # of the paper's 20480 tokens, 4096
         return self.model_copy(update=lengths)
+
+    def check_proximal(self, *, clips: bool) -> None:
+        """Raise ValueError if a clip is all that would correct for other policies' samples, and there is none.
+
+        Args:
+            clips: whether the algorithm's surrogate is bounded.
+        """
+        if self.correction.proximal == "behaviour" and not clips:
+            raise ValueError(
+                "train.algorithm.correction.proximal=behaviour makes the clip the only correction, and "
+                f"{self.name} has none: a single token could weigh e^20; set it to old"
+            )
 
     @property
     def is_offline(self) -> bool:
@@ -269,6 +314,7 @@ DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "dapo": {
         "aggregation": "token_mean",
         "clip_high": 0.28,
+        "filter_groups": True,
         "resample_rounds": 2,
     },
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
@@ -287,10 +333,11 @@ _CLIPPED: Final = tuple(name for name in ONLINE if name not in ("rloo", "remax")
 
 READ_BY: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("group_size", "aggregation", "max_tokens", "kl", "correction"), ONLINE),
-    **dict.fromkeys(("overlong_buffer", "overlong_penalty"), ONLINE),
+    **dict.fromkeys(("overlong_buffer", "overlong_penalty", "mask_truncated", "entropy_coefficient"), ONLINE),
+    "gamma": ("reinforce_pp",),
     **dict.fromkeys(("clip_low", "clip_high"), _CLIPPED),
     "dual_clip": tuple(name for name in _CLIPPED if name != "cispo"),
-    **dict.fromkeys(("lone_baseline", "resample_rounds"), GROUPED),
+    **dict.fromkeys(("lone_baseline", "resample_rounds", "filter_groups"), GROUPED),
     "critic": ("ppo",),
     "beta": ("dpo", "kto"),
     "preference_loss": ("dpo",),

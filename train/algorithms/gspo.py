@@ -11,9 +11,9 @@ from torch import Tensor
 
 from train.algorithms.grpo import GRPO
 from train.batch import PackedBatch
-from train.losses import sequence_ratio
+from train.losses import sequence_ratio_of_tokens
 
 
 class GSPO(GRPO):
     def ratio(self, log_probs: Tensor, old_log_probs: Tensor, batch: PackedBatch) -> Tensor:
-        return sequence_ratio(log_probs, old_log_probs, batch)
+        return sequence_ratio_of_tokens(log_probs, old_log_probs, batch)

@@ -1,7 +1,8 @@
 """REINFORCE++, and REINFORCE++ with baseline (arXiv 2501.03262).
 
-A token's advantage is the response's reward less the KL of the tokens from it to the end (k1), normalised over the
-whole batch, not within a prompt's group. It weighs the token in PPO's clipped objective. One response a prompt will do.
+A token's advantage is the response's reward less the KL of the tokens from it to the end (k1), discounted by gamma per
+token (1 by default), normalised over the whole batch, not within a prompt's group. It weighs the token in PPO's clipped
+objective. One response a prompt will do.
 
 With baseline, several responses to a prompt are sampled and their mean reward is taken from each, then all is
 normalised over the batch; the KL is in the loss (k2).
@@ -18,7 +19,8 @@ from train.batch import PackedBatch
 
 class ReinforcePlusPlus(PolicyGradient):
     def advantages(self, batch: PackedBatch) -> Tensor:
-        return whiten(returns_to_go(self.token_rewards(batch), batch), batch.response_mask)
+        returns = returns_to_go(self.token_rewards(batch), batch, self.config.gamma)
+        return whiten(returns, batch.response_mask)
 
 
 class ReinforcePlusPlusBaseline(PolicyGradient):

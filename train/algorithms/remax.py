@@ -16,6 +16,7 @@ from train.losses import reinforce
 
 class ReMax(PolicyGradient):
     needs_greedy = True
+    clips = False
 
     def advantages(self, batch: PackedBatch) -> Tensor:
         return batch.per_token(greedy_baseline(self.rewards(batch), batch.baselines))

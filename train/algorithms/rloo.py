@@ -17,6 +17,7 @@ from train.losses import reinforce
 
 class RLOO(PolicyGradient):
     compares_groups = True
+    clips = False
 
     def advantages(self, batch: PackedBatch) -> Tensor:
         return batch.per_token(leave_one_out(self.rewards(batch), batch.groups))

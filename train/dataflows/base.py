@@ -57,6 +57,8 @@ class Dataflow:
     def read(cls, lake: Lake, versions: Mapping[str, int], config: TrainConfig, policy: Path, seed: int) -> Data:
         """What the lake held at these versions, and the run learns from.
 
+        A ``read`` of your own that does not build on Millrace's leaves out what ``train.held_out.HeldOut`` names.
+
         Raises:
             feedback.lake.LakeError: it can't be read any more.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import TypeAdapter
 
@@ -27,6 +27,9 @@ from train.workers.rollout import Sample
 
 Samples = list[list[Sample]]
 """Of each prompt; the last one is the greedy one, if the algorithm needs it."""
+
+_ORDER: Final = 1
+"""Tells the seed of minibatches from that of samples, which step and round name."""
 
 _AHEAD = TypeAdapter(Samples | None)
 
@@ -67,7 +70,7 @@ class Online(Dataflow):
         batch = PackedBatch.pack(drawn.rollouts) if drawn.rollouts else None
         self.run.clock.lap("score")
         updates: list[dict[str, float]] = []
-        if batch is not None and len(batch.units()) >= self.run.config.data_parallel_ranks:
+        if batch is not None and self.is_enough(batch):
             batch, updates = self.learn(step, self.values(self.log_probs(batch)))
         else:
             say(f"{self.run.context.run}: step {step + 1} makes no update: {drawn}")
@@ -92,7 +95,7 @@ class Online(Dataflow):
             self.pending = self.generate(step + 1, groups.rollout.generate.start)
         scored = self.score(step, sampled)
         for again in range(1, config.algorithm.resample_rounds + 1):
-            if Informative.of(scored.rollouts, config.algorithm.lone_baseline).groups >= self.run.data.prompts.count:
+            if self.informative(scored.rollouts).groups >= self.run.data.prompts.count:
                 break
             sampled = self.generate(step, groups.rollout.generate, again)
             clock.lap("generate")
@@ -107,14 +110,25 @@ class Online(Dataflow):
         return regroup(self.run.data.traffic.at(step), first_group=taken)
 
     def select(self, fresh: Scored, logged: list[Rollout]) -> Drawn:
-        """Leave out what teaches nothing, where responses are compared with their group; and groups too many."""
+        """Leave out what has nothing to be compared with, where responses are compared with their group.
+
+        With ``algorithm.filter_groups`` also groups of equal rewards, and what was sampled beyond the groups wanted.
+        """
         rollouts = fresh.rollouts + logged
         if not self.algorithm.compares_groups:
             return Drawn(fresh, logged, rollouts)
-        found = Informative.of(rollouts, self.run.config.algorithm.lone_baseline)
+        found = self.informative(rollouts)
         wanted = sorted({r.group for r in found.rollouts if r.fresh})[: self.run.data.prompts.count]
         kept = [r for r in found.rollouts if not r.fresh or r.group in wanted]
         return Drawn(fresh, logged, kept, found.uninformative, found.lone)
+
+    def informative(self, rollouts: list[Rollout]) -> Informative:
+        algorithm = self.run.config.algorithm
+        return Informative.of(rollouts, algorithm.lone_baseline, filter_groups=algorithm.filter_groups)
+
+    def is_enough(self, batch: PackedBatch) -> bool:
+        """Whether every rank gets a part of the batch."""
+        return len(batch.units()) >= self.run.config.data_parallel_ranks
 
     # ------------------------------------------------------------------------------------------------------ learning
 
@@ -142,7 +156,17 @@ class Online(Dataflow):
         """Advantages, then the updates: the batch with its old logprobs, and what each update gave."""
         actor, critic, weight = self.run.groups.actor, self.run.groups.critic, self.algorithm.kl_coefficient
         batch = batch.with_(advantages=self.algorithm.checked_advantages(batch))
-        minibatches = self.minibatches(batch) * self.run.config.epochs
+        if self.run.config.algorithm.mask_truncated:
+            whole = batch.select((~batch.truncated).nonzero().flatten())
+            if not self.is_enough(whole):
+                truncated = int(batch.truncated.sum())
+                say(
+                    f"{self.run.context.run}: step {step + 1} makes no update: {truncated} of {len(batch)} responses "
+                    "are truncated, and train.algorithm.mask_truncated leaves them out"
+                )
+                return batch, []
+            batch = whole
+        minibatches = [part for epoch in range(self.run.config.epochs) for part in self.minibatches(batch, step, epoch)]
         of_critic = [] if critic is None else [critic.update.start(minibatch) for minibatch in minibatches]
         updates: list[dict[str, float]]
         if critic is not None and step < self.run.config.algorithm.critic.warmup_steps:  # the critic alone learns
@@ -159,11 +183,15 @@ class Online(Dataflow):
         self.run.clock.lap("update")
         return batch, updates
 
-    def minibatches(self, batch: PackedBatch) -> list[PackedBatch]:
-        """As many as the config says; fewer where what is left of the batch is too little for all ranks in each."""
+    def minibatches(self, batch: PackedBatch, step: int, epoch: int) -> list[PackedBatch]:
+        """As many as the config says; fewer where what is left of the batch is too little for all ranks in each.
+
+        Groups are shuffled, by seed, step and epoch alone, so that a run that goes on has the same minibatches.
+        """
+        seed = seed_of(self.run.seed, step, epoch, _ORDER)
         for count in range(self.run.config.minibatches, 1, -1):
-            parts = list(batch.minibatches(count))
-            if min(len(part.units()) for part in parts) >= self.run.config.data_parallel_ranks:
+            parts = list(batch.minibatches(count, seed))
+            if all(self.is_enough(part) for part in parts):
                 return parts
         return [batch]
 

@@ -53,7 +53,7 @@ class ActorWorker(TrainedWorker):
             log_probs, entropy = token_log_probs(self.model, micro)
             if len(sequences):
                 before[batch.token_index(sequences)] = log_probs.detach()
-            loss, health = self.algorithm.loss(log_probs, micro)
+            loss, health = self.algorithm.loss(log_probs, micro.with_(entropy=entropy))
             if loss.shape != ():
                 raise ValueError(
                     f"train.algorithm.name={self.config.algorithm.name}: loss gave a tensor of shape "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -14,8 +13,9 @@ from torch.distributed import TCPStore
 from train.controller import dispatch, to_all, to_first
 from train.lora import plain_parameters
 from train.reshard.gather import load_whole
-from train.streaming import WeightStream, meeting_point
+from train.streaming import WeightStream
 from train.weights import stored_tensors
+from train.worker import find_store, open_store
 from train.workers.actor import ActorWorker
 from train.workers.rollout import RolloutWorker
 
@@ -38,8 +38,9 @@ class SendingActor(ActorWorker):
     @dispatch(to_first)
     def meet(self, receivers: int) -> Meeting:
         """Open the meeting point."""
-        self.store = meeting_point(self.config.step_timeout_s)
-        return Meeting(os.environ["MASTER_ADDR"], self.store.port, receivers)
+        address = os.environ["MASTER_ADDR"]
+        self.store = open_store(address, self.config.step_timeout_s)
+        return Meeting(address, self.store.port, receivers)
 
     @dispatch(to_all)
     def send_weights(self, meeting: Meeting) -> None:
@@ -66,7 +67,7 @@ class ReceivingRollout(RolloutWorker):
         """Take over the weights that the actor sends."""
         if self.stream is None:
             timeout_s = self.config.step_timeout_s
-            store = TCPStore(meeting.address, meeting.port, timeout=timedelta(seconds=timeout_s))
+            store = find_store(meeting.address, meeting.port, timeout_s)
             self.stream = WeightStream(store, self.rank + 1, meeting.receivers + 1, timeout_s)
         load_whole(self.llm, self.stream.receive())
 

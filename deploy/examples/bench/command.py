@@ -1,0 +1,85 @@
+"""bench: what the data plane does on this machine and this disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deploy.commands.common import pass_settings
+from deploy.config import Settings
+
+
+@click.group()
+def bench() -> None:
+    """Measure the journal, the lake and scoring on the disk of the home; each prints one line of JSON."""
+
+
+@bench.command()
+@click.option("--writers", type=click.IntRange(min=1), default=64, show_default=True, help="Writers at a time.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="How long.")
+@click.option("--rate", type=click.FloatRange(min=1), help="Rows a second; as many as the writers can if not given.")
+@pass_settings
+def capture(settings: Settings, writers: int, seconds: float, rate: float | None) -> None:
+    """Durable rows a second, and how long a writer waits, with a sealer beside it."""
+    from deploy.examples.bench.capture import capture as measure
+
+    with _folder(settings) as folder:
+        _tell(measure(folder, settings.feedback, writers=writers, seconds=seconds, rate=rate))
+
+
+@bench.command()
+@click.option("--rows", type=click.IntRange(min=8), default=20_000, show_default=True, help="Interactions.")
+@pass_settings
+def storage(settings: Settings, rows: int) -> None:
+    """Sealing, compacting and reading rates, and bytes a row."""
+    from deploy.examples.bench.storage import storage as measure
+
+    with _folder(settings) as folder:
+        _tell(measure(folder, settings.feedback, count=rows))
+
+
+@bench.command()
+@click.option("--history", type=click.IntRange(min=100), default=10_000_000, show_default=True, help="Rows scored.")
+@click.option("--small", type=click.IntRange(min=100), default=10_000, show_default=True, help="Rows to compare with.")
+@click.option("--fresh", type=click.IntRange(min=1), default=10_000, show_default=True, help="New rows a turn.")
+@click.option("--turns", type=click.IntRange(min=1), default=11, show_default=True, help="Turns; medians are told.")
+@pass_settings
+def scoring(settings: Settings, history: int, small: int, fresh: int, turns: int) -> None:
+    """Scoring's rate, and whether it stays flat as history grows. Ten million rows take some 2 GB of disk."""
+    from deploy.examples.bench.scoring import scoring as measure
+
+    with _folder(settings) as folder:
+        _tell(measure(folder, settings.feedback, history=history, small=small, fresh=fresh, turns=turns))
+
+
+@bench.command()
+@click.option("--capture/--no-capture", default=True, help="Record the responses, or drop them.")
+@pass_settings
+def front_end(settings: Settings, capture: bool) -> None:
+    """Serve with an engine that answers at once, until SIGTERM, for a load generator: all but the engine's cost."""
+    from deploy.examples.bench.front_end import front_end as serve
+
+    resolved = settings.resolved()
+    serve(resolved.serve, resolved.feedback, capture=capture)
+
+
+@contextmanager
+def _folder(settings: Settings) -> Iterator[Path]:
+    """A folder beside the home's own, on its disk, that goes afterwards."""
+    settings.home.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=settings.home))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def _tell(measured: dict[str, Any]) -> None:
+    click.echo(json.dumps(measured))

@@ -1,0 +1,27 @@
+"""demo: the whole loop on this machine, with a model made here and simulated users."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from deploy.processes import no_leftovers, stop_on_signals
+
+
+@click.command()
+@click.option(
+    "--folder",
+    type=click.Path(path_type=Path),
+    default=Path("runs/demo"),
+    show_default=True,
+    help="Where it leaves its home, summary.json and report.html. Emptied first.",
+)
+@click.option("--cycles", type=click.IntRange(min=1), default=3, show_default=True, help="Cycles that train.")
+@click.option("--users", type=click.IntRange(min=1), default=4, show_default=True, help="Simulated users.")
+def demo(folder: Path, cycles: int, users: int) -> None:
+    """Turn the whole loop on this machine, with a small model made here and simulated users."""
+    with no_leftovers(), stop_on_signals():
+        from deploy.examples.demo.run import run
+
+        run(folder, cycles=cycles, users=users)

@@ -1,0 +1,253 @@
+"""Turn the whole loop on this machine, with simulated users, and account for all of it.
+
+Seed policy → server and scheduler → users → cycles, while the users go on → one cycle with a learning rate that ruins
+the candidate, which the gate must refuse → the books: what the users were acknowledged against what the lake holds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+import deploy
+from deploy import config, cycles, following
+from deploy.config import Settings, child_environment
+from deploy.cycles import CycleRecord
+from deploy.examples.demo import summary
+from deploy.examples.demo.task import items
+from deploy.processes import Child, millrace
+from deploy.stages import Stages
+
+TASK_SEED = 7
+HELD_OUT, TRAFFIC = 400, 300  # prompts; the seed policy's corpus is drawn from those after them
+RUINOUS_LEARNING_RATE = 0.05  # 170 times the demo's own
+LONGEST_STAGE_S = 600.0
+
+
+class DemoFailed(RuntimeError):
+    """The demo could not be run, or did not show what it is there to show."""
+
+
+def run(folder: Path, *, cycles: int = 3, users: int = 4) -> None:
+    """Run the demo in ``folder``, which it empties first, and leave summary.json and report.html there.
+
+    Raises:
+        DemoFailed: a part of it failed, or the figures are not those that a working loop has.
+    """
+    with Stages("demo", total=cycles + 6) as stages:
+        users_file = Path(deploy.__file__).resolve().parent.parent / "loadtests" / "users.py"
+        if not users_file.exists():
+            raise DemoFailed(f"the demo's users are not at {users_file}; run it from a checkout, not from a wheel")
+        file = prepare(folder, cycles)
+        settings = config.load(file)
+        with stages("seed"):
+            seed_policy(folder, stages.say)
+        with stages("init"):
+            call("init", settings, stages.say, file, "init", "--model", str(folder / "seed"), "--no-write-config")
+        with running("up", millrace("--config", file, "up"), settings, stages.say) as up:
+            with stages("serve"):
+                wait_for("the server", lambda: following.server_policy(settings) is not None, [up])
+            command = users_command(users_file, folder, settings, users)
+            with running("users", command, settings, None) as crowd:
+                for number in range(1, cycles + 1):
+                    with stages(f"cycle {number}"):
+                        wait_for(f"cycle {number}", lambda n=number: len(finished(settings)) >= n, [up, crowd])  # type: ignore[misc]
+                with stages("refusal"):
+                    ruin = ["--train.optimizer.learning_rate", str(RUINOUS_LEARNING_RATE), "--train.steps", "2"]
+                    call("refusal", settings, stages.say, file, "cycle", *ruin)
+        with stages("report"):
+            figures = summary.write(settings, folder, account(folder), {**stages.seconds, "total": stages.elapsed})
+    show(figures, folder)
+    if problems := summary.problems(figures, least_policies=2):
+        raise DemoFailed("\n".join(problems))
+
+
+# ------------------------------------------------------------------------------------------------------ the parts
+
+
+def prepare(folder: Path, cycles: int) -> Path:
+    """Empty the folder; write prompts, held-out suite and config. The config's path."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "millrace.yaml").exists():
+        raise DemoFailed(f"{folder} holds something that is not a demo; name another folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "home").mkdir(parents=True)
+    task = items(TASK_SEED)
+    held_out = [
+        {"id": str(i), "prompt": x.prompt, "answer": x.answer} for i, x in enumerate(itertools.islice(task, HELD_OUT))
+    ]
+    traffic = [{"prompt": x.prompt, "answer": x.answer} for x in itertools.islice(task, TRAFFIC)]
+    for name, rows in (("heldout.jsonl", held_out), ("prompts.jsonl", traffic)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = folder / "millrace.yaml"
+    file.write_text(yaml.safe_dump(demo_config(folder.resolve(), cycles), sort_keys=False))
+    return file
+
+
+def demo_config(folder: Path, cycles: int) -> dict[str, Any]:
+    """The settings that differ from the defaults: all of them because the model is tiny and the machine is small."""
+    context = {"max_model_len": 64, "kv_cache_bytes": 64 * 2**20}
+    return {
+        "home": str(folder / "home"),
+        "serve": {"port": free_port(), "engine": {**context, "dtype": "float32", "threads": 1, "log_level": "ERROR"}},
+        "feedback": {
+            "journal": {"segment_seconds": 1.0},
+            "lake": {"seal_seconds": 2.0},
+            "scoring": {"rules": {"task": {"function": "deploy.examples.demo.task:reward"}}},
+        },
+        "evaluation": {
+            "suite": str(folder / "heldout.jsonl"),
+            "scorer": "deploy.examples.demo.task:reward",
+            "max_tokens": 12,
+            "engine": {**context, "dtype": "float32"},
+            "gate": {"min_items": 200},
+        },
+        "train": {
+            "ranks": 2,
+            "dtype": "float32",
+            "steps": 6,
+            "minibatches": 2,
+            "micro_batch_tokens": 1024,
+            "algorithm": {"name": "grpo", "aggregation": "token_mean", "clip_high": 0.28},
+            "optimizer": {"learning_rate": 3e-4},
+            "rollout": {**context, "max_tokens": 12},
+            "data": {"prompts_per_step": 40, "min_prompts": 64, "traffic_share": 0.2},
+        },
+        "cycle": {"min_new_rewards": 100},
+        "schedule": {"interval_seconds": 3.0, "first_after_seconds": 8.0, "max_cycles": cycles},
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def seed_policy(folder: Path, say: Callable[[str], None]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "deploy.examples.demo.seed",
+        str(folder / "seed"),
+        "--skip",
+        str(HELD_OUT + TRAFFIC),
+    ]
+    # Two threads that spin while they wait for each other are slow on a machine that does something else too.
+    environment = child_environment({"OMP_WAIT_POLICY": "PASSIVE"})
+    finish(Child("seed", command, log=folder / "seed.log", environment=environment, grace=5.0, follow=say))
+
+
+def call(name: str, settings: Settings, say: Callable[[str], None], file: Path, *arguments: str) -> None:
+    """Run a ``millrace`` command to its end."""
+    log = settings.path(settings.up.logs) / f"demo-{name}.log"
+    command = millrace("--config", file, *arguments)
+    finish(Child(name, command, log=log, environment=child_environment(), grace=10.0, follow=say))
+
+
+def finish(child: Child) -> None:
+    try:
+        code = child.wait(LONGEST_STAGE_S)
+    finally:
+        child.stop()
+    if code:
+        raise DemoFailed(f"{child.name} ended with code {code}; its last lines ({child.log}):\n{child.tail()}")
+
+
+@contextmanager
+def running(name: str, command: list[str], settings: Settings, say: Callable[[str], None] | None) -> Iterator[Child]:
+    """A process that runs while the block does, stopped at its end by SIGTERM."""
+    log = settings.path(settings.up.logs) / f"demo-{name}.log"
+    child = Child(name, command, log=log, environment=child_environment(), grace=60.0, follow=say)
+    try:
+        yield child
+    finally:
+        child.stop()
+
+
+def users_command(users_file: Path, folder: Path, settings: Settings, users: int) -> list[str]:
+    options = {
+        "--host": settings.server_url,
+        "--users": str(users),
+        "--spawn-rate": str(users),
+        "--stop-timeout": "60",
+        "--prompts": str(folder / "prompts.jsonl"),
+        "--account": str(folder / "account.jsonl"),
+    }
+    flags = ["--headless", "--only-summary"]
+    return [sys.executable, "-m", "locust", "-f", str(users_file), *flags, *itertools.chain(*options.items())]
+
+
+def finished(settings: Settings) -> list[CycleRecord]:
+    """Cycles that trained something and came to an end.
+
+    Raises:
+        DemoFailed: a cycle failed.
+    """
+    records = cycles.records(settings)
+    for record in records:
+        if record.status == "failed":
+            raise DemoFailed(f"cycle {record.number} failed: {record.reason}")
+    return [r for r in records if r.status in ("promoted", "refused")]
+
+
+def wait_for(what: str, happened: Callable[[], bool], needed: list[Child]) -> None:
+    deadline = time.monotonic() + LONGEST_STAGE_S
+    while not happened():
+        for child in needed:
+            if (code := child.poll()) is not None:
+                raise DemoFailed(f"{child.name} ended with code {code}; its last lines ({child.log}):\n{child.tail()}")
+        if time.monotonic() > deadline:
+            raise DemoFailed(f"{what} took longer than {LONGEST_STAGE_S:.0f} s")
+        time.sleep(0.25)
+
+
+def account(folder: Path) -> list[dict[str, Any]]:
+    """What the users noted of their requests, one entry a request."""
+    file = folder / "account.jsonl"
+    if not file.exists():
+        raise DemoFailed(f"the users left no account: there is no {file}")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+# ----------------------------------------------------------------------------------------------- telling the user
+
+
+def show(figures: dict[str, Any], folder: Path) -> None:
+    console = Console()
+    policies = Table(title="Policies, on prompts that no training saw")
+    for column in ("policy", "parent", "held-out accuracy", "95 % interval of the gain", "verdict"):
+        policies.add_column(column)
+    gates = {g["candidate"]: g for g in figures["gate"]}
+    for p in figures["policies"]:
+        g = gates.get(p["version"])
+        policies.add_row(
+            f"v{p['version']}",
+            f"v{p['parent']}" if p["parent"] else "–",
+            f"{p['heldout_accuracy']:.1%} of {p['n']}",
+            f"{g['ci_low']:+.1%} to {g['ci_high']:+.1%}" if g else "–",
+            {None: "the seed", "pass": "promoted", "refuse": "refused"}[g["verdict"] if g else None],
+        )
+    console.print(policies)
+    books = Table(title="The books")
+    for column in ("", "acknowledged by the users", "in the lake"):
+        books.add_column(column)
+    for kind in ("interactions", "feedback"):
+        books.add_row(kind, str(figures[f"{kind}_acknowledged"]), str(figures[f"{kind}_in_lake"]))
+    console.print(books)
+    console.print(
+        f"{figures['requests']} requests, {figures['failed_requests']} failed, {figures['swaps']} swaps under load, "
+        f"{figures['seconds']['total']:.0f} s in all"
+    )
+    console.print(f"summary: {folder / 'summary.json'}\nreport:  {folder / 'report.html'}")

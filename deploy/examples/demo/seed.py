@@ -1,0 +1,132 @@
+"""Make the demo's seed policy: a small Qwen3 with its own tokenizer, trained from scratch on the messy corpus.
+
+Run as ``python -m deploy.examples.demo.seed FOLDER``. The result is an ordinary Hugging Face folder; for one seed and
+one number of threads it is the same every time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from deploy.examples.demo.task import ALPHABET, demonstration, items
+
+PAD, EOS = "<pad>", "<eos>"
+
+
+@click.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--seed", default=7, show_default=True, help="Seed of weights, corpus and order.")
+@click.option("--steps", default=220, show_default=True, help="Optimizer steps.")
+@click.option("--batch", default=128, show_default=True, help="Demonstrations a step.")
+@click.option("--skip", default=0, show_default=True, help="Prompts of the task to leave out: the first SKIP ones.")
+@click.option("--threads", default=2, show_default=True, help="CPU threads.")
+def main(folder: Path, seed: int, steps: int, batch: int, skip: int, threads: int) -> None:
+    """Train the seed policy and write it to FOLDER."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(True)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    print(f"seed policy: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
+    rng = random.Random(seed)
+    stream = itertools.islice(items(seed), skip, None)
+    train(model, tokenizer, ((i.prompt, demonstration(i, rng)) for i in stream), steps=steps, batch=batch)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, in Hugging Face's own format."""
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=PAD,
+        clean_up_tokenization_spaces=False,
+        chat_template="{{ messages[-1]['content'] }}",
+        model_max_length=64,
+    )
+
+
+def make_model(
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    hidden_size: int = 144,
+    intermediate_size: int = 512,
+    num_hidden_layers: int = 4,
+) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def train(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    corpus: Iterator[tuple[str, str]],
+    *,
+    steps: int,
+    batch: int,
+    learning_rate: float = 3e-3,
+) -> None:
+    """Supervised training on a corpus of (prompt, answer) without end; loss on the answer's tokens only."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    started = time.monotonic()
+    for step in range(steps):
+        warmup, decay = min(1.0, (step + 1) / 30), 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * warmup * max(0.05, decay)
+        ids, labels = collate(tokenizer, list(itertools.islice(corpus, batch)))
+        logits = model(input_ids=ids).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 25 == 24 or step == steps - 1:
+            print(
+                f"seed policy: step {step + 1}/{steps} loss {loss:.3f} {time.monotonic() - started:.0f} s", flush=True
+            )
+
+
+def collate(tokenizer: PreTrainedTokenizerFast, pairs: list[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids and labels, int64 [batch, longest]; padding needs no mask under causal attention."""
+    prompts = [tokenizer(p).input_ids for p, _ in pairs]
+    answers = [[*tokenizer(a).input_ids, tokenizer.eos_token_id] for _, a in pairs]
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
+    ids = torch.full((len(pairs), width), tokenizer.pad_token_id)
+    labels = torch.full((len(pairs), width), -100)
+    for row, (p, a) in enumerate(zip(prompts, answers, strict=True)):
+        ids[row, : len(p) + len(a)] = torch.tensor(p + a)
+        labels[row, len(p) : len(p) + len(a)] = torch.tensor(a)
+    return ids, labels
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""What the trials share: the seed policy in a policy store, a held-out suite, and a lake with what users did.
+
+It is made once and kept in the work folder, until the code that makes it changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from deploy.config import child_environment
+from deploy.examples.learn import task, traffic
+from deploy.processes import Child
+from evaluation.config import EngineConfig, EvaluationConfig, GateConfig
+from evaluation.engine import OfflineEngine
+from evaluation.suites import Suite
+from feedback.config import LakeConfig
+from feedback.lake import Lake
+from serve.policies import Policy, PolicyStore
+
+REWARD: Final = "deploy.examples.learn.task:reward"
+MAX_TOKENS: Final = 8
+MAX_MODEL_LEN: Final = 32
+KV_CACHE_BYTES: Final = 32 * 2**20
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
+"""For children: a model this small is computed faster by one thread."""
+_LONGEST_S: Final = 600.0
+
+Say = Callable[[str], None]
+
+
+class LearnError(RuntimeError):
+    """What is asked for can't be measured; the text says why."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """The folders of all trials. ``work`` is emptied at each start, the others are kept."""
+
+    folder: Path
+
+    @property
+    def seed(self) -> Path:
+        return self.folder / "seed"
+
+    @property
+    def lake(self) -> Path:
+        return self.folder / "lake"
+
+    @property
+    def suite(self) -> Path:
+        return self.folder / "heldout.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """Answers are kept there by a policy's content, so that none is asked for twice."""
+        return self.folder / "evaluations"
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    @property
+    def store(self) -> PolicyStore:
+        return PolicyStore(self.work / "policies")
+
+    def first(self) -> Policy:
+        """The seed policy."""
+        return self.store.get(1)
+
+
+def prepare(folder: Path, say: Say) -> Home:
+    """The home in ``folder``: what is there of it, if the same code made it, else made anew.
+
+    Raises:
+        LearnError: the folder holds something else, or the seed policy could not be made.
+    """
+    home, mark = Home(folder.resolve()), folder / "made-by"
+    if folder.exists() and any(folder.iterdir()) and not mark.exists():
+        raise LearnError(
+            f"{folder} holds something that deploy.examples.learn did not make; name another folder (--folder)"
+        )
+    if not mark.exists() or mark.read_text() != digest():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        mark.write_text("")  # a start that is cut short begins again
+        make(home, say)
+        mark.write_text(digest())
+    shutil.rmtree(home.work, ignore_errors=True)
+    publish_seed(home)
+    return home
+
+
+def make(home: Home, say: Say) -> None:
+    make_seed(home, say)
+    policy = publish_seed(home)
+    rows = [{"id": str(i), "prompt": item.prompt, "answer": item.answer} for i, item in enumerate(task.held_out())]
+    home.suite.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lake = Lake(str(home.lake), LakeConfig())
+    with OfflineEngine(policy.path, engine_config()) as engine:
+        logged = traffic.log(lake, home.folder / "journal", policy, engine, reward=REWARD, max_tokens=MAX_TOKENS)
+    say(f"seed policy: {logged}")
+
+
+def make_seed(home: Home, say: Say) -> None:
+    command = [sys.executable, "-m", "deploy.examples.learn.seed", str(home.seed)]
+    log, environment = home.folder / "seed.log", child_environment(ONE_THREAD)
+    child = Child("seed", command, log=log, environment=environment, grace=5.0, follow=say)
+    try:
+        code = child.wait(_LONGEST_S)
+    finally:
+        child.stop()
+    if code:
+        raise LearnError(f"the seed policy could not be made; {log} ends with:\n{child.tail()}")
+
+
+def publish_seed(home: Home) -> Policy:
+    """Policy 1 of the store, which serves."""
+    policy = home.store.publish(home.seed, parent=None, lineage={}, metrics={})
+    home.store.promote(policy.version, expected=None, who="deploy.examples.learn", why="the seed")
+    return policy
+
+
+def suite(home: Home) -> Suite:
+    """The held-out items."""
+    return Suite.load(home.suite)
+
+
+def engine_config() -> EngineConfig:
+    return EngineConfig(dtype="float32", max_model_len=MAX_MODEL_LEN, kv_cache_bytes=KV_CACHE_BYTES)
+
+
+def evaluation_config() -> EvaluationConfig:
+    """Greedy answers, right or wrong, item by item."""
+    return EvaluationConfig(
+        scorer=REWARD,
+        max_tokens=MAX_TOKENS,
+        kl_samples=0,
+        engine=engine_config(),
+        gate=GateConfig(metric="accuracy", confidence=0.95),
+    )
+
+
+def digest() -> str:
+    """Hash of the code that makes a home."""
+    here = Path(__file__).parent
+    sources = [
+        here.with_name("demo") / "seed.py",
+        *(here / f"{name}.py" for name in ("home", "seed", "task", "traffic")),
+    ]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

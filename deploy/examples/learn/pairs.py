@@ -1,0 +1,62 @@
+"""How well a reward model tells right answers from wrong ones, on prompts that no training saw."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from deploy.examples.learn.task import TASK_SEED, held_out, wrong
+from evaluation.results import Interval
+from evaluation.statistics import paired_bootstrap
+from feedback.config import ModelConfig
+from feedback.rewards.model import RewardModel
+
+
+def measure(trained: Path, policy: Path) -> tuple[float, float, Interval]:
+    """(share told apart by the model that training began with, by the trained one, the difference).
+
+    Both score as a model does in scoring. Raises RewardModelError if one can't.
+
+    Args:
+        trained: folder of the reward model; the one that training began with is made beside it.
+        policy: folder of the policy that it was trained from.
+    """
+    before, after = told_apart(untrained(trained, policy)), told_apart(trained)
+    value, low, high = paired_bootstrap(after, before, confidence=0.95, resamples=2000, seed=0)
+    return float(before.mean()), float(after.mean()), Interval(value=value, low=low, high=high)
+
+
+def told_apart(folder: Path) -> NDArray[np.float64]:
+    """float64 [items]: 1 where the right answer has the higher score, 0 where it has the lower, a half if it is one."""
+    items, rng = held_out(), random.Random(TASK_SEED)
+    prompts = [item.prompt for item in items]
+    model = RewardModel(ModelConfig(name=str(folder), activation="none", device="cpu"))
+    chosen = scores(model, prompts, [item.answer for item in items])
+    rejected = scores(model, prompts, [wrong(item, rng) for item in items])
+    return (np.sign(chosen - rejected) + 1) / 2
+
+
+def untrained(trained: Path, policy: Path) -> Path:
+    """A folder beside ``trained`` with the model that it was before training: the policy's body, a head of zeros."""
+    folder = trained.with_name(f"{trained.name}_untrained")
+    config = AutoConfig.from_pretrained(trained)
+    model, loaded = AutoModelForSequenceClassification.from_pretrained(policy, config=config, output_loading_info=True)
+    for name in loaded["missing_keys"]:  # the head: a policy has none
+        model.get_parameter(name).data.zero_()
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(trained).save_pretrained(folder)
+    return folder
+
+
+def scores(model: RewardModel, prompts: list[str], responses: list[str]) -> NDArray[np.float64]:
+    """float64 [n]. Raises ValueError for a response that the model has no score for."""
+    nothing = pa.nulls(len(prompts), pa.string())
+    values, reasons = model.by_row(pa.table({"prompt": prompts, "messages": nothing, "response": responses}))
+    if missing := [reason for reason in reasons if reason is not None]:
+        raise ValueError(f"the reward model scores {len(missing)} of {len(prompts)} responses not: {missing[0]}")
+    return np.array(values, dtype=np.float64)

@@ -1,0 +1,140 @@
+"""Simulated users: what they ask, what a policy answers, what they say of it, as rows of the lake.
+
+The rows go the product's own way: captured as a server captures them, through the journal, sealed, and scored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from deploy.examples.learn.task import Item, asked
+from evaluation.engine import Generation, OfflineEngine, Work
+from feedback.config import HumanConfig, JournalConfig, RuleConfig, ScoringConfig
+from feedback.events import FeedbackIn
+from feedback.journal import Journal
+from feedback.lake import Lake
+from feedback.scoring import score
+from feedback.sealing import seal
+from serve import capture, generation
+from serve.policies import Policy
+
+RESPONSES: Final = 4
+"""Responses to each prompt."""
+THUMB_SHARE, WRONG_SHARE, CORRECTION_SHARE = 2 / 3, 0.1, 0.5
+"""Of responses that get a thumb; of thumbs that are wrong; of wrong responses that are corrected."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Logged:
+    """What came into the lake."""
+
+    responses: int
+    right: int
+    feedback: int
+
+    def __str__(self) -> str:
+        return f"{self.responses} responses, {self.right / self.responses:.0%} of them right, {self.feedback} feedbacks"
+
+
+def log(
+    lake: Lake, journal: Path, policy: Policy, engine: OfflineEngine, *, reward: str, max_tokens: int, seed: int = 0
+) -> Logged:
+    """Have users ask their prompts, ``RESPONSES`` times each, and say what they think; all of it scored by ``reward``.
+
+    Args:
+        journal: folder of the journal that the rows go through.
+        engine: of the policy, which samples at temperature 1 with nothing cut off.
+        reward: ``module:function``.
+    """
+    items = asked()
+    interactions = answer(items, policy, engine, max_tokens=max_tokens, seed=seed)
+    feedback = list(judge(items, interactions, random.Random(seed)))
+    asyncio.run(record(journal, {"interactions": interactions, "feedback": feedback}))
+    lake.create()
+    seal(lake, journal)
+    score(lake, ScoringConfig(human=HumanConfig(weight=0), rules={"task": RuleConfig(function=reward)}))
+    right = sum(is_right(item, row) for item, rows in by_item(items, interactions) for row in rows)
+    return Logged(len(interactions), right, len(feedback))
+
+
+def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_tokens: int, seed: int) -> list[Row]:
+    """Rows of the table ``interactions``, ``RESPONSES`` an item."""
+    from transformers import AutoTokenizer  # takes seconds to import, which only the making of a home needs
+
+    tokenizer = AutoTokenizer.from_pretrained(policy.path)
+    prompts = engine.encode([item.prompt for item in items])
+    asked_for = Work(sampled=[ids for ids in prompts for _ in range(RESPONSES)])
+    sampled = iter(engine.run(asked_for, max_tokens=max_tokens, seed=seed).sampled)
+    rows: list[Row] = []
+    for item, ids in zip(items, prompts, strict=True):
+        request = capture.Asked(
+            request_id=f"request-{len(rows)}",
+            endpoint="generate",
+            replica="learn",
+            tenant="default",
+            prompt_token_ids=ids,
+            prompt=item.prompt,
+            sampling=generation.Sampling(n=RESPONSES, max_tokens=max_tokens),
+        )
+        responses = [generated(next(sampled), policy, tokenizer) for _ in range(RESPONSES)]
+        rows += capture.answered(request, generation.Generation(responses, policy.version, 0.0, 0.0, 0.0))
+    return rows
+
+
+def generated(sample: Generation, policy: Policy, tokenizer: Any) -> generation.Generated:
+    """A sample as a server has it."""
+    return generation.Generated(
+        text=tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+        token_ids=sample.token_ids,
+        logprobs=sample.logprobs,
+        policy_spans=[(0, policy.version)],
+        finish_reason=sample.finish_reason,
+    )
+
+
+def judge(items: list[Item], interactions: list[Row], rng: random.Random) -> Iterator[Row]:
+    """Rows of the table ``feedback``: thumbs, some of them wrong; corrections; a right one preferred to a wrong."""
+    for item, rows in by_item(items, interactions):
+        for row in rows:
+            response, right = row["response_id"], is_right(item, row)
+            if rng.random() < THUMB_SHARE:
+                mistaken = rng.random() < WRONG_SHARE
+                yield said(FeedbackIn(response_id=response, kind="thumb", value=right != mistaken))
+            if not right and rng.random() < CORRECTION_SHARE:
+                yield said(FeedbackIn(response_id=response, kind="correction", text=item.answer))
+        best, worst = max(rows, key=lambda r: is_right(item, r)), min(rows, key=lambda r: is_right(item, r))
+        if is_right(item, best) and not is_right(item, worst):
+            better, worse = best["response_id"], worst["response_id"]
+            yield said(FeedbackIn(response_id=better, kind="preference", rejected_response_id=worse))
+
+
+def said(feedback: FeedbackIn) -> Row:
+    return feedback.to_row("default")
+
+
+def by_item(items: list[Item], interactions: list[Row]) -> Iterator[tuple[Item, list[Row]]]:
+    """Each item with the rows of its responses."""
+    for i, item in enumerate(items):
+        yield item, interactions[i * RESPONSES : (i + 1) * RESPONSES]
+
+
+def is_right(item: Item, row: Row) -> bool:
+    return bool(row["response"] == item.answer)
+
+
+async def record(folder: Path, tables: dict[str, list[Row]]) -> None:
+    """Through the journal: every row is on disk when this returns, and the segments are closed."""
+    journal = Journal(folder, JournalConfig(), "learn")
+    journal.open()
+    try:
+        for table, rows in tables.items():
+            await asyncio.gather(*(journal.append(table, row) for row in rows))
+    finally:
+        await asyncio.to_thread(journal.close)

@@ -1,0 +1,138 @@
+"""One algorithm: trained by the product's own job in a process of its own, then measured against the seed policy."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.config import child_environment
+from deploy.examples.learn import home as homes
+from deploy.examples.learn import pairs
+from deploy.examples.learn.home import Home, LearnError, Say
+from deploy.processes import Child
+from evaluation.results import Interval
+from evaluation.suites import evaluate
+from serve.policies import Policy
+from train.config import TrainConfig
+from train.context import JobContext, JobResult, write_job
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial. ``reason`` says why it is no proof; None if it is one.
+
+    ``before``, ``after``: share of held-out items that are right. ``ci_low``: lower end of the 95 % interval of
+    their difference, which is paired item by item.
+    """
+
+    before: float | None = None
+    after: float | None = None
+    ci_low: float | None = None
+    steps: int = 0
+    seconds: float = 0.0
+    reason: str | None = None
+
+
+def run(home: Home, name: str, settings: dict[str, Any], *, longest_s: float, say: Say, twice: bool = False) -> Outcome:
+    """Train and measure. What fails is an outcome too, with its reason.
+
+    ``twice``: train once more with the same settings, which must give the same weights.
+    """
+    started = time.monotonic()
+    steps = 0
+    try:
+        result = train(home, name, settings, longest_s=longest_s, say=say)
+        steps = result.steps
+        before, after, gain = measure(home, result)
+        if twice:
+            again = train(home, f"{name}-again", settings, longest_s=longest_s, say=say)
+            if digest(home, again) != digest(home, result):
+                raise LearnError(f"the same settings gave other weights: see {name} and {name}-again")
+    except (RuntimeError, ValueError, OSError) as error:
+        return Outcome(steps=steps, seconds=time.monotonic() - started, reason=f"{type(error).__name__}: {error}")
+    return Outcome(
+        before=before,
+        after=after,
+        ci_low=gain.low,
+        steps=steps,
+        seconds=time.monotonic() - started,
+        reason=None if gain.low > 0 else f"the interval of the gain, {gain.low:+.3f} to {gain.high:+.3f}, holds zero",
+    )
+
+
+def train(
+    home: Home, name: str, settings: dict[str, Any], *, longest_s: float, say: Say, parent: int = 1, **context: Any
+) -> JobResult:
+    """Run the job ``name`` to its end, from policy ``parent``. ``context``: of the job, where not the home's own.
+
+    Raises:
+        LearnError: it failed.
+        TimeoutError: it took longer than ``longest_s``.
+        ValueError: settings that can't work.
+    """
+    config = TrainConfig.model_validate(settings)
+    job = JobContext.model_validate(
+        {
+            "run": name,
+            "runs": home.work / "runs",
+            "policies": home.store.root,
+            "lake_uri": str(home.lake),
+            "reward": homes.REWARD,
+            "parent": parent,
+            **context,
+        }
+    )
+    job.folder.mkdir(parents=True)
+    spec = write_job(config, job)
+    command = [sys.executable, "-m", "train.job", str(spec), "--launcher", "torchrun"]
+    environment = child_environment(homes.ONE_THREAD)
+
+    def follow(line: str) -> None:
+        if line.startswith(f"{name}: "):  # the job's own lines; the log has the others too
+            say(line)
+
+    child = Child(name, command, log=job.folder / "log", environment=environment, grace=5.0, follow=follow)
+    try:
+        code = child.wait(longest_s)
+    finally:
+        child.stop()
+    if code:
+        raise LearnError(f"the job ended with code {code}; its last lines ({child.log}):\n{child.tail(5)}")
+    return JobResult.model_validate_json((job.folder / "result.json").read_text())
+
+
+def measure(home: Home, result: JobResult) -> tuple[float, float, Interval]:
+    """(before, after, the gain) of what a job left: a policy, or a reward model.
+
+    Raises:
+        LearnError: it left neither.
+    """
+    if result.artifact is not None:
+        return pairs.measure(result.artifact, home.first().path)
+    return compare(home, candidate(home, result), home.first())
+
+
+def digest(home: Home, result: JobResult) -> str:
+    """SHA-256 of the weights that a job left."""
+    folder = result.artifact or candidate(home, result).path
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.safetensors")))).hexdigest()
+
+
+def candidate(home: Home, result: JobResult) -> Policy:
+    """The policy that a job published.
+
+    Raises:
+        LearnError: it published none.
+    """
+    if result.candidate is None:
+        raise LearnError(result.reason or "the job published no policy, and gave no reason")
+    return home.store.get(result.candidate)
+
+
+def compare(home: Home, candidate: Policy, incumbent: Policy) -> tuple[float, float, Interval]:
+    """(share of right greedy answers of the incumbent, of the candidate, the difference with its 95 % interval)."""
+    found = evaluate(candidate, incumbent, homes.suite(home), homes.evaluation_config(), home.evaluations)
+    return found.incumbent.accuracy.value, found.candidate.accuracy.value, found.accuracy

@@ -1,0 +1,70 @@
+"""`millrace train`, as far as it comes without a worker: what it would learn from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import cli, config
+from deploy.config import Settings
+from feedback.lake import Lake
+from tests.feedback.feedback_rows import interaction, put
+
+PROMPTS = ["1+1=", "1+2=", "2+2="]
+REWARD = ["--train.reward", "deploy.examples.demo.task:reward"]
+OPTIONS = ["--train.launcher", "torchrun", *REWARD, "--train.rollout.max_tokens", "8"]
+
+
+@pytest.fixture
+def trainable(home_with_policy: Settings) -> Settings:
+    """A home whose lake has some prompts, fewer than training wants, and that has no suite."""
+    home_with_policy.path(home_with_policy.evaluation.suite).unlink()
+    lake = home_with_policy.resolved().feedback.lake
+    there = Lake(lake.uri, lake)
+    there.create()
+    put(there, "interactions", [interaction(p, prompt=p, prompt_token_ids=[i + 5]) for i, p in enumerate(PROMPTS)])
+    return home_with_policy
+
+
+def train(settings: Settings, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    out = settings.path("result.json")
+    code = cli.run(["train", "--home", str(settings.home), "--json-out", str(out), *OPTIONS, *arguments])
+    shown = capsys.readouterr()
+    return code, json.loads(out.read_text()) if out.exists() else {}, shown.out + shown.err
+
+
+def test_the_prompts_of_the_gates_suite_are_kept_out_of_training(
+    trainable: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, result, said = train(trainable, capsys, "--run", "before")
+    assert (code, "3 usable prompts" in result["reason"]) == (3, True), said
+    assert "no prompts are kept out of training" in said
+    suite = trainable.path(trainable.evaluation.suite)
+    suite.write_text("".join(json.dumps({"id": p, "prompt": p}) + "\n" for p in PROMPTS[:2]))
+    code, result, said = train(trainable, capsys, "--run", "after")
+    assert code == 3, said
+    assert "1 usable prompts" in result["reason"]
+    assert "2 of a held-out suite" in result["reason"]
+
+
+def test_a_suite_that_is_no_suite_ends_a_run_by_its_line(
+    trainable: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainable.path(trainable.evaluation.suite).write_text('{"id": "a"}\n')
+    code, _, said = train(trainable, capsys)
+    assert code == 1
+    assert "suite.jsonl, line 1: an item has exactly one of prompt and messages" in said.replace("Value error, ", "")
+
+
+def test_the_suite_is_among_those_that_a_run_excludes_once(tmp_path: Path) -> None:
+    suite = tmp_path / "home" / "suite.jsonl"
+    for given in ([], [("train.data.exclude_suites", "[suite.jsonl, more.jsonl]")]):
+        settings = config.load(None, [("home", "home"), *given], {})
+        suite.unlink(missing_ok=True)
+        assert suite not in settings.training().data.exclude_suites or given
+        suite.parent.mkdir(exist_ok=True)
+        suite.touch()
+        assert settings.training().data.exclude_suites.count(suite) == 1

@@ -1,0 +1,66 @@
+"""Signals to all processes of a server at once: what is at work ends whole, and then everything ends."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve.policies import PolicyStore
+from tests.serve.conftest import LiveServer, start_server
+from tests.trees import exposed, left_of, send_to_all, tree
+
+PATIENCE_S = 600
+FLEET = {"replicas": 2, "num_cpus": 0.5, "health_check_period_s": 2}
+
+
+@pytest.fixture(params=["one", "fleet"])
+def live(request: pytest.FixtureRequest, tmp_path: Path, model_folders: list[Path]) -> Iterator[LiveServer]:
+    store = PolicyStore(tmp_path / "policies")
+    store.publish(model_folders[0], parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="first")
+    is_fleet = request.param == "fleet"
+    live = start_server(tmp_path, store, drain_timeout_s=120, **({"fleet": FLEET} if is_fleet else {}))
+    deadline = time.monotonic() + PATIENCE_S
+    while is_fleet and len(httpx.get(f"{live.url}/ready", timeout=60).json()["replicas"]) < 2:
+        assert time.monotonic() < deadline, live.log.read_text()[-3000:]
+        time.sleep(0.2)
+    yield live
+    live.process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_to_every_process_at_once_cuts_off_nothing(live: LiveServer, number: signal.Signals) -> None:
+    at_work = asyncio.Semaphore(0)
+
+    async def ask(client: httpx.AsyncClient, n: int) -> list[str]:
+        body: dict[str, Any] = {"prompt": "hello", "max_tokens": 240, "n": n, "stream": True, "user": "last"}
+        async with client.stream("POST", "/generate", json=body) as answer:
+            lines = answer.aiter_lines()
+            events = [await anext(lines)]
+            at_work.release()
+            return [line for line in events + [line async for line in lines] if line.startswith("event:")]
+
+    async with httpx.AsyncClient(base_url=live.url, timeout=300) as client:
+        asking = [asyncio.create_task(ask(client, 1 + i % 3)) for i in range(6)]
+        async with asyncio.timeout(PATIENCE_S):
+            for _ in asking:
+                await at_work.acquire()
+        processes = tree(live.process.pid)
+        assert exposed(processes) == {}
+        send_to_all(processes, number)
+        ends = [events[-1] for events in await asyncio.gather(*asking)]
+    assert ends == ["event: done"] * len(asking)
+    assert await asyncio.to_thread(live.process.wait, PATIENCE_S) == 0, live.log.read_text()[-3000:]
+    assert left_of(processes) == []
+    rows = live.rows("interactions", "\"user\" = 'last'")
+    assert [row["status"] for row in rows] == ["complete"] * sum(1 + i % 3 for i in range(6))
+    assert not list((live.home / "journal").glob("interactions*"))  # all of it is sealed
+    said = live.log.read_text()
+    assert "Traceback" not in said, said
