@@ -7,22 +7,20 @@ line on stderr: exit code 2 for a wrong command or configuration, 1 for everythi
 
 from __future__ import annotations
 
-import atexit
 import importlib
-import os
 import sys
 import traceback
 from collections import UserDict
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import click
 from pydantic.fields import FieldInfo
 
-from deploy import config, describe
-from deploy.config import ConfigError, Settings
-from deploy.processes import Stopped
+from deploy.config import describe, root
+from deploy.config.root import ConfigError, Settings
+from deploy.supervise.children import Stopped
+from feedback.process_exit import end_process
 
 
 class LazyCommands(UserDict[str, Any]):
@@ -105,7 +103,7 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
     if ctx.invoked_subcommand is None and not print_config:
         click.echo(ctx.get_help())
         return
-    settings = config.load(file, ctx.meta["millrace.options"])
+    settings = root.load(file, ctx.meta["millrace.options"])
     if print_config:
         click.echo(describe.to_yaml(settings, comments=True), nl=False)
         ctx.exit(0)
@@ -118,7 +116,7 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the process's exit code says how it went."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    _leave(run(arguments))
+    end_process(run(arguments))
 
 
 def run(arguments: list[str]) -> int:
@@ -143,26 +141,6 @@ def run(arguments: list[str]) -> int:
         return 141
     except Exception as error:  # noqa: BLE001  the last line of defence: everything ends as one line and an exit code
         return _fail(error, arguments, code=getattr(error, "exit_code", 1))
-
-
-def _leave(code: int) -> None:
-    """End the process, without taking Python down if it used an object store or gave up a reward.
-
-    Arrow's threads go on reading ahead through Python for a moment, and one that comes back into an interpreter that
-    is being taken down ends the process by a signal, whatever the command did. A reward that took too long still runs,
-    and Python might wait for it for ever.
-    """
-    lake_module, rewards_module = sys.modules.get("feedback.lake"), sys.modules.get("train.rewards")
-    reads_ahead = lake_module is not None and lake_module.uses_object_store
-    hangs = rewards_module is not None and rewards_module.given_up()
-    if not reads_ahead and not hangs:
-        sys.exit(code)
-    if not hangs:  # what was registered to run at the end may wait for it, too
-        atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
-            stream.flush()
-    os._exit(code)
 
 
 def _fail(error: Exception, arguments: list[str], *, code: int) -> int:

@@ -21,7 +21,7 @@ from typing import Literal
 
 import psutil
 
-from deploy.config import ConfigError, Settings
+from deploy.config.root import ConfigError, Settings
 
 GIB = 2**30
 IDLE_CYCLES = 3  # in a row, that trained and published nothing
@@ -244,8 +244,8 @@ def _port(settings: Settings) -> Iterable[Check]:
 
 
 def _keys(settings: Settings) -> Iterable[Check]:
-    from serve.auth import Keyring, NotLoopback
-    from serve.keys import KeyFileError, read_keys
+    from serve.middleware.api_keys import KeyFileError, read_keys
+    from serve.middleware.principals import Keyring, NotLoopback
 
     serving = settings.resolved().serve
     keyring = Keyring(serving)
@@ -272,7 +272,7 @@ def _keys(settings: Settings) -> Iterable[Check]:
 
 
 def _home(settings: Settings) -> Iterable[Check]:
-    from serve.policies import PolicyStore
+    from serve.policies.store import PolicyStore
 
     folder = _nearest_folder(settings.home)
     if not os.access(folder, os.W_OK):
@@ -286,19 +286,19 @@ def _home(settings: Settings) -> Iterable[Check]:
 
 
 def _loop(settings: Settings) -> Iterable[Check]:
-    from deploy import checks, cycles
-    from deploy.schedule import trigger
+    from deploy.loop import preflight, records
+    from deploy.loop.schedule import trigger
 
     advice = "serving works without it; for the loop, set it"
     try:
-        checks.check(settings)
+        preflight.check(settings)
         trigger(settings.schedule)
     except ConfigError as error:
         for line in str(error).splitlines():
             yield Check("loop", "warn", line, advice)
     else:
         yield Check("loop", "ok", "reward, held-out suite and schedule can be used")
-    idle = cycles.without_candidate(settings)
+    idle = records.without_candidate(settings)
     if len(idle) >= IDLE_CYCLES:
         found = f"the last {len(idle)} cycles that trained published nothing; the last one: {idle[-1].reason}"
         yield Check("training", "warn", found, "put right what it says: until then nothing is learned")

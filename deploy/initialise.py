@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from deploy import describe
-from deploy.config import Settings
+from deploy.config import describe
+from deploy.config.root import Settings
 from feedback.files import private
-from serve import probe
-from serve.policies import Pointer, PolicyStore
+from serve.policies import probe
+from serve.policies.store import Pointer, PolicyStore
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -23,7 +23,7 @@ class NotAModel(ValueError):
 def initialise(settings: Settings, model: str, *, revision: str | None, who: str) -> Pointer:
     """Publish ``model`` (a folder, or a name on the hub) as the first policy, and have it serve.
 
-    Pickled weights are converted to safetensors. Raises NotAModel, serve.policies.PolicyError.
+    Pickled weights are converted to safetensors. Raises NotAModel, serve.policies.store.PolicyError.
     """
     store = PolicyStore(settings.path(settings.serve.policies))
     if pointer := store.serving():
@@ -107,7 +107,7 @@ def _convert(folder: Path, aside: Path) -> None:
 
 
 def _create_lake(settings: Settings) -> None:
-    from feedback.lake import Lake
+    from feedback.lake.tables import Lake
 
     feedback = settings.resolved().feedback
     Lake(feedback.lake.uri, feedback.lake).create()

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from serve.local_ray import loopback_sockets
+from serve.local_ray.cluster import loopback_sockets
 
 MIB = 1024 * 1024
 

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig, prepare_environment
-from serve.model_folder import compute_dtype
-from serve.prefill import prefill_arguments
+from serve.policies.folder import compute_dtype
+from serve.vllm.prefill import prefill_arguments
 
 TokenIds = list[int]
 

@@ -8,8 +8,8 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from feedback.rewards.config import HumanConfig, JudgeConfig, ModelConfig, RuleConfig, ScoringConfig
-from feedback.section import Address, Finite, FunctionName, Identifier, MemorySize, Secret, Section
+from feedback.scoring.config import HumanConfig, JudgeConfig, ModelConfig, RuleConfig, ScoringConfig
+from feedback.settings_base import Address, Finite, FunctionName, Identifier, MemorySize, Secret, Section
 
 __all__ = [
     "DEFAULT_SCALE",

@@ -1,7 +1,7 @@
 """From the lake to training data. Reading the same Delta versions twice gives the same data in the same order.
 
 Only complete responses take part, and only sealed ones. Prompts are the same if their token ids are.
-``feedback.opinions`` says which feedback counts.
+``feedback.scoring.aggregation`` says which feedback counts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Final, TypeVar
 import duckdb
 import pyarrow as pa
 
-from feedback.lake import Lake, LakeFileGoneError
-from feedback.opinions import TIE, make_pairs, resolve
+from feedback.lake.tables import Lake, LakeFileGoneError
 from feedback.schema import INTERACTIONS, TIMESTAMP
+from feedback.scoring.aggregation import TIE, make_pairs, resolve
 
 _T = TypeVar("_T")
 

@@ -42,7 +42,7 @@ GROUP: Final = 8
 STEPS: Final = 1_000
 """More than are ever made: the jobs are stopped."""
 HOOK: Final = """
-from train.hooks import Hook
+from train.observe.hooks import Hook
 from turns import Turns
 
 

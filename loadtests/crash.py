@@ -43,7 +43,7 @@ import pyarrow.parquet as pq
 from loadtests.tiny_model import make_model_folder
 
 MILLRACE = [str(Path(sys.executable).with_name("millrace"))]
-SIGNS = {"sealer": "feedback.sealer", "warden": "warden", "engine": "EngineCore", "api": " serve "}
+SIGNS = {"sealer": "feedback.ingest.sealer_process", "subreaper": "subreaper", "engine": "EngineCore", "api": " serve "}
 BAD = (
     "lost_responses",
     "lost_feedback",

@@ -20,32 +20,33 @@ import uvicorn
 from fastapi import FastAPI
 
 from feedback.config import FeedbackConfig
-from feedback.journal import Journal, JournalBroken, JournalFull
-from feedback.lake import Lake
-from feedback.ledger import FeedbackLedger, LedgerError, Verdict
-from feedback.sealer import Sealer
+from feedback.ingest.idempotency import FeedbackLedger, LedgerError, Verdict
+from feedback.ingest.sealer_process import Sealer
+from feedback.journal.streams import SoFar, Stream
+from feedback.journal.writer import Journal, JournalBroken, JournalFull
+from feedback.lake.tables import Lake
 from feedback.signals import heeded
-from feedback.streams import SoFar, Stream
-from serve import logs
-from serve.api import admin, feedback, generate, http, openai
-from serve.api.bodies import Bodies
-from serve.api.describe import openapi
-from serve.api.direct import Direct
-from serve.auth import Keyring, Principal
-from serve.authentication import Authenticator
+from serve import http
+from serve.api import admin, completions, feedback, generate
+from serve.api.fast_routes import Direct
+from serve.api.openapi import openapi
 from serve.config import ServeConfig
-from serve.connections import BoundedHttp
-from serve.doors import Doors
-from serve.engine import Engine, EngineError
-from serve.limits import Limiter
-from serve.metrics import Metrics
-from serve.policies import PolicyStore
-from serve.swap import Orders, Swap, Swapper
-from serve.trial import Trials
+from serve.generation.variant import Trials
+from serve.middleware.authentication import Authenticator
+from serve.middleware.bodies import Bodies
+from serve.middleware.connections import BoundedHttp
+from serve.middleware.principals import Keyring, Principal
+from serve.middleware.rate_limits import Limiter
+from serve.middleware.request_context import Doors
+from serve.observability import log_format
+from serve.observability.metrics import Metrics
+from serve.policies.store import PolicyStore
+from serve.swap.swapper import Orders, Swap, Swapper
+from serve.vllm.engine import Engine, EngineError
 
 if TYPE_CHECKING:
     from serve.fleet.member import Member
-    from serve.openai_handlers import Handlers
+    from serve.vllm.openai_handlers import Handlers
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class Server:
             await self.swapper.start()
             self.openai = _openai_handlers(self) if self._with_vllm else None
             if self.config.log_format == "json":
-                logs.adopt("vllm")
+                log_format.adopt("vllm")
         except Exception as error:
             self.failure = error
             await self.close()
@@ -319,7 +320,7 @@ def create_app(
     app = FastAPI(title="Millrace", version="1", lifespan=lifespan)
     app.state.server = server
     http.install(app)
-    for module in (generate, openai, feedback, admin):
+    for module in (generate, completions, feedback, admin):
         app.include_router(module.router)
     app.add_middleware(Direct, handlers={"/generate": generate.generate, "/feedback": feedback.feedback})
     app.add_middleware(
@@ -342,7 +343,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
     Raises what kept the server from starting (PolicyError, EngineError, LakeError, KeyFileError …), OSError if the port
     is taken, NotLoopback where others reach it and no key is needed, ServerDied if the engine died.
     """
-    logs.configure(config.log_format)
+    log_format.configure(config.log_format)
     listener = _listen(config.host, config.port)  # before the engine takes its seconds
     server = server or Server(config, feedback_config)
     app = create_app(config, feedback_config, server=server)
@@ -360,7 +361,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
             loop="uvloop",
             http=BoundedHttp,
             ws="none",  # there is no route for it, and its own protocol would have no bounds
-            access_log=False,  # serve.doors has a better one
+            access_log=False,  # serve.middleware.request_context has a better one
             log_config=None,
             server_header=False,
             timeout_keep_alive=75,
@@ -436,6 +437,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _openai_handlers(server: Server) -> Handlers:
-    from serve.openai_handlers import Handlers  # vLLM's entrypoints: a quarter of a second, after the engine's imports
+    from serve.vllm.openai_handlers import (
+        Handlers,  # vLLM's entrypoints: a quarter of a second, after the engine's imports
+    )
 
     return Handlers(server)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from feedback.section import Address
+from feedback.settings_base import Address
 
 
 class _Section(BaseModel):

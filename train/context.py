@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from feedback.config import LakeConfig, RuleConfig
 from feedback.files import private
-from feedback.section import IN_CLEAR
+from feedback.settings_base import IN_CLEAR
 
 if TYPE_CHECKING:
-    from train.config import TrainConfig
+    from train.config.training import TrainConfig
 
 RUN_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 """It is a folder's name, and not a path out of ``runs``."""
@@ -82,3 +82,16 @@ def write_job(config: TrainConfig, context: JobContext) -> Path:
     with open(spec, "w", opener=private) as file:
         json.dump({name: part.model_dump(mode="json", context=IN_CLEAR) for name, part in parts.items()}, file)
     return spec
+
+
+class RunStart(BaseModel):
+    """What a run was started with; it stays that when the run goes on."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    parent: int
+    parent_sha256: str
+    lake_versions: dict[str, int]
+    reward: Any
+    config: dict[str, Any]

@@ -1,7 +1,7 @@
 """The training job: sample, score, learn, reshard; then publish the candidate.
 
-``run`` is the driver: the dataflow, step by step, over worker groups (train/groups.py). train/launch.py starts it where
-the config says. ``python -m train.job SPEC.json`` is what a cluster, or torchrun, runs.
+``run`` is the driver: the dataflow, step by step, over worker groups (train/controller/role_groups.py). train/launch.py
+starts it where the config says.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import shutil
 import time
 from typing import Any
 
-from feedback.lake import Lake, LakeError
-from serve.policies import Policy, PolicyStore
+from feedback.lake.tables import Lake, LakeError
+from serve.policies.store import Policy, PolicyStore
 from train import dataflows
-from train.checkpoint_files import CheckpointError
-from train.config import TrainConfig
+from train.checkpoint.files import CheckpointError
+from train.checkpoint.random_state import random_state, seed_all, set_random_state
+from train.checkpoint.resume import Begun, Progress, begin, checkpoints_of, keep_start, made_by, only_run
+from train.checkpoint.writer import Checkpoints
+from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
+from train.controller.role_groups import start_groups
+from train.data.rewards import try_out
 from train.dataflows.base import Data, Dataflow, Run
-from train.erasures import Erasures
-from train.groups import start_groups
-from train.health import check_health
-from train.hooks import RunInfo
-from train.progress import Clock, progress_bar, say, say_step
-from train.publishing import publish
-from train.random_state import random_state, seed_all, set_random_state
-from train.resume import Begun, Progress, begin, checkpoints_of, keep_start, made_by, only_run
-from train.reward_folder import publish_reward_model, reason_of
-from train.rewards import try_out
-from train.saving import Checkpoints
-from train.trackers import Watchers
-from train.unfinished import forget
+from train.observe.health import check_health
+from train.observe.hooks import RunInfo
+from train.observe.progress import Clock, progress_bar, say, say_step
+from train.observe.trackers import Watchers
+from train.run.erasures import Erasures
+from train.run.publish import publish
+from train.run.reward_folder import publish_reward_model, reason_of
+from train.run.unfinished import forget
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
 
@@ -40,14 +40,14 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
 
     A run of the same name that was killed goes on from its last checkpoint; one that has published gives that again.
 
-    A run that is not well (train/health.py), has nothing to learn from, or has learned from rows that were erased
-    meanwhile (train/erasures.py), ends early: the result has no candidate, and the reason.
+    A run that is not well (train/observe/health.py), has nothing to learn from, or has learned from rows that were
+    erased meanwhile (train/run/erasures.py), ends early: the result has no candidate, and the reason.
 
     Raises:
-        train.controller.WorkerError: a worker failed; nothing is published.
-        train.checkpoint_files.CheckpointError: the run can't go on from what there is of it, or can't save.
-        train.hooks.HookError: a hook or tracker of the config failed.
-        feedback.rewards.rules.RuleError: the reward failed, or gave what is no reward.
+        train.controller.worker_group.WorkerError: a worker failed; nothing is published.
+        train.checkpoint.files.CheckpointError: the run can't go on from what there is of it, or can't save.
+        train.observe.hooks.HookError: a hook or tracker of the config failed.
+        feedback.scoring.sources.rules.RuleError: the reward failed, or gave what is no reward.
     """
     with only_run(context):
         store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
@@ -215,9 +215,3 @@ def finished_before(context: JobContext, result: JobResult) -> JobResult:
     say(f"{context.run}: was finished before, it published {made_by(result)}")
     shutil.rmtree(checkpoints_of(context), ignore_errors=True)
     return result
-
-
-if __name__ == "__main__":
-    from train.launch import main
-
-    main()

@@ -1,7 +1,7 @@
 """Where a training job runs: over a Ray of its own in this process, as a job on a cluster, or under torchrun.
 
-``python -m train.job SPEC.json`` is what a cluster runs, in a Ray that is there. With ``--launcher torchrun`` it needs
-no Ray: as it is for one rank, under ``torchrun --nproc-per-node N -m train.job …`` for several.
+``python -m train.launch SPEC.json`` is what a cluster runs, in a Ray that is there. With ``--launcher torchrun`` it
+needs no Ray: as it is for one rank, under ``torchrun --nproc-per-node N -m train.launch …`` for several.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from serve.local_ray import LOOPBACK, local_ray, loopback_sockets
-from train import torchrun
-from train.config import TrainConfig
+from feedback.process_exit import end_process, teardown_is_skipped
+from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets
+from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, write_job
-from train.dispatch import Layout
-from train.groups import environment, sizes
+from train.controller import torchrun
+from train.controller.dispatch import Layout
+from train.controller.role_groups import environment, sizes
 from train.job import run
-from train.progress import say
-from train.rewards import given_up
+from train.observe.progress import say
 
 _STOP_S = 20.0
 _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -82,7 +82,7 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
     variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets()}
     variables["PYTHONPATH"] = ":".join([*context.python_path, *sys.path])
     with log.open("w") as output, tempfile.TemporaryDirectory(prefix="millrace-torchrun-") as folder:
-        command = torchrun_command(config, spec, "train.elastic", f"{folder}/store")
+        command = torchrun_command(config, spec, "train.controller.torchrun_guard", f"{folder}/store")
         process = subprocess.Popen(command, stderr=output, env=variables)
         try:
             code = process.wait()
@@ -101,7 +101,7 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
 def torchrun_command(
     config: TrainConfig, spec: Path, torchrun: str = "torch.distributed.run", file: str = ""
 ) -> list[str]:
-    """``torchrun``: the module to run; ``train.elastic`` ends with the process that starts it.
+    """``torchrun``: the module to run; ``train.controller.torchrun_guard`` ends with the process that starts it.
 
     ``file``: where torchrun keeps what a rendezvous needs; a temporary one if not given.
     """
@@ -118,7 +118,7 @@ def torchrun_command(
         "--rdzv-endpoint",
         file,
     ]
-    return [sys.executable, "-m", torchrun, *how, "-m", "train.job", "--launcher", "torchrun", str(spec)]
+    return [sys.executable, "-m", torchrun, *how, "-m", "train.launch", "--launcher", "torchrun", str(spec)]
 
 
 def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
@@ -132,7 +132,7 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
     client = JobSubmissionClient(config.ray_address)
     variables = {"env_vars": {"PYTHONPATH": ":".join(context.python_path)}} if context.python_path else {}
     job_id = client.submit_job(
-        entrypoint=f"{sys.executable} -m train.job {spec}", runtime_env=variables, metadata={"run": context.run}
+        entrypoint=f"{sys.executable} -m train.launch {spec}", runtime_env=variables, metadata={"run": context.run}
     )
     say(f"{context.run}: submitted as {job_id} to {config.ray_address}")
     try:
@@ -160,21 +160,19 @@ def follow(client: Any, job_id: str, context: JobContext) -> None:
 
 
 def main() -> None:
-    """Entry point of a job: ``python -m train.job [--launcher ray|torchrun] SPEC.json``."""
+    """Entry point of a job: ``python -m train.launch [--launcher ray|torchrun] SPEC.json``."""
     try:
         be_job()
     except BaseException:
-        if not given_up():
+        if not teardown_is_skipped():
             raise
         traceback.print_exc()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
+        end_process(1)
 
 
 def be_job() -> None:
     """Run the job that the command line names, or a rank of it."""
-    parser = argparse.ArgumentParser(prog="python -m train.job", description="Run a training job from its file.")
+    parser = argparse.ArgumentParser(prog="python -m train.launch", description="Run a training job from its file.")
     parser.add_argument(
         "--launcher", choices=["ray", "torchrun"], help="what runs the ranks; the job's own if not given"
     )
@@ -230,3 +228,7 @@ def read(spec: Path, launcher: str | None = None) -> tuple[TrainConfig, JobConte
     if launcher is not None:
         job["config"]["launcher"] = launcher
     return TrainConfig.model_validate(job["config"]), JobContext.model_validate(job["context"])
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from deploy.config import Settings
+from deploy.config.root import Settings
 
 pass_settings = click.make_pass_decorator(Settings)
 

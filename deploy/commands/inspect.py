@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from deploy.commands.common import pass_settings
-from deploy.config import Settings
+from deploy.config.root import Settings
 
 COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 
@@ -22,8 +22,8 @@ COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 @pass_settings
 def report(settings: Settings, out: Path | None, title: str) -> None:
     """Write one HTML page with what the loop has done: policies, training, gates, traffic, swaps."""
-    from deploy.report_data import gather
-    from evaluation.report import build
+    from deploy.display.report_data import gather
+    from evaluation.report.page import build
 
     path = out or settings.path("report.html")
     path.parent.mkdir(parents=True, exist_ok=True)

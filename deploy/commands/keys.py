@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from deploy.commands.common import pass_settings, table
-from deploy.config import Settings
-from serve.keys import SCOPES
+from deploy.config.root import Settings
+from serve.middleware.api_keys import SCOPES
 
 if TYPE_CHECKING:
-    from serve.keys import ApiKey, Scope
+    from serve.middleware.api_keys import ApiKey, Scope
 
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
@@ -96,7 +96,7 @@ def create(
     """Make a key and show it, once: what is kept of it can't be turned back."""
     from pydantic import ValidationError
 
-    from serve.keys import create_key, read_keys
+    from serve.middleware.api_keys import create_key, read_keys
 
     path = settings.path(settings.serve.keys)
     first = not read_keys(path)
@@ -129,7 +129,7 @@ def create(
 @pass_settings
 def list_keys(settings: Settings, as_json: bool) -> None:
     """List the keys, without their secrets."""
-    from serve.keys import read_keys
+    from serve.middleware.api_keys import read_keys
 
     path = settings.path(settings.serve.keys)
     found = read_keys(path)
@@ -163,7 +163,7 @@ def list_keys(settings: Settings, as_json: bool) -> None:
 @pass_settings
 def revoke(settings: Settings, key: str) -> None:
     """Make a key worthless for good. A running server follows within a second."""
-    from serve.keys import revoke_key
+    from serve.middleware.api_keys import revoke_key
 
     revoked = revoke_key(settings.path(settings.serve.keys), key)
     click.echo(f"key {revoked.id} of {revoked.name} is revoked")

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from deploy import lineage
 from deploy.commands.common import hand_on, json_out, pass_settings
-from deploy.config import ConfigError, Settings
-from deploy.processes import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
-from serve.policies import PolicyStore
+from deploy.config.root import ConfigError, Settings
+from deploy.loop import lineage
+from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
+from serve.policies.store import PolicyStore
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
@@ -33,9 +33,9 @@ _REASONS_KEPT: Final = 20
 @pass_settings
 def score(settings: Settings, json_out: Path | None) -> None:
     """Turn new interactions and feedback into rewards."""
-    from feedback.lake import Lake
-    from feedback.scoring import score as score_lake
-    from feedback.sealing import seal
+    from feedback.ingest.seal import seal
+    from feedback.lake.tables import Lake
+    from feedback.scoring.run import score as score_lake
 
     feedback = settings.resolved().feedback
     lake = Lake(feedback.lake.uri, feedback.lake)
@@ -74,7 +74,7 @@ def score(settings: Settings, json_out: Path | None) -> None:
 @contextmanager
 def _scoring_progress() -> Iterator[Callable[[str, int, int], None]]:
     """What scoring calls as it goes: a bar on a terminal, a line every few seconds without one."""
-    from train.progress import progress_bar
+    from train.observe.progress import progress_bar
 
     said = time.monotonic()
     tasks: dict[str, TaskID] = {}
@@ -118,7 +118,7 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
     Exit code 3 if there was nothing to learn from (too few prompts, or rewards that do not differ), or what it learned
     from was erased meanwhile, 1 if the run was stopped for its health or failed; nothing is then published.
     """
-    from deploy.checks import reward_of, training_problems
+    from deploy.loop.preflight import reward_of, training_problems
 
     if problems := training_problems(settings):
         raise ConfigError("\n".join(problems))
@@ -176,10 +176,10 @@ def say_what_came_of(result: JobResult) -> int:
 @pass_settings
 def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
     """Compare policy CANDIDATE (the newest if not given) with the one that serves, and ask the gate."""
-    from deploy.checks import judging_problems
+    from deploy.loop.preflight import judging_problems
+    from evaluation.evaluate import evaluate as compare
     from evaluation.gate import decide
-    from evaluation.suites import Suite
-    from evaluation.suites import evaluate as compare
+    from evaluation.suites.suite import Suite
 
     store = PolicyStore(settings.path(settings.serve.policies))
     candidate, incumbent = _which(store, candidate, incumbent)
@@ -230,7 +230,7 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
     Exit code 1 if it failed, a training that was stopped for its health included; 75 if another one is running. A cycle
     that finds nothing to learn from is skipped, which is no failure: it says how many in a row have been.
     """
-    from deploy.cycle import CycleBusy, run_cycle
+    from deploy.loop.cycle import CycleBusy, run_cycle
 
     with no_leftovers(), stop_on_signals():
         try:

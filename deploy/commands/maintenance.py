@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from deploy.commands.common import hand_on, json_out, pass_settings, table
-from deploy.config import Settings
-from deploy.processes import stop_on_signals
+from deploy.config.root import Settings
+from deploy.supervise.children import stop_on_signals
 
 if TYPE_CHECKING:
-    from deploy.lineage import Trained, TrainedModel
-    from feedback.lake import Lake
-    from feedback.maintenance import Compacted, Retained, Vacuumed
-    from serve.policies import PolicyStore
+    from deploy.loop.lineage import Trained, TrainedModel
+    from feedback.lake.tables import Lake
+    from feedback.maintenance.maintain import Compacted, Retained, Vacuumed
+    from serve.policies.store import PolicyStore
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 
@@ -28,7 +28,7 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what wou
 @pass_settings
 def compact(settings: Settings, json_out: Path | None) -> None:
     """Merge small files of each date into large ones, sorted by response id."""
-    from feedback.maintenance import compact as compact_lake
+    from feedback.maintenance.maintain import compact as compact_lake
 
     with stop_on_signals():
         done = compact_lake(_lake(settings))
@@ -42,7 +42,7 @@ def compact(settings: Settings, json_out: Path | None) -> None:
 @pass_settings
 def vacuum(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     """Remove files that no version within lake.vacuum_hours needs, and what killed writers left."""
-    from feedback.maintenance import vacuum as vacuum_lake
+    from feedback.maintenance.maintain import vacuum as vacuum_lake
 
     with stop_on_signals():
         done = vacuum_lake(_lake(settings), dry_run=dry_run)
@@ -56,7 +56,7 @@ def vacuum(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
 @pass_settings
 def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     """Drop whole dates, oldest first, as lake.retain_days and lake.retain_bytes say."""
-    from feedback.maintenance import retain as retain_lake
+    from feedback.maintenance.maintain import retain as retain_lake
 
     with stop_on_signals():
         done = retain_lake(_lake(settings), dry_run=dry_run)
@@ -69,10 +69,10 @@ def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
 @pass_settings
 def maintain(settings: Settings, json_out: Path | None) -> None:
     """Finish erasures, drop old dates, compact and vacuum: what the schedule runs."""
-    from deploy import lineage
-    from feedback.maintenance import maintain as maintain_lake
-    from serve.policies import PolicyStore
-    from train.unfinished import forget_erased
+    from deploy.loop import lineage
+    from feedback.maintenance.maintain import maintain as maintain_lake
+    from serve.policies.store import PolicyStore
+    from train.run.unfinished import forget_erased
 
     lake, resolved = _lake(settings), settings.resolved()
     store, runs = PolicyStore(Path(resolved.serve.policies)), resolved.train.runs
@@ -119,11 +119,11 @@ def erase(
     Older versions of the tables can't be read afterwards. Policies and reward models are not touched; their records say
     that an erasure reaches them. A run at work will publish nothing; what a killed one has kept is removed.
     """
-    from deploy import lineage
-    from feedback.erasure import Target, find
-    from feedback.erasure import erase as erase_rows
-    from serve.policies import PolicyError, PolicyStore
-    from train.unfinished import forget_erased
+    from deploy.loop import lineage
+    from feedback.maintenance.erasure import Target, find
+    from feedback.maintenance.erasure import erase as erase_rows
+    from serve.policies.store import PolicyError, PolicyStore
+    from train.run.unfinished import forget_erased
 
     try:
         target = Target(user=user, tenant=tenant, response_id=response_id)
@@ -181,7 +181,7 @@ def erase(
 
 
 def _lake(settings: Settings) -> Lake:
-    from feedback.lake import Lake
+    from feedback.lake.tables import Lake
 
     config = settings.resolved().feedback.lake
     return Lake(config.uri, config)
@@ -207,7 +207,7 @@ def _record(store: PolicyStore, erasure: str, policies: Iterable[Trained], model
 
     Raises PolicyError, when the others are on record, for those that could not be put there.
     """
-    from serve.policies import PolicyError, PolicyNotFound, record_erasure
+    from serve.policies.store import PolicyError, PolicyNotFound, record_erasure
 
     failed = []
     for policy in policies:

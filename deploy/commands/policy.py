@@ -9,11 +9,12 @@ from pathlib import Path
 
 import click
 
-from deploy import initialise, rollout
+from deploy import initialise
 from deploy.commands.common import pass_settings, table
-from deploy.config import Settings
-from deploy.sources import DEFAULT_FILE
-from serve.policies import Pointer, Policy, PolicyError, PolicyStore
+from deploy.config.root import Settings
+from deploy.config.sources import DEFAULT_FILE
+from deploy.loop import promotion
+from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore
 
 
 @click.command()
@@ -25,7 +26,7 @@ from serve.policies import Pointer, Policy, PolicyError, PolicyStore
 @pass_settings
 def init(settings: Settings, model: str, revision: str | None, write_config: bool) -> None:
     """Make a Hugging Face causal LM policy 1, in a new home."""
-    pointer = initialise.initialise(settings, model, revision=revision, who=rollout.person())
+    pointer = initialise.initialise(settings, model, revision=revision, who=promotion.person())
     click.echo(f"policy {pointer.version} of {settings.home} is {model}")
     if write_config and initialise.write_config(settings, DEFAULT_FILE):
         click.echo(f"wrote {DEFAULT_FILE}: every setting, with its meaning; change what you need")
@@ -92,7 +93,9 @@ def promote(settings: Settings, version: int, why: str | None, override: bool, w
     """Make policy VERSION the one that serves, and wait until the running server, or fleet, has followed."""
     _require_reason(override, why)
     store = PolicyStore(settings.path(settings.serve.policies))
-    pointer = rollout.promote(store, version, who=rollout.person(), why=why or "promoted by hand", override=override)
+    pointer = promotion.promote(
+        store, version, who=promotion.person(), why=why or "promoted by hand", override=override
+    )
     _follow(settings, store, pointer, wait=wait)
 
 
@@ -106,7 +109,9 @@ def rollback(settings: Settings, to: int | None, why: str | None, override: bool
     """Go back to a policy that has served, and wait until the running server, or fleet, has followed."""
     _require_reason(override, why)
     store = PolicyStore(settings.path(settings.serve.policies))
-    pointer = rollout.rollback(store, who=rollout.person(), why=why or "rolled back by hand", to=to, override=override)
+    pointer = promotion.rollback(
+        store, who=promotion.person(), why=why or "rolled back by hand", to=to, override=override
+    )
     _follow(settings, store, pointer, wait=wait)
 
 
@@ -159,7 +164,7 @@ def _verdict(pointer: Pointer) -> str:
 
 
 def _follow(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: bool) -> None:
-    from deploy.following import NotServed, server_policy, wait_until_served
+    from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 
     before = f" (before: {pointer.previous})" if pointer.previous is not None else ""
     if not wait:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import click
 
 from deploy.commands.common import pass_settings
-from deploy.config import Settings
-from deploy.processes import stop_on_signals
+from deploy.config.root import Settings
+from deploy.supervise.children import stop_on_signals
 
 if TYPE_CHECKING:
-    from feedback.lake import Lake
+    from feedback.lake.tables import Lake
 
 _TABLES = ("interactions", "feedback", "rewards")
 
@@ -75,8 +75,8 @@ def sql(
         query = sys.stdin.read()
     lake, journal = _lake(settings)
 
-    from deploy.output import WRITERS, opened, write_table
-    from feedback.queries import QueryError, Rows, run
+    from deploy.display.query_output import WRITERS, opened, write_table
+    from feedback.lake.query import QueryError, Rows, run
 
     begun = False
 
@@ -108,22 +108,22 @@ def stats(settings: Settings, as_json: bool, orphans: bool, limit: int, sealed_o
     lake, journal_folder = _lake(settings)
     journal = None if sealed_only else journal_folder
 
-    from deploy import statistics_text
-    from feedback import statistics
+    from deploy.display import statistics as display
+    from feedback.lake import statistics
 
     with stop_on_signals():
         if orphans:
             found = statistics.orphans(lake, journal, limit=limit)
-            text = statistics_text.orphans_json(found) if as_json else statistics_text.orphans(found, limit)
+            text = display.orphans_json(found) if as_json else display.orphans(found, limit)
         else:
             gathered = statistics.gather(lake, journal)
-            text = statistics_text.to_json(gathered) if as_json else statistics_text.to_text(gathered)
+            text = display.to_json(gathered) if as_json else display.to_text(gathered)
     click.echo(text)
 
 
 def _lake(settings: Settings) -> tuple[Lake, Path]:
     """The lake and the journal's folder. Raises LakeError if there is no lake; makes none."""
-    from feedback.lake import Lake, LakeError
+    from feedback.lake.tables import Lake, LakeError
 
     feedback = settings.resolved().feedback
     lake = Lake(feedback.lake.uri, feedback.lake)

@@ -8,8 +8,8 @@ import click
 from pydantic import ValidationError
 
 from deploy.commands.common import pass_settings
-from deploy.config import ConfigError, Settings
-from deploy.processes import Stopped, no_leftovers, stop_on_signals
+from deploy.config.root import ConfigError, Settings
+from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
 from serve.config import FleetConfig
 
 replicas = click.option(
@@ -29,7 +29,7 @@ COLOURS = {"up": "green", "serve": "cyan", "schedule": "yellow"}
 @pass_settings
 def up(settings: Settings, with_schedule: bool, replicas: int | None) -> None:
     """Serve, record, and turn the loop on a schedule, until Ctrl-C."""
-    from deploy import up as supervisor
+    from deploy.supervise import up as supervisor
 
     printing = threading.Lock()
 
@@ -57,9 +57,9 @@ def serve(settings: Settings, replicas: int | None) -> None:
 
             app.run(resolved.serve, resolved.feedback)
         else:
-            from serve.fleet import run
+            from serve.fleet import deployment
 
-            run.run(resolved.serve, resolved.feedback)
+            deployment.run(resolved.serve, resolved.feedback)
 
 
 @click.command()
@@ -68,7 +68,7 @@ def schedule(settings: Settings) -> None:
     """Run cycles when they are due, until Ctrl-C."""
     import signal
 
-    from deploy.schedule import Scheduler
+    from deploy.loop.schedule import Scheduler
 
     scheduler = Scheduler(settings, say=click.echo)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve.api.http import Problem, json_response, problems
+from serve.http import Problem, json_response, problems
 
 if TYPE_CHECKING:
     from serve.app import Server

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
 
-from serve.api.http import Problem, parse
+from serve.http import Problem, parse
 
 MESSAGES: Final = 2048  # of a chat
 PARTS: Final = 2048  # of the messages of a chat together

@@ -14,7 +14,7 @@ from feedback import events
 from feedback.config import Identifier
 from feedback.events import FeedbackError, Kind
 from serve.api.bounds import aside, check, parse_body
-from serve.api.http import FieldError, Problem, body_of, field_problem, invalid, json_response, parse, problems
+from serve.http import FieldError, Problem, body_of, field_problem, invalid, json_response, parse, problems
 
 if TYPE_CHECKING:
     from serve.app import Server

@@ -12,26 +12,18 @@ from fastapi import APIRouter, Request, Response
 from jinja2 import TemplateError
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from serve import capture
 from serve.api import bounds
-from serve.api.http import (
-    CLIENT_CLOSED_REQUEST,
-    Problem,
-    body_of,
-    event_stream,
-    field_problem,
-    json_response,
-    problems,
-)
-from serve.api.streaming import Events
-from serve.engine import EngineError, EngineRefused, Generation, Sampling
+from serve.api.generate_stream import Events
+from serve.generation import interaction_rows
+from serve.http import CLIENT_CLOSED_REQUEST, Problem, body_of, event_stream, field_problem, json_response, problems
+from serve.vllm.engine import EngineError, EngineRefused, Generation, Sampling
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from serve.app import Server
-    from serve.auth import Principal
-    from serve.text import Text
+    from serve.generation.tokenizer import Text
+    from serve.middleware.principals import Principal
 
 router = APIRouter()
 
@@ -245,10 +237,10 @@ async def generate(request: Request) -> Response:
             generation, ending = await _sample(server, asked, request)
         except asyncio.CancelledError:  # by a proxy before this server, whose client has gone
             bill.used = lambda: bill.paid
-            server.later(server.record(capture.failed(asked, status="aborted")))
+            server.later(server.record(interaction_rows.failed(asked, status="aborted")))
             raise
         bill.used = partial(_tokens, generation)
-        rows = capture.answered(asked, generation)
+        rows = interaction_rows.answered(asked, generation)
         await server.record(rows)
     if all(row["status"] == "complete" for row in rows):
         return json_response(_answer(server, asked, body, generation, rows))
@@ -262,7 +254,7 @@ async def generate(request: Request) -> Response:
 class _Bill:
     """What a request may use of its key's tokens, paid for at once; ``settle`` gives back what it did not use."""
 
-    def __init__(self, server: Server, principal: Principal, asked: capture.Asked) -> None:
+    def __init__(self, server: Server, principal: Principal, asked: interaction_rows.Asked) -> None:
         prompt, sampling = len(asked.prompt_token_ids), asked.sampling
         room = min(sampling.max_tokens, server.engine.max_model_len - prompt)
         self.paid = prompt + sampling.n * room
@@ -298,7 +290,7 @@ def session_of(request: Request) -> str | None:
 
 async def _understand(
     body: GenerateIn, server: Server, tenant: str, request_id: str, session_id: str | None
-) -> capture.Asked:
+) -> interaction_rows.Asked:
     """The request as the engine needs it. Raises Problem 400 or 422 naming the field."""
     limits, engine = server.config.limits, server.engine
     if body.n > limits.n:
@@ -309,15 +301,15 @@ async def _understand(
         raise field_problem(422, "max_tokens", f"{body.max_tokens} is more than the {limits.max_tokens} allowed")
     if len(body.metadata) > limits.metadata_entries:
         raise field_problem(422, "metadata", f"{len(body.metadata)} entries, {limits.metadata_entries} are allowed")
-    if any(key.startswith(capture.RESERVED) for key in body.metadata):
-        raise field_problem(422, "metadata", f"keys that begin with {capture.RESERVED!r} are Millrace's own")
+    if any(key.startswith(interaction_rows.RESERVED) for key in body.metadata):
+        raise field_problem(422, "metadata", f"keys that begin with {interaction_rows.RESERVED!r} are Millrace's own")
     _require_tokens("stop_token_ids", body.stop_token_ids, engine.vocabulary)
     field, prompt, messages, token_ids = await _tokenise(body, server)
     if not token_ids:
         raise field_problem(422, field, "there is no token in it")
     if len(token_ids) >= engine.max_model_len:
         raise _no_room(field, len(token_ids), server)
-    return capture.Asked(
+    return interaction_rows.Asked(
         request_id=request_id,
         endpoint="/generate",
         replica=server.config.replica_name,
@@ -399,7 +391,7 @@ def _require_tokens(field: str, token_ids: list[int], vocabulary: int) -> None:
 
 
 async def _sample(
-    server: Server, asked: capture.Asked, request: Request
+    server: Server, asked: interaction_rows.Asked, request: Request
 ) -> tuple[Generation, Literal["done", "gone", "timeout"]]:
     """Run the request in the engine; a client that goes away, or takes too long, ends it there too."""
     timeout_s = server.config.limits.timeout_s
@@ -410,7 +402,7 @@ async def _sample(
         except EngineRefused as error:
             raise Problem(400, str(error)) from error
         except (EngineError, TimeoutError) as error:
-            await server.record(capture.failed(asked))
+            await server.record(interaction_rows.failed(asked))
             raise Problem(503, str(error) or "the engine did not answer", retry_after=5) from error
     return generation, watch.ending
 
@@ -453,7 +445,7 @@ class _Watch:
 
 
 def _answer(
-    server: Server, asked: capture.Asked, body: GenerateIn, generation: Generation, rows: list[dict[str, Any]]
+    server: Server, asked: interaction_rows.Asked, body: GenerateIn, generation: Generation, rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
     made = 0
     responses = []

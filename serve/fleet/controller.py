@@ -15,10 +15,10 @@ from typing import Final
 
 from feedback.files import make_folder, try_lock
 from serve.config import FleetConfig
-from serve.fleet.plan import NOTHING, next_step
+from serve.fleet.planner import NOTHING, next_step
 from serve.fleet.reports import Report, reports
 from serve.fleet.state import FleetError, FleetRecord, FleetState, Instant, Rollout, instant
-from serve.policies import Pointer, PolicyError, PolicyStore, StalePointer
+from serve.policies.store import Pointer, PolicyError, PolicyStore, StalePointer
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from serve.config import ServeConfig
 from serve.fleet import reports
-from serve.fleet.merging import merge
+from serve.fleet.metrics_merge import merge
 from serve.fleet.reports import Name, Report
 from serve.fleet.state import FleetRecord, FleetState, Task, task_of
-from serve.policies import PolicyError
-from serve.swap import Orders
+from serve.policies.store import PolicyError
+from serve.swap.swapper import Orders
 
 if TYPE_CHECKING:
     from serve.app import Server

@@ -15,10 +15,10 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve import logs
-from serve.api.http import Problem
-from serve.connections import BoundedHttp
-from serve.fleet.told import entrance, has_body, nobody_is_there
+from serve.fleet.proxy_state import entrance, has_body, nobody_is_there
+from serve.http import Problem
+from serve.middleware.connections import BoundedHttp
+from serve.observability import log_format
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def bound_connections() -> None:
     Ray Serve makes its uvicorn.Config without saying which (``ray.serve._private.http_util.start_asgi_http_server``),
     and takes none from outside, so "auto" means ours here. Raises RuntimeError where uvicorn does not look there.
     """
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = "serve.connections:BoundedHttp"
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "serve.middleware.connections:BoundedHttp"
     uvicorn.config.WS_PROTOCOLS["auto"] = None
     loaded = uvicorn.Config(lambda: None, factory=True, lifespan="off", log_config=None)  # as Ray Serve makes it
     loaded.load()
@@ -92,7 +92,7 @@ class Explained:
 
         await self.app(scope, watched, explained)
         if not started and not gone:
-            log.warning("%s %s: its replica ended before it answered", scope["method"], logs.path(scope["path"]))
+            log.warning("%s %s: its replica ended before it answered", scope["method"], log_format.path(scope["path"]))
             ended = _absent("the replica that had the request has ended; ask again")
             await _answer(ended, scope, receive, send)
 

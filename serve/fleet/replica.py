@@ -8,9 +8,9 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from feedback.config import FeedbackConfig
-from serve import logs
 from serve.config import ServeConfig
 from serve.fleet.member import Member
+from serve.observability import log_format
 
 
 class Replica:
@@ -21,12 +21,12 @@ class Replica:
     ) -> None:
         """Start the server. Raises what keeps it from serving; Ray Serve tries again."""
         from serve.app import Server, create_app
-        from serve.fleet.limits import FleetBuckets
+        from serve.fleet.rate_limit_store import FleetBuckets
 
         _listen_on_its_own_address_alone()
         given = ServeConfig(**config)
         logging.getLogger().handlers.clear()
-        logs.configure(given.log_format)
+        log_format.configure(given.log_format)
         self.member = Member(given)
         try:
             named = given.model_copy(update={"replica_name": self.member.name})

@@ -13,8 +13,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from serve.fleet.sharing import in_share, rank
-from serve.fleet.told import tell_config, tell_replicas
+from serve.fleet.proxy_state import tell_config, tell_replicas
+from serve.fleet.session_hashing import in_share, rank
 
 
 class Router(RequestRouter):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from feedback.files import fsync_path, make_folder
-from serve.policies import Pointer, PolicyError
+from serve.policies.store import Pointer, PolicyError
 
 Phase = Literal["preparing", "canary", "committing", "undoing"]
 CANARY: Final = "canary"

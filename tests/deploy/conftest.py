@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy import config, initialise
-from deploy.config import Settings
-from deploy.sources import ENV_PREFIX
+from deploy import initialise
+from deploy.config import root
+from deploy.config.root import Settings
+from deploy.config.sources import ENV_PREFIX
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ def settings(tmp_path: Path) -> Settings:
     (home / "suite.jsonl").write_text(
         "".join(f'{{"id": "{i}", "prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(60))
     )
-    return config.load(
+    return root.load(
         None,
         [
             ("home", str(home)),

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy import cli, describe
-from deploy.config import Settings
-from serve.policies import PolicyStore
+from deploy import cli
+from deploy.config import describe
+from deploy.config.root import Settings
+from serve.policies.store import PolicyStore
 
 COMMANDS = (
     "init up serve schedule score train evaluate cycle policies promote rollback history keys report doctor".split()  # noqa: SIM905
@@ -203,9 +204,9 @@ def test_a_command_ends_although_a_reward_that_it_gave_up_hangs() -> None:
         import threading
         from concurrent.futures import ThreadPoolExecutor
         import pyarrow as pa
-        from deploy.cli import _leave
-        from feedback.rewards.rules import RuleError
-        from train.rewards import within
+        from feedback.process_exit import end_process
+        from feedback.scoring.sources.rules import RuleError
+        from train.data.rewards import within
 
         def hang(rows):
             with ThreadPoolExecutor(1) as pool:  # whose threads Python waits for when it ends
@@ -215,7 +216,7 @@ def test_a_command_ends_although_a_reward_that_it_gave_up_hangs() -> None:
             within(hang, 0.1)(pa.table({"response": ["x"]}))
         except RuleError as error:
             print(error)
-            _leave(1)
+            end_process(1)
     """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=Path(cli.__file__).parents[1], capture_output=True, text=True, timeout=60)

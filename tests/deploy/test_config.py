@@ -7,15 +7,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy import config, describe
-from deploy.config import ConfigError, Settings
+from deploy.config import describe, root
+from deploy.config.root import ConfigError, Settings
 
 
 def test_the_command_line_beats_the_environment_which_beats_the_file_which_beats_the_default(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("serve: {port: 1001, host: file, replica_name: file}\n")
     environment = {"MILLRACE__SERVE__PORT": "1002", "MILLRACE__SERVE__HOST": "environment"}
-    settings = config.load(file, [("serve.port", "1003")], environment)
+    settings = root.load(file, [("serve.port", "1003")], environment)
     assert (settings.serve.port, settings.serve.host) == (1003, "environment")
     assert settings.serve.replica_name == "file"
     assert settings.serve.tenant == "default"
@@ -23,7 +23,7 @@ def test_the_command_line_beats_the_environment_which_beats_the_file_which_beats
 
 def test_a_millrace_yaml_of_the_working_folder_is_read_without_being_named(tmp_path: Path) -> None:
     Path("millrace.yaml").write_text("schedule: {interval_seconds: 5}\n")
-    assert config.load().schedule.interval_seconds == 5
+    assert root.load().schedule.interval_seconds == 5
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest_right_one_and_the_sou
         value = {part: value}
     file.write_text(yaml.safe_dump(value))
     for load, source in (
-        (lambda: config.load(file), str(file)),
-        (lambda: config.load(None, [(key, "1")]), f"--{key}"),
-        (lambda: config.load(None, [], {name: "1"}), name := f"MILLRACE__{key.upper().replace('.', '__')}"),
+        (lambda: root.load(file), str(file)),
+        (lambda: root.load(None, [(key, "1")]), f"--{key}"),
+        (lambda: root.load(None, [], {name: "1"}), name := f"MILLRACE__{key.upper().replace('.', '__')}"),
     ):
         with pytest.raises(ConfigError) as error:
             load()
@@ -61,7 +61,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest_right_one_and_the_sou
 
 def test_every_unknown_key_is_named_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        config.load(None, [("serve.prot", "1")], {"MILLRACE__TRAIN__STEP": "1"})
+        root.load(None, [("serve.prot", "1")], {"MILLRACE__TRAIN__STEP": "1"})
     assert "serve.port" in str(error.value)
     assert "train.steps" in str(error.value)
 
@@ -79,7 +79,7 @@ def test_every_unknown_key_is_named_at_once() -> None:
 )
 def test_a_bad_value_is_named_with_its_key_and_source(key: str, text: str, parts: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
-        config.load(None, [(key, text)])
+        root.load(None, [(key, text)])
     for part in parts:
         assert part in str(error.value)
     assert "\n" not in str(error.value)
@@ -110,13 +110,13 @@ def test_settings_that_do_not_go_together_are_named_with_where_they_came_from_an
     file = tmp_path / "my.yaml"
     file.write_text(yaml.safe_dump({"train": in_file}))
     with pytest.raises(ConfigError) as error:
-        config.load(file, [(on_the_line, "3")], {f"MILLRACE__TRAIN__{in_environment}": "3"})
+        root.load(file, [(on_the_line, "3")], {f"MILLRACE__TRAIN__{in_environment}": "3"})
     assert "train.rollout.tensor_parallel_size=2 does not divide train.ranks=3" in str(error.value)
     assert str(error.value).endswith(where.format(file=file))
 
 
 def test_text_becomes_the_type_of_its_setting() -> None:
-    settings = config.load(
+    settings = root.load(
         None,
         [
             ("train.optimizer.betas", "[0.8, 0.9]"),
@@ -140,21 +140,21 @@ def test_a_config_file_that_is_no_mapping_is_named(content: str, tmp_path: Path)
     file = tmp_path / "bad.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=r"bad\.yaml"):
-        config.load(file)
+        root.load(file)
 
 
 def test_a_config_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
-        config.load(Path("nowhere.yaml"))
+        root.load(Path("nowhere.yaml"))
 
 
 def test_a_section_whose_lines_are_all_commented_out_is_empty() -> None:
     Path("millrace.yaml").write_text("serve:\n  # port: 1\n  engine:\n    # seed: 1\n")
-    assert config.load().serve.port == Settings().serve.port
+    assert root.load().serve.port == Settings().serve.port
 
 
 def test_paths_are_relative_to_home_unless_absolute(tmp_path: Path) -> None:
-    settings = config.load(
+    settings = root.load(
         None, [("home", "there"), ("feedback.lake.uri", "s3://bucket/lake"), ("train.runs", "/elsewhere")]
     )
     assert settings.home == tmp_path / "there"
@@ -167,38 +167,38 @@ def test_paths_are_relative_to_home_unless_absolute(tmp_path: Path) -> None:
 
 def test_the_gates_engine_is_as_the_servers_unless_it_is_set_itself() -> None:
     served = [("serve.engine.dtype", "bfloat16"), ("serve.engine.extra.quantization", "fp8")]
-    judging = config.load(None, served).resolved().evaluation.engine
+    judging = root.load(None, served).resolved().evaluation.engine
     assert (judging.dtype, judging.extra) == ("bfloat16", {"quantization": "fp8"})
     own = [("evaluation.engine.dtype", "float32"), ("evaluation.engine.extra", "{}")]
-    judging = config.load(None, [*served, *own]).resolved().evaluation.engine
+    judging = root.load(None, [*served, *own]).resolved().evaluation.engine
     assert (judging.dtype, judging.extra) == ("float32", {})
-    assert config.load(None, []).resolved().evaluation.engine.dtype == "auto"
+    assert root.load(None, []).resolved().evaluation.engine.dtype == "auto"
 
 
 def test_a_setting_of_the_servers_engine_has_no_second_place_among_the_extra_ones() -> None:
     with pytest.raises(ConfigError, match=r"dtype is a setting of its own: set serve\.engine\.dtype"):
-        config.load(None, [("serve.engine.extra.dtype", "bfloat16")])
+        root.load(None, [("serve.engine.extra.dtype", "bfloat16")])
 
 
 def test_a_snapshot_holds_everything_and_a_child_reads_the_same_from_it(tmp_path: Path) -> None:
-    settings = config.load(None, [("home", "h"), ("serve.port", "1"), ("train.optimizer.betas", "[0.1, 0.2]")])
-    assert config.load(settings.snapshot(), [], {}) == settings
+    settings = root.load(None, [("home", "h"), ("serve.port", "1"), ("train.optimizer.betas", "[0.1, 0.2]")])
+    assert root.load(settings.snapshot(), [], {}) == settings
     assert settings.snapshot() == settings.snapshot()
 
 
 def test_a_child_is_given_no_settings_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MILLRACE__SERVE__PORT", "1")
     monkeypatch.setenv("OTHER", "stays")
-    environment = config.child_environment({"MORE": "x"})
+    environment = root.child_environment({"MORE": "x"})
     assert "MILLRACE__SERVE__PORT" not in environment
     assert (environment["OTHER"], environment["MORE"]) == ("stays", "x")
 
 
 def test_the_printed_config_loads_as_the_same_settings(tmp_path: Path) -> None:
-    settings = config.load(None, [("serve.port", "1234"), ("evaluation.scorer", "a:b")])
+    settings = root.load(None, [("serve.port", "1234"), ("evaluation.scorer", "a:b")])
     file = tmp_path / "printed.yaml"
     file.write_text(describe.to_yaml(settings, comments=True))
-    assert config.load(file, [], {}) == settings
+    assert root.load(file, [], {}) == settings
     assert "# Port to listen on. (default: 8000)\n  port: 1234" in file.read_text()
 
 
@@ -209,4 +209,4 @@ def test_every_setting_says_what_it_means() -> None:
 @given(st.text(min_size=1).filter(lambda text: not text.startswith("MILLRACE")))
 def test_any_text_given_for_a_text_setting_stays_itself(text: str) -> None:
     expected = None if text in ("null", "none") else text
-    assert config.load(None, [("train.reward", text)], {}).train.reward == expected
+    assert root.load(None, [("train.reward", text)], {}).train.reward == expected

@@ -16,19 +16,21 @@ from typing import Any
 
 import pytest
 
-from deploy import cli, config, cycle, cycles
-from deploy.checks import check
+from deploy import cli
 from deploy.commands.loop import say_what_came_of
-from deploy.config import ConfigError, Settings, child_environment
-from deploy.cycle import CycleBusy, run_cycle
-from deploy.cycles import CycleRecord
-from deploy.processes import millrace
-from serve.policies import PolicyStore
+from deploy.config import root
+from deploy.config.root import ConfigError, Settings, child_environment
+from deploy.loop import cycle, records
+from deploy.loop.cycle import CycleBusy, run_cycle
+from deploy.loop.preflight import check
+from deploy.loop.records import CycleRecord
+from deploy.supervise.children import millrace
+from serve.policies.store import PolicyStore
 from train.context import JobResult
 
 
 def changed(settings: Settings, *options: tuple[str, str]) -> Settings:
-    return config.load(settings.snapshot(), options, {})
+    return root.load(settings.snapshot(), options, {})
 
 
 def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
@@ -41,7 +43,7 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     assert [(stage.name, stage.ok) for stage in record.stages] == [("score", True)]
     assert record.seconds["score"] > 0
     assert any(line.startswith("scored 0 responses") for line in said)  # the stage's own words come through
-    assert cycles.records(home_with_policy) == [record]
+    assert records.load_all(home_with_policy) == [record]
     offline = run_cycle(changed(home_with_policy, ("train.algorithm.name", "dpo")), say=said.append)
     assert (offline.number, offline.status) == (2, "skipped")
     assert offline.reason == "0 new feedback since the last training, cycle.min_new_rewards is 1"
@@ -69,17 +71,17 @@ def test_what_came_of_training_is_its_exit_code(
 
 def test_a_training_that_finds_nothing_to_learn_from_is_skipped_and_counted(home_with_policy: Settings) -> None:
     """By a real training, on an empty lake; one cycle before it trained and published nothing."""
-    trained = [cycles.Stage(name="train", started_at=datetime.now(UTC), ok=True)]
+    trained = [records.Stage(name="train", started_at=datetime.now(UTC), ok=True)]
     home_with_policy.path("cycles").mkdir()
     for number, fields in ((1, {"candidate": 2, "stages": trained}), (2, {"stages": trained}), (3, {"stages": []})):
         before = CycleRecord(number=number, status="skipped", started_at=datetime.now(UTC), **fields)  # type: ignore[arg-type]
-        cycles.write(home_with_policy, before)
+        records.write(home_with_policy, before)
     record = run_cycle(changed(home_with_policy, ("cycle.min_new_rewards", "0")))
     assert (record.number, record.status, record.candidate) == (4, "skipped", None)
     assert str(record.reason).startswith("0 usable prompts, fewer than train.data.min_prompts=")
     assert str(record.reason).endswith(" (2 cycles in a row have trained and published nothing)")
     assert [stage.ok for stage in record.stages] == [True, True]
-    assert [r.number for r in cycles.without_candidate(home_with_policy)] == [2, 4]
+    assert [r.number for r in records.without_candidate(home_with_policy)] == [2, 4]
 
 
 def test_without_a_policy_the_cycle_fails_and_says_what_to_do(settings: Settings) -> None:
@@ -94,7 +96,7 @@ def test_settings_that_can_not_work_are_refused_before_anything_starts(settings:
         run_cycle(broken)
     assert "nowhere.jsonl" in str(error.value)
     assert "train.reward" in str(error.value)
-    assert cycles.records(broken) == []
+    assert records.load_all(broken) == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +140,11 @@ def test_a_cycle_that_would_train_a_reward_model_is_refused_with_what_would_do(s
             "no_such_module:Mine",
             "train.algorithm.name='no_such_module:Mine': the module can't be",
         ),
-        ("train.dataflow", "train.losses:Mine", "train.dataflow='train.losses:Mine': the module train.losses has no"),
+        (
+            "train.dataflow",
+            "train.objectives.losses:Mine",
+            "train.dataflow='train.objectives.losses:Mine': the module train.objectives.losses has no",
+        ),
         ("train.reward_weights", "{exakt: 2}", "train.reward_weights.exakt: feedback.scoring.rules has no such rule"),
     ],
 )
@@ -180,11 +186,11 @@ def test_a_stage_that_fails_is_named_with_its_last_words_and_its_log(home_with_p
 def test_a_cycle_that_died_is_closed_as_failed_by_the_next(home_with_policy: Settings) -> None:
     folder = home_with_policy.path("cycles")
     folder.mkdir()
-    stage = cycles.Stage(name="train", started_at=datetime.now(UTC))
+    stage = records.Stage(name="train", started_at=datetime.now(UTC))
     dead = CycleRecord(number=4, started_at=datetime.now(UTC), stages=[stage])
     (folder / "000004.json").write_text(dead.model_dump_json())
     assert run_cycle(home_with_policy).number == 5
-    closed = cycles.records(home_with_policy)[0]
+    closed = records.load_all(home_with_policy)[0]
     assert (closed.status, closed.reason) == ("failed", "its process died in train")
 
 
@@ -195,28 +201,28 @@ def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings
     settings.path("cycles").mkdir()
 
     def killed(number: int, **columns: Any) -> None:
-        stage = cycles.Stage(name="train", started_at=datetime.now(UTC), ok=False, killed=columns.pop("killed", True))
+        stage = records.Stage(name="train", started_at=datetime.now(UTC), ok=False, killed=columns.pop("killed", True))
         fields = {"incumbent": 1, "run": "cycle-000001", "status": "failed", "rewards": 7, **columns}
         record = CycleRecord(number=number, started_at=datetime.now(UTC), stages=[stage], **fields)
         (settings.path("cycles") / f"{number:06d}.json").write_text(record.model_dump_json())
 
-    assert cycles.killed_training(settings, 1, 1) is None
+    assert records.killed_training(settings, 1, 1) is None
     killed(1)
-    found = cycles.killed_training(settings, 2, 1)
+    found = records.killed_training(settings, 2, 1)
     assert found is not None
     assert (found.run, found.rewards) == ("cycle-000001", 7)
-    assert cycles.killed_training(settings, 2, 3) is None, "another policy serves"
+    assert records.killed_training(settings, 2, 3) is None, "another policy serves"
     other = changed(settings, ("train.optimizer.learning_rate", "0.5"))
-    assert cycles.killed_training(other, 2, 1) is None, "other settings"
+    assert records.killed_training(other, 2, 1) is None, "other settings"
     killed(2)
-    assert cycles.killed_training(settings, 3, 1) is not None
+    assert records.killed_training(settings, 3, 1) is not None
     killed(3)
-    assert cycles.killed_training(settings, 4, 1) is None, "three attempts"
+    assert records.killed_training(settings, 4, 1) is None, "three attempts"
     killed(1, killed=False)
-    assert cycles.killed_training(settings, 2, 1) is None, "it failed by itself"
+    assert records.killed_training(settings, 2, 1) is None, "it failed by itself"
     killed(1)
     (run / "checkpoints" / "step-00000010").rmdir()
-    assert cycles.killed_training(settings, 2, 1) is None, "no checkpoint"
+    assert records.killed_training(settings, 2, 1) is None, "no checkpoint"
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:
@@ -236,7 +242,7 @@ def test_a_cycle_that_is_stopped_says_so_in_its_record_and_leaves_nothing(
     process = _start_cycle(home_with_policy, tmp_path)
     process.send_signal(number)
     assert process.wait(30) == 128 + number
-    (record,) = cycles.records(home_with_policy)
+    (record,) = records.load_all(home_with_policy)
     assert (record.status, record.reason) == ("failed", f"stopped by {number.name}")
     assert record.finished_at is not None
     assert nothing_left() == []
@@ -253,7 +259,7 @@ def test_a_cycle_that_is_killed_leaves_no_process_and_the_next_one_runs(
         time.sleep(0.1)
     assert nothing_left() == []
     assert run_cycle(home_with_policy).status == "skipped"
-    assert [record.status for record in cycles.records(home_with_policy)] == ["failed", "skipped"]
+    assert [record.status for record in records.load_all(home_with_policy)] == ["failed", "skipped"]
 
 
 def _start_cycle(settings: Settings, folder: Path) -> subprocess.Popen[bytes]:

@@ -4,9 +4,11 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
-from deploy import config, cycles, doctor
-from deploy.config import Settings
-from serve.keys import create_key
+from deploy import doctor
+from deploy.config import root
+from deploy.config.root import Settings
+from deploy.loop import records
+from serve.middleware.api_keys import create_key
 
 
 def found(settings: Settings) -> dict[str, doctor.Check]:
@@ -26,15 +28,15 @@ def test_what_the_loop_still_lacks_is_found_before_it_is_started(settings: Setti
         ("schedule.cron", "0 99 * * *"),
         ("feedback.scoring.rules.task.function", "deploy.examples.demo.task:reward"),
     ]
-    bare = config.load(None, [("home", str(settings.home / "elsewhere"))], {})
+    bare = root.load(None, [("home", str(settings.home / "elsewhere"))], {})
     missing = [check.found for check in doctor.examine(bare) if check.name == "loop"]
     assert any("evaluation.suite" in line for line in missing)
     suite = settings.home / "suite.jsonl"
     suite.parent.mkdir(parents=True, exist_ok=True)
     suite.write_text('{"id": "1", "prompt": "a", "answer": "b"}\n')
-    told = config.load(settings.snapshot(), [*wrong, ("evaluation.suite", str(suite))], {})
+    told = root.load(settings.snapshot(), [*wrong, ("evaluation.suite", str(suite))], {})
     assert "0 99 * * *" in found(told)["loop"].found
-    right = config.load(told.snapshot(), [("schedule.cron", "0 9 * * *")], {})
+    right = root.load(told.snapshot(), [("schedule.cron", "0 9 * * *")], {})
     assert found(right)["loop"].level == "ok"
 
 
@@ -46,11 +48,11 @@ def test_a_port_that_is_taken_is_found(settings: Settings) -> None:
 
 
 def test_a_server_that_would_not_start_for_want_of_keys_is_found(tmp_path: Path) -> None:
-    own = config.load(None, [("home", str(tmp_path))], {})
+    own = root.load(None, [("home", str(tmp_path))], {})
     assert found(own)["keys"].level == "ok"
-    others = config.load(None, [("home", str(tmp_path)), ("serve.host", "0.0.0.0")], {})
+    others = root.load(None, [("home", str(tmp_path)), ("serve.host", "0.0.0.0")], {})
     assert found(others)["keys"].level == "bad"
-    off = config.load(others.snapshot(), [("serve.auth", "off")], {})
+    off = root.load(others.snapshot(), [("serve.auth", "off")], {})
     assert found(off)["keys"].level == "warn"
     create_key(tmp_path / "keys.json", name="one", tenant="t", scopes=["generate"])
     assert found(others)["keys"].found == f"1 of 1 in {tmp_path / 'keys.json'} are good"
@@ -59,25 +61,25 @@ def test_a_server_that_would_not_start_for_want_of_keys_is_found(tmp_path: Path)
 
 
 def test_a_loop_whose_trainings_publish_nothing_is_found(settings: Settings) -> None:
-    stages = [cycles.Stage(name="train", started_at=datetime.now(UTC), ok=True)]
+    stages = [records.Stage(name="train", started_at=datetime.now(UTC), ok=True)]
     settings.path("cycles").mkdir()
     for number in (1, 2, 3):
         assert [check.name for check in doctor._loop(settings)] == ["loop"]
-        record = cycles.CycleRecord(
+        record = records.CycleRecord(
             number=number, status="skipped", reason="equal rewards", started_at=datetime.now(UTC), stages=stages
         )
-        cycles.write(settings, record)
+        records.write(settings, record)
     *_, check = doctor._loop(settings)
     assert (check.name, check.level) == ("training", "warn")
     assert check.found == "the last 3 cycles that trained published nothing; the last one: equal rewards"
 
 
 def test_a_home_in_memory_is_found() -> None:
-    assert found(config.load(None, [("home", "/dev/shm/nowhere")]))["fsync"].level == "bad"
+    assert found(root.load(None, [("home", "/dev/shm/nowhere")]))["fsync"].level == "bad"
 
 
 def test_settings_that_ask_for_more_memory_than_there_is_are_found(settings: Settings) -> None:
-    greedy = config.load(settings.snapshot(), [("serve.engine.kv_cache_bytes", str(2**50))], {})
+    greedy = root.load(settings.snapshot(), [("serve.engine.kv_cache_bytes", str(2**50))], {})
     check = found(greedy)["memory"]
     assert check.level == "warn"
     assert "serve.engine.kv_cache_bytes" in check.advice

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from deploy import config, following, rollout
 from deploy.commands.service import _with_replicas
-from deploy.config import ConfigError, Settings
-from deploy.following import NotServed
-from serve.policies import PolicyStore
+from deploy.config import root
+from deploy.config.root import ConfigError, Settings
+from deploy.loop import promotion, wait_for_serving
+from deploy.loop.wait_for_serving import NotServed
+from serve.policies.store import PolicyStore
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def store(settings: Settings, model: Path) -> PolicyStore:
     store = PolicyStore(settings.path(settings.serve.policies))
     for parent in (None, 1):
         store.publish(model, parent=parent, lineage={}, metrics={})
-    rollout.promote(store, 1, who="tests", why="first")
+    promotion.promote(store, 1, who="tests", why="first")
     return store
 
 
@@ -58,19 +59,19 @@ def test_a_policy_is_promoted_when_the_whole_fleet_is_there(
 ) -> None:
     said += [answer(1, 1, phase) for phase in ("settled", "preparing", "canary", "committing")]
     said.append(answer(2, 2, "settled"))
-    pointer = rollout.promote(store, 2, who="tests", why="x", override=True)
-    assert following.wait_until_served(settings, store, pointer)["seconds"] >= 4 * 0.25
+    pointer = promotion.promote(store, 2, who="tests", why="x", override=True)
+    assert wait_for_serving.wait_until_served(settings, store, pointer)["seconds"] >= 4 * 0.25
 
 
 def test_a_rollout_that_was_undone_is_a_failure_that_says_where_the_pointer_is(
     settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
 ) -> None:
-    pointer = rollout.promote(store, 2, who="tests", why="x", override=True)
+    pointer = promotion.promote(store, 2, who="tests", why="x", override=True)
     failed = {"version": 2, "generation": 2, "error": "replica-1: not enough memory"}
     store.promote(1, expected=2, who="fleet", why="undone")
     said += [answer(1, 1, "undoing", failed), answer(1, 3, "settled", failed)]
     with pytest.raises(NotServed, match=r"replica-1: not enough memory; the pointer is at 1"):
-        following.wait_until_served(settings, store, pointer)
+        wait_for_serving.wait_until_served(settings, store, pointer)
     history = store.history()
     assert [(move.version, move.who) for move in history] == [(1, "tests"), (2, "tests"), (1, "fleet")]
 
@@ -82,18 +83,18 @@ def test_a_pointer_that_the_server_could_not_move_goes_back_to_what_has_served(
     assert first is not None
     store.record_outcome(first, served=True, by="replica-0")
     store.publish(store.get(1).path, parent=1, lineage={}, metrics={})
-    rollout.promote(store, 2, who="tests", why="named while no server ran", override=True)
-    pointer = rollout.promote(store, 3, who="tests", why="x", override=True)
+    promotion.promote(store, 2, who="tests", why="named while no server ran", override=True)
+    pointer = promotion.promote(store, 3, who="tests", why="x", override=True)
     said.append(answer(1, 1, "settled", {"version": 3, "generation": 3, "error": "not enough memory"}))
     with pytest.raises(NotServed, match=r"not enough memory; the pointer is back at 1"):
-        following.wait_until_served(settings, store, pointer)
+        wait_for_serving.wait_until_served(settings, store, pointer)
     assert store.served() == {1}
 
 
 def test_a_canary_that_is_held_is_waited_for_and_who_waits_is_told_so_once(
     settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
 ) -> None:
-    pointer = rollout.promote(store, 2, who="tests", why="x", override=True)
+    pointer = promotion.promote(store, 2, who="tests", why="x", override=True)
     fleet = settings.serve.fleet.model_copy(update={"canary_seconds": 1, "canary_hold_seconds": 99})
     settings = settings.model_copy(
         update={
@@ -104,13 +105,13 @@ def test_a_canary_that_is_held_is_waited_for_and_who_waits_is_told_so_once(
     held = answer(1, 1, "canary") | {"rollout": {"held": True}}
     said += [answer(1, 1, "canary"), *[held] * 5, answer(2, 2, "settled")]
     told: list[str] = []
-    assert following.wait_until_served(settings, store, pointer, say=told.append)["seconds"] > 0.5
+    assert wait_for_serving.wait_until_served(settings, store, pointer, say=told.append)["seconds"] > 0.5
     assert len(told) == 1
     assert "held for up to serve.fleet.canary_hold_seconds=99 s" in told[0]
 
 
 def test_replicas_on_the_command_line_are_the_settings() -> None:
-    settings = config.load(None, [("serve.fleet.canary_seconds", "7")], {})
+    settings = root.load(None, [("serve.fleet.canary_seconds", "7")], {})
     assert settings.serve.fleet.is_one
     fleet = _with_replicas(settings, 2).serve.fleet
     assert (fleet.replicas, fleet.canary_seconds, fleet.is_one) == (2, 7, False)
@@ -118,6 +119,6 @@ def test_replicas_on_the_command_line_are_the_settings() -> None:
 
 
 def test_replicas_out_of_bounds_are_refused_with_the_bounds() -> None:
-    settings = config.load(None, [("serve.fleet.max_replicas", "3")], {})
+    settings = root.load(None, [("serve.fleet.max_replicas", "3")], {})
     with pytest.raises(ConfigError, match="replicas=4 is not between min_replicas=4 and max_replicas=3"):
         _with_replicas(settings, 4)

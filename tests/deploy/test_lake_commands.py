@@ -17,18 +17,20 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from deploy import cli, config, schedule
-from deploy.config import Settings, child_environment
-from deploy.processes import millrace
-from feedback import erasure
+from deploy import cli
+from deploy.config import root
+from deploy.config.root import Settings, child_environment
+from deploy.loop import schedule
+from deploy.supervise.children import millrace
 from feedback.config import JournalConfig
-from feedback.erased import register
 from feedback.events import FeedbackIn
-from feedback.journal import Journal
-from feedback.lake import Lake
-from feedback.rows import to_batch
+from feedback.journal.codec import to_batch
+from feedback.journal.writer import Journal
+from feedback.lake.erasure_registry import register
+from feedback.lake.tables import Lake
+from feedback.maintenance import erasure
 from feedback.schema import TABLES
-from serve.policies import PolicyStore
+from serve.policies.store import PolicyStore
 
 
 def interaction(response_id: str, **columns: object) -> dict[str, object]:
@@ -231,7 +233,7 @@ def test_the_schedule_maintains_the_lake_again_and_again_one_at_a_time(
 ) -> None:
     for name in "ab":
         put(lake, "interactions", interaction(name))
-    often = config.load(settings.snapshot(), [("schedule.maintenance_seconds", "0.2")], {})
+    often = root.load(settings.snapshot(), [("schedule.maintenance_seconds", "0.2")], {})
     log = tmp_path / "schedule.log"
     process = start(often, log)
     until(lambda: log.read_text().count("interactions: 0 small files became 0") >= 1, process, log)
@@ -248,7 +250,7 @@ def test_a_maintenance_that_fails_is_told_and_the_schedule_goes_on(
     settings: Settings, lake: Lake, tmp_path: Path, nothing_left: Callable[[], list[str]]
 ) -> None:
     (Path(lake.table_uri("feedback")) / "_delta_log" / f"{0:020d}.json").write_text("{}")
-    often = config.load(settings.snapshot(), [("schedule.maintenance_seconds", "0.5")], {})
+    often = root.load(settings.snapshot(), [("schedule.maintenance_seconds", "0.5")], {})
     log = tmp_path / "schedule.log"
     process = start(often, log)
     until(lambda: log.read_text().count("maintenance of the lake ended with code 1") >= 2, process, log)
@@ -259,7 +261,7 @@ def test_a_maintenance_that_fails_is_told_and_the_schedule_goes_on(
 
 def test_without_an_interval_there_is_no_maintenance(settings: Settings, tmp_path: Path) -> None:
     # Without a policy a cycle fails at once, which counts.
-    never = config.load(
+    never = root.load(
         settings.snapshot(),
         [
             ("schedule.maintenance_seconds", "null"),

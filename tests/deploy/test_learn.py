@@ -17,7 +17,7 @@ import pytest
 
 from deploy.examples.learn import pairs, plans, task, trial
 from deploy.examples.learn.home import Home
-from train.algorithms.config import OFFLINE, ONLINE
+from train.config.algorithms import OFFLINE, ONLINE
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.config import child_environment
-from deploy.processes import Child, Stopped, stop_on_signals
+from deploy.config.root import child_environment
+from deploy.supervise.children import Child, Stopped, stop_on_signals
 
 PATIENCE_S = 240
 DAEMON = """
@@ -65,8 +65,8 @@ def test_everything_goes_when_the_parent_is_killed(tmp_path: Path, nothing_left:
             f"""
 import sys, time
 from pathlib import Path
-from deploy.processes import Child
-from deploy.config import child_environment
+from deploy.supervise.children import Child
+from deploy.config.root import child_environment
 Child("x", [sys.executable, "-c", {DAEMON + "time.sleep(600)"!r}], log=Path({str(tmp_path / "x.log")!r}),
       environment=child_environment(), grace=1.0)
 time.sleep(600)
@@ -108,7 +108,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 def test_what_holds_signals_back_is_killed_at_once_and_not_waited_for(tmp_path: Path) -> None:
     code = f"""
 import subprocess, sys
-from deploy.processes import no_leftovers
+from deploy.supervise.children import no_leftovers
 from feedback.signals import held_back
 with no_leftovers(grace={PATIENCE_S}):
     with held_back():
@@ -134,8 +134,8 @@ def test_a_signal_becomes_stopped_once() -> None:
 
 STARTS = """
 import time
-from deploy.processes import Stopped, stop_on_signals
-from serve.local_ray import local_ray
+from deploy.supervise.children import Stopped, stop_on_signals
+from serve.local_ray.cluster import local_ray
 try:
     with stop_on_signals(), local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20):
         time.sleep(600)
@@ -167,8 +167,8 @@ def test_a_signal_while_ray_starts_ends_it_in_order(
 
 WAITS = """
 import ray, time
-from deploy.processes import Stopped, stop_on_signals
-from serve.local_ray import local_ray
+from deploy.supervise.children import Stopped, stop_on_signals
+from serve.local_ray.cluster import local_ray
 @ray.remote
 class Worker:
     def sleep(self): time.sleep(3600)

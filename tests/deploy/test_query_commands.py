@@ -19,8 +19,8 @@ import pytest
 
 from deploy import cli
 from feedback.config import JournalConfig, LakeConfig
-from feedback.journal import Journal
-from feedback.lake import Lake
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
 from feedback.schema import TABLES
 from tests.object_store import serving
 

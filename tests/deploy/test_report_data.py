@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cycles
-from deploy.config import Settings
-from deploy.report_data import ReportError, gather
-from evaluation.report import build
+from deploy.config.root import Settings
+from deploy.display.report_data import ReportError, gather
+from deploy.loop import records
+from evaluation.report.page import build
 from feedback.ids import uuid7
-from feedback.journal import Journal
-from serve.policies import PolicyStore
+from feedback.journal.writer import Journal
+from serve.policies.store import PolicyStore
 
 VERDICT = {
     "verdict": "pass",
@@ -33,10 +33,10 @@ def used(home_with_policy: Settings, model: Path) -> Settings:
     store.publish(model, parent=1, lineage={}, metrics={})
     store.record_gate(2, VERDICT)
     at = datetime.now(UTC)
-    stages = [cycles.Stage(name=name, started_at=at, seconds=2.0, ok=True) for name in ("score", "train")]
+    stages = [records.Stage(name=name, started_at=at, seconds=2.0, ok=True) for name in ("score", "train")]
     for number, status in ((1, "promoted"), (2, "skipped")):
         verdict, candidate = (VERDICT, 2) if number == 1 else (None, None)
-        record = cycles.CycleRecord(
+        record = records.CycleRecord(
             number=number, status=status, started_at=at, candidate=candidate, verdict=verdict, stages=stages
         )
         settings.path("cycles").mkdir(exist_ok=True)

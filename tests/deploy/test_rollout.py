@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from deploy import rollout
-from deploy.rollout import RolloutRefused
-from serve.policies import Pointer, PolicyCorrupt, PolicyNotFound, PolicyStore, StalePointer
+from deploy.loop import promotion
+from deploy.loop.promotion import RolloutRefused
+from serve.policies.store import Pointer, PolicyCorrupt, PolicyNotFound, PolicyStore, StalePointer
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def store(tmp_path: Path, model: Path) -> PolicyStore:
     store = PolicyStore(tmp_path / "policies")
     for parent in (None, 1, 2, 3):
         store.publish(model, parent=parent, lineage={}, metrics={})
-    rollout.promote(store, 1, who="tests", why="first")
+    promotion.promote(store, 1, who="tests", why="first")
     follow(store)
     return store
 
@@ -48,12 +48,12 @@ def judge(
 
 
 def promote(store: PolicyStore, version: int, **more: object) -> int:
-    return rollout.promote(store, version, who="tests", why="test", **more).version  # type: ignore[arg-type]
+    return promotion.promote(store, version, who="tests", why="test", **more).version  # type: ignore[arg-type]
 
 
 def test_a_policy_that_passed_against_the_one_that_serves_is_promoted_with_its_verdict(store: PolicyStore) -> None:
     judge(store, 2, incumbent=1)
-    pointer = rollout.promote(store, 2, who="me", why="better")
+    pointer = promotion.promote(store, 2, who="me", why="better")
     assert (pointer.version, pointer.previous, pointer.who, pointer.why) == (2, 1, "me", "better")
     assert pointer.verdict is not None
     assert pointer.verdict["verdict"] == "pass"
@@ -80,7 +80,7 @@ def test_a_verdict_against_a_policy_that_no_longer_serves_is_not_enough(store: P
 
 
 def test_an_override_goes_on_record(store: PolicyStore) -> None:
-    rollout.promote(store, 2, who="me", why="I know better", override=True)
+    promotion.promote(store, 2, who="me", why="I know better", override=True)
     last = store.history()[-1]
     assert (last.version, last.who, last.why) == (2, "me", "I know better")
     assert last.verdict is not None
@@ -90,7 +90,7 @@ def test_an_override_goes_on_record(store: PolicyStore) -> None:
 
 def test_an_override_that_was_not_needed_is_none(store: PolicyStore) -> None:
     judge(store, 2, incumbent=1)
-    pointer = rollout.promote(store, 2, who="me", why="x", override=True)
+    pointer = promotion.promote(store, 2, who="me", why="x", override=True)
     assert "override" not in (pointer.verdict or {})
 
 
@@ -111,7 +111,7 @@ def test_a_pointer_that_moved_meanwhile_is_not_overwritten(store: PolicyStore) -
 
 
 def test_the_policy_that_serves_can_be_promoted_again_for_a_new_generation(store: PolicyStore) -> None:
-    assert rollout.promote(store, 1, who="me", why="try again").generation == 2
+    assert promotion.promote(store, 1, who="me", why="try again").generation == 2
 
 
 def test_a_second_rollback_goes_further_back_and_not_forward_again(store: PolicyStore) -> None:
@@ -119,13 +119,13 @@ def test_a_second_rollback_goes_further_back_and_not_forward_again(store: Policy
         judge(store, version, incumbent=version - 1)
         promote(store, version)
         follow(store)
-    assert rollout.rollback(store, who="me", why="bad").version == 2
-    assert rollout.rollback(store, who="me", why="bad too").version == 1
+    assert promotion.rollback(store, who="me", why="bad").version == 2
+    assert promotion.rollback(store, who="me", why="bad too").version == 1
     with pytest.raises(RolloutRefused, match="policy 1 is the first that served"):
-        rollout.rollback(store, who="me", why="all bad")
+        promotion.rollback(store, who="me", why="all bad")
     judge(store, 4, incumbent=1)
     promote(store, 4)
-    assert rollout.rollback(store, who="me", why="bad").version == 1
+    assert promotion.rollback(store, who="me", why="bad").version == 1
 
 
 def test_a_rollback_can_name_its_target(store: PolicyStore) -> None:
@@ -133,17 +133,17 @@ def test_a_rollback_can_name_its_target(store: PolicyStore) -> None:
         judge(store, version, incumbent=version - 1)
         promote(store, version)
         follow(store)
-    assert rollout.rollback(store, who="me", why="x", to=1).version == 1
+    assert promotion.rollback(store, who="me", why="x", to=1).version == 1
     with pytest.raises(RolloutRefused, match="serves already"):
-        rollout.rollback(store, who="me", why="x", to=1)
+        promotion.rollback(store, who="me", why="x", to=1)
     with pytest.raises(PolicyNotFound):
-        rollout.rollback(store, who="me", why="x", to=9)
+        promotion.rollback(store, who="me", why="x", to=9)
 
 
 def test_what_has_not_served_is_no_rollbacks_target_without_an_override(store: PolicyStore) -> None:
     judge(store, 2, incumbent=1, verdict="refuse", reasons=("it is worse",))
     with pytest.raises(RolloutRefused, match=r"policy 2 has not served.*rollback --to 2 --override --why"):
-        rollout.rollback(store, who="me", why="x", to=2)
+        promotion.rollback(store, who="me", why="x", to=2)
     assert pointer_of(store).version == 1
 
 
@@ -152,7 +152,7 @@ def test_a_policy_that_the_server_refused_has_not_served(store: PolicyStore) -> 
     promote(store, 2)
     refuse(store)
     with pytest.raises(RolloutRefused, match="policy 2 has not served"):
-        rollout.rollback(store, who="me", why="x", to=2)
+        promotion.rollback(store, who="me", why="x", to=2)
 
 
 def test_a_policy_that_one_of_two_servers_refused_has_not_served(store: PolicyStore) -> None:
@@ -167,13 +167,13 @@ def test_a_policy_that_was_named_while_no_server_ran_has_not_served(store: Polic
     for version in (2, 3):
         judge(store, version, incumbent=version - 1)
         promote(store, version)
-    assert rollout.rollback(store, who="me", why="bad").version == 1
+    assert promotion.rollback(store, who="me", why="bad").version == 1
     with pytest.raises(RolloutRefused, match="policy 2 has not served"):
-        rollout.rollback(store, who="me", why="x", to=2)
+        promotion.rollback(store, who="me", why="x", to=2)
 
 
 def test_a_rollback_to_what_has_not_served_is_an_override_on_record(store: PolicyStore) -> None:
-    pointer = rollout.rollback(store, who="me", why="I know better", to=3, override=True)
+    pointer = promotion.rollback(store, who="me", why="I know better", to=3, override=True)
     assert (pointer.version, pointer.why) == (3, "I know better")
     assert pointer.verdict == {"rollback_from": 1, "override": True, "objection": "policy 3 has not served"}
 
@@ -182,31 +182,31 @@ def test_a_rollback_to_what_has_served_needs_no_override_and_is_none(store: Poli
     judge(store, 2, incumbent=1)
     promote(store, 2)
     follow(store)
-    assert rollout.rollback(store, who="me", why="x", to=1, override=True).verdict == {"rollback_from": 2}
+    assert promotion.rollback(store, who="me", why="x", to=1, override=True).verdict == {"rollback_from": 2}
 
 
 @pytest.mark.parametrize("why", ["", "  \n"])
 def test_an_override_without_a_reason_is_refused(store: PolicyStore, why: str) -> None:
     with pytest.raises(RolloutRefused, match="an override needs a reason"):
-        rollout.rollback(store, who="me", why=why, to=2, override=True)
+        promotion.rollback(store, who="me", why=why, to=2, override=True)
     with pytest.raises(RolloutRefused, match="an override needs a reason"):
-        rollout.promote(store, 2, who="me", why=why, override=True)
+        promotion.promote(store, 2, who="me", why=why, override=True)
     assert pointer_of(store).version == 1
 
 
 def test_a_server_takes_back_no_later_move_to_the_policy_that_it_refused(store: PolicyStore) -> None:
-    refused = rollout.promote(store, 2, who="me", why="x", override=True)
-    rollout.promote(store, 2, who="me", why="there is more memory now", override=True)
+    refused = promotion.promote(store, 2, who="me", why="x", override=True)
+    promotion.promote(store, 2, who="me", why="there is more memory now", override=True)
     with pytest.raises(StalePointer, match="has moved since it named policy 2"):
         store.move_back(refused, 1, who="replica-0", why="not enough memory")
     assert pointer_of(store).version == 2
 
 
 def test_a_rollback_undoes_the_move_that_was_meant_and_no_other(store: PolicyStore) -> None:
-    meant = rollout.promote(store, 2, who="me", why="x", override=True)
-    rollout.promote(store, 3, who="you", why="y", override=True)
+    meant = promotion.promote(store, 2, who="me", why="x", override=True)
+    promotion.promote(store, 3, who="you", why="y", override=True)
     with pytest.raises(StalePointer):
-        rollout.rollback(store, who="me", why="z", expected=meant)
+        promotion.rollback(store, who="me", why="z", expected=meant)
     assert pointer_of(store).version == 3
 
 
@@ -244,15 +244,15 @@ def test_in_a_store_without_outcomes_what_no_server_took_back_has_served(store: 
     (store.root / "serving.json").write_text(lines[-1])
     assert store.served() == {1, 2}
     with pytest.raises(RolloutRefused, match="policy 3 has not served"):
-        rollout.rollback(store, who="me", why="x", to=3)
-    rollout.promote(store, 4, who="me", why="x", override=True)  # from here on, outcomes are kept
+        promotion.rollback(store, who="me", why="x", to=3)
+    promotion.promote(store, 4, who="me", why="x", override=True)  # from here on, outcomes are kept
     assert store.served() == {1, 2}
     assert [pointer.generation for pointer in store.history()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_outcomes_that_a_crash_tore_are_read_and_repaired(store: PolicyStore) -> None:
     file = store.root / "outcomes.jsonl"
-    rollout.promote(store, 2, who="me", why="x", override=True)
+    promotion.promote(store, 2, who="me", why="x", override=True)
     follow(store)
     file.write_bytes(file.read_bytes()[:-20])
     assert store.served() == {1}

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from deploy import config, cycles, schedule
-from deploy.config import ConfigError, ScheduleConfig, Settings, child_environment
-from deploy.processes import millrace
+from deploy.config import root
+from deploy.config.root import ConfigError, ScheduleConfig, Settings, child_environment
+from deploy.loop import records, schedule
+from deploy.supervise.children import millrace
 
 
 def changed(settings: Settings, *options: tuple[str, str]) -> Settings:
-    return config.load(settings.snapshot(), options, {})
+    return root.load(settings.snapshot(), options, {})
 
 
 def start(settings: Settings, log: Path) -> subprocess.Popen[bytes]:
@@ -36,11 +37,11 @@ def test_runs_that_are_due_while_one_runs_become_one_and_none_overlap(
     log = tmp_path / "schedule.log"
     settings = changed(home_with_policy, ("schedule.interval_seconds", "0.3"), ("schedule.first_after_seconds", "0"))
     process = start(settings, log)
-    _until(lambda: sum(r.status == "skipped" for r in cycles.records(settings)) >= 2, process, log)
+    _until(lambda: sum(r.status == "skipped" for r in records.load_all(settings)) >= 2, process, log)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0, log.read_text()
     assert nothing_left() == []
-    found = cycles.records(settings)
+    found = records.load_all(settings)
     for before, after in itertools.pairwise(found):
         assert before.finished_at is not None
         assert before.finished_at <= after.started_at
@@ -57,7 +58,7 @@ def test_it_ends_after_max_cycles(settings: Settings, tmp_path: Path) -> None:
         ("schedule.max_cycles", "2"),
     )
     assert start(few, log).wait(60) == 0, log.read_text()
-    assert [record.status for record in cycles.records(few)] == ["failed", "failed"]
+    assert [record.status for record in records.load_all(few)] == ["failed", "failed"]
     assert "schedule.max_cycles reached" in log.read_text()
 
 
@@ -89,7 +90,7 @@ def test_a_scheduler_that_was_down_runs_what_it_missed_once_and_at_once(
         folder = settings.path("cycles")
         folder.mkdir()
         started = datetime.now(UTC) - timedelta(seconds=last_ago)
-        record = cycles.CycleRecord(number=1, status="skipped", started_at=started, finished_at=started)
+        record = records.CycleRecord(number=1, status="skipped", started_at=started, finished_at=started)
         (folder / "000001.json").write_text(record.model_dump_json())
     options = [("schedule.interval_seconds", "60"), *([("schedule.cron", cron)] if cron else [])]
     later = changed(settings, *options)

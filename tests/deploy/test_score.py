@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from deploy import cli, config, describe
-from deploy.checks import check, reward_of
-from deploy.config import ConfigError, Settings
+from deploy import cli
+from deploy.config import describe, root
+from deploy.config.root import ConfigError, Settings
+from deploy.loop.preflight import check, reward_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "feedback"))
 from feedback_rows import interaction, put, table_of, thumb
 
-from feedback.lake import Lake
-from feedback.rewards.rules import load_reward
+from feedback.lake.tables import Lake
+from feedback.scoring.sources.rules import load_reward
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_rules_are_given_by_the_line_the_environment_and_the_file_and_come_toget
         "MILLRACE__FEEDBACK__SCORING__RULES__A__REFERENCE": "gold",
     }
     line = [("feedback.scoring.rules.d.ready", "regex"), ("feedback.scoring.rules.d.pattern", "[0-9]+")]
-    scoring = config.load(file, line, environment).feedback.scoring
+    scoring = root.load(file, line, environment).feedback.scoring
     assert sorted(scoring.rules) == ["a", "b", "c", "d"]
     assert (scoring.rules["a"].weight, scoring.rules["a"].reference) == (2.0, "gold")
     assert scoring.rules["c"].json_schema == {"type": "object"}
@@ -93,7 +94,7 @@ def test_a_bad_rule_is_named_with_its_key_its_value_and_its_source(tmp_path: Pat
     file = tmp_path / "rules.yaml"
     file.write_text("feedback: {scoring: {rules: {mine: {ready: regex, pattern: '('}}}}\n")
     with pytest.raises(ConfigError) as error:
-        config.load(file)
+        root.load(file)
     assert "feedback.scoring.rules.mine.pattern: no regular expression" in str(error.value)
     assert str(file) in str(error.value)
 
@@ -102,16 +103,16 @@ def test_training_is_rewarded_by_its_own_function_or_else_by_the_rules_that_have
     reward = reward_of(settings)
     assert isinstance(reward, dict)
     assert list(reward) == ["exact"]
-    own = config.load(settings.snapshot(), [("train.reward", "deploy.examples.demo.task:reward")], {})
+    own = root.load(settings.snapshot(), [("train.reward", "deploy.examples.demo.task:reward")], {})
     assert reward_of(own) == "deploy.examples.demo.task:reward"
     check(own)
-    none = config.load(settings.snapshot(), [("feedback.scoring.rules.exact.weight", "0")], {})
+    none = root.load(settings.snapshot(), [("feedback.scoring.rules.exact.weight", "0")], {})
     assert reward_of(none) == {}
-    weighed = config.load(settings.snapshot(), [("train.reward_weights", "{exact: 3.0}")], {})
+    weighed = root.load(settings.snapshot(), [("train.reward_weights", "{exact: 3.0}")], {})
     assert {name: rule.weight for name, rule in dict(reward_of(weighed)).items()} == {"exact": 3.0}
     with pytest.raises(ConfigError, match=r"train\.reward_weights\.exakt: .*there are: exact"):
-        check(config.load(settings.snapshot(), [("train.reward_weights", "{exakt: 3.0}")], {}))
-    broken = config.load(settings.snapshot(), [("feedback.scoring.rules.mine.sql", "no_column")], {})
+        check(root.load(settings.snapshot(), [("train.reward_weights", "{exakt: 3.0}")], {}))
+    broken = root.load(settings.snapshot(), [("feedback.scoring.rules.mine.sql", "no_column")], {})
     with pytest.raises(ConfigError, match=r"feedback\.scoring\.rules\.mine: .*no_column"):
         check(broken)
 
@@ -134,20 +135,18 @@ def test_an_api_key_is_masked_where_settings_are_shown_and_reaches_children_by_a
 ) -> None:
     key = "feedback.scoring.judge"
     judge = [(f"{key}.url", "http://x/v1"), (f"{key}.model", "m"), (f"{key}.rubric", "{response}")]
-    settings = config.load(
-        None, [("home", "h"), *judge], {f"MILLRACE__{key}.api_key".upper().replace(".", "__"): "123"}
-    )
+    settings = root.load(None, [("home", "h"), *judge], {f"MILLRACE__{key}.api_key".upper().replace(".", "__"): "123"})
     for shown in (describe.to_yaml(settings), describe.to_yaml(settings, comments=True)):
         assert "123" not in shown
     snapshot = settings.snapshot()
     assert stat.S_IMODE(snapshot.stat().st_mode) == 0o600
-    assert config.load(snapshot, [], {}) == settings
-    secret = config.load(snapshot, [], {}).feedback.scoring.judge
+    assert root.load(snapshot, [], {}) == settings
+    secret = root.load(snapshot, [], {}).feedback.scoring.judge
     assert secret is not None
     assert secret.api_key is not None
     assert secret.api_key.get_secret_value() == "123"
     printed = tmp_path / "printed.yaml"
     printed.write_text(describe.to_yaml(settings, comments=True))
     with pytest.raises(ConfigError, match=r"judge\.api_key: this is the mask"):
-        config.load(printed, [], {})
+        root.load(printed, [], {})
     assert settings.resolved().feedback.scoring.judge.cache == str(tmp_path / "h" / "judge")  # type: ignore[union-attr]

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from deploy import cli, config, describe
-from deploy.config import ConfigError
+from deploy import cli
+from deploy.config import describe, root
+from deploy.config.root import ConfigError
 from feedback.config import FeedbackConfig, LakeConfig
-from feedback.lake import Lake, LakeError
-from train.config import TrainConfig
+from feedback.lake.tables import Lake, LakeError
+from train.config.training import TrainConfig
 from train.context import JobContext
 from train.launch import read, run_job
 
@@ -43,24 +44,24 @@ def test_inits_yaml_masks_them_and_is_its_users_alone(model: Path, capsys: pytes
 
 
 def test_a_snapshot_hands_them_to_children_and_is_its_users_alone() -> None:
-    settings = config.load(None, [("home", "h"), ("feedback.lake.storage_options", json.dumps(OPTIONS))], {})
+    settings = root.load(None, [("home", "h"), ("feedback.lake.storage_options", json.dumps(OPTIONS))], {})
     snapshot = settings.snapshot()
-    assert config.load(snapshot, [], {}).feedback.lake.store_options == OPTIONS
+    assert root.load(snapshot, [], {}).feedback.lake.store_options == OPTIONS
     assert mode(snapshot) == 0o600
 
 
 def test_a_printed_mask_is_refused_as_an_option(tmp_path: Path) -> None:
-    settings = config.load(None, [("feedback.lake.storage_options", json.dumps(OPTIONS))], {})
+    settings = root.load(None, [("feedback.lake.storage_options", json.dumps(OPTIONS))], {})
     printed = tmp_path / "printed.yaml"
     printed.write_text(describe.to_yaml(settings, comments=True))
     with pytest.raises(ConfigError, match=r"storage_options\.aws_secret_access_key: this is the mask"):
-        config.load(printed, [], {})
+        root.load(printed, [], {})
 
 
 def test_the_file_of_a_job_has_them_for_its_user_alone_and_nothing_else_of_the_run_has(
     model: Path, tmp_path: Path
 ) -> None:
-    from serve.policies import PolicyStore
+    from serve.policies.store import PolicyStore
 
     store = PolicyStore(tmp_path / "policies")
     store.promote(store.publish(model, parent=None, lineage={}, metrics={}).version, who="a", why="b", expected=None)
@@ -90,15 +91,15 @@ def test_the_file_of_a_job_has_them_for_its_user_alone_and_nothing_else_of_the_r
 @pytest.mark.parametrize(
     "load",
     [
-        lambda: config.load(None, [("feedback.lake.storage_options", f"aws_secret_access_key={KEY}")], {}),
-        lambda: config.load(None, [("feedback.lake.storage_options", f"{{aws_secret_access_key: [{KEY}")], {}),
-        lambda: config.load(None, [("feedback.lake.storage_options", f"{{aws_secret_access_key: *{KEY}}}")], {}),
-        lambda: config.load(None, [("feedback.lake.storage_options", f"{{aws_secret_access_key: [{KEY}]}}")], {}),
-        lambda: config.load(None, [], {"MILLRACE__FEEDBACK__SCORING__JUDGE__API_KEY__X": KEY}),
-        lambda: config.load(None, [("feedback.lake.uri", f"s3://me:{KEY}@bucket/lake")], {}),
-        lambda: config.load(None, [("train.ray_address", f"http://me:{KEY}@head:8265")], {}),
-        lambda: config.load(None, [("serve.fleet.ray_address", f"ray://me:{KEY}@head:10001")], {}),
-        lambda: config.load(
+        lambda: root.load(None, [("feedback.lake.storage_options", f"aws_secret_access_key={KEY}")], {}),
+        lambda: root.load(None, [("feedback.lake.storage_options", f"{{aws_secret_access_key: [{KEY}")], {}),
+        lambda: root.load(None, [("feedback.lake.storage_options", f"{{aws_secret_access_key: *{KEY}}}")], {}),
+        lambda: root.load(None, [("feedback.lake.storage_options", f"{{aws_secret_access_key: [{KEY}]}}")], {}),
+        lambda: root.load(None, [], {"MILLRACE__FEEDBACK__SCORING__JUDGE__API_KEY__X": KEY}),
+        lambda: root.load(None, [("feedback.lake.uri", f"s3://me:{KEY}@bucket/lake")], {}),
+        lambda: root.load(None, [("train.ray_address", f"http://me:{KEY}@head:8265")], {}),
+        lambda: root.load(None, [("serve.fleet.ray_address", f"ray://me:{KEY}@head:10001")], {}),
+        lambda: root.load(
             None, [(f"feedback.scoring.judge.{n}", v) for n, v in {"url": f"http://:{KEY}@x", "model": "m"}.items()], {}
         ),
     ],
@@ -114,7 +115,7 @@ def test_a_config_file_that_is_not_yaml_is_named_without_the_text_around_the_fau
     file = tmp_path / "my.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"my\.yaml is not YAML: .*line \d") as error:
-        config.load(file, [], {})
+        root.load(file, [], {})
     assert KEY not in str(error.value)
 
 

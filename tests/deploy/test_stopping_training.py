@@ -12,9 +12,10 @@ import httpx
 import psutil
 import pytest
 
-from deploy import config, cycles
-from deploy.config import Settings, child_environment
-from deploy.processes import millrace
+from deploy.config import root
+from deploy.config.root import Settings, child_environment
+from deploy.loop import records
+from deploy.supervise.children import millrace
 from tests.train.job_home import make_home
 from tests.trees import exposed, left_of, send_to_all, tree
 
@@ -47,7 +48,7 @@ def home(settings: Settings) -> Settings:
         "cycle.stop_grace_s": "60",
         "up.stop_grace_s": "120",
     }
-    return config.load(settings.snapshot(), list(options.items()), {})
+    return root.load(settings.snapshot(), list(options.items()), {})
 
 
 def start(home: Settings, log: Path, *command: str) -> subprocess.Popen[bytes]:
@@ -127,7 +128,7 @@ def test_sigterm_to_all_of_up_ends_its_requests_and_its_cycle_in_order(
         check_end(process, 0, processes, log)
     finally:
         process.kill()
-    (record,) = cycles.records(home)
+    (record,) = records.load_all(home)
     assert (record.status, record.reason) == ("failed", "stopped by SIGTERM")
     assert [(stage.name, stage.ok, stage.killed) for stage in record.stages][-1] == ("train", False, True)
     assert nothing_left() == []

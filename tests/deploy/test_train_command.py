@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from deploy import cli, config
-from deploy.config import Settings
-from feedback.lake import Lake
+from deploy import cli
+from deploy.config import root
+from deploy.config.root import Settings
+from feedback.lake.tables import Lake
 from tests.feedback.feedback_rows import interaction, put
 
 PROMPTS = ["1+1=", "1+2=", "2+2="]
@@ -62,7 +63,7 @@ def test_a_suite_that_is_no_suite_ends_a_run_by_its_line(
 def test_the_suite_is_among_those_that_a_run_excludes_once(tmp_path: Path) -> None:
     suite = tmp_path / "home" / "suite.jsonl"
     for given in ([], [("train.data.exclude_suites", "[suite.jsonl, more.jsonl]")]):
-        settings = config.load(None, [("home", "home"), *given], {})
+        settings = root.load(None, [("home", "home"), *given], {})
         suite.unlink(missing_ok=True)
         assert suite not in settings.training().data.exclude_suites or given
         suite.parent.mkdir(exist_ok=True)

@@ -13,17 +13,19 @@ import httpx
 import psutil
 import pytest
 
-from deploy import config, following, rollout, up
-from deploy.config import Settings, child_environment
-from deploy.following import NotServed
-from deploy.processes import millrace
-from feedback.lake import Lake
-from serve.policies import PolicyStore
+from deploy.config import root
+from deploy.config.root import Settings, child_environment
+from deploy.loop import promotion, wait_for_serving
+from deploy.loop.wait_for_serving import NotServed
+from deploy.supervise import up
+from deploy.supervise.children import millrace
+from feedback.lake.tables import Lake
+from serve.policies.store import PolicyStore
 
 
 @pytest.fixture
 def small(home_with_policy: Settings) -> Settings:
-    return config.load(
+    return root.load(
         home_with_policy.snapshot(),
         [
             ("serve.engine.kv_cache_bytes", str(16 << 20)),
@@ -63,8 +65,8 @@ def test_it_serves_records_swaps_and_stops_without_a_trace(
 
         store = PolicyStore(small.path(small.serve.policies))
         store.publish(model, parent=1, lineage={}, metrics={})
-        pointer = rollout.promote(store, 2, who="tests", why="test", override=True)
-        served = following.wait_until_served(small, store, pointer)
+        pointer = promotion.promote(store, 2, who="tests", why="test", override=True)
+        served = wait_for_serving.wait_until_served(small, store, pointer)
         assert served["replica"] == small.serve.replica_name
         assert _policy(small)["version"] == 2
 
@@ -74,7 +76,7 @@ def test_it_serves_records_swaps_and_stops_without_a_trace(
         file.write_bytes(file.read_bytes()[:-1] + b"\xff")
         pointer = store.promote(3, expected=2, who="tests", why="a broken one")
         with pytest.raises(NotServed, match=r"could not load policy 3.*the pointer is (back )?at 2"):
-            following.wait_until_served(small, store, pointer)
+            wait_for_serving.wait_until_served(small, store, pointer)
         _until(lambda: _policy(small)["generation"] == 4, process, log)
         assert _policy(small)["version"] == 2
 
@@ -123,7 +125,7 @@ def test_a_server_that_dies_ends_it_with_its_last_words_and_nothing_is_restarted
 
 def test_nothing_survives_a_kill_of_it(small: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
     log = tmp_path / "up.log"
-    impatient = config.load(small.snapshot(), [("up.stop_grace_s", "2")], {})
+    impatient = root.load(small.snapshot(), [("up.stop_grace_s", "2")], {})
     process = start(impatient, log, "--no-schedule")
     _until(lambda: "Waiting for application startup" in log.read_text(), process, log)
     assert len(nothing_left()) >= 3  # up, a warden, the server
@@ -154,7 +156,7 @@ def test_two_never_run_in_one_home(small: Settings, tmp_path: Path, nothing_left
 
 
 def _policy(settings: Settings) -> dict[str, Any]:
-    return following.server_policy(settings) or {}
+    return wait_for_serving.server_policy(settings) or {}
 
 
 def _until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:

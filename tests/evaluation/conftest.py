@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from evaluation.config import EngineConfig, EvaluationConfig, GateConfig
-from evaluation.suites import Suite
-from serve.policies import Policy, PolicyStore
+from evaluation.suites.suite import Suite
+from serve.policies.store import Policy, PolicyStore
 
 MIB = 1024 * 1024
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from evaluation import responses
 from evaluation.config import EngineConfig, EvaluationConfig
 from evaluation.engine import OfflineEngine, Work
-from evaluation.suites import Suite
+from evaluation.suites import answers
+from evaluation.suites.suite import Suite
 from serve.config import EngineConfig as ServingConfig
-from serve.engine import Engine, Sampling
-from serve.generation import Generated
-from serve.model_folder import PolicyInvalid, compute_dtype, declared_dtype
-from serve.policies import Policy, PolicyStore
+from serve.generation.request import Generated
+from serve.policies.folder import PolicyInvalid, compute_dtype, declared_dtype
+from serve.policies.store import Policy, PolicyStore
+from serve.vllm.engine import Engine, Sampling
 from tests.evaluation.conftest import MIB, write_policy
 
 TOKENS = 24
@@ -126,7 +126,7 @@ def test_answers_are_kept_by_the_type_they_were_computed_in_and_not_by_the_setti
 
     def key(policy: Policy, **engine: object) -> str:
         changed = config.engine.model_copy(update=engine)
-        return responses.settings_hash(policy, config.model_copy(update={"engine": changed}))
+        return answers.settings_hash(policy, config.model_copy(update={"engine": changed}))
 
     assert key(wide, dtype="auto") == key(wide, dtype="float32") == key(narrow, dtype="float32")
     assert key(narrow, dtype="auto") == key(wide, dtype="bfloat16") != key(wide, dtype="auto")
@@ -143,9 +143,9 @@ def test_scores_are_of_the_samples_that_the_incumbent_made_in_its_own_type(
         config.model_copy(update={"engine": config.engine.model_copy(update={"dtype": dtype})})
         for dtype in ("auto", "float32")
     ]
-    answers = {responses._path(wide, suite, each, tmp_path) for each in settings}
-    scores = {responses._scored_path(wide, narrow, suite, each, tmp_path) for each in settings}
-    assert (len(answers), len(scores)) == (1, 2)
+    paths = {answers._path(wide, suite, each, tmp_path) for each in settings}
+    scores = {answers._scored_path(wide, narrow, suite, each, tmp_path) for each in settings}
+    assert (len(paths), len(scores)) == (1, 2)
 
 
 def test_another_template_or_tokenizer_makes_another_policy_whose_answers_are_its_own(
@@ -157,7 +157,7 @@ def test_another_template_or_tokenizer_makes_another_policy_whose_answers_are_it
         shutil.copytree(one.path, folder, dirs_exist_ok=True)
         (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
 
-    paths = {responses._path(policy, suite, config, tmp_path) for policy in (one, publish(tmp_path, edited))}
+    paths = {answers._path(policy, suite, config, tmp_path) for policy in (one, publish(tmp_path, edited))}
     assert len(paths) == 2
 
 
@@ -165,7 +165,7 @@ def test_answers_are_kept_by_the_device_that_computed_them(
     tmp_path: Path, config: EvaluationConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = publish(tmp_path, in_type(torch.float32))
-    here = responses.settings_hash(policy, config)
-    assert responses._device().startswith(("cpu ", "gpu "))
-    monkeypatch.setattr("evaluation.responses._device", lambda: "gpu NVIDIA H200")
-    assert responses.settings_hash(policy, config) != here
+    here = answers.settings_hash(policy, config)
+    assert answers._device().startswith(("cpu ", "gpu "))
+    monkeypatch.setattr("evaluation.suites.answers._device", lambda: "gpu NVIDIA H200")
+    assert answers.settings_hash(policy, config) != here

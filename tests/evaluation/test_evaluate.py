@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evaluation import responses
 from evaluation.config import EvaluationConfig
 from evaluation.engine import EngineError, OfflineEngine
+from evaluation.evaluate import compare_samples, evaluate, measure
 from evaluation.results import Evaluation
-from evaluation.suites import Suite, compare_samples, evaluate, measure
-from serve.policies import Policy
+from evaluation.suites import answers
+from evaluation.suites.suite import Suite
+from serve.policies.store import Policy
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr("evaluation.responses.OfflineEngine", refuse)
+    monkeypatch.setattr("evaluation.suites.answers.OfflineEngine", refuse)
 
 
 def reference_logprobs(policy: Policy, prompt: list[int], response: list[int]) -> np.ndarray:
@@ -53,7 +54,7 @@ def test_responses_are_the_greedy_ones_of_transformers(
     from transformers import AutoModelForCausalLM
 
     for policy in policies[:2]:
-        table = responses.cached(policy, suite, config, folder)
+        table = answers.cached(policy, suite, config, folder)
         assert table is not None
         model = AutoModelForCausalLM.from_pretrained(policy.path, dtype=torch.float32)
         for row in table.slice(5, 6).to_pylist():
@@ -67,7 +68,7 @@ def test_responses_are_the_greedy_ones_of_transformers(
 def test_chat_messages_go_through_the_policys_template(
     evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path
 ):
-    table = responses.cached(policies[0], suite, config, folder)
+    table = answers.cached(policies[0], suite, config, folder)
     assert table is not None
     prompts = table.column("prompt_token_ids").to_pylist()
     plain = prompts[[item.id for item in suite.items].index("sum-1-2")]
@@ -77,8 +78,8 @@ def test_chat_messages_go_through_the_policys_template(
 def test_both_policies_logprobs_of_the_incumbents_samples_are_those_of_transformers(
     evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, no_engine
 ):
-    kl = responses.answer(policies[1], suite, config, folder, incumbent=policies[0]).kl
-    table = responses.cached(policies[0], suite, config, folder)
+    kl = answers.answer(policies[1], suite, config, folder, incumbent=policies[0]).kl
+    table = answers.cached(policies[0], suite, config, folder)
     assert kl is not None
     assert table is not None
     assert len(kl.item) == len(suite.items) * config.kl_samples
@@ -95,7 +96,7 @@ def test_kl_is_that_of_the_full_distributions_on_the_sampled_prefixes(
     import torch
     from transformers import AutoModelForCausalLM
 
-    table = responses.cached(policies[0], suite, config, folder)
+    table = answers.cached(policies[0], suite, config, folder)
     assert table is not None
     assert evaluation.kl is not None
     rows = [(row["prompt_token_ids"], sample["token_ids"]) for row in table.to_pylist() for sample in row["samples"]]
@@ -158,7 +159,7 @@ def test_the_former_candidate_is_not_answered_again_when_it_is_the_incumbent(
         started.append(path)
         return OfflineEngine(path, config.engine)
 
-    monkeypatch.setattr("evaluation.responses.OfflineEngine", start)
+    monkeypatch.setattr("evaluation.suites.answers.OfflineEngine", start)
     found = evaluate(policies[2], policies[1], suite, config, folder)
     assert started == [policies[2].path]
     assert found.kl is not None
@@ -193,14 +194,14 @@ def test_a_damaged_cache_is_answered_anew(
     folder: Path,
     caplog: pytest.LogCaptureFixture,
 ):
-    before = responses.cached(policies[0], suite, config, folder)
+    before = answers.cached(policies[0], suite, config, folder)
     paths = (folder / "cache").glob(f"{policies[0].sha256[:16]}-*.arrow")
     path = next(path for path in paths if ".on-" not in path.name)
     path.write_bytes(path.read_bytes()[:100])
     with caplog.at_level(logging.WARNING):
-        assert responses.cached(policies[0], suite, config, folder) is None
+        assert answers.cached(policies[0], suite, config, folder) is None
     assert "can't be read" in caplog.text
-    answered = responses.answer(policies[0], suite, config, folder).table
+    answered = answers.answer(policies[0], suite, config, folder).table
     assert before is not None
     assert answered.column("response_token_ids") == before.column("response_token_ids")
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evaluation.metrics import distinct_n, kl_terms
+from evaluation.suites.text_metrics import distinct_n, kl_terms
 
 
 def test_distinct_n_counts_over_all_responses():

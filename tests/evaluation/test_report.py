@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 from pydantic import ValidationError
 
-from evaluation.report import PolicyRow, ReportData, SwapRow, build, traffic
+from evaluation.report.page import PolicyRow, ReportData, SwapRow, build, traffic
 from evaluation.results import Interval, PolicyResult
 from feedback.schema import INTERACTIONS
 

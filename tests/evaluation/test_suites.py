@@ -8,8 +8,9 @@ import pyarrow as pa
 import pytest
 
 from evaluation.config import EvaluationConfig
-from evaluation.suites import Suite, SuiteError, load_scorer, score, scorer_batch, scorer_name
-from feedback.rewards.rules import RuleError
+from evaluation.evaluate import load_scorer, score, scorer_batch, scorer_name
+from evaluation.suites.suite import Suite, SuiteError
+from feedback.scoring.sources.rules import RuleError
 
 
 def write(folder: Path, *lines: str) -> Path:

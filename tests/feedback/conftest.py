@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from feedback.config import JournalConfig, LakeConfig
-from feedback.journal import Journal
-from feedback.lake import Lake
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
 
 
 @pytest.fixture

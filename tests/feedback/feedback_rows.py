@@ -8,8 +8,8 @@ from typing import Any
 import pyarrow as pa
 
 from feedback.events import FeedbackIn
-from feedback.lake import Lake
-from feedback.rows import to_batch
+from feedback.journal.codec import to_batch
+from feedback.lake.tables import Lake
 from feedback.schema import TABLES
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)

@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from feedback.sealing import seal
+from feedback.ingest.seal import seal
+from feedback.lake.tables import Lake
 
 WRITER = """
 import asyncio, sys
 from pathlib import Path
 from feedback.config import JournalConfig
-from feedback.journal import Journal
+from feedback.journal.writer import Journal
 from feedback_rows import interaction, thumb
 
 async def client(journal, name):
@@ -41,8 +41,8 @@ SEALER = """
 import sys
 from pathlib import Path
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from feedback.sealing import seal
+from feedback.lake.tables import Lake
+from feedback.ingest.seal import seal
 
 while True:
     seal(Lake(sys.argv[2], LakeConfig()), Path(sys.argv[1]))

@@ -26,7 +26,7 @@ from feedback.datasets import (
     rollouts,
     thumbs,
 )
-from feedback.lake import Lake, LakeFileGoneError
+from feedback.lake.tables import Lake, LakeFileGoneError
 
 
 @pytest.fixture

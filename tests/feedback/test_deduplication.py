@@ -12,12 +12,12 @@ import pytest
 from feedback_rows import put, table_of, thumb
 
 from feedback.config import JournalConfig, LakeConfig
-from feedback.deduplication import append_feedback, take_counts
-from feedback.journal import Journal
-from feedback.lake import Lake, LakeConflictError
-from feedback.sealed_ids import SealedIds, take_in
-from feedback.sealer import Sealer
-from feedback.sealing import seal
+from feedback.ingest.deduplication import append_feedback, take_counts
+from feedback.ingest.id_index import SealedIds, take_in
+from feedback.ingest.seal import seal
+from feedback.ingest.sealer_process import Sealer
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake, LakeConflictError
 from tests.object_store import serving
 
 

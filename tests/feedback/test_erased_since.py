@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from feedback_rows import interaction, put, thumb
 
-from feedback.changes import ErasedSince, LogGoneError
 from feedback.config import LakeConfig
-from feedback.erasure import Target, erase
-from feedback.lake import Lake
-from feedback.maintenance import compact, retain
+from feedback.lake.table_changes import ErasedSince, LogGoneError
+from feedback.lake.tables import Lake
+from feedback.maintenance.erasure import Target, erase
+from feedback.maintenance.maintain import compact, retain
 
 
 @pytest.fixture

@@ -22,20 +22,29 @@ from deltalake import DeltaTable
 from feedback_rows import NOON, interaction, put, reward, table_of, thumb
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
-from feedback.erased import FOLDER, Selector, drop_erased, erasures, register
-from feedback.erasure import ErasureError, Target, _drain, _rewrite, erase, find, finish_erasures, was_visible
 from feedback.events import FeedbackIn
 from feedback.files import LockTimeoutError
 from feedback.ids import uuid7
-from feedback.journal import Journal
-from feedback.lake import Lake, LakeError
-from feedback.maintenance import compact, maintain
-from feedback.purging import drop_spilled
-from feedback.queries import QueryError
-from feedback.queries import run as query
-from feedback.scoring import score
-from feedback.sealed_ids import take_in
-from feedback.sealing import seal
+from feedback.ingest.id_index import take_in
+from feedback.ingest.seal import seal
+from feedback.journal.writer import Journal
+from feedback.lake.erasure_registry import FOLDER, Selector, drop_erased, erasures, register
+from feedback.lake.query import QueryError
+from feedback.lake.query import run as query
+from feedback.lake.tables import Lake, LakeError
+from feedback.maintenance.erasure import (
+    ErasureError,
+    Target,
+    _drain,
+    _rewrite,
+    erase,
+    find,
+    finish_erasures,
+    was_visible,
+)
+from feedback.maintenance.maintain import compact, maintain
+from feedback.maintenance.vacuum import drop_spilled
+from feedback.scoring.run import score
 
 SECRET = "Zaphod-Beeblebrox"
 PROMPT = f"my name is {SECRET} and I live at the end of the universe"
@@ -202,7 +211,7 @@ SERVER = """
 import sys, time
 from pathlib import Path
 from feedback.config import JournalConfig
-from feedback.journal import Journal
+from feedback.journal.writer import Journal
 from feedback_rows import interaction, thumb
 
 journal = Journal(Path(sys.argv[1]), JournalConfig(segment_seconds=float(sys.argv[2])), "replica-0")
@@ -308,14 +317,14 @@ def test_rewards_that_were_written_while_an_erasure_ran_go_with_the_next_mainten
 @pytest.mark.parametrize(
     "where",
     [
-        "feedback.erasure.seal",
-        "feedback.storage._FileWriter.write",
+        "feedback.maintenance.erasure.seal",
+        "feedback.lake.data_files._FileWriter.write",
         "deltalake.DeltaTable.create_write_transaction",
-        "feedback.storage.Store.delete",
+        "feedback.lake.data_files.Store.delete",
         "deltalake.DeltaTable.create_checkpoint",
-        "feedback.purging.forget",
-        "feedback.erasure.drop_damaged_segments",
-        "feedback.erasure.mark_done",
+        "feedback.maintenance.vacuum.forget",
+        "feedback.maintenance.erasure.drop_damaged_segments",
+        "feedback.maintenance.erasure.mark_done",
     ],
 )
 @pytest.mark.parametrize("then", ["repeated", "left to the maintenance"])
@@ -468,7 +477,7 @@ def test_what_was_said_of_a_response_goes_too_where_the_erasure_was_killed_befor
     elsewhere = tmp_path / "elsewhere"
     journal_of(elsewhere, [("feedback", thumb(f"{SECRET}-1", 0)), ("feedback", thumb("a", 0))])
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.erasure.register", at_the_second(register))
+        patch.setattr("feedback.maintenance.erasure.register", at_the_second(register))
         with pytest.raises(KeyboardInterrupt):
             erase(lake, folder, Target(user=SECRET))
     maintain(lake, folder)
@@ -494,12 +503,12 @@ def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_behind_the_bac
         return kept
 
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.sealing.drop_erased", then_an_erasure)
+        patch.setattr("feedback.ingest.seal.drop_erased", then_an_erasure)
         seal(lake, elsewhere)
     assert ids(lake) == ids(lake, "feedback") == [f"{SECRET}-there"]
     if killed:
         with monkeypatch.context() as patch:
-            patch.setattr("feedback.erasure._rewrite", at_the_second(_rewrite))
+            patch.setattr("feedback.maintenance.maintain.erasure._rewrite", at_the_second(_rewrite))
             with pytest.raises(KeyboardInterrupt):
                 maintain(lake, folder)
     maintain(lake, folder)
@@ -521,7 +530,7 @@ def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_when_interacti
         return _rewrite(lake, table, selectors)
 
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.erasure._rewrite", sealed_meanwhile)
+        patch.setattr("feedback.maintenance.maintain.erasure._rewrite", sealed_meanwhile)
         erase(lake, folder, Target(user=SECRET))
     maintain(lake, folder)
     assert (ids(lake), ids(lake, "feedback")) == (["a"], [])
@@ -533,7 +542,7 @@ def test_a_removal_behind_an_erasure_that_is_killed_before_old_files_are_gone_is
     erase(lake, folder, Target(user=SECRET))
     put(lake, "rewards", [reward(f"{SECRET}-1", 1.0)])
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.erasure._purge_all", interrupt)
+        patch.setattr("feedback.maintenance.maintain.erasure._purge_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
             maintain(lake)
     maintain(lake)
@@ -545,7 +554,7 @@ def test_what_is_sealed_behind_an_erasure_is_found_whatever_the_clock_of_its_mac
     erase(lake, folder, Target(user=SECRET))
     an_hour_ago = time.time_ns() - 3600 * 10**9
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.storage.time.time_ns", lambda: an_hour_ago)
+        patch.setattr("feedback.lake.data_files.time.time_ns", lambda: an_hour_ago)
         put(lake, "rewards", [reward(f"{SECRET}-1", 1.0)])
     assert maintain(lake).erased["rewards"] == 1
     assert holders(Path(lake.uri)) == set()
@@ -572,7 +581,7 @@ def test_rows_that_were_made_while_the_clock_ran_ahead_are_erased_and_told_of(la
         assert (done.rows, done.ahead) == ({"interactions": 2, "feedback": 2, "rewards": 0}, 4)
     else:
         with monkeypatch.context() as patch:
-            patch.setattr("feedback.erasure._drain", interrupt)
+            patch.setattr("feedback.maintenance.maintain.erasure._drain", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 erase(lake, folder, Target(user=SECRET))
         put(lake, "interactions", [secret("later", created_at=datetime.now(UTC))])
@@ -608,7 +617,7 @@ class FastClock(datetime):
 def test_an_erasure_by_a_clock_that_ran_ahead_takes_nothing_that_is_made_after_it(lake, folder, monkeypatch):
     put(lake, "interactions", [secret("1")])
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.erasure.datetime", FastClock)
+        patch.setattr("feedback.maintenance.erasure.datetime", FastClock)
         erase(lake, folder, Target(user=SECRET))
     folder.mkdir()
     seal(lake, folder)  # the next turn of the sealer, by the right clock
@@ -617,8 +626,8 @@ def test_an_erasure_by_a_clock_that_ran_ahead_takes_nothing_that_is_made_after_i
     maintain(lake, folder)
     assert ids(lake) == [f"{SECRET}-later"]
     with monkeypatch.context() as patch:  # 41 days later
-        patch.setattr("feedback.erasure.datetime", FastClock)
-        patch.setattr("feedback.erased.datetime", FastClock)
+        patch.setattr("feedback.maintenance.erasure.datetime", FastClock)
+        patch.setattr("feedback.lake.erasure_registry.datetime", FastClock)
         maintain(lake, folder)
     assert ids(lake) == [f"{SECRET}-later"]
 
@@ -633,7 +642,7 @@ def test_what_is_made_while_an_erasure_waits_for_the_journal_stays(lake, folder,
         _drain(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.erasure._drain", made_meanwhile)
+        patch.setattr("feedback.maintenance.maintain.erasure._drain", made_meanwhile)
         assert erase(lake, folder, Target(user=SECRET)).rows["interactions"] == 1
     assert (ids(lake), ids(lake, "feedback")) == ([f"{SECRET}-new"], ["a"])
     maintain(lake, folder)
@@ -656,7 +665,7 @@ def test_a_machine_whose_clock_is_behind_weakens_an_erasure_for_nobody_else(lake
     journal_of(right, [("feedback", thumb(f"{SECRET}-2", 1, created_at=made))])  # of a response that is unknown here
     erase(lake, folder, Target(user=SECRET))
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.erased.datetime", SlowClock)
+        patch.setattr("feedback.lake.erasure_registry.datetime", SlowClock)
         seal(lake, behind)
     seal(lake, right)
     maintain(lake, right)

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from feedback.config import FeedbackConfig, KindsConfig, MetricConfig, RatingConfig
 from feedback.events import FeedbackError, FeedbackIn
-from feedback.rows import check_row
+from feedback.journal.codec import check_row
 
 KINDS = KindsConfig(
     ratings={"stars": RatingConfig(low=1, high=5), "percent": RatingConfig(low=0, high=100)},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from feedback.config import HumanConfig, KindsConfig
-from feedback.rewards.human import counts_sql, votes_sql
+from feedback.scoring.sources.human import counts_sql, votes_sql
 
 KINDS = KindsConfig.model_validate(
     {

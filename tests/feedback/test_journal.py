@@ -12,10 +12,10 @@ import pytest
 from feedback_rows import interaction, thumb
 
 from feedback.config import JournalConfig
-from feedback.journal import Journal, JournalBroken, JournalError, JournalFull
-from feedback.recovery import recover, rows
-from feedback.rows import RowError
-from feedback.segments import list_segments
+from feedback.journal.codec import RowError
+from feedback.journal.recovery import recover, rows
+from feedback.journal.segment import list_segments
+from feedback.journal.writer import Journal, JournalBroken, JournalError, JournalFull
 
 REAL_FDATASYNC = os.fdatasync
 
@@ -41,7 +41,7 @@ def disk(monkeypatch):
             REAL_FDATASYNC(fd)
 
     made = Disk()
-    monkeypatch.setattr("feedback.writing.os.fdatasync", made.fdatasync)
+    monkeypatch.setattr("feedback.journal.session.os.fdatasync", made.fdatasync)
     yield made
     made.free.set()
 
@@ -228,7 +228,7 @@ async def test_rows_that_a_failing_disk_keeps_from_being_cut_are_not_sealed_befo
         raise OSError(errno.EIO, "no way")
 
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.writing.os.ftruncate", failing)
+        patch.setattr("feedback.journal.session.os.ftruncate", failing)
         disk.error = OSError(errno.EIO, "the disk is gone")
         with pytest.raises(JournalBroken, match="the disk is gone"):
             await journal.append("feedback", thumb("refused", 1))

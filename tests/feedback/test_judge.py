@@ -25,9 +25,9 @@ from judge_server import Answer, Asked, judge_server, says
 from pydantic import SecretStr, ValidationError
 
 from feedback.config import HumanConfig, JudgeConfig, ScoringConfig
-from feedback.rewards.judge import Judge, parse_score, question
-from feedback.rewards.verdicts import VerdictsError
-from feedback.scoring import score
+from feedback.scoring.run import score
+from feedback.scoring.sources.judge import Judge, parse_score, question
+from feedback.scoring.sources.judge_cache import VerdictsError
 from loadtests.tiny_model import make_model_folder
 
 RUBRIC = "How good is this answer?\nQ: {prompt}\nA: {response}"
@@ -344,7 +344,7 @@ def test_verdicts_that_an_older_millrace_kept_are_found_still_and_their_hashes_a
 KILLED = """
 import json, sys
 from feedback.config import JudgeConfig
-from feedback.rewards.judge import Judge
+from feedback.scoring.sources.judge import Judge
 import pyarrow as pa
 rows = [{"prompt": "p", "messages": None, "response": f"r{n}", "metadata": []} for n in range(6)]
 Judge(JudgeConfig(**json.loads(sys.argv[1]))).by_row(pa.Table.from_pylist(rows))

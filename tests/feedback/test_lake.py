@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
 from feedback.files import LockTimeoutError, locked
-from feedback.journal import Journal
-from feedback.lake import Lake, LakeConflictError, LakeError
-from feedback.scoring import score
-from feedback.sealer import Sealer
-from feedback.sealing import seal
-from feedback.segments import list_segments
-from feedback.storage import _lower, _upper
+from feedback.ingest.seal import seal
+from feedback.ingest.sealer_process import Sealer
+from feedback.journal.segment import list_segments
+from feedback.journal.writer import Journal
+from feedback.lake.data_files import _lower, _upper
+from feedback.lake.tables import Lake, LakeConflictError, LakeError
+from feedback.scoring.run import score
 
 
 def count(lake: Lake, journal_folder: Path | None = None, table: str = "feedback") -> tuple[int, int]:
@@ -391,7 +391,7 @@ def test_a_sealer_whose_process_is_killed_gets_another_that_goes_on(folder, tmp_
 def test_a_sealer_ends_when_its_parent_is_killed(folder, lake):
     code = (
         "import sys, time; from pathlib import Path; from feedback.config import LakeConfig; "
-        "from feedback.lake import Lake; from feedback.sealer import Sealer\n"
+        "from feedback.lake.tables import Lake; from feedback.ingest.sealer_process import Sealer\n"
         "sealer = Sealer(Lake(sys.argv[1], LakeConfig(seal_seconds=0.05)), Path(sys.argv[2])); sealer.start()\n"
         "print(sealer._child.pid, flush=True); time.sleep(60)"
     )

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from feedback.sealing import seal
-from feedback.statistics import QUANTILES, KindStatistics, gather, orphans
+from feedback.ingest.seal import seal
+from feedback.lake.statistics import QUANTILES, KindStatistics, gather, orphans
+from feedback.lake.tables import Lake
 
 
 def spans(*versions: int) -> list[dict[str, int]]:

@@ -9,9 +9,9 @@ import pytest
 from feedback_rows import interaction, thumb
 
 from feedback.config import JournalConfig
-from feedback.journal import Journal
-from feedback.lake import Lake
-from feedback.sealing import seal
+from feedback.ingest.seal import seal
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
 
 
 def journaled(folder: Path, writer: str, table: str, row: dict[str, Any]) -> Path:

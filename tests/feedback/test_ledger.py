@@ -14,14 +14,14 @@ import pytest
 from feedback_rows import put, thumb
 
 from feedback.config import JournalConfig, LakeConfig
-from feedback.erasure import Target, erase, finish_erasures
-from feedback.journal import Journal, JournalBroken
-from feedback.lake import Lake
-from feedback.ledger import FeedbackLedger, LedgerError
-from feedback.maintenance import retain
-from feedback.recovery import rows
-from feedback.sealed_ids import take_in
-from feedback.sealing import seal
+from feedback.ingest.id_index import take_in
+from feedback.ingest.idempotency import FeedbackLedger, LedgerError
+from feedback.ingest.seal import seal
+from feedback.journal.recovery import rows
+from feedback.journal.writer import Journal, JournalBroken
+from feedback.lake.tables import Lake
+from feedback.maintenance.erasure import Target, erase, finish_erasures
+from feedback.maintenance.maintain import retain
 
 
 def body(value: float = 1.0, feedback_id: str = "f1", source: str = "user"):
@@ -227,7 +227,7 @@ def gone_by(how: str, lake: Lake, elsewhere: Path) -> None:
         erase(lake, elsewhere, Target(user="eve"))
     elif how == "killed erasure":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("feedback.erasure._purge_all", interrupt)
+            patch.setattr("feedback.maintenance.maintain.erasure._purge_all", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 erase(lake, elsewhere, Target(user="eve"))
     elif how == "retention":
@@ -319,7 +319,7 @@ async def test_feedback_recorded_while_two_repeats_of_erased_feedback_wait_stays
                 assert last.wait(20)
         return take_in(*given, **named)
 
-    monkeypatch.setattr("feedback.ledger.take_in", held_up)
+    monkeypatch.setattr("feedback.ingest.idempotency.take_in", held_up)
     one = asyncio.create_task(ledger.record(body(feedback_id="f1", source="eve"), journal))
     two = asyncio.create_task(ledger.record(body(feedback_id="f2", source="eve"), journal))
     assert await asyncio.to_thread(reached.wait, 20)
@@ -337,7 +337,7 @@ async def test_feedback_that_an_unfinished_erasure_means_is_not_acknowledged_as_
 ):
     put(lake, "feedback", [body(source="eve"), body(feedback_id="b1", source="bob")])
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.erasure._drain", interrupt)
+        patch.setattr("feedback.maintenance.maintain.erasure._drain", interrupt)
         with pytest.raises(KeyboardInterrupt):
             erase(lake, tmp_path / "elsewhere", Target(user="eve"))
     journal = Journal(folder, JournalConfig(), "replica-0")
@@ -364,7 +364,7 @@ async def test_feedback_that_was_sealed_and_left_the_lake_before_the_index_knew_
     assert await ledger.record(body(source="eve"), journal) == "new"
     journal.close()
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.sealing.take_in_if_used", interrupt)
+        patch.setattr("feedback.ingest.seal.take_in_if_used", interrupt)
         with pytest.raises(KeyboardInterrupt):
             seal(lake, folder)
     gone_by("retention", lake, tmp_path / "elsewhere")

@@ -18,13 +18,13 @@ from pydantic import ValidationError
 from test_power_loss import EVERY, needs_strace, power_losses
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
-from feedback.journal import Journal
-from feedback.lake import Lake, LakeConflictError
-from feedback.maintenance import ClockError, compact, maintain, retain, vacuum
-from feedback.scoring import score
-from feedback.sealing import seal
-from feedback.sorting import sort_rows
-from feedback.storage import TableFiles, data_files
+from feedback.ingest.seal import seal
+from feedback.journal.writer import Journal
+from feedback.lake.data_files import TableFiles, data_files
+from feedback.lake.tables import Lake, LakeConflictError
+from feedback.maintenance.external_sort import sort_rows
+from feedback.maintenance.maintain import ClockError, compact, maintain, retain, vacuum
+from feedback.scoring.run import score
 
 SMALL = 200_000  # bytes: a target that a test's few rows stay far below
 
@@ -246,7 +246,7 @@ def test_a_compaction_that_is_killed_loses_nothing_and_is_done_by_the_next(lake,
     fill(lake)
     before = rows(lake)
     target = {
-        "write": ("feedback.storage._FileWriter.write", interrupt),
+        "write": ("feedback.lake.data_files._FileWriter.write", interrupt),
         "commit": ("deltalake.DeltaTable.create_write_transaction", interrupt),
         "durable": ("feedback.lake.make_log_durable", interrupt),
     }[where]
@@ -306,7 +306,7 @@ def test_what_was_replaced_goes_when_it_is_old_and_old_versions_are_read_until_t
     put(lake, "feedback", [thumb("c", 1)])
     with monkeypatch.context() as patch:
         two_hours_ago = time.time_ns() - 2 * 3600 * 10**9
-        patch.setattr("feedback.lake.time.time_ns", lambda: two_hours_ago)
+        patch.setattr("feedback.lake.tables.time.time_ns", lambda: two_hours_ago)
         compact(lake)
     dry = vacuum(lake, dry_run=True)["feedback"]
     assert (len(dry.replaced), len(on_disk(lake))) == (2, 5)
@@ -387,7 +387,7 @@ def test_the_time_for_which_versions_are_kept_follows_the_config(lake):
 
 
 MAINTENANCE = """
-from feedback.erasure import Target, erase
+from feedback.maintenance.erasure import Target, erase
 from feedback.maintenance import maintain
 
 async def main():

@@ -16,15 +16,15 @@ from deltalake import DeltaTable
 from feedback_rows import interaction, put, table_of, thumb
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
-from feedback.erasure import Target, erase, finish_erasures
-from feedback.journal import Journal
-from feedback.lake import Lake, LakeConflictError, LakeError
-from feedback.maintenance import compact, maintain, retain, vacuum
-from feedback.scoring import score
-from feedback.sealer import Sealer
-from feedback.sealing import seal
-from feedback.segments import list_segments
-from feedback.storage import StoredFile, data_files
+from feedback.ingest.seal import seal
+from feedback.ingest.sealer_process import Sealer
+from feedback.journal.segment import list_segments
+from feedback.journal.writer import Journal
+from feedback.lake.data_files import StoredFile, data_files
+from feedback.lake.tables import Lake, LakeConflictError, LakeError
+from feedback.maintenance.erasure import Target, erase, finish_erasures
+from feedback.maintenance.maintain import compact, maintain, retain, vacuum
+from feedback.scoring.run import score
 from tests.object_store import serving
 
 _numbers = itertools.count()
@@ -108,7 +108,11 @@ def test_appends_of_many_at_once_are_all_there_once(lake):
 
 @pytest.mark.parametrize(
     "where",
-    ["feedback.storage.TableFiles.write", "deltalake.DeltaTable.create_write_transaction", "pathlib.Path.unlink"],
+    [
+        "feedback.lake.data_files.TableFiles.write",
+        "deltalake.DeltaTable.create_write_transaction",
+        "pathlib.Path.unlink",
+    ],
 )
 def test_a_seal_that_is_killed_and_repeated_seals_each_row_once(lake, folder, monkeypatch, where):
     journal_of(folder, *[("feedback", thumb(f"r{n}", 1)) for n in range(3)], ("interactions", interaction("r0")))
@@ -186,7 +190,7 @@ def test_a_vacuum_removes_what_is_old_and_no_file_that_may_still_be_committed(la
     put(lake, "feedback", [thumb("b", 1)])
     with monkeypatch.context() as patch:
         two_hours_ago = time.time_ns() - 2 * 3600 * 10**9
-        patch.setattr("feedback.lake.time.time_ns", lambda: two_hours_ago)
+        patch.setattr("feedback.lake.tables.time.time_ns", lambda: two_hours_ago)
         compact(lake)
     [written] = lake.files("feedback").write("feedback", table_of("feedback", [thumb("c", 1)]))
     dry = vacuum(lake, dry_run=True)["feedback"]

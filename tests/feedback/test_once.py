@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from feedback.config import JournalConfig, LakeConfig
-from feedback.journal import Journal
-from feedback.lake import Lake
-from feedback.ledger import FeedbackLedger
-from feedback.sealing import seal
+from feedback.ingest.idempotency import FeedbackLedger
+from feedback.ingest.seal import seal
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
 
 IDS = ("a", "b", "c")
 REPLICAS = (0, 1)

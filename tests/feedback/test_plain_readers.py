@@ -13,7 +13,7 @@ import pytest
 from deltalake import DeltaTable
 from feedback_rows import NOON, interaction, put, table_of
 
-from feedback.lake import Lake
+from feedback.lake.tables import Lake
 
 COLUMNS = ["response_id", "user", "session_id", "created_at", "response", "prompt_token_ids", "metadata", "date"]
 LATER = NOON + timedelta(microseconds=999)
@@ -148,7 +148,7 @@ def view(lake: Lake, name: str) -> list[Row]:
 def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Lake]:
     """The lake after one append, after more, and after others' and our own compaction of them."""
     from feedback.config import LakeConfig
-    from feedback.maintenance import compact
+    from feedback.maintenance.maintain import compact
 
     made: dict[str, Lake] = {}
     for stage in ("one append", "more appends", "compacted by deltalake", "compacted by Millrace"):

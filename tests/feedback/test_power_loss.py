@@ -12,9 +12,9 @@ import pytest
 from power_loss import LEFT, losses, record, restore
 
 from feedback.config import JournalConfig, LakeConfig
-from feedback.journal import Journal
-from feedback.lake import Lake
-from feedback.sealing import seal
+from feedback.ingest.seal import seal
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
 
 EVERY = int(os.environ.get("POWER_LOSS_EVERY", "8"))
 """Of the different states of the disk, each so-manieth is tried; `make crash-test` tries all."""
@@ -24,9 +24,9 @@ import asyncio, sys
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
 from pathlib import Path
 from feedback.config import JournalConfig, LakeConfig
-from feedback.journal import Journal
-from feedback.lake import Lake
-from feedback.sealing import seal
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
+from feedback.ingest.seal import seal
 from feedback_rows import interaction, thumb
 from test_streams import tokens
 
@@ -87,12 +87,12 @@ async def main():
 
 asyncio.run(main())
 
-import feedback.lake
+from feedback.lake import tables
 
 def killed(*_):
     raise KeyboardInterrupt
 
-durable, feedback.lake.make_log_durable = feedback.lake.make_log_durable, killed
+durable, tables.make_log_durable = tables.make_log_durable, killed
 for _ in range(2):  # each seal is killed behind the commit of one table, before that is durable
     try:
         seal(lake, home / "journal")
@@ -106,8 +106,8 @@ PROGRAMS = {"journal and seal": JOURNAL_AND_SEAL, "second life": SECOND_LIFE, "k
 
 CARELESS = {
     "journal": "import os; os.fdatasync = lambda fd: None",
-    "names in the journal": "import feedback.writing; feedback.writing.fsync_path = lambda path: None",
-    "data files": "import feedback.storage; feedback.storage.fsync_path = lambda path: None",
+    "names in the journal": "import feedback.journal.session; feedback.journal.session.fsync_path = lambda path: None",
+    "data files": "import feedback.lake.data_files; feedback.lake.data_files.fsync_path = lambda path: None",
 }
 """What a program must not leave out."""
 

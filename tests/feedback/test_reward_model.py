@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from feedback.config import HumanConfig, ModelConfig, ScoringConfig
-from feedback.rewards.model import RewardModel, RewardModelError, files_digest, token_batches
-from feedback.scoring import score
-from serve.policies import record_erasure
+from feedback.scoring.run import score
+from feedback.scoring.sources.reward_model import RewardModel, RewardModelError, files_digest, token_batches
+from serve.policies.store import record_erasure
 
 TEXTS = ["two and two is four", "four", "I think that it might be four and not five", "five!", ""]
 

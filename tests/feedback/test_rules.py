@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from feedback.config import HumanConfig, RuleConfig, ScoringConfig
-from feedback.rewards.rules import (
+from feedback.scoring.run import score
+from feedback.scoring.scorer import Source, columns_of, guarded
+from feedback.scoring.sources.rules import (
     FunctionRule,
     Reasons,
     RuleError,
@@ -27,8 +29,6 @@ from feedback.rewards.rules import (
     load_reward,
     load_rule,
 )
-from feedback.rewards.sources import Source, columns_of, guarded
-from feedback.scoring import score
 from feedback.signals import StopSignal
 
 SOURCE = """

@@ -16,12 +16,12 @@ from feedback_rows import NOON, interaction, put, said, table_of, thumb
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from feedback import candidates, scoring
 from feedback.config import HumanConfig, KindsConfig, LakeConfig, RuleConfig, ScoringConfig
-from feedback.lake import Lake, LakeConflictError
-from feedback.rewards.rules import RuleError
-from feedback.rewards.sources import load_sources, scorer_name
-from feedback.scoring import ScoringError, score
+from feedback.lake.tables import Lake, LakeConflictError
+from feedback.scoring import candidates, run
+from feedback.scoring.run import ScoringError, score
+from feedback.scoring.scorer import load_sources, scorer_name
+from feedback.scoring.sources.rules import RuleError
 
 RULE = '''
 def exact(batch):
@@ -257,7 +257,7 @@ def test_progress_reaches_the_end_and_scored_at_grows_with_every_run(lake, both,
     seen: list[tuple[str, int, int]] = []
     score(lake, both.model_copy(update={"batch_rows": 10}), progress=lambda *what: seen.append(what))
     assert seen == [("exact", n, 25) for n in (10, 20, 25)] + [("rewards", 25, 25)]
-    monkeypatch.setattr(scoring, "datetime", type("Stopped", (), {"now": staticmethod(lambda _: NOON)}))
+    monkeypatch.setattr(run, "datetime", type("Stopped", (), {"now": staticmethod(lambda _: NOON)}))
     put(lake, "feedback", [thumb("r0", 0)])
     score(lake, both)
     history = [row for row in rewards(lake, "rewards") if row["response_id"] == "r0"]
@@ -370,7 +370,7 @@ def test_rows_that_an_erasure_writes_anew_are_not_new_and_the_erased_are_not_sco
 def test_a_vacuum_that_takes_a_file_from_under_a_run_makes_it_start_over(lake, both, monkeypatch):
     for number in range(3):
         put(lake, "interactions", [interaction(f"r{number}")])
-    find, runs = scoring.find, []
+    find, runs = run.find, []
 
     def find_and_lose(*args: Any, **kwargs: Any) -> Any:
         found = find(*args, **kwargs)
@@ -380,7 +380,7 @@ def test_a_vacuum_that_takes_a_file_from_under_a_run_makes_it_start_over(lake, b
         runs.append(found)
         return found
 
-    monkeypatch.setattr(scoring, "find", find_and_lose)
+    monkeypatch.setattr(run, "find", find_and_lose)
     assert score(lake, both).scored == 3
     assert len(runs) == 2
     assert len(rewards(lake, "rewards")) == 3
@@ -465,7 +465,7 @@ def test_more_rows_than_memory_are_scored_by_spilling_and_too_little_memory_is_a
         column = rows.schema.get_field_index("response_id")
         lake.append(table, rows.set_column(column, rows.schema.field(column), ids))
     config = ScoringConfig(memory_limit="40MB", rules={"exact": RuleConfig(ready="exact_match")})
-    connect = scoring.connect
+    connect = run.connect
 
     def without_a_disk(*limits: Any) -> Any:
         connection = connect(*limits)
@@ -473,7 +473,7 @@ def test_more_rows_than_memory_are_scored_by_spilling_and_too_little_memory_is_a
         return connection
 
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "connect", without_a_disk)
+        patch.setattr(run, "connect", without_a_disk)
         with pytest.raises(ScoringError, match="memory_limit=40MB"):
             score(lake, config)
     assert lake.counts()["rewards"] == 0

@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from feedback.config import LakeConfig
 from feedback.files import LockTimeoutError, locked
-from feedback.lake import Lake, LakeError
+from feedback.ingest.id_index import (
+    IdsError,
+    SealedIds,
+    content_of,
+    key_of,
+    keys_and_contents,
+    take_in,
+    take_in_if_used,
+)
+from feedback.lake.tables import Lake, LakeError
 from feedback.schema import FEEDBACK
-from feedback.sealed_ids import IdsError, SealedIds, content_of, key_of, keys_and_contents, take_in, take_in_if_used
 
 
 def vote(feedback_id: str, value: float = 1.0):

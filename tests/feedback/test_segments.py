@@ -8,11 +8,11 @@ from feedback_rows import interaction, thumb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from feedback.journal import Journal
-from feedback.recovery import load_all, read_segment, recover, rows
-from feedback.rows import to_batch
+from feedback.journal.codec import to_batch
+from feedback.journal.recovery import load_all, read_segment, recover, rows
+from feedback.journal.segment import END_MARK, SegmentName, decode, encode_batch, encode_schema, list_segments, scan
+from feedback.journal.writer import Journal
 from feedback.schema import FEEDBACK, INTERACTIONS
-from feedback.segments import END_MARK, SegmentName, decode, encode_batch, encode_schema, list_segments, scan
 
 NAME = SegmentName("feedback", "replica-0", "0" * 31 + "a", 1)
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from feedback.sealer import Sealer
+from feedback.ingest.sealer_process import Sealer
+from feedback.lake.tables import Lake
 from feedback.signals import held_back
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feedback.config import JournalConfig, LakeConfig
-from feedback.journal import Journal, JournalBroken, JournalFull
-from feedback.lake import Lake
-from feedback.recovery import rows
-from feedback.rows import RowError
-from feedback.sealing import seal
-from feedback.segments import list_segments
+from feedback.ingest.seal import seal
+from feedback.journal.codec import RowError
+from feedback.journal.recovery import rows
+from feedback.journal.segment import list_segments
+from feedback.journal.writer import Journal, JournalBroken, JournalFull
+from feedback.lake.tables import Lake
 
 REAL_FDATASYNC = os.fdatasync
 
@@ -134,7 +134,7 @@ async def test_a_disk_that_fails_under_a_stream_refuses_its_end_and_leaves_it_ab
         raise OSError(5, "the disk is gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.writing.os.fdatasync", failing)
+        patch.setattr("feedback.journal.session.os.fdatasync", failing)
         with pytest.raises(JournalBroken):
             await journal.append("interactions", interaction("refused"))
         await until(lambda: journal.stats()["failures"] == 1)
@@ -162,7 +162,7 @@ async def test_a_stream_whose_end_a_full_disk_refused_has_all_its_tokens_in_the_
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"feedback.writing.{call}", full)
+        patch.setattr(f"feedback.journal.session.{call}", full)
         made = 5
         with pytest.raises(JournalBroken, match="No space left on device"):
             await journal.end(stream, tokens("a", 5))
@@ -192,7 +192,7 @@ async def test_a_journal_that_is_closed_on_a_full_disk_lets_go_of_its_streams_as
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.writing.write_all", full)
+        patch.setattr("feedback.journal.session.write_all", full)
         with pytest.raises(JournalBroken):
             await journal.end(stream, tokens("a", 5))
         await asyncio.to_thread(journal.close)
@@ -215,7 +215,7 @@ def held(monkeypatch):
 
     disk = Disk()
     disk.free.set()
-    monkeypatch.setattr("feedback.writing.os.fdatasync", disk.fdatasync)
+    monkeypatch.setattr("feedback.journal.session.os.fdatasync", disk.fdatasync)
     yield disk
     disk.free.set()
 
@@ -371,7 +371,7 @@ KILLED = """
 import asyncio, os, sys
 from pathlib import Path
 from feedback.config import JournalConfig
-from feedback.journal import Journal
+from feedback.journal.writer import Journal
 from test_streams import tokens
 
 async def main(folder):

@@ -16,10 +16,10 @@ from feedback_rows import NOON, interaction, put, said, table_of
 
 import feedback
 from feedback.config import JournalConfig, LakeConfig
-from feedback.journal import Journal
-from feedback.lake import Lake, LakeError, LakeFileGoneError
-from feedback.sealing import seal
-from feedback.views import is_file_gone
+from feedback.ingest.seal import seal
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake, LakeError, LakeFileGoneError
+from feedback.lake.views import is_file_gone
 from tests.object_store import serving
 
 
@@ -133,7 +133,7 @@ def test_only_the_views_that_are_asked_for_are_there(lake):
 def test_times_are_utc_whatever_the_machine_says(lake):
     put(lake, "feedback", [said("1", "a", "thumb", value=1.0)])
     code = (
-        "from feedback.lake import Lake; from feedback.config import LakeConfig\n"
+        "from feedback.lake.tables import Lake; from feedback.config import LakeConfig\n"
         "query = \"SELECT created_at::VARCHAR, date_trunc('day', created_at)::VARCHAR FROM feedback\"\n"
         f"with Lake({lake.uri!r}, LakeConfig()).connect() as c:\n"
         "    print(c.execute(query).fetchall())"

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from deltalake import DeltaTable
 
-from serve.policies import PolicyStore
+from serve.policies.store import PolicyStore
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from feedback.config import LakeConfig
-from feedback.lake import Lake
+from feedback.lake.tables import Lake
 from loadtests.tiny_model import make_model_folder
-from serve.policies import Pointer, PolicyStore
+from serve.policies.store import Pointer, PolicyStore
 
 
 @cache
@@ -69,7 +69,7 @@ config = ServeConfig(**settings["serve"])
 if config.fleet.is_one:
     from serve.app import run
 else:
-    from serve.fleet.run import run
+    from serve.fleet.deployment import run
 run(config, FeedbackConfig(**settings["feedback"]))
 """
 

@@ -10,9 +10,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
-from serve.api import bodies
-from serve.api.bodies import Bodies
-from serve.api.http import Problem
+from serve.http import Problem
+from serve.middleware import bodies
+from serve.middleware.bodies import Bodies
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from serve.api import bounds
 from serve.api.feedback import FeedbackBatchIn
 from serve.api.generate import GenerateIn, Message, _render
-from serve.api.http import Problem, parse
 from serve.config import LimitsConfig
-from serve.text import Text
+from serve.generation.tokenizer import Text
+from serve.http import Problem, parse
 from tests.serve.test_doors import Open, make
 from tests.serve.test_openapi_page import page
 

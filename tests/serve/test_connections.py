@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from serve import connections
-from serve.connections import HEAD_BYTES, BoundedHttp
+from serve.middleware import connections
+from serve.middleware.connections import HEAD_BYTES, BoundedHttp
 
 SCOPES: list[Any] = []
 GONE: list[str] = []

@@ -21,11 +21,11 @@ from fastapi import FastAPI, Request, Response
 from starlette.routing import Route
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
-from feedback.recovery import rows
-from serve import logs
+from feedback.journal.recovery import rows
 from serve.app import Server, create_app
 from serve.config import LimitsConfig, ServeConfig
-from serve.keys import create_key
+from serve.middleware.api_keys import create_key
+from serve.observability import log_format
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -393,7 +393,7 @@ async def test_what_a_client_sends_makes_no_line_of_the_log_and_no_part_of_one(t
     opened = Open(make(tmp_path, access_log=True))
     lines = io.StringIO()
     handler = logging.StreamHandler(lines)
-    handler.setFormatter(logs.Json() if form == "json" else logs.Text())
+    handler.setFormatter(log_format.Json() if form == "json" else log_format.Text())
     logger = logging.getLogger("serve")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from feedback.ids import uuid7
-from serve.keys import create_key, local_secret, revoke_key
-from serve.policies import PolicyStore
+from serve.middleware.api_keys import create_key, local_secret, revoke_key
+from serve.policies.store import PolicyStore
 from tests.serve.conftest import LiveServer, start_server, stop_server
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from serve.config import EngineConfig, SwapConfig
-from serve.engine import Engine, EngineRefused, Generated, Sampling, default_threads
-from serve.generation import Underway
-from serve.policies import Policy, PolicyStore
-from serve.swap import Swapper
+from serve.generation.request import Underway
+from serve.policies.store import Policy, PolicyStore
+from serve.swap.swapper import Swapper
+from serve.vllm.engine import Engine, EngineRefused, Generated, Sampling, default_threads
 from tests.serve.conftest import reference_logprobs, reference_model
 
 PROMPT = list(b"the mill turns")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from feedback.config import JournalConfig
-from feedback.journal import Journal
+from feedback.journal.writer import Journal
 from tests.serve.conftest import LiveServer
 
 

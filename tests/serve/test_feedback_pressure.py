@@ -18,13 +18,13 @@ import pytest
 from feedback_rows import interaction
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
-from feedback.recovery import rows
-from serve.api.http import Problem
-from serve.api.streaming import Events
+from feedback.journal.recovery import rows
+from serve.api.generate_stream import Events
 from serve.app import Server, create_app
-from serve.capture import Asked
 from serve.config import ServeConfig
-from serve.generation import Sampling
+from serve.generation.interaction_rows import Asked
+from serve.generation.request import Sampling
+from serve.http import Problem
 
 
 @pytest.fixture

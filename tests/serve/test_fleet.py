@@ -16,10 +16,10 @@ import httpx
 import psutil
 import pytest
 
-from serve import probe
-from serve.fleet.sharing import in_share
-from serve.keys import create_key
-from serve.policies import Pointer, PolicyStore
+from serve.fleet.session_hashing import in_share
+from serve.middleware.api_keys import create_key
+from serve.policies import probe
+from serve.policies.store import Pointer, PolicyStore
 from tests.serve.conftest import LiveServer, start_server, stop_server
 from tests.serve.test_connections import MOST, sent_until_closed
 

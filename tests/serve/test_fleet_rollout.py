@@ -20,15 +20,15 @@ from hypothesis import strategies as st
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
 from serve.app import Server, create_app
 from serve.config import FleetConfig, ServeConfig, SwapConfig
-from serve.engine import Weights
 from serve.fleet.controller import Controller
 from serve.fleet.member import Member
-from serve.fleet.plan import next_step
+from serve.fleet.planner import next_step
 from serve.fleet.reports import Name, Report, living, reports, write_report
-from serve.fleet.sharing import in_share, rank
+from serve.fleet.session_hashing import in_share, rank
 from serve.fleet.state import FleetError, FleetRecord, FleetState, Instant, Rollout, instant, task_of
-from serve.keys import create_key
-from serve.policies import Pointer, PolicyStore
+from serve.middleware.api_keys import create_key
+from serve.policies.store import Pointer, PolicyStore
+from serve.vllm.engine import Weights
 
 CONFIG = FleetConfig(replicas=3, canary_seconds=10, step_timeout_s=100)
 LOOKS_RARELY = SwapConfig(poll_seconds=1000)
@@ -40,7 +40,7 @@ class Killed(BaseException):
 
 @dataclass(eq=False)
 class Fake:
-    """A replica as far as the rollout sees it: it follows the record as ``serve.swap`` does, and can fail."""
+    """A replica as far as the rollout sees it: it follows the record as ``serve.swap.swapper`` does, and can fail."""
 
     folder: Path
     record: FleetRecord
@@ -664,7 +664,7 @@ def test_a_step_does_nothing_when_there_is_nothing_to_do() -> None:
         ("serve.app", ["ray", "serve.fleet"]),
         ("serve.fleet.router", ["torch", "vllm", "transformers"]),
         ("serve.fleet.proxy", ["torch", "vllm", "transformers"]),
-        ("serve.fleet.limits", ["torch", "vllm", "transformers"]),
+        ("serve.fleet.rate_limit_store", ["torch", "vllm", "transformers"]),
     ],
 )
 def test_nobody_pays_for_what_is_not_used_there(module: str, unwanted: list[str]) -> None:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import run
-from deploy.config import load
-from serve.auth import Keyring, NotLoopback, Refused, is_loopback, scope_of
+from deploy.config.root import load
 from serve.config import LimitsConfig, ServeConfig
-from serve.keys import KeyFileError, create_key, id_of, local_file, read_keys, revoke_key
+from serve.middleware.api_keys import KeyFileError, create_key, id_of, local_file, read_keys, revoke_key
+from serve.middleware.principals import Keyring, NotLoopback, Refused, is_loopback, scope_of
 
 
 @pytest.fixture

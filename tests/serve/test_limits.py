@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.api.http import Problem
-from serve.auth import Principal
-from serve.buckets import Bucket
-from serve.limits import Limiter
+from serve.http import Problem
+from serve.middleware.principals import Principal
+from serve.middleware.rate_limits import Limiter
+from serve.middleware.token_buckets import Bucket
 
 RATES = st.floats(0.01, 1000)
 CAPACITIES = st.floats(1, 10_000)

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from serve.local_ray import exposed, loopback_sockets
+from serve.local_ray.cluster import exposed, loopback_sockets
 from tests.trees import left_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +22,7 @@ OWNER = """
 import json, os, signal, stat, sys, threading
 from pathlib import Path
 import psutil, ray
-from serve.local_ray import connect, local_ray
+from serve.local_ray.cluster import connect, local_ray
 
 before = signal.getsignal(signal.SIGTERM)
 with local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR"):
@@ -112,7 +112,7 @@ def test_signals_to_all_of_its_processes_end_none_and_its_owner_keeps_its_handle
 ENDLESS = """
 import json, time
 import psutil, ray
-from serve.local_ray import local_ray
+from serve.local_ray.cluster import local_ray
 with local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, logging_level="ERROR"):
     @ray.remote
     class Worker:
@@ -135,7 +135,7 @@ def test_nothing_of_it_is_left_when_its_owner_is_killed() -> None:
 
 
 EXPOSED = """
-from serve.local_ray import LocalRayError, local_ray
+from serve.local_ray.cluster import LocalRayError, local_ray
 options = {"num_cpus": 1, "include_dashboard": True, "object_store_memory": 80 << 20, "logging_level": "ERROR"}
 try:
     with local_ray(dashboard_host="0.0.0.0", **options):

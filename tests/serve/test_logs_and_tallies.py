@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 
-from serve import logs
+from serve.observability import log_format
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -15,7 +15,7 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 def test_a_tally_tells_what_a_histogram_of_prometheus_tells() -> None:
     from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-    from serve.tallies import Tally
+    from serve.observability.prometheus_counters import Tally
 
     texts = []
     for kind in (Histogram, Tally):
@@ -34,9 +34,9 @@ def test_a_json_line_has_time_level_logger_message_ids_and_an_exception_as_one_f
         raise ValueError("two\nlines")
     except ValueError:
         record = logger.makeRecord("some.logger", logging.ERROR, __file__, 1, "failed: %s", ("x",), sys.exc_info())
-    before = logs.request.set({"request_id": "r1", "trace_id": TRACE, "span_id": "ab"})
-    line = logs.Json().format(record)
-    logs.request.reset(before)
+    before = log_format.request.set({"request_id": "r1", "trace_id": TRACE, "span_id": "ab"})
+    line = log_format.Json().format(record)
+    log_format.request.reset(before)
     assert "\n" not in line
     read = json.loads(line)
     assert read["time"].endswith("+00:00")
@@ -45,4 +45,4 @@ def test_a_json_line_has_time_level_logger_message_ids_and_an_exception_as_one_f
     assert read["exception"].startswith("Traceback")
     assert "ValueError: two\nlines" in read["exception"]
     half = logger.makeRecord("some.logger", logging.INFO, __file__, 1, "half a \ud800", (), None)
-    assert json.loads(logs.Json().format(half))["message"] == "half a ?"
+    assert json.loads(log_format.Json().format(half))["message"] == "half a ?"

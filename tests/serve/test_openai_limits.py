@@ -14,8 +14,8 @@ import httpx
 import openai
 import pytest
 
-from serve.keys import create_key
-from serve.policies import PolicyStore
+from serve.middleware.api_keys import create_key
+from serve.policies.store import PolicyStore
 from tests.serve.conftest import LiveServer, start_server, stop_server
 from tests.serve.test_openai import rows_of, wait_for_rows
 

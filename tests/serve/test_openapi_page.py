@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
-from serve.api.describe import openapi
+from serve.api.openapi import openapi
 from serve.app import create_app
 from serve.config import ServeConfig
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.tiny_model import make_model_folder
-from serve.policies import PolicyStore
+from serve.policies.store import PolicyStore
 from tests.serve.conftest import LiveServer, start_server, stop_server
 
 CONTEXT = 32_768  # more than any text that is generated here has tokens, which no schema can count

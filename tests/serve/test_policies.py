@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from serve.model_folder import safetensors_header
-from serve.policies import (
+from serve.policies.folder import safetensors_header
+from serve.policies.store import (
     PolicyCorrupt,
     PolicyError,
     PolicyInvalid,

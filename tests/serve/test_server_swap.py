@@ -19,8 +19,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from serve import probe
-from serve.policies import PolicyStore
+from serve.policies import probe
+from serve.policies.store import PolicyStore
 from tests.serve.conftest import LiveServer, reference_logprobs, start_server, stop_server
 
 

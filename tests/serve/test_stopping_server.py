@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.policies import PolicyStore
+from serve.policies.store import PolicyStore
 from tests.serve.conftest import LiveServer, start_server
 from tests.trees import exposed, left_of, send_to_all, tree
 

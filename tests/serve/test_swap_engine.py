@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from loadtests.bench_swap import LETTERS, Size, make_model
-from serve import probe
 from serve.config import EngineConfig, SwapConfig
-from serve.engine import Engine, EngineError, Generated, Sampling
-from serve.policies import Policy, PolicyStore
-from serve.swap import Swap, Swapper
-from serve.vetting import vet
+from serve.policies import probe
+from serve.policies.store import Policy, PolicyStore
+from serve.swap.swapper import Swap, Swapper
+from serve.swap.verification import vet
+from serve.vllm.engine import Engine, EngineError, Generated, Sampling
 from tests.serve.conftest import reference_logprobs
 
 PROMPT = list(b"the mill turns")
@@ -289,7 +289,7 @@ async def test_a_policy_without_numbers_is_served_and_the_record_says_so(
 async def test_a_file_that_changes_after_it_was_verified_is_not_loaded(
     swapper: Swapper, policies: list[Policy]
 ) -> None:
-    from serve.engine import Weights
+    from serve.vllm.engine import Weights
 
     path = policies[1].path / "model.safetensors"
     content = path.read_bytes()

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loadtests.tiny_model import make_model_folder
-from serve.policies import Policy, PolicyStore
-from serve.swappable import NotSwappable, require_finite, require_swappable
+from serve.policies.store import Policy, PolicyStore
+from serve.swap.compatibility import NotSwappable, require_finite, require_swappable
 
 Edit = Callable[[dict[str, torch.Tensor]], object]
 

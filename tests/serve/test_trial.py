@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime, timedelta
 
-from serve.capture import Asked, failed
-from serve.generation import Sampling
-from serve.trial import Trials
+from serve.generation.interaction_rows import Asked, failed
+from serve.generation.request import Sampling
+from serve.generation.variant import Trials
 
 
 class Replica:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from train.config import TrainConfig
+from train.config.training import TrainConfig
 from train.job import JobContext, run
 
 

@@ -14,14 +14,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from deploy.examples.demo.seed import make_tokenizer
 from deploy.examples.demo.task import items
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from feedback.rows import to_batch
+from feedback.journal.codec import to_batch
+from feedback.lake.tables import Lake
 from feedback.schema import TABLES
-from serve.policies import PolicyStore
+from serve.policies.store import PolicyStore
 
 USERS_CODE = """
 import random
-from train.hooks import Hook
+from train.observe.hooks import Hook
 
 def reward(batch):
     # It draws random numbers, as a careless one does.

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from train import torchrun
-from train.config import TrainConfig
-from train.dispatch import Layout
-from train.groups import environment
-from train.hooks import HookError
+from train.config.training import TrainConfig
+from train.controller import torchrun
+from train.controller.dispatch import Layout
+from train.controller.role_groups import environment
 from train.job import JobContext, run
+from train.observe.hooks import HookError
 
 
 def main(file: Path) -> None:

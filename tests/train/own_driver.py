@@ -9,11 +9,11 @@ import json
 import sys
 from pathlib import Path
 
-from train import torchrun
-from train.config import TrainConfig
+from train.config.training import TrainConfig
 from train.context import JobContext
-from train.dispatch import Layout
-from train.groups import environment
+from train.controller import torchrun
+from train.controller.dispatch import Layout
+from train.controller.role_groups import environment
 from train.job import run
 
 

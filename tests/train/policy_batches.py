@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from train.batch import PackedBatch, Rollout
+from train.batch.packed import PackedBatch, Rollout
 
 PER_TOKEN = ("behaviour_log_probs", "old_log_probs", "ref_log_probs", "advantages", "values")
 

@@ -19,10 +19,13 @@ from torch import Tensor, nn
 
 from deploy.examples.bench import reshard_table as table
 from deploy.examples.bench.reshard import ReceivedBytes
-from train.config import LoraConfig, TrainConfig
-from train.fsdp import build
-from train.mesh import make_meshes
-from train.reshard import HandOver, ReshardError, gather
+from train.config.sections import LoraConfig
+from train.config.training import TrainConfig
+from train.model.fsdp import build
+from train.model.mesh import make_meshes
+from train.weight_sync.errors import ReshardError
+from train.weight_sync.gather import gather
+from train.weight_sync.sync import HandOver
 from train.workers.rollout import RolloutWorker
 
 DTYPE = torch.bfloat16

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from train.controller import Worker, by_rank, dispatch, per_token, to_all, to_all_gathered, to_first
+from train.controller.dispatch import by_rank, dispatch, per_token, to_all, to_all_gathered, to_first
+from train.controller.rank import Worker
 
 
 class Small(Worker):

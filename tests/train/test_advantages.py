@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.policy_batches import batches, by_response, flat, responses_of, some_responses
-from train.advantages import (
+from train.batch.packed import PackedBatch
+from train.objectives.advantages import (
     gae,
     greedy_baseline,
     group_relative,
@@ -22,8 +23,7 @@ from train.advantages import (
     token_rewards,
     whiten,
 )
-from train.batch import PackedBatch
-from train.shaping import soft_overlong_punishment
+from train.objectives.shaping import soft_overlong_punishment
 
 REWARDS = st.lists(st.tuples(st.integers(0, 5), st.floats(-5, 5, width=32)), min_size=1, max_size=20)
 Rewards = list[tuple[int, float]]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from train.algorithms.config import DEFAULTS, ONLINE, AlgorithmConfig
-from train.config import TrainConfig
+from train.config.algorithms import DEFAULTS, ONLINE, AlgorithmConfig
+from train.config.training import TrainConfig
 
 
 def settings_of(name: str, max_tokens: int = 256, **options: Any) -> AlgorithmConfig:

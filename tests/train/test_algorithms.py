@@ -21,11 +21,11 @@ from torch import Tensor
 from tests.train.policy_batches import Response, batches, by_response, flat, moved, responses_of, some_responses
 from train.algorithms import ALGORITHMS, load
 from train.algorithms.base import PolicyGradient
-from train.algorithms.config import GROUPED, ONLINE
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
-from train.data import Informative
-from train.losses import AGGREGATIONS as AGGREGATIONS_BY_NAME
+from train.batch.packed import PackedBatch, Rollout
+from train.config.algorithms import GROUPED, ONLINE
+from train.config.training import TrainConfig
+from train.data.prompts import Informative
+from train.objectives.losses import AGGREGATIONS as AGGREGATIONS_BY_NAME
 
 MAX_TOKENS = 7
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant_length")

@@ -13,9 +13,10 @@ import pytest
 from pydantic import ValidationError
 
 from train import algorithms, dataflows
-from train.algorithms.config import GROUPED, OFFLINE, ONLINE, READ_BY, AlgorithmConfig
-from train.config import RolloutConfig, TrainConfig
-from train.context_length import longest_context, longest_prompt
+from train.config.algorithms import GROUPED, OFFLINE, ONLINE, READ_BY, AlgorithmConfig
+from train.config.context_length import longest_context, longest_prompt
+from train.config.sections import RolloutConfig
+from train.config.training import TrainConfig
 
 APART = {"pools": {"training": {}, "generation": {}}, "actor": "training", "reference": "training"}
 
@@ -167,8 +168,8 @@ def test_an_unknown_algorithm_is_refused_with_the_list() -> None:
     ("name", "message"),
     [
         ("no_such_module:Mine", "the module can't be imported: No module named 'no_such_module'"),
-        ("train.losses:Mine", "the module train.losses has no 'Mine'"),
-        ("train.losses:token_ratio", "is no subclass of train.algorithms.base.Algorithm"),
+        ("train.objectives.losses:Mine", "the module train.objectives.losses has no 'Mine'"),
+        ("train.objectives.losses:token_ratio", "is no subclass of train.algorithms.base.Algorithm"),
     ],
 )
 def test_an_algorithm_of_ones_own_that_is_none_is_refused_by_name(name: str, message: str) -> None:
@@ -177,7 +178,7 @@ def test_an_algorithm_of_ones_own_that_is_none_is_refused_by_name(name: str, mes
 
 
 def test_an_algorithm_of_ones_own_that_learns_from_feedback_samples_nothing() -> None:
-    config = TrainConfig.model_validate({"algorithm": {"name": "train.algorithms.dpo:DPO", "offline": True}})
+    config = TrainConfig.model_validate({"algorithm": {"name": "train.algorithms.offline.dpo:DPO", "offline": True}})
     assert not config.samples
     assert dataflows.load(config).__name__ == "Offline"
     refused(r"train\.algorithm\.offline=True: grpo does not read it", algorithm={"offline": True})
@@ -187,9 +188,9 @@ def test_an_algorithm_of_ones_own_that_learns_from_feedback_samples_nothing() ->
     ("name", "message"),
     [
         ("no_such_module:Mine", "the module can't be imported"),
-        ("train.losses:Mine", "the module train.losses has no 'Mine'"),
-        ("train.losses:token_ratio", "is no subclass of train.dataflows.base.Dataflow"),
-        ("train.losses", "names no class; write 'module:class'"),
+        ("train.objectives.losses:Mine", "the module train.objectives.losses has no 'Mine'"),
+        ("train.objectives.losses:token_ratio", "is no subclass of train.dataflows.base.Dataflow"),
+        ("train.objectives.losses", "names no class; write 'module:class'"),
     ],
 )
 def test_a_dataflow_of_ones_own_that_is_none_is_refused_by_name(name: str, message: str) -> None:
@@ -228,7 +229,7 @@ def test_lengths_over_the_models_context_are_refused_by_name(tmp_path: Path) -> 
 def test_a_config_is_checked_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['vllm'] = sys.modules['ray'] = None\n"
-        "import train.config, train.algorithms, train.dataflows, train.refusals, train.context_length\n"
-        "train.config.TrainConfig.model_validate({'algorithm': {'name': 'dapo'}})"
+        "import train.config.training, train.algorithms, train.dataflows, train.config.context_length\n"
+        "train.config.training.TrainConfig.model_validate({'algorithm': {'name': 'dapo'}})"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])

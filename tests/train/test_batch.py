@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.batch import PackedBatch, Rollout
-from train.controller import Layout, by_engine, by_tokens, per_token
-from train.packing import balance, fill
+from train.batch.packed import PackedBatch, Rollout
+from train.batch.packing import balance, fill
+from train.controller.dispatch import Layout, by_engine, by_tokens, per_token
 
 
 @st.composite

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from train.checkpoint import Saved, Saver, load
-from train.checkpoint_files import CheckpointError, aside_of, begin_aside, checkpoints, make_whole, name_of, torn
-from train.random_state import seed_all
+from train.checkpoint.dcp import Saved, Saver, load
+from train.checkpoint.files import CheckpointError, aside_of, begin_aside, checkpoints, make_whole, name_of, torn
+from train.checkpoint.random_state import seed_all
 
 WHOLE = StateDictOptions(full_state_dict=True)
 PART = "actor"

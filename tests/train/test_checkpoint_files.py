@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from train import checkpoint_files
-from train.checkpoint import Saved
-from train.checkpoint_files import CheckpointError, checkpoints, name_of, prune, remove_unfinished, require_room, torn
-from train.config import CheckpointConfig
-from train.context import JobContext
-from train.controller import WorkerGroup
-from train.random_state import random_state, seed_all, seed_of, set_random_state
-from train.resume import Progress, RunStart
-from train.saving import Checkpoints
+from train.checkpoint import files
+from train.checkpoint.dcp import Saved
+from train.checkpoint.files import CheckpointError, checkpoints, name_of, prune, remove_unfinished, require_room, torn
+from train.checkpoint.random_state import random_state, seed_all, seed_of, set_random_state
+from train.checkpoint.resume import Progress
+from train.checkpoint.writer import Checkpoints
+from train.config.sections import CheckpointConfig
+from train.context import JobContext, RunStart
+from train.controller.worker_group import WorkerGroup
 
 
 def test_pruning_removes_no_newer_one_and_what_is_half_written_or_half_removed_goes(tmp_path: Path) -> None:
@@ -40,10 +40,10 @@ def test_too_small_a_disk_is_told_with_both_sizes_and_what_would_do(tmp_path: Pa
 
 
 def test_a_checkpoint_of_another_format_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint_files.begin_aside(tmp_path, 1, "{}")
-    whole = checkpoint_files.make_whole(tmp_path, 1)
+    files.begin_aside(tmp_path, 1, "{}")
+    whole = files.make_whole(tmp_path, 1)
     assert torn(whole) is None
-    monkeypatch.setattr(checkpoint_files, "FORMAT", 3)
+    monkeypatch.setattr(files, "FORMAT", 3)
     assert torn(whole) == "whole.json is of format 2, this version reads format 3"
 
 

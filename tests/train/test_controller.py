@@ -20,10 +20,12 @@ from pydantic import ValidationError
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from deploy.examples.demo.seed import make_tokenizer
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
-from train.controller import Layout, ResourcePool, WorkerError, WorkerGroup, by_rank, by_tokens, per_token, results
-from train.groups import Groups, start_groups
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
+from train.controller.dispatch import Layout, by_rank, by_tokens, per_token
+from train.controller.ray_pool import ResourcePool
+from train.controller.role_groups import Groups, start_groups
+from train.controller.worker_group import WorkerError, WorkerGroup, results
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

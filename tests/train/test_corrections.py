@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tests.train.policy_batches import batches, by_response, flat, responses_of, some_responses
-from train.algorithms.config import CorrectionConfig
-from train.batch import PackedBatch, Rollout
-from train.corrections import importance_weights
+from train.batch.packed import PackedBatch, Rollout
+from train.config.algorithms import CorrectionConfig
+from train.objectives.corrections import importance_weights
 
 FORMS = st.fixed_dictionaries(
     {

@@ -17,15 +17,15 @@ from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceCla
 
 from tests.train.tiny_models import gpt2, gpt_neox, mixture, qwen3, some_batch, whole
 from train.algorithms import load
-from train.algorithms.config import AlgorithmConfig
-from train.batch import PackedBatch
-from train.checkpoint_files import begin_aside, make_whole
-from train.config import TrainConfig
-from train.fsdp import export
-from train.mesh import make_meshes
-from train.scalar_head import UNSTORED, build_with_scalar_head, sequence_scores, token_values
-from train.values import explained_variance, value_loss
-from train.weights import plain_name
+from train.batch.packed import PackedBatch
+from train.checkpoint.files import begin_aside, make_whole
+from train.config.algorithms import AlgorithmConfig
+from train.config.training import TrainConfig
+from train.model.fsdp import export
+from train.model.hf_io import plain_name
+from train.model.mesh import make_meshes
+from train.model.scalar_head import UNSTORED, build_with_scalar_head, sequence_scores, token_values
+from train.objectives.values import explained_variance, value_loss
 from train.workers.actor import ActorWorker
 from train.workers.critic import CriticWorker
 from train.workers.scorer import ScorerWorker

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from feedback.config import RuleConfig
 from feedback.datasets import Prompt
-from feedback.rewards.rules import RuleError
-from train.advantages import group_relative
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
-from train.data import (
+from feedback.scoring.sources.rules import RuleError
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
+from train.data.prompts import (
     ALL_EQUAL,
     ALONE,
     BELOW_FULL_SUPPORT,
@@ -28,8 +27,9 @@ from train.data import (
     Informative,
     Traffic,
 )
-from train.rewards import Rewards, rewarding
-from train.samples import score
+from train.data.rewards import Rewards, rewarding
+from train.data.samples import score
+from train.objectives.advantages import group_relative
 from train.workers.rollout import Sample
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}

@@ -18,14 +18,14 @@ import pytest
 from job_home import make_home
 
 from feedback.config import LakeConfig
-from feedback.erasure import Target, erase
-from feedback.lake import Lake
-from serve.policies import Policy, PolicyError, PolicyNotFound, PolicyStore
+from feedback.lake.tables import Lake
+from feedback.maintenance.erasure import Target, erase
+from serve.policies.store import Policy, PolicyError, PolicyNotFound, PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
-from train.config import TrainConfig
+from train.checkpoint.resume import begin, keep_start, only_run
+from train.config.training import TrainConfig
 from train.context import JobContext
-from train.resume import begin, keep_start, only_run
-from train.unfinished import forget_erased, unfinished_runs
+from train.run.unfinished import forget_erased, unfinished_runs
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -45,10 +45,10 @@ CONFIG: dict[str, Any] = {
 HOOKS = """
 import train.job
 from feedback.config import LakeConfig
-from feedback.erasure import Target, erase
-from feedback.lake import Lake
+from feedback.maintenance.erasure import Target, erase
+from feedback.lake.tables import Lake
 from tests.feedback.feedback_rows import interaction, put
-from train.hooks import Hook
+from train.observe.hooks import Hook
 
 USERS = {"between-steps": "ann", "after-publishing": "bob", "marked": "cyd", "reward-model": "dan", "later": "eve"}
 

@@ -16,14 +16,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from serve.model_folder import safetensors_header
+from serve.policies.folder import safetensors_header
 from tests.train.tiny_models import gpt_neox, llama, mixture, qwen3, some_batch, whole
 from train.algorithms import load
-from train.config import FsdpConfig, TrainConfig
-from train.fsdp import build, export
-from train.lora import merged_parameters
-from train.mesh import make_meshes, world_timeout
-from train.weights import held, plain_name, stored_in
+from train.config.sections import FsdpConfig
+from train.config.training import TrainConfig
+from train.model.fsdp import build, export
+from train.model.hf_io import held, plain_name, stored_in
+from train.model.lora import merged_parameters
+from train.model.mesh import make_meshes, world_timeout
 from train.workers.actor import ActorWorker
 
 RANKS = 4

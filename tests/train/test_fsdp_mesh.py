@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.mesh import shard_order
+from train.model.mesh import shard_order
 
 
 @given(

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, TrainingStopped
-from train.health import Drawn, check_health, health
+from train.data.samples import Scored
 from train.job import ended_early
-from train.samples import Scored
+from train.observe.health import Drawn, check_health, health
 
 WELL = {"reward": 0.5, "kl_ref": 0.01, "entropy": 1.0, "response_length": 20.0, "tokens": 100.0, "seconds": 1.0}
 

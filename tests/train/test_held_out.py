@@ -10,14 +10,14 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
-from evaluation.suites import SuiteError
+from evaluation.suites.suite import SuiteError
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from serve.policies import MANIFEST
+from feedback.lake.tables import Lake
+from serve.policies.store import MANIFEST
 from tests.feedback.feedback_rows import interaction, put, reward, said
 from train import dataflows
-from train.config import TrainConfig
-from train.held_out import HELD_OUT, HeldOut, conversation
+from train.config.training import TrainConfig
+from train.data.held_out import HELD_OUT, HeldOut, conversation
 
 START, END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (

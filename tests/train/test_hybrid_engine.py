@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deploy.examples.demo.seed import make_model, make_tokenizer
 from deploy.examples.demo.task import items
-from serve.model_folder import safetensors_header
+from serve.policies.folder import safetensors_header
 from train.algorithms import load
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
-from train.controller import WorkerError, WorkerGroup
-from train.groups import start_groups
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
+from train.controller.role_groups import start_groups
+from train.controller.worker_group import WorkerError, WorkerGroup
 from train.workers.rollout import Sample
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from train.algorithms.config import AlgorithmConfig
-from train.kl import ESTIMATORS, LARGEST_K3_LOG_RATIO, adapted_coefficient, k1, k2, k3, k3_unbiased
+from train.config.algorithms import AlgorithmConfig
+from train.objectives.kl import ESTIMATORS, LARGEST_K3_LOG_RATIO, adapted_coefficient, k1, k2, k3, k3_unbiased
 
 LOGITS = st.lists(st.floats(-3, 3), min_size=3, max_size=3)
 

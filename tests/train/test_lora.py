@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.train.tiny_models import gpt2, qwen3, whole
 from train.algorithms import load
-from train.batch import PackedBatch, Rollout
-from train.config import LoraConfig, TrainConfig
-from train.fsdp import build
-from train.lora import merged_parameters
-from train.mesh import make_meshes
-from train.weights import stored_in
+from train.batch.packed import PackedBatch, Rollout
+from train.config.sections import LoraConfig
+from train.config.training import TrainConfig
+from train.model.fsdp import build
+from train.model.hf_io import stored_in
+from train.model.lora import merged_parameters
+from train.model.mesh import make_meshes
 from train.workers.actor import ActorWorker
 from train.workers.reference import ReferenceWorker
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.train.policy_batches import batches, by_response, flat, moved, responses_of, some_responses
-from train.batch import PackedBatch
-from train.kl import k3
-from train.losses import (
+from train.batch.packed import PackedBatch
+from train.objectives.kl import k3
+from train.objectives.losses import (
     AGGREGATIONS,
     clipped_surrogate,
     clipped_weight,

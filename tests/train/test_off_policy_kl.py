@@ -14,10 +14,10 @@ from torch import Tensor
 
 from train.algorithms import load
 from train.algorithms.base import PolicyGradient
-from train.algorithms.config import AlgorithmConfig
-from train.batch import PackedBatch, Rollout
-from train.health import at_end, kl_to_reference
-from train.kl import k3
+from train.batch.packed import PackedBatch, Rollout
+from train.config.algorithms import AlgorithmConfig
+from train.objectives.kl import k3
+from train.observe.health import at_end, kl_to_reference
 
 LOGITS = st.lists(st.floats(-2, 2), min_size=4, max_size=4)
 POLICY, OLD = [0.4, 0.7, 0.9, 1.3], [0.7, 1.3, -1.4, -0.1]

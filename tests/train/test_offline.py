@@ -16,14 +16,14 @@ import torch
 from job_home import make_home
 
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from serve.policies import PolicyStore
+from feedback.lake.tables import Lake
+from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.train.tiny_models import qwen3, whole
 from train.algorithms import load
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
-from train.weights import plain_name
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
+from train.model.hf_io import plain_name
 from train.workers.actor import ActorWorker
 
 HERE = Path(__file__).resolve().parent
@@ -42,7 +42,7 @@ CONFIG: dict[str, Any] = {
     "step_timeout_s": 60,
 }
 HOOK = """
-from train.hooks import Hook
+from train.observe.hooks import Hook
 
 class StopOnce(Hook):
     def on_step(self, step, metrics):
@@ -55,7 +55,7 @@ OWN = """
 from torch.nn.functional import logsigmoid
 
 from train.algorithms.base import Algorithm
-from train.preferences import pairs
+from train.objectives.preferences import pairs
 
 
 class SimPO(Algorithm):

@@ -15,12 +15,12 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
 
 from deploy.examples.demo.seed import make_tokenizer
 from feedback.config import LakeConfig
-from feedback.lake import Lake
+from feedback.lake.tables import Lake
 from tests.feedback.feedback_rows import interaction, put, said
-from train.batch import Rollout
-from train.config import TrainConfig
-from train.offline_data import OfflineData, pack, split
-from train.written import UnfitTextError, Writer
+from train.batch.packed import Rollout
+from train.config.training import TrainConfig
+from train.data.demonstrations import UnfitTextError, Writer
+from train.data.feedback_items import OfflineData, pack, split
 
 EOS = 1  # of the demo's tokenizer
 CONTEXT = 12

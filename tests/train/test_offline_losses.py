@@ -14,10 +14,10 @@ from torch import Tensor
 
 from train.algorithms import load
 from train.algorithms.base import Algorithm
-from train.algorithms.config import AlgorithmConfig
-from train.batch import PackedBatch, Rollout
+from train.batch.packed import PackedBatch, Rollout
+from train.config.algorithms import AlgorithmConfig
 from train.dataflows.offline import mismatched
-from train.preferences import pairs
+from train.objectives.preferences import pairs
 
 FORMS: dict[str, dict[str, Any]] = {
     "dpo": {"name": "dpo", "beta": 0.3},
@@ -163,8 +163,8 @@ def test_label_smoothing_of_ipo_is_refused() -> None:
 
 def test_an_algorithm_of_the_users_own_that_learns_from_feedback_is_to_be_said_so() -> None:
     with pytest.raises(ValueError, match=r"learns from feedback \(pairs\); set train\.algorithm\.offline to true"):
-        algorithm(name="train.algorithms.dpo:DPO")
-    assert algorithm(name="train.algorithms.dpo:DPO", offline=True).dataset == "pairs"
+        algorithm(name="train.algorithms.offline.dpo:DPO")
+    assert algorithm(name="train.algorithms.offline.dpo:DPO", offline=True).dataset == "pairs"
 
 
 @pytest.mark.parametrize(

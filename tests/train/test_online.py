@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from feedback.datasets import Prompt
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
 from train.context import JobContext
-from train.data import Cycled
+from train.data.prompts import Cycled
+from train.data.rewards import Rewards
+from train.data.samples import Scored, TrainingData
 from train.dataflows.base import Run
 from train.dataflows.online import Online
-from train.progress import Clock
-from train.rewards import Rewards
-from train.samples import Scored, TrainingData
+from train.observe.progress import Clock
 
 CONTEXT = JobContext(run="r", runs=Path(), policies=Path(), lake_uri="", reward={})
 

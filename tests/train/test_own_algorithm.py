@@ -23,17 +23,17 @@ from job_home import make_home, row
 from safetensors.torch import load_file
 
 from feedback.config import LakeConfig, RuleConfig
-from feedback.lake import Lake
-from feedback.rewards.rules import RuleError, load_rule
-from feedback.rows import to_batch
+from feedback.journal.codec import to_batch
+from feedback.lake.tables import Lake
 from feedback.schema import TABLES
-from train.algorithms.config import AlgorithmConfig
+from feedback.scoring.sources.rules import RuleError, load_rule
 from train.algorithms.grpo import GRPO
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
+from train.batch.packed import PackedBatch, Rollout
+from train.config.algorithms import AlgorithmConfig
+from train.config.training import TrainConfig
 from train.context import JobContext, JobResult
+from train.data.rewards import Rewards, try_out, within
 from train.launch import JobError, run_job
-from train.rewards import Rewards, try_out, within
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

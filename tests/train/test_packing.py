@@ -21,12 +21,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from train.attention import IMPLEMENTATION, use_packed_attention
-from train.attention_calls import Packing, like_lengths
-from train.batch import PackedBatch, Rollout
-from train.fsdp import token_log_probs
-from train.packing import balance, fill
-from train.rows import all_rows
+from train.batch.packed import PackedBatch, Rollout
+from train.batch.packing import balance, fill
+from train.batch.prompt_rows import all_rows
+from train.model.attention import IMPLEMENTATION, use_packed_attention
+from train.model.attention_calls import Packing, like_lengths
+from train.model.fsdp import token_log_probs
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 SMALL = {

@@ -13,11 +13,11 @@ from torch import nn
 
 import train
 from deploy.examples.bench import reshard_table as table
-from train.mesh import shard_order
-from train.placement import placement_for
-from train.reshard.boxes import Box, Held, numel, shards_of, within
-from train.reshard.checks import checksum
-from train.reshard.plan import Needed, Plan, elements_received, make_plan
+from train.model.mesh import shard_order
+from train.model.shard_dimensions import placement_for
+from train.weight_sync.checksums import checksum
+from train.weight_sync.plan import Needed, Plan, elements_received, make_plan
+from train.weight_sync.slices import Box, Held, numel, shards_of, within
 
 
 @st.composite

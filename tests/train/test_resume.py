@@ -24,12 +24,12 @@ import pytest
 from job_home import make_home, row, table
 
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from serve.policies import PolicyStore
-from train.checkpoint_files import CheckpointError, checkpoints, torn
-from train.config import TrainConfig
+from feedback.lake.tables import Lake
+from serve.policies.store import PolicyStore
+from train.checkpoint.files import CheckpointError, checkpoints, torn
+from train.checkpoint.resume import begin, checkpoints_of, last_whole, only_run
+from train.config.training import TrainConfig
 from train.context import JobContext
-from train.resume import begin, checkpoints_of, last_whole, only_run
 
 HERE = Path(__file__).resolve().parent
 STEPS, EVERY = 6, 2

@@ -22,17 +22,17 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from feedback.config import LakeConfig
 from feedback.datasets import preference_pairs
-from feedback.lake import Lake
-from feedback.rewards.config import ModelConfig
-from feedback.rewards.model import RewardModel
-from serve.policies import PolicyStore
+from feedback.lake.tables import Lake
+from feedback.scoring.config import ModelConfig
+from feedback.scoring.sources.reward_model import RewardModel
+from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
 from train.algorithms import load
-from train.algorithms.config import AlgorithmConfig
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
+from train.batch.packed import PackedBatch, Rollout
+from train.config.algorithms import AlgorithmConfig
+from train.config.training import TrainConfig
 from train.dataflows import load as load_dataflow
-from train.reward_folder import read_as_trained
+from train.run.reward_folder import read_as_trained
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -50,7 +50,7 @@ CONFIG: dict[str, Any] = {
     "step_timeout_s": 60,
 }
 HOOK = """
-from train.hooks import Hook
+from train.observe.hooks import Hook
 
 class StopOnce(Hook):
     def on_step(self, step, metrics):

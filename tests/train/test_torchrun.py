@@ -23,11 +23,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from deploy.examples.demo.seed import make_tokenizer
 from deploy.examples.demo.task import items
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from feedback.rows import to_batch
+from feedback.journal.codec import to_batch
+from feedback.lake.tables import Lake
 from feedback.schema import TABLES
-from serve.policies import PolicyStore
-from serve.swappable import require_swappable
+from serve.policies.store import PolicyStore
+from serve.swap.compatibility import require_swappable
 from train.context import JobResult
 
 HERE = Path(__file__).resolve().parent
@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path, environment
 
 def test_ranks_end_with_the_process_that_started_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:
     how = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(HERE / "torchrun_driver.py")]
-    command = [sys.executable, "-m", "train.elastic", *how, str(tmp_path), "killed"]
+    command = [sys.executable, "-m", "train.controller.torchrun_guard", *how, str(tmp_path), "killed"]
     starter = [sys.executable, "-c", f"import subprocess; subprocess.run({command!r})"]
     process = subprocess.Popen(starter, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -119,7 +119,7 @@ def test_a_whole_job_runs_on_one_rank_without_torchrun_around_it_and_without_ray
 ) -> None:
     spec = write_job(tmp_path)
     process = subprocess.Popen(
-        [sys.executable, "-m", "train.job", "--launcher", "torchrun", str(spec)],
+        [sys.executable, "-m", "train.launch", "--launcher", "torchrun", str(spec)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from train.config import TrainConfig
+from train.config.training import TrainConfig
 from train.context import JobResult
-from train.hooks import HookError, RunInfo, load_function
-from train.trackers import Watchers
+from train.observe.hooks import HookError, RunInfo, load_function
+from train.observe.trackers import Watchers
 
 USERS_CODE = """
-from train.hooks import Hook
-from train.trackers import Tracker
+from train.observe.hooks import Hook
+from train.observe.trackers import Tracker
 
 heard = []
 

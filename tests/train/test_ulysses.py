@@ -13,11 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 from train.algorithms import load
-from train.batch import PackedBatch, Rollout
-from train.config import FsdpConfig, TrainConfig
-from train.fsdp import build, token_log_probs
-from train.mesh import make_meshes
-from train.ulysses import Ulysses
+from train.batch.packed import PackedBatch, Rollout
+from train.config.sections import FsdpConfig
+from train.config.training import TrainConfig
+from train.model.fsdp import build, token_log_probs
+from train.model.mesh import make_meshes
+from train.model.ulysses import Ulysses
 from train.workers.actor import ActorWorker
 
 RANKS = 4

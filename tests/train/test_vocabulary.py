@@ -23,7 +23,7 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from train.vocabulary import IDENTITY, LogitTransform, log_probs_and_entropy, scored_by_head, transform_of
+from train.model.fused_log_probs import IDENTITY, LogitTransform, log_probs_and_entropy, scored_by_head, transform_of
 
 
 def whole(
@@ -143,7 +143,7 @@ def test_logits_far_apart_give_finite_values_and_gradients() -> None:
     ],
 )
 def test_what_a_model_does_to_logits_is_seen_from_known_values(done: Any, expected: LogitTransform) -> None:
-    from train.vocabulary import _PROBES
+    from train.model.fused_log_probs import _PROBES
 
     found = transform_of(done(torch.tensor(_PROBES)), "model")
     assert found.scale == pytest.approx(expected.scale, rel=1e-4)
@@ -151,7 +151,7 @@ def test_what_a_model_does_to_logits_is_seen_from_known_values(done: Any, expect
 
 
 def test_what_is_neither_a_scale_nor_a_cap_is_refused_by_the_models_name() -> None:
-    from train.vocabulary import _PROBES
+    from train.model.fused_log_probs import _PROBES
 
     with pytest.raises(ValueError, match="OddForCausalLM does something to its logits that is neither"):
         transform_of(torch.tensor(_PROBES) + 1, "OddForCausalLM")

@@ -19,8 +19,8 @@ from transformers import (
 )
 
 from train.algorithms import load
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
 
 SIZES = {
     "vocab_size": 67,

@@ -6,10 +6,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from train import torchrun
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
-from train.dispatch import Layout
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
+from train.controller import torchrun
+from train.controller.dispatch import Layout
 
 
 def main(folder: Path, what: str) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from train.naming import NamesNothingError, load_named
+from train.import_object import NamesNothingError, load_named
 
 if TYPE_CHECKING:
     from train.algorithms.base import Algorithm
-    from train.algorithms.config import AlgorithmConfig
+    from train.config.algorithms import AlgorithmConfig
 
 ALGORITHMS: Final = {
     "grpo": "train.algorithms.grpo:GRPO",
@@ -21,10 +21,10 @@ ALGORITHMS: Final = {
     "reinforce_pp_baseline": "train.algorithms.reinforce_pp:ReinforcePlusPlusBaseline",
     "remax": "train.algorithms.remax:ReMax",
     "ppo": "train.algorithms.ppo:PPO",
-    "dpo": "train.algorithms.dpo:DPO",
-    "kto": "train.algorithms.kto:KTO",
-    "sft": "train.algorithms.sft:SFT",
-    "reward_model": "train.algorithms.reward_model:RewardModel",
+    "dpo": "train.algorithms.offline.dpo:DPO",
+    "kto": "train.algorithms.offline.kto:KTO",
+    "sft": "train.algorithms.offline.sft:SFT",
+    "reward_model": "train.algorithms.offline.reward_model:RewardModel",
 }
 
 

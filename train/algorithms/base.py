@@ -11,12 +11,12 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from train.advantages import response_rewards, token_rewards
-from train.algorithms.config import AlgorithmConfig
-from train.batch import PackedBatch
-from train.corrections import importance_weights
-from train.kl import ESTIMATORS
-from train.losses import AGGREGATIONS, clipped_surrogate, token_ratio
+from train.batch.packed import PackedBatch
+from train.config.algorithms import AlgorithmConfig
+from train.objectives.advantages import response_rewards, token_rewards
+from train.objectives.corrections import importance_weights
+from train.objectives.kl import ESTIMATORS
+from train.objectives.losses import AGGREGATIONS, clipped_surrogate, token_ratio
 
 Loss = tuple[Tensor, dict[str, Tensor]]
 """The loss, summed (float32, no dimensions); and what to log of it: [T], of which the mean over response tokens is
@@ -43,7 +43,7 @@ class Algorithm:
     """``loss`` reads ``baselines`` of the batch: the mean log ratio to the reference of responses to other prompts than
     their own, over all of an update; 0 at least. Offline only."""
     dataset: ClassVar[Literal["pairs", "thumbs", "demonstrations"] | None] = None
-    """The feedback that an offline algorithm learns from (train/offline_data.py); None: responses and their rewards."""
+    """The feedback that an offline algorithm learns from; None: responses and their rewards."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
@@ -123,7 +123,8 @@ class PolicyGradient(Algorithm):
         if self.kl_coefficient and c.kl.placement == "loss":
             assert batch.ref_log_probs is not None
             kl = ESTIMATORS[c.kl.estimator](log_probs, batch.ref_log_probs)
-            # Of the policy as it is, which did not sample these tokens: by the weights that train/kl.py speaks of.
+            # Of the policy as it is, which did not sample these tokens: by the weights that train/objectives/kl.py
+            # speaks of.
             ratio = token_ratio(log_probs.detach(), proximal)
             if c.correction.proximal == "behaviour":  # no clip bounds it, and the correction's weights are 1
                 ratio = ratio.clamp(max=c.correction.cap)

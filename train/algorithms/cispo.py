@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from train.algorithms.grpo import GRPO
-from train.losses import clipped_weight
+from train.objectives.losses import clipped_weight
 
 
 class CISPO(GRPO):

@@ -15,4 +15,4 @@ from train.algorithms.grpo import GRPO
 
 
 class DAPO(GRPO):
-    """What it does otherwise than GRPO, it does by its defaults: ``train.algorithms.config.DEFAULTS``."""
+    """What it does otherwise than GRPO, it does by its defaults: ``train.config.algorithms.DEFAULTS``."""

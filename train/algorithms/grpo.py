@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from train.advantages import group_relative
 from train.algorithms.base import PolicyGradient
-from train.batch import PackedBatch
+from train.batch.packed import PackedBatch
+from train.objectives.advantages import group_relative
 
 
 class GRPO(PolicyGradient):

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from train.algorithms.grpo import GRPO
-from train.batch import PackedBatch
-from train.losses import sequence_ratio_of_tokens
+from train.batch.packed import PackedBatch
+from train.objectives.losses import sequence_ratio_of_tokens
 
 
 class GSPO(GRPO):

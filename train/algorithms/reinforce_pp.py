@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from train.advantages import group_relative, returns_to_go, whiten
 from train.algorithms.base import PolicyGradient
-from train.batch import PackedBatch
+from train.batch.packed import PackedBatch
+from train.objectives.advantages import group_relative, returns_to_go, whiten
 
 
 class ReinforcePlusPlus(PolicyGradient):

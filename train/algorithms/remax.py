@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from train.advantages import greedy_baseline
 from train.algorithms.base import PolicyGradient
-from train.batch import PackedBatch
-from train.losses import reinforce
+from train.batch.packed import PackedBatch
+from train.objectives.advantages import greedy_baseline
+from train.objectives.losses import reinforce
 
 
 class ReMax(PolicyGradient):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from train.advantages import leave_one_out
 from train.algorithms.base import PolicyGradient
-from train.batch import PackedBatch
-from train.losses import reinforce
+from train.batch.packed import PackedBatch
+from train.objectives.advantages import leave_one_out
+from train.objectives.losses import reinforce
 
 
 class RLOO(PolicyGradient):

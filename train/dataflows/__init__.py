@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from train.naming import NamesNothingError, load_named
+from train.import_object import NamesNothingError, load_named
 
 if TYPE_CHECKING:
-    from train.config import TrainConfig
+    from train.config.training import TrainConfig
     from train.dataflows.base import Dataflow
 
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from feedback.lake import Lake
+from feedback.lake.tables import Lake
 from train import algorithms
-from train.config import TrainConfig
+from train.config.training import TrainConfig
 from train.context import JobContext
-from train.groups import Groups
-from train.progress import Clock
+from train.controller.role_groups import Groups
+from train.observe.progress import Clock
 
 
 class Data(Protocol):
@@ -57,10 +57,10 @@ class Dataflow:
     def read(cls, lake: Lake, versions: Mapping[str, int], config: TrainConfig, policy: Path, seed: int) -> Data:
         """What the lake held at these versions, and the run learns from.
 
-        A ``read`` of your own that does not build on Millrace's leaves out what ``train.held_out.HeldOut`` names.
+        A ``read`` of your own that does not build on Millrace's leaves out what ``train.data.held_out.HeldOut`` names.
 
         Raises:
-            feedback.lake.LakeError: it can't be read any more.
+            feedback.lake.tables.LakeError: it can't be read any more.
         """
         raise NotImplementedError
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from feedback.lake import Lake
+from feedback.lake.tables import Lake
 from train import algorithms
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
+from train.data.feedback_items import Item, OfflineData, pack
 from train.dataflows.base import Dataflow
-from train.kl import k2
-from train.offline_data import Item, OfflineData, pack
+from train.objectives.kl import k2
 
 
 class Offline(Dataflow):

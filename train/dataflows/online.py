@@ -9,20 +9,19 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from feedback.datasets import Prompt
-from feedback.lake import Lake
+from feedback.lake.tables import Lake
 from train import algorithms
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
+from train.batch.packed import PackedBatch, Rollout
+from train.checkpoint.random_state import seed_of
+from train.config.training import TrainConfig, check_baseline
 from train.context import TrainingStopped
-from train.controller import Pending
-from train.data import Informative
+from train.controller.worker_group import Pending
+from train.data.prompts import Informative
+from train.data.samples import Scored, TrainingData, regroup, score
 from train.dataflows.base import Dataflow, Run
-from train.health import Drawn, at_end, health
-from train.kl import adapted_coefficient
-from train.progress import say
-from train.random_state import seed_of
-from train.refusals import check_baseline
-from train.samples import Scored, TrainingData, regroup, score
+from train.objectives.kl import adapted_coefficient
+from train.observe.health import Drawn, at_end, health
+from train.observe.progress import say
 from train.workers.rollout import Sample
 
 Samples = list[list[Sample]]

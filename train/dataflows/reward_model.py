@@ -1,7 +1,7 @@
 """Train a reward model on pairs of a better and a worse response; nothing is sampled and no policy is trained.
 
-A response is read as scoring will read it (feedback/rewards/model.py): by its text and that of its prompt, in the chat
-template or as a pair. So what the model learned is what it says of traffic.
+A response is read as scoring will read it (feedback/scoring/sources/reward_model.py): by its text and that of its
+prompt, in the chat template or as a pair. So what the model learned is what it says of traffic.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from feedback.lake import Lake
-from feedback.rewards.model import encode
+from feedback.lake.tables import Lake
+from feedback.scoring.sources.reward_model import encode
 from train import algorithms
-from train.batch import PackedBatch, Rollout
-from train.config import TrainConfig
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
+from train.data.demonstrations import UnfitTextError
+from train.data.feedback_items import TOO_LONG, Item, OfflineData, Reader, Response
 from train.dataflows.offline import Offline
-from train.offline_data import TOO_LONG, Item, OfflineData, Reader, Response
-from train.written import UnfitTextError
 
 
 class RewardModelTraining(Offline):

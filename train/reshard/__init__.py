@@ -5,8 +5,8 @@ what vLLM's own loaders ask for (asking.py), by pure arithmetic on shapes (plan.
 buckets (exchange.py, writing.py), and compares checksums (checks.py). ``gather`` is the way without a plan.
 """
 
-from train.reshard.errors import ReshardError
-from train.reshard.gather import gather
-from train.reshard.handover import HandOver, hand_over
+from train.weight_sync.errors import ReshardError
+from train.weight_sync.gather import gather
+from train.weight_sync.sync import HandOver, hand_over
 
 __all__ = ["HandOver", "ReshardError", "gather", "hand_over"]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from train.algorithms.base import Loss
-from train.batch import PackedBatch
-from train.controller import answer_and_per_token, by_tokens, dispatch, per_token, to_all
-from train.fsdp import build, export, token_log_probs
-from train.lora import export_adapter
-from train.workers.trained import TrainedWorker, forward_per_token
+from train.batch.packed import PackedBatch
+from train.controller.dispatch import answer_and_per_token, by_tokens, dispatch, per_token, to_all
+from train.model.fsdp import build, export, token_log_probs
+from train.model.lora import export_adapter
+from train.workers.model_worker import TrainedWorker, forward_per_token
 
 
 class ActorWorker(TrainedWorker):

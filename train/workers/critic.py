@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from train.algorithms.base import Loss
-from train.batch import PackedBatch
-from train.controller import by_tokens, dispatch, per_token
-from train.fsdp import say
-from train.scalar_head import build_with_scalar_head, token_values
-from train.values import value_loss
-from train.workers.trained import TrainedWorker, forward_per_token
+from train.batch.packed import PackedBatch
+from train.controller.dispatch import by_tokens, dispatch, per_token
+from train.model.fsdp import say
+from train.model.scalar_head import build_with_scalar_head, token_values
+from train.objectives.values import value_loss
+from train.workers.model_worker import TrainedWorker, forward_per_token
 
 
 class CriticWorker(TrainedWorker):

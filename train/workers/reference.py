@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.batch import PackedBatch
-from train.config import TrainConfig
-from train.controller import Worker, dispatch, per_token
-from train.fsdp import build
-from train.lora import adapters_off
+from train.batch.packed import PackedBatch
+from train.config.training import TrainConfig
+from train.controller.dispatch import dispatch, per_token
+from train.controller.rank import Worker
+from train.model.fsdp import build
+from train.model.lora import adapters_off
 from train.workers.actor import ActorWorker, forward_log_probs
-from train.workers.trained import meshes_of
+from train.workers.model_worker import meshes_of
 
 
 class ReferenceWorker(Worker):

@@ -7,8 +7,9 @@ from typing import Any
 import pyarrow as pa
 
 from feedback.config import RuleConfig
-from train.controller import Worker, by_rank, dispatch
-from train.rewards import Rewards, rewarding, within
+from train.controller.dispatch import by_rank, dispatch
+from train.controller.rank import Worker
+from train.data.rewards import Rewards, rewarding, within
 
 
 class RewardWorker(Worker):

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 
-from serve.prefill import prefill_arguments
-from serve.text import Text
-from train.config import TrainConfig
-from train.controller import Worker, by_engine, dispatch, to_all
-from train.engine_log import quieten
-from train.random_state import seed_of
-from train.reshard import HandOver, gather
+from serve.generation.tokenizer import Text
+from serve.vllm.prefill import prefill_arguments
+from train.checkpoint.random_state import seed_of
+from train.config.training import TrainConfig
+from train.controller.dispatch import by_engine, dispatch, to_all
+from train.controller.rank import Worker
+from train.weight_sync.gather import gather
+from train.weight_sync.sync import HandOver
+from train.workers.engine_log import quieten
 
 log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from train.algorithms.base import Loss
-from train.batch import PackedBatch
-from train.controller import answer_and_per_token, dispatch, per_token, to_all
-from train.fsdp import export
-from train.scalar_head import UNSTORED, build_with_scalar_head, sequence_scores
-from train.workers.trained import TrainedWorker, forward_per_token
+from train.batch.packed import PackedBatch
+from train.controller.dispatch import answer_and_per_token, dispatch, per_token, to_all
+from train.model.fsdp import export
+from train.model.scalar_head import UNSTORED, build_with_scalar_head, sequence_scores
+from train.workers.model_worker import TrainedWorker, forward_per_token
 
 
 class ScorerWorker(TrainedWorker):

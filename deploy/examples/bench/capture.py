@@ -13,9 +13,9 @@ from typing import Any
 
 from deploy.examples.bench import rows
 from feedback.config import FeedbackConfig
-from feedback.journal import Journal
-from feedback.lake import Lake
-from feedback.sealer import Sealer
+from feedback.ingest.sealer_process import Sealer
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
 
 _POOL = 1024
 _TICK_S = 0.0005

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from deploy.commands.common import pass_settings
-from deploy.config import Settings
+from deploy.config.root import Settings
 
 
 @click.group()

@@ -9,10 +9,10 @@ from typing import Any
 from feedback.config import FeedbackConfig
 from serve.app import Server, run
 from serve.config import ServeConfig
-from serve.engine import Engine
-from serve.generation import Generated, Generation, Sampling, Underway
-from serve.policies import Policy
-from serve.text import Text
+from serve.generation.request import Generated, Generation, Sampling, Underway
+from serve.generation.tokenizer import Text
+from serve.policies.store import Policy
+from serve.vllm.engine import Engine
 
 _LETTER = 65
 

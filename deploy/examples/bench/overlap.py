@@ -26,12 +26,12 @@ from typing import Any, Final
 import pyarrow as pa
 
 from feedback.datasets import Prompt
-from serve.local_ray import local_ray
-from serve.policies import PolicyStore
-from train.config import TrainConfig
+from serve.local_ray.cluster import local_ray
+from serve.policies.store import PolicyStore
+from train.config.training import TrainConfig
 from train.context import JobContext
-from train.hooks import Hook
-from train.samples import TrainingData
+from train.data.samples import TrainingData
+from train.observe.hooks import Hook
 
 SPLIT: Final = {"pools": {"training": {}, "generation": {}}, "actor": "training", "reference": "training"}
 WAYS: Final[dict[str, dict[str, Any]]] = {
@@ -146,11 +146,12 @@ class Turns(Hook):
 def make_run(arguments: argparse.Namespace) -> None:
     """The run of one way."""
     from feedback.config import LakeConfig
-    from feedback.lake import Lake
+    from feedback.lake.tables import Lake
+    from train.checkpoint.resume import Begun, checkpoints_of
+    from train.context import RunStart
     from train.dataflows.online import Online
-    from train.erasures import Erasures
     from train.job import train
-    from train.resume import Begun, RunStart, checkpoints_of
+    from train.run.erasures import Erasures
 
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig.model_validate(settings(arguments))
@@ -196,7 +197,7 @@ def settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def data_of(arguments: argparse.Namespace) -> TrainingData:
-    from train.data import Cycled
+    from train.data.prompts import Cycled
 
     rng = random.Random(0)
     vocabulary = json.loads((arguments.policy / "config.json").read_text())["vocab_size"]

@@ -21,11 +21,11 @@ import click
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train.config import TrainConfig
-from train.fsdp import build
-from train.reshard.boxes import numel
-from train.reshard.gather import gather
-from train.reshard.handover import HandOver
+from train.config.training import TrainConfig
+from train.model.fsdp import build
+from train.weight_sync.gather import gather
+from train.weight_sync.slices import numel
+from train.weight_sync.sync import HandOver
 from train.workers.rollout import RolloutWorker
 
 
@@ -101,7 +101,7 @@ def main(policy: Path, tp: int, rounds: int, bucket_bytes: int) -> None:
 
 
 def build_model(policy: Path, config: TrainConfig) -> torch.nn.Module:
-    from train.mesh import make_meshes
+    from train.model.mesh import make_meshes
 
     meshes = make_meshes("cpu", ranks=config.ranks, tensor_parallel_size=config.rollout.tensor_parallel_size)
     return build(policy, dtype=getattr(torch, config.dtype), meshes=meshes)

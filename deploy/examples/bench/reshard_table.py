@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from train.mesh import shard_order
-from train.reshard.boxes import Box, Held, shards_of
-from train.reshard.plan import Needed, elements_received
+from train.model.mesh import shard_order
+from train.weight_sync.plan import Needed, elements_received
+from train.weight_sync.slices import Box, Held, shards_of
 
 RANKS = (8, 16, 32, 64, 128, 256, 512)
 BYTES = 2  # bfloat16
@@ -123,7 +123,7 @@ def elements(model: Decoder) -> int:
 
 
 def placed(model: Decoder, ranks: int, t: int) -> dict[str, Held]:
-    """Where FSDP2 puts the tensors, as ``train.placement`` and ``train.mesh`` have it."""
+    """Where FSDP2 puts the tensors, as ``train.model.shard_dimensions`` and ``train.model.mesh`` have it."""
     order = shard_order(ranks, tensor_parallel_size=t)[0]
     known: dict[tuple[tuple[int, ...], int], Held] = {}
     held = {}
@@ -136,7 +136,7 @@ def placed(model: Decoder, ranks: int, t: int) -> dict[str, Held]:
 
 
 def slices(model: Decoder, ranks: int, t: int) -> Needed:
-    """What vLLM's loaders ask for; for shapes only. The real ones are asked in train/reshard/asking.py."""
+    """What vLLM's loaders ask for; for shapes only. The real ones are asked in train/weight_sync/loader_tracing.py."""
     kinds = [
         {name: box for name, shape, cut in shapes(model) if (box := _slices(model, shape, cut, k, t))} for k in range(t)
     ]

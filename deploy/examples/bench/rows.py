@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from feedback.ids import uuid7
-from feedback.rows import to_batch
+from feedback.journal.codec import to_batch
 from feedback.schema import TABLES
 
 _VOCABULARY = 150_000

@@ -12,9 +12,9 @@ import duckdb
 import pyarrow as pa
 
 from feedback.config import FeedbackConfig
-from feedback.lake import Lake
+from feedback.lake.tables import Lake
 from feedback.schema import TABLES
-from feedback.scoring import score
+from feedback.scoring.run import score
 
 _COMMIT_ROWS = 250_000
 _THUMBED = 3  # one response in so many has a thumb

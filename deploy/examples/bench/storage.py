@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 
 from deploy.examples.bench import rows
 from feedback.config import FeedbackConfig
-from feedback.journal import Journal
-from feedback.lake import Lake
-from feedback.maintenance import compact
-from feedback.sealing import seal
+from feedback.ingest.seal import seal
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
+from feedback.maintenance.maintain import compact
 
 _SEALS = 8
 

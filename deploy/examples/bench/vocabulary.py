@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from train.vocabulary import log_probs_and_entropy
+from train.model.fused_log_probs import log_probs_and_entropy
 
 
 def main() -> None:

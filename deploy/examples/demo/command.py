@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from deploy.processes import no_leftovers, stop_on_signals
+from deploy.supervise.children import no_leftovers, stop_on_signals
 
 
 @click.command()

@@ -22,13 +22,14 @@ from rich.console import Console
 from rich.table import Table
 
 import deploy
-from deploy import config, cycles, following
-from deploy.config import Settings, child_environment
-from deploy.cycles import CycleRecord
+from deploy.config import root
+from deploy.config.root import Settings, child_environment
 from deploy.examples.demo import summary
 from deploy.examples.demo.task import items
-from deploy.processes import Child, millrace
-from deploy.stages import Stages
+from deploy.examples.stages import Stages
+from deploy.loop import records, wait_for_serving
+from deploy.loop.records import CycleRecord
+from deploy.supervise.children import Child, millrace
 
 TASK_SEED = 7
 HELD_OUT, TRAFFIC = 400, 300  # prompts; the seed policy's corpus is drawn from those after them
@@ -51,14 +52,14 @@ def run(folder: Path, *, cycles: int = 3, users: int = 4) -> None:
         if not users_file.exists():
             raise DemoFailed(f"the demo's users are not at {users_file}; run it from a checkout, not from a wheel")
         file = prepare(folder, cycles)
-        settings = config.load(file)
+        settings = root.load(file)
         with stages("seed"):
             seed_policy(folder, stages.say)
         with stages("init"):
             call("init", settings, stages.say, file, "init", "--model", str(folder / "seed"), "--no-write-config")
         with running("up", millrace("--config", file, "up"), settings, stages.say) as up:
             with stages("serve"):
-                wait_for("the server", lambda: following.server_policy(settings) is not None, [up])
+                wait_for("the server", lambda: wait_for_serving.server_policy(settings) is not None, [up])
             command = users_command(users_file, folder, settings, users)
             with running("users", command, settings, None) as crowd:
                 for number in range(1, cycles + 1):
@@ -195,11 +196,11 @@ def finished(settings: Settings) -> list[CycleRecord]:
     Raises:
         DemoFailed: a cycle failed.
     """
-    records = cycles.records(settings)
-    for record in records:
+    history = records.load_all(settings)
+    for record in history:
         if record.status == "failed":
             raise DemoFailed(f"cycle {record.number} failed: {record.reason}")
-    return [r for r in records if r.status in ("promoted", "refused")]
+    return [r for r in history if r.status in ("promoted", "refused")]
 
 
 def wait_for(what: str, happened: Callable[[], bool], needed: list[Child]) -> None:

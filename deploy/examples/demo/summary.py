@@ -7,12 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from deploy import cycles, report_data
-from deploy.config import Settings
-from evaluation.report import build
+from deploy.config.root import Settings
+from deploy.display import report_data
+from deploy.loop import records
+from evaluation.report.page import build
 from evaluation.results import Evaluation, PolicyResult, write_whole
-from feedback.lake import Lake
-from serve.policies import PolicyStore
+from feedback.lake.tables import Lake
+from serve.policies.store import PolicyStore
 
 LEAST_GAIN = 0.25
 
@@ -39,7 +40,7 @@ def learning(settings: Settings) -> dict[str, Any]:
         for result in (evaluation.candidate, evaluation.incumbent):
             results[result.version] = result
     policies = [store.get(version) for version in store.versions()]
-    records = [r for r in cycles.records(settings) if r.verdict is not None]
+    judged = [r for r in records.load_all(settings) if r.verdict is not None]
     served = [pointer.version for pointer in store.history()]
     fields = ("candidate", "incumbent", "difference", "ci_low", "ci_high", "verdict")
     return {
@@ -54,8 +55,8 @@ def learning(settings: Settings) -> dict[str, Any]:
             if p.version in results
         ],
         "promoted": [p.version for p in policies if p.version in served],
-        "refused": [r.candidate for r in records if r.status == "refused"],
-        "gate": [{field: r.verdict[field] for field in fields} for r in records if r.verdict],
+        "refused": [r.candidate for r in judged if r.status == "refused"],
+        "gate": [{field: r.verdict[field] for field in fields} for r in judged if r.verdict],
     }
 
 
@@ -91,7 +92,7 @@ def stage_seconds(settings: Settings) -> dict[str, float]:
     """Seconds of each stage of each cycle, as ``cycle 2: train``."""
     return {
         f"cycle {record.number}: {name}": seconds
-        for record in cycles.records(settings)
+        for record in records.load_all(settings)
         if record.status != "skipped"
         for name, seconds in record.seconds.items()
     }

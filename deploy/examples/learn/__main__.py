@@ -19,9 +19,9 @@ from rich.table import Table
 
 from deploy.examples.learn import experiment, home, plans, trial
 from deploy.examples.learn.trial import Outcome
-from deploy.processes import Stopped, no_leftovers, stop_on_signals
-from deploy.stages import Stages
-from train.algorithms.config import OFFLINE, ONLINE
+from deploy.examples.stages import Stages
+from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
+from train.config.algorithms import OFFLINE, ONLINE
 
 
 def chosen(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:

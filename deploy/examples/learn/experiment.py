@@ -24,12 +24,12 @@ from deploy.examples.learn.home import Home, Say
 from deploy.examples.learn.plans import Plan
 from deploy.examples.learn.trial import Outcome
 from evaluation.engine import OfflineEngine
+from evaluation.evaluate import compare_samples
 from evaluation.results import Interval
 from evaluation.statistics import paired_bootstrap
-from evaluation.suites import compare_samples
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from serve.policies import Policy
+from feedback.lake.tables import Lake
+from serve.policies.store import Policy
 
 GRADED: Final = "deploy.examples.learn.task:graded"
 CYCLES: Final = 2

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from deploy.config import child_environment
+from deploy.config.root import child_environment
 from deploy.examples.learn import task, traffic
-from deploy.processes import Child
+from deploy.supervise.children import Child
 from evaluation.config import EngineConfig, EvaluationConfig, GateConfig
 from evaluation.engine import OfflineEngine
-from evaluation.suites import Suite
+from evaluation.suites.suite import Suite
 from feedback.config import LakeConfig
-from feedback.lake import Lake
-from serve.policies import Policy, PolicyStore
+from feedback.lake.tables import Lake
+from serve.policies.store import Policy, PolicyStore
 
 REWARD: Final = "deploy.examples.learn.task:reward"
 MAX_TOKENS: Final = 8

@@ -14,7 +14,7 @@ from deploy.examples.learn.task import TASK_SEED, held_out, wrong
 from evaluation.results import Interval
 from evaluation.statistics import paired_bootstrap
 from feedback.config import ModelConfig
-from feedback.rewards.model import RewardModel
+from feedback.scoring.sources.reward_model import RewardModel
 
 
 def measure(trained: Path, policy: Path) -> tuple[float, float, Interval]:

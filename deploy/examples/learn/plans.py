@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from deploy.examples.learn.home import KV_CACHE_BYTES, MAX_MODEL_LEN, MAX_TOKENS
-from train.algorithms.config import OFFLINE
+from train.config.algorithms import OFFLINE
 
 ROLLOUT: Final = {"max_tokens": MAX_TOKENS, "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": KV_CACHE_BYTES}
 

@@ -16,12 +16,13 @@ from deploy.examples.learn.task import Item, asked
 from evaluation.engine import Generation, OfflineEngine, Work
 from feedback.config import HumanConfig, JournalConfig, RuleConfig, ScoringConfig
 from feedback.events import FeedbackIn
-from feedback.journal import Journal
-from feedback.lake import Lake
-from feedback.scoring import score
-from feedback.sealing import seal
-from serve import capture, generation
-from serve.policies import Policy
+from feedback.ingest.seal import seal
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
+from feedback.scoring.run import score
+from serve.generation import interaction_rows
+from serve.generation import request as generation
+from serve.policies.store import Policy
 
 RESPONSES: Final = 4
 """Responses to each prompt."""
@@ -74,7 +75,7 @@ def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_toke
     sampled = iter(engine.run(asked_for, max_tokens=max_tokens, seed=seed).sampled)
     rows: list[Row] = []
     for item, ids in zip(items, prompts, strict=True):
-        request = capture.Asked(
+        request = interaction_rows.Asked(
             request_id=f"request-{len(rows)}",
             endpoint="generate",
             replica="learn",
@@ -84,7 +85,7 @@ def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_toke
             sampling=generation.Sampling(n=RESPONSES, max_tokens=max_tokens),
         )
         responses = [generated(next(sampled), policy, tokenizer) for _ in range(RESPONSES)]
-        rows += capture.answered(request, generation.Generation(responses, policy.version, 0.0, 0.0, 0.0))
+        rows += interaction_rows.answered(request, generation.Generation(responses, policy.version, 0.0, 0.0, 0.0))
     return rows
 
 

@@ -8,15 +8,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.config import child_environment
+from deploy.config.root import child_environment
 from deploy.examples.learn import home as homes
 from deploy.examples.learn import pairs
 from deploy.examples.learn.home import Home, LearnError, Say
-from deploy.processes import Child
+from deploy.supervise.children import Child
+from evaluation.evaluate import evaluate
 from evaluation.results import Interval
-from evaluation.suites import evaluate
-from serve.policies import Policy
-from train.config import TrainConfig
+from serve.policies.store import Policy
+from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, write_job
 
 
@@ -87,7 +87,7 @@ def train(
     )
     job.folder.mkdir(parents=True)
     spec = write_job(config, job)
-    command = [sys.executable, "-m", "train.job", str(spec), "--launcher", "torchrun"]
+    command = [sys.executable, "-m", "train.launch", str(spec), "--launcher", "torchrun"]
     environment = child_environment(homes.ONE_THREAD)
 
     def follow(line: str) -> None:

@@ -1,0 +1,243 @@
+"""The root configuration: what each package's own config.py says, composed.
+
+Highest first: dotted options on the command line (``--serve.port 8001``), the environment
+(``MILLRACE__SERVE__PORT=8001``), a YAML file, the defaults. An unknown key in any of them is an error.
+Imports no torch, vLLM, Ray or DuckDB: every command starts here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from deploy.config import describe
+from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options
+from evaluation.config import EngineConfig as EvaluationEngineConfig
+from evaluation.config import EvaluationConfig
+from feedback.config import FeedbackConfig
+from feedback.files import private
+from serve.config import EngineConfig, ServeConfig
+from serve.middleware.api_keys import local_file
+from train.config.training import TrainConfig
+
+__all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
+
+
+class Section(BaseModel):
+    """A part of the configuration that refuses what it doesn't know."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class CycleConfig(Section):
+    """One turn of the loop: score, train, evaluate, promote."""
+
+    folder: Path = Field(Path("cycles"), description="Where each cycle's record is kept, one JSON file a cycle.")
+    min_new_rewards: int = Field(
+        1,
+        ge=0,
+        description="Train only when at least this many rewards (with an offline algorithm: feedbacks) are new since "
+        "the last training; else skip.",
+    )
+    score_timeout_s: PositiveFloat = Field(3600.0, description="Scoring that takes longer is stopped (seconds).")
+    train_timeout_s: PositiveFloat = Field(86400.0, description="Training that takes longer is stopped (seconds).")
+    evaluate_timeout_s: PositiveFloat = Field(14400.0, description="Evaluation that takes longer is stopped (seconds).")
+    swap_timeout_s: PositiveFloat = Field(
+        300.0, description="How long the running server may take to serve a promoted policy (seconds)."
+    )
+    stop_grace_s: PositiveFloat = Field(
+        10.0, description="How long a stage that must stop may take before it is killed (seconds)."
+    )
+
+
+class ScheduleConfig(Section):
+    """When cycles run. One at a time; runs that were missed meanwhile become one."""
+
+    cron: str | None = Field(
+        None,
+        description='Crontab line of five fields, local time ("*/30 * * * *"); if set, interval_seconds is unused.',
+    )
+    interval_seconds: PositiveFloat = Field(3600.0, description="Seconds from one cycle's start to the next one's.")
+    first_after_seconds: float | None = Field(
+        None, ge=0, description="Seconds to the first cycle of a scheduler; null: when the last cycle makes it due."
+    )
+    jitter_seconds: float = Field(0.0, ge=0, description="Shift each start by up to this many seconds, at random.")
+    misfire_grace_seconds: PositiveFloat | None = Field(
+        None, description="A start that is later than this is left out; null: late is better than never."
+    )
+    maintenance_seconds: PositiveFloat | None = Field(
+        3600.0,
+        description="Seconds between two runs of `millrace lake maintain` (compaction, retention, vacuum; one at a "
+        "time, also beside a cycle); null: never.",
+    )
+    maintenance_timeout_s: PositiveFloat = Field(
+        14400.0, description="Maintenance that takes longer is stopped (seconds); the next one goes on."
+    )
+    max_cycles: PositiveInt | None = Field(
+        None, description="Stop scheduling after so many cycles (skipped ones don't count); null: go on."
+    )
+
+
+class UpConfig(Section):
+    """How ``millrace up`` treats the server and the scheduler that it starts."""
+
+    logs: Path = Field(Path("logs"), description="Folder of the logs of all processes.")
+    ready_timeout_s: PositiveFloat = Field(600.0, description="How long the server may take to be ready (seconds).")
+    stop_grace_s: PositiveFloat = Field(
+        45.0, description="How long a process may take to stop by itself before it is killed (seconds)."
+    )
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. Paths that are not absolute are relative to ``home``."""
+
+    model_config = SettingsConfigDict(extra="forbid")
+
+    home: Path = Field(Path("home"), description="The folder that holds everything Millrace keeps.")
+    feedback: FeedbackConfig = Field(
+        default_factory=FeedbackConfig, description="What happened: journal, lake, rewards."
+    )
+    serve: ServeConfig = Field(default_factory=ServeConfig, description="The server, its engine and the swap.")
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="The suite and the gate.")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="Training, one run.")
+    cycle: CycleConfig = Field(default_factory=CycleConfig, description="One turn of the loop.")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="When cycles run.")
+    up: UpConfig = Field(default_factory=UpConfig, description="`millrace up`.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings,)  # load() names the others; the class itself must not read the environment
+
+    def path(self, relative: Path | str) -> Path:
+        """The absolute path of a configured one: relative to home unless it is absolute."""
+        return self.home.absolute() / relative
+
+    def uri(self, location: str) -> str:
+        """A lake location: a URI as it is, a path resolved like every other."""
+        return location if "://" in location else str(self.path(location))
+
+    def resolved(self) -> Settings:
+        """The same with every path absolute, for packages that never look at ``home``.
+
+        And where evaluation's engine is to be as the server's, with what that is.
+        """
+        feedback, serve, evaluation = self.feedback, self.serve, self.evaluation
+        journal = feedback.journal.model_copy(update={"folder": str(self.path(feedback.journal.folder))})
+        key = str(self.path(feedback.lake.erasure_key or "erasure.key"))
+        lake = feedback.lake.model_copy(update={"uri": self.uri(feedback.lake.uri), "erasure_key": key})
+        scoring = feedback.scoring.resolved(self.path)
+        folders = {name: str(self.path(getattr(serve, name))) for name in ("policies", "replicas", "keys")}
+        judged = {
+            "suite": self.path(evaluation.suite),
+            "folder": self.path(evaluation.folder),
+            "engine": _as_served(evaluation.engine, serve.engine),
+        }
+        return self.model_copy(
+            update={
+                "feedback": feedback.model_copy(update={"journal": journal, "lake": lake, "scoring": scoring}),
+                "serve": serve.model_copy(update=folders),
+                "evaluation": evaluation.model_copy(update=judged),
+                "train": self.train.resolved(self.path),
+                "cycle": self.cycle.model_copy(update={"folder": self.path(self.cycle.folder)}),
+                "up": self.up.model_copy(update={"logs": self.path(self.up.logs)}),
+            }
+        )
+
+    def training(self) -> TrainConfig:
+        """The settings of a training run: the prompts of the suite that its policy is judged by are left out."""
+        suite = self.path(self.evaluation.suite)
+        train = self.resolved().train
+        return train.excluding(suite) if suite.is_file() else train
+
+    @property
+    def server_url(self) -> str:
+        """Where a client on this machine reaches the server."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.serve.host, self.serve.host)
+        return f"http://{host}:{self.serve.port}"
+
+    @property
+    def server_headers(self) -> dict[str, str]:
+        """What a command of this home shows the server, so that it may ask for more than a stranger may."""
+        try:
+            return {"X-API-Key": local_file(self.path(self.serve.keys)).read_text().strip()}
+        except OSError:  # no keys, or not this user's: the server says whether it wants one
+            return {}
+
+    def snapshot(self) -> Path:
+        """Write these settings, whole, to ``home/configs/<hash>.yaml``, for child processes; return the file.
+
+        Secrets stand in it in clear, so only this user may read it.
+        """
+        import hashlib
+
+        text = describe.to_yaml(self, secrets=True)
+        path = self.path("configs") / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside = path.with_name(f".{path.name}.{os.getpid()}")
+            with open(aside, "w", opener=private) as file:
+                file.write(text)
+            aside.replace(path)
+        return path
+
+
+def _as_served(judging: EvaluationEngineConfig, serving: EngineConfig) -> EvaluationEngineConfig:
+    """The engine that judges policies, computing as the one that serves them."""
+    return judging.model_copy(
+        update={
+            "dtype": serving.dtype if judging.dtype == "auto" else judging.dtype,
+            "extra": serving.extra if judging.extra is None else judging.extra,
+        }
+    )
+
+
+def load(
+    file: Path | None = None,
+    options: Iterable[tuple[str, str]] = (),
+    environment: Mapping[str, str] | None = None,
+    model: type[Settings] = Settings,
+) -> Settings:
+    """The settings from all sources, with ``home`` absolute.
+
+    file: a YAML file that must exist; None reads ``millrace.yaml`` of the working directory if there is one.
+    options: (dotted key, text) from the command line, the later of two equal keys wins.
+    environment: os.environ unless given.
+    Raises ConfigError that names every unknown key (and the nearest right one), bad value, and its source.
+    """
+    environment = os.environ if environment is None else environment
+    layers = [
+        from_options(model, options),
+        from_environment(model, environment),
+        from_file(model, file),
+    ]
+    unknown = [message for layer in layers for message in layer.unknown()]
+    if unknown:
+        raise ConfigError("\n".join(unknown))
+
+    class Loaded(model):  # type: ignore[misc, valid-type]
+        @classmethod
+        def settings_customise_sources(cls, *_: Any, **__: Any) -> tuple[PydanticBaseSettingsSource, ...]:
+            return tuple(layers)
+
+    Loaded.__name__ = Loaded.__qualname__ = model.__name__
+    try:
+        loaded = Loaded()
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(detail, layers) for detail in error.errors())) from None
+    # The plain class again: a Loaded would read its sources anew when it is copied or unpickled.
+    values = {name: getattr(loaded, name) for name in model.model_fields}
+    values["home"] = values["home"].expanduser().absolute()
+    return model(**values)
+
+
+def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a child that is given a snapshot: ours without the settings, which the snapshot holds."""
+    kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(ENV_PREFIX)}
+    return kept | dict(extra or {})

@@ -1,0 +1,177 @@
+"""Everything that the report shows, gathered from a home: policies, verdicts, training, traffic, swaps, samples."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from deploy.config.root import Settings
+from deploy.loop import records
+from evaluation.evaluate import compare_samples
+from evaluation.report.page import GateRow, PolicyRow, ReportData, SampleRow, SwapRow, traffic
+from evaluation.results import Evaluation, PolicyResult, Sample
+from evaluation.suites.suite import Suite, SuiteError
+from feedback.lake.tables import Lake
+from serve.policies.store import PolicyStore
+
+
+class ReportError(ValueError):
+    """A file of the home can't be read; the text names it and the line."""
+
+
+def gather(
+    settings: Settings,
+    *,
+    title: str,
+    totals: Mapping[str, Any] | None = None,
+    stages: Mapping[str, float] | None = None,
+) -> ReportData:
+    """What ``evaluation.report.page.build`` needs.
+
+    totals: counts by name, beside those that the lake gives. stages: seconds by name; the cycles' own if not given.
+    Raises ReportError, and what reading the lake and the policy store raises. What there is none of stays empty.
+    """
+    resolved = settings.resolved()
+    store = PolicyStore(Path(resolved.serve.policies))
+    evaluations = _evaluations(resolved.evaluation.folder)
+    cycles = records.load_all(settings)
+    samples, between = _samples(resolved, store, evaluations)
+    lake = Lake(resolved.feedback.lake.uri, resolved.feedback.lake)
+    journal = Path(resolved.feedback.journal.folder)
+    with lake.connect(journal) if _exists(resolved.feedback.lake.uri) else nullcontext() as connection:
+        shown = traffic(connection) if connection else None
+        counted = _totals(connection) if connection else {}
+    return ReportData(
+        title=title,
+        policies=tuple(_policies(store, evaluations)),
+        training=_training(resolved.train.runs),
+        gates=tuple(_gates(store, cycles)),
+        samples=tuple(samples),
+        samples_between=between,
+        traffic=shown,
+        swaps=tuple(_swaps(Path(resolved.serve.replicas))),
+        totals={**counted, **(totals or {})},
+        stages=dict(stages) if stages is not None else _stages(cycles),
+        confidence=resolved.evaluation.gate.confidence,
+    )
+
+
+def _evaluations(folder: Path) -> list[Evaluation]:
+    """All evaluations there are, oldest first."""
+    found = [Evaluation.load(path) for path in folder.glob("*-vs-*.json")]
+    return sorted(found, key=lambda evaluation: evaluation.created_at)
+
+
+def _policies(store: PolicyStore, evaluations: list[Evaluation]) -> list[PolicyRow]:
+    """Each policy with what the newest evaluation says of it."""
+    results: dict[int, PolicyResult] = {}
+    for evaluation in evaluations:
+        for result in (evaluation.incumbent, evaluation.candidate):
+            results[result.version] = result
+    rows = []
+    for policy in map(store.get, store.versions()):
+        found = results.get(policy.version)
+        rows.append(
+            PolicyRow.of(found, parent=policy.parent)
+            if found is not None and found.sha256 == policy.sha256
+            else PolicyRow(version=policy.version, parent=policy.parent)
+        )
+    return rows
+
+
+def _gates(store: PolicyStore, cycles: list[records.CycleRecord]) -> list[GateRow]:
+    """The cycles' verdicts, and those of evaluations by hand, by candidate."""
+    verdicts = {policy.version: policy.gate for policy in map(store.get, store.versions()) if policy.gate}
+    verdicts |= {record.candidate: record.verdict for record in cycles if record.candidate and record.verdict}
+    return [GateRow.model_validate(verdicts[version]) for version in sorted(verdicts)]
+
+
+def _training(runs: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run -> its metrics by step; runs in the order in which they began."""
+    found = {path.parent.name: _json_lines(path) for path in sorted(runs.glob("*/metrics.jsonl"))}
+    return dict(sorted(found.items(), key=lambda item: item[1][0].get("time", 0.0) if item[1] else 0.0))
+
+
+def _samples(
+    settings: Settings, store: PolicyStore, evaluations: list[Evaluation]
+) -> tuple[list[SampleRow], tuple[int, int] | None]:
+    """Held-out prompts as the first policy and the one that serves answer them; else those of the last evaluation."""
+    pointer, versions, config = store.serving(), store.versions(), settings.evaluation
+    if pointer and versions and pointer.version != versions[0]:
+        first, last = store.get(versions[0]), store.get(pointer.version)
+        try:
+            both = compare_samples(last, first, Suite.load(config.suite), config, config.folder)
+        except SuiteError:  # the suite has been moved since: the evaluations have kept some of it
+            both = []
+        if both:
+            return [_sample(sample) for sample in both[: config.samples]], (first.version, last.version)
+    if evaluations:
+        newest = evaluations[-1]
+        return [_sample(sample) for sample in newest.samples], (newest.incumbent.version, newest.candidate.version)
+    return [], None
+
+
+def _sample(sample: Sample) -> SampleRow:
+    return SampleRow(
+        prompt=sample.prompt,
+        answer=sample.answer,
+        before=sample.incumbent,
+        after=sample.candidate,
+        before_score=sample.incumbent_score,
+        after_score=sample.candidate_score,
+    )
+
+
+def _swaps(folder: Path) -> list[SwapRow]:
+    rows = [{"replica": path.stem, **row} for path in sorted(folder.glob("*.jsonl")) for row in _json_lines(path)]
+    return sorted((SwapRow.model_validate(row) for row in rows), key=lambda swap: swap.time)
+
+
+def _stages(cycles: list[records.CycleRecord]) -> dict[str, float]:
+    """Seconds of each stage, summed over the cycles that did more than look whether there is something new."""
+    seconds: dict[str, float] = defaultdict(float)
+    for record in cycles:
+        if record.status != "skipped":
+            for name, value in record.seconds.items():
+                seconds[name] += value
+    return dict(seconds)
+
+
+def _totals(connection: Any) -> dict[str, Any]:
+    """Counts from the lake."""
+    requests, responses, tokens = connection.execute(
+        "SELECT count(DISTINCT request_id), count(*), coalesce(sum(len(response_token_ids)), 0) FROM interactions"
+    ).fetchone()
+    (said,) = connection.execute("SELECT count(*) FROM feedback").fetchone()
+    (rewarded,) = connection.execute("SELECT count(*) FROM current_rewards WHERE reward IS NOT NULL").fetchone()
+    return {
+        "requests": requests,
+        "responses": responses,
+        "response_tokens": int(tokens),
+        "feedback": said,
+        "responses_with_reward": rewarded,
+    }
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file; a last line without its end is an append that a crash tore, and is left out."""
+    rows = []
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ReportError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ReportError(f"{path}, line {number} is no JSON object")
+        rows.append(row)
+    return rows
+
+
+def _exists(uri: str) -> bool:
+    """Whether a lake may be there; a home before its first server has none."""
+    return "://" in uri or Path(uri).is_dir()

@@ -1,0 +1,220 @@
+"""One turn of the loop: score, train, evaluate, gate, promote, and wait until the server serves it.
+
+Score, train and evaluate run as processes of their own, so that their memory goes back and a crash of one is a failed
+cycle and no more. The record under ``cycles/`` is written after every stage; a cycle that died is closed by the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from deploy.config.root import Settings, child_environment
+from deploy.loop import promotion
+from deploy.loop.preflight import check
+from deploy.loop.records import (
+    CycleRecord,
+    Stage,
+    close_dead,
+    killed_training,
+    load_all,
+    next_number,
+    now,
+    without_candidate,
+    write,
+)
+from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
+from deploy.supervise.children import NOTHING_TO_LEARN, Child, Stopped, millrace
+from serve.policies.store import Pointer, PolicyError, PolicyStore
+
+SIGNALLED = 128  # a process that signal n ended has the code 128 + n
+
+
+class CycleBusy(RuntimeError):
+    """Another process is in the middle of a cycle."""
+
+
+class StageFailed(RuntimeError):
+    """A stage of the cycle failed; the text says which and why."""
+
+
+class StageKilled(StageFailed):
+    """A stage's process was ended by a signal, and not by anything that it did."""
+
+
+def run_cycle(settings: Settings, number: int | None = None, *, say: Callable[[str], None] = print) -> CycleRecord:
+    """Run one cycle to its end and return its record, whatever the end was.
+
+    number: of the cycle; the next free one if not given.
+    say: gets one line of text for each thing that happens, the stages' own output included.
+    Raises ConfigError if the settings can't work, CycleBusy if another cycle is running, Stopped on a signal.
+    """
+    check(settings)
+    with _only_one(settings):
+        close_dead(settings, say)
+        return _Cycle(settings, number or next_number(settings), say).run()
+
+
+class _Cycle:
+    def __init__(self, settings: Settings, number: int, say: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.say = lambda text: say(f"cycle {number}: {text}")
+        self.follow = say
+        self.snapshot = settings.snapshot()
+        self.store = PolicyStore(settings.path(settings.serve.policies))
+        self.record = CycleRecord(number=number, started_at=now())
+
+    def run(self) -> CycleRecord:
+        self._keep()
+        try:
+            self._turn()
+        except (StageFailed, NotServed, promotion.RolloutRefused, PolicyError) as error:
+            self._end("failed", str(error))
+        except BaseException as error:
+            self._end(
+                "failed", f"stopped by {error}" if isinstance(error, Stopped) else f"{type(error).__name__}: {error}"
+            )
+            raise
+        return self.record
+
+    def _turn(self) -> None:
+        pointer = self.store.serving()
+        if pointer is None:
+            raise StageFailed(f"no policy serves in {self.store.root}: run `millrace init --model NAME_OR_FOLDER`")
+        self.record.incumbent = pointer.version
+
+        scored = self._run("score", self.settings.cycle.score_timeout_s)
+        self.record.rewards, self.record.feedback = (scored["counts"][table] for table in ("rewards", "feedback"))
+        if reason := self._nothing_new():
+            return self._end("skipped", reason)
+
+        self.record.run = f"cycle-{self.record.number:06d}"
+        if killed := killed_training(self.settings, self.record.number, pointer.version):
+            self.record.run, self.record.rewards, self.record.feedback = killed.run, killed.rewards, killed.feedback
+            self.say(f"goes on with run {killed.run}: the training of cycle {killed.number} was killed")
+        trained = self._run(
+            "train",
+            self.settings.cycle.train_timeout_s,
+            *("--run", str(self.record.run), "--parent", str(pointer.version)),
+        )
+        self.record.candidate = trained["candidate"]
+        if trained["candidate"] is None:
+            return self._end("skipped", trained["reason"] + self._in_a_row())
+
+        candidate, incumbent = str(trained["candidate"]), str(pointer.version)
+        judged = self._run("evaluate", self.settings.cycle.evaluate_timeout_s, candidate, "--incumbent", incumbent)
+        self.record.verdict = judged["verdict"]
+        if judged["verdict"]["verdict"] != "pass":
+            return self._end("refused", "; ".join(judged["verdict"]["reasons"]) or "the gate refused it")
+
+        self._promote(trained["candidate"], pointer)
+        self._end("promoted", None)
+
+    def _nothing_new(self) -> str | None:
+        """Why there is nothing to train on, compared with the last cycle whose candidate was judged."""
+        what = "feedback" if self.settings.train.algorithm.is_offline else "rewards"
+        judged = [getattr(record, what) for record in load_all(self.settings) if record.verdict is not None]
+        before = next((count for count in reversed(judged) if count is not None), 0)
+        count, least = getattr(self.record, what), self.settings.cycle.min_new_rewards
+        new = count - before if count >= before else count  # fewer than before: old rows were retired
+        return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
+
+    def _in_a_row(self) -> str:
+        """For how many cycles training has published nothing, if this is not the first: somebody must notice that."""
+        count = len(without_candidate(self.settings))
+        return f" ({count} cycles in a row have trained and published nothing)" if count > 1 else ""
+
+    def _run(self, name: str, timeout: float, *arguments: str) -> dict[str, Any]:
+        """Run one stage as ``millrace <name>`` in a process of its own; what it handed on. Raises StageFailed."""
+        out = self.settings.path(self.settings.cycle.folder) / f".{self.record.number:06d}-{name}.json"
+        out.unlink(missing_ok=True)
+        log = self.settings.path(self.settings.up.logs) / f"cycle-{self.record.number:06d}-{name}.log"
+        with self._stage(name) as stage:
+            child = Child(
+                name,
+                millrace("--config", self.snapshot, name, *arguments, "--json-out", out),
+                log=log,
+                environment=child_environment(),
+                grace=self.settings.cycle.stop_grace_s,
+                follow=self.follow,
+            )
+            try:
+                code = child.wait(timeout)
+            except TimeoutError:
+                raise StageFailed(f"{name} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
+            finally:
+                child.stop()  # does nothing to a stage that has ended
+            if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
+                failed = StageKilled if code > SIGNALLED else StageFailed
+                raise failed(f"{name} ended with code {code}: {_last_words(child.tail())} (log: {log})")
+            result: dict[str, Any] = json.loads(out.read_bytes())
+            out.unlink()
+            stage.result = result
+        return result
+
+    def _promote(self, version: int, incumbent: Pointer) -> None:
+        """Move the pointer, and see that the running server follows. Raises StageFailed if it doesn't."""
+        with self._stage("promote") as stage:
+            running = server_policy(self.settings) is not None
+            pointer = promotion.promote(
+                self.store, version, who="cycle", why=f"cycle {self.record.number}: passed the gate", expected=incumbent
+            )
+            stage.result = {"version": version, "generation": pointer.generation, "server": running}
+        self.say(f"promoted policy {version} (before: {incumbent.version})")
+        if not running:
+            return self.say(f"no server answers at {self.settings.server_url}: it will serve {version} when it starts")
+        with self._stage("swap") as stage:
+            stage.result = wait_until_served(self.settings, self.store, pointer, say=self.say)
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[Stage]:
+        """Time a stage and keep the record, before it and after it, however it ends."""
+        stage = Stage(name=name, started_at=now())
+        self.record.stages.append(stage)
+        self._keep()
+        self.say(f"{name} …")
+        started = time.monotonic()
+        try:
+            yield stage
+        except BaseException as error:
+            stage.ok, stage.error = False, str(error) or type(error).__name__
+            stage.killed = isinstance(error, (Stopped, StageKilled))
+            raise
+        else:
+            stage.ok = True
+        finally:
+            stage.seconds = time.monotonic() - started
+            self._keep()
+        self.say(f"{name} took {stage.seconds:.1f} s")
+
+    def _end(self, status: Literal["promoted", "refused", "skipped", "failed"], reason: str | None) -> None:
+        self.record.status, self.record.reason, self.record.finished_at = status, reason, now()
+        self._keep()
+        self.say(f"{status}{f': {reason}' if reason else ''}")
+
+    def _keep(self) -> None:
+        write(self.settings, self.record)
+
+
+def _last_words(output: str) -> str:
+    """What a stage failed by: the last line of its error, if it told one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error: ")]
+    return (errors or lines or ["it said nothing"])[-1].removeprefix("error: ")
+
+
+@contextmanager
+def _only_one(settings: Settings) -> Iterator[None]:
+    folder = settings.path(settings.cycle.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Inheritable descriptors are off in Python, so no stage can keep the lock when this process has died.
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CycleBusy(f"another cycle is running in {folder}") from None
+        yield

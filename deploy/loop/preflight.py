@@ -1,0 +1,109 @@
+"""What is looked at before a cycle or a schedule starts anything: settings that would fail an hour later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from deploy.config.root import ConfigError, Settings
+from feedback.config import RuleConfig
+from feedback.scoring.sources.rules import RuleError, configured, load_rule
+from serve.policies.folder import compute_dtype
+from serve.policies.store import Policy, PolicyError, PolicyStore
+from train import algorithms, dataflows
+from train.config.context_length import longest_prompt
+from train.observe.hooks import HookError, load_function
+
+NO_REWARD = (
+    "train.reward is null, and feedback.scoring.rules has no rule with a weight: training needs something that rewards "
+    "its responses (a module:function, or a rule)"
+)
+NO_POLICY = (
+    "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: train the reward model "
+    "by `millrace train`, set feedback.scoring.model.name to the folder that it names, and train.algorithm.name to a "
+    "policy's algorithm"
+)
+
+
+def check(settings: Settings) -> None:
+    """Raise ConfigError, before anything is started, for what would fail a cycle an hour later."""
+    from evaluation.evaluate import load_scorer
+
+    problems = []
+    suite = settings.path(settings.evaluation.suite)
+    if not suite.is_file():
+        problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
+    if not settings.train.algorithm.trains_policy:
+        problems.append(NO_POLICY)
+    store = PolicyStore(settings.path(settings.serve.policies))
+    if pointer := store.serving():
+        problems += judging_problems(settings, store.get(pointer.version))
+    problems += training_problems(settings)
+    problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def judging_problems(settings: Settings, policy: Policy) -> list[str]:
+    """Why the gate would judge other answers than the server gives, or why that can't be known."""
+    try:
+        judged = compute_dtype(policy.path, settings.resolved().evaluation.engine.dtype)
+        served = compute_dtype(policy.path, settings.serve.engine.dtype)
+    except PolicyError as error:
+        return [str(error)]
+    if judged == served:
+        return []
+    return [
+        f"evaluation.engine.dtype={judged}, and the server computes policy {policy.version} in {served}: the gate "
+        "would judge other answers than users get; leave evaluation.engine.dtype at auto"
+    ]
+
+
+def training_problems(settings: Settings) -> list[str]:
+    """What of the settings of training names what isn't there, or can't be used; one text each."""
+    train, rules = settings.train, settings.feedback.scoring.rules
+    problems = []
+    if train.samples and not reward_of(settings):
+        problems.append(NO_REWARD)
+    problems += [
+        f"train.reward_weights.{name}: feedback.scoring.rules has no such rule; there are: {', '.join(rules) or 'none'}"
+        for name in sorted(train.reward_weights.keys() - rules.keys())
+    ]
+    loads: dict[str, Callable[[], object]] = {
+        f"feedback.scoring.rules.{name}": partial(configured, name, rule) for name, rule in rules.items()
+    }
+    if train.reward:
+        loads["train.reward"] = partial(load_rule, train.reward)
+    loads |= {f"train.hooks {name!r}": partial(load_function, "train.hooks", name) for name in train.hooks}
+    loads |= {f"train.trackers {name!r}": partial(load_function, "train.trackers", name) for name in train.trackers}
+    if ":" in train.algorithm.name:
+        loads["train.algorithm.name"] = partial(algorithms.load, train.algorithm)
+    if train.dataflow:
+        loads["train.dataflow"] = partial(dataflows.load, train)
+    store = PolicyStore(settings.path(settings.serve.policies))
+    if train.samples and (policy := store.serving()):
+        loads["train.rollout"] = partial(longest_prompt, train.rollout, store.get(policy.version).path)
+    return problems + _unloadable(loads)
+
+
+def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:
+    """What failed to load, by setting."""
+    problems = []
+    for key, load in loads.items():
+        try:
+            load()
+        except RuleError as error:
+            problems.append(f"{key}: {error}")
+        except (HookError, ValueError) as error:  # names its setting itself
+            problems.append(str(error))
+    return problems
+
+
+def reward_of(settings: Settings) -> str | dict[str, RuleConfig]:
+    """What rewards rollouts: a function by name, or the rules that have a weight in training; empty if none has."""
+    weights = settings.train.reward_weights
+    rules = {
+        name: rule.model_copy(update={"weight": weights.get(name, rule.weight)})
+        for name, rule in settings.feedback.scoring.rules.items()
+    }
+    return settings.train.reward or {name: rule for name, rule in rules.items() if rule.weight > 0}

@@ -1,0 +1,132 @@
+"""Promotion and rollback: moving the serving pointer, with the gate's verdict or a person's name on record."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import socket
+
+from serve.policies.store import Pointer, PolicyStore
+
+
+class RolloutRefused(RuntimeError):
+    """The pointer was not moved; the text says why and what to do."""
+
+
+def promote(
+    store: PolicyStore,
+    version: int,
+    *,
+    who: str,
+    why: str,
+    override: bool = False,
+    expected: Pointer | None = None,
+) -> Pointer:
+    """Point the servers at ``version``, which must have passed the gate against the policy that serves.
+
+    The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that serves
+    already: it gets a new generation, at which a replica that failed to load it tries again. ``override`` promotes
+    without a passing verdict; who and why stay in the pointer's history, marked as an override. ``expected`` is the
+    pointer on which the decision was taken; the current one if not given.
+
+    Raises RolloutRefused (no passing verdict, or an override without a reason), serve.policies.store.PolicyNotFound,
+    PolicyCorrupt (a file differs from the manifest) and StalePointer (somebody moved the pointer meanwhile).
+    """
+    store.verify(version)
+    # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
+    gate, pointer = store.get(version).gate, expected or store.serving()
+    verdict = dict(gate) if gate else None
+    if pointer is not None and pointer.version != version:
+        objection = _objection(version, verdict, pointer.version)
+        if objection is not None:
+            verdict = _overridden(verdict, objection, f"millrace promote {version}", override=override, why=why)
+    return store.promote(version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict)
+
+
+def rollback(
+    store: PolicyStore,
+    *,
+    who: str,
+    why: str,
+    to: int | None = None,
+    override: bool = False,
+    expected: Pointer | None = None,
+) -> Pointer:
+    """Point back at the policy that served before, or at ``to``.
+
+    A policy that has not served, also one that the servers refused, is rolled back to by ``override`` only, as it would
+    be promoted. A second rollback goes further back, not forward again to what the first one left. ``expected``: the
+    move that is to be undone; the last one if not given.
+
+    Raises RolloutRefused if there is nothing to go back to, and what ``promote`` raises.
+    """
+    pointer = expected or store.serving()
+    if pointer is None:
+        raise RolloutRefused(f"nothing serves in {store.root}: there is nothing to roll back")
+    served = store.served()
+    target = to
+    if target is None:
+        before = [version for version in _before(store.history()) if version in served]
+        if not before:
+            raise RolloutRefused(
+                f"policy {pointer.version} is the first that served: there is nothing to go back to; to one that has "
+                "not served: --to VERSION --override --why '...'"
+            )
+        target = before[-1]
+    if target == pointer.version:
+        raise RolloutRefused(f"policy {target} serves already")
+    store.verify(target)
+    verdict: dict[str, object] = {"rollback_from": pointer.version}
+    if target not in served:
+        command = f"millrace rollback --to {target}"
+        verdict = _overridden(verdict, f"policy {target} has not served", command, override=override, why=why)
+    return store.promote(target, expected=pointer, who=who, why=why, verdict=verdict)
+
+
+def _overridden(
+    verdict: dict[str, object] | None, objection: str, command: str, *, override: bool, why: str
+) -> dict[str, object]:
+    """The verdict of a move that somebody answers for. Raises RolloutRefused unless somebody does, with a reason."""
+    if not override:
+        raise RolloutRefused(f"{objection}; or do it on your own account: {command} --override --why '...'")
+    if not why.strip():
+        raise RolloutRefused(f"{objection}, and an override needs a reason, which goes on record: --why '...'")
+    return {**(verdict or {}), "override": True, "objection": objection}
+
+
+def person() -> str:
+    """user@host of whoever runs this process, for the record."""
+    try:
+        name = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user without an entry
+        name = f"uid{os.getuid()}"
+    return f"{name}@{socket.gethostname()}"
+
+
+def _objection(version: int, verdict: dict[str, object] | None, incumbent: int) -> str | None:
+    """Why the verdict doesn't let ``version`` replace ``incumbent``; None if it does."""
+    evaluate = f"run `millrace evaluate {version}`"
+    if verdict is None:
+        return f"policy {version} was not evaluated: {evaluate}"
+    if verdict.get("verdict") != "pass":
+        reasons = verdict.get("reasons")
+        said = "; ".join(map(str, reasons)) if isinstance(reasons, (list, tuple)) and reasons else "no reason given"
+        return f"policy {version} did not pass the gate ({said})"
+    if verdict.get("incumbent") != incumbent:
+        return (
+            f"policy {version} passed the gate against policy {verdict.get('incumbent')}, "
+            f"but policy {incumbent} serves: {evaluate}"
+        )
+    return None
+
+
+def _before(history: list[Pointer]) -> list[int]:
+    """What the pointer named before the current policy, oldest first; what was rolled back no longer counts."""
+    named: list[int] = []
+    for pointer in history:
+        if "rollback_from" in (pointer.verdict or {}) and pointer.version in named:
+            while named[-1] != pointer.version:
+                named.pop()
+        elif not named or named[-1] != pointer.version:
+            named.append(pointer.version)
+    return [version for version in named[:-1] if version != named[-1]]

@@ -1,0 +1,105 @@
+"""The records of cycles: what became of each, stage by stage. One file a cycle, replaced whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
+
+from deploy.config.root import Settings
+from evaluation.results import write_whole
+from train.config.resume_settings import goes_on
+
+TRAINING_ATTEMPTS = 3  # of cycles at one training run, of which all but the last were killed
+
+
+class Stage(BaseModel):
+    """One stage of a cycle; ``result`` is what it handed on."""
+
+    name: str
+    started_at: datetime
+    seconds: float | None = None
+    ok: bool | None = None
+    result: dict[str, Any] | None = None
+    error: str | None = None
+    killed: bool = Field(False, description="It was stopped or killed, rather than failing by itself.")
+
+
+class CycleRecord(BaseModel):
+    """What became of a cycle; ``reason`` says why it was skipped, refused or failed."""
+
+    number: int
+    status: Literal["running", "promoted", "refused", "skipped", "failed"] = "running"
+    reason: str | None = None
+    started_at: datetime
+    finished_at: datetime | None = None
+    incumbent: int | None = None
+    run: str | None = Field(None, description="The training run; an earlier cycle's, if its training was killed.")
+    candidate: int | None = None
+    verdict: dict[str, Any] | None = None
+    rewards: int | None = Field(None, description="Rows of the rewards table that the training could learn from.")
+    feedback: int | None = Field(None, description="Rows of the feedback table that it could learn from.")
+    stages: list[Stage] = []
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {stage.name: stage.seconds for stage in self.stages if stage.seconds is not None}
+
+
+def load_all(settings: Settings) -> list[CycleRecord]:
+    """The records of all cycles, oldest first."""
+    folder = settings.path(settings.cycle.folder)
+    return [CycleRecord.model_validate_json(path.read_bytes()) for path in sorted(folder.glob("[0-9]*.json"))]
+
+
+def without_candidate(settings: Settings) -> list[CycleRecord]:
+    """The last cycles in a row that trained and published nothing, oldest first; what did not train is passed over."""
+    trained = [record for record in load_all(settings) if any(stage.name == "train" for stage in record.stages)]
+    last = max((i for i, record in enumerate(trained) if record.candidate is not None), default=-1)
+    return trained[last + 1 :]
+
+
+def killed_training(settings: Settings, number: int, incumbent: int) -> CycleRecord | None:
+    """The last cycle before ``number`` that trained, if its training was killed and going on with it is safe.
+
+    Safe: it started from the policy that serves now, has a checkpoint, has the settings of now, and was not tried too
+    often (what kills it may be the run itself). Training checks all this again, and more.
+    """
+    before = [record for record in load_all(settings) if record.run is not None and record.number < number]
+    if not before:
+        return None
+    last = before[-1]
+    stage = next((stage for stage in reversed(last.stages) if stage.name == "train"), None)
+    if stage is None or not stage.killed or last.incumbent != incumbent:
+        return None
+    if sum(record.run == last.run for record in before) >= TRAINING_ATTEMPTS:
+        return None
+    return last if goes_on(settings.path(settings.train.runs) / str(last.run), settings.training()) else None
+
+
+def close_dead(settings: Settings, say: Callable[[str], None]) -> None:
+    """Cycles that are still 'running' while we hold the lock have died."""
+    for record in load_all(settings):
+        if record.status == "running":
+            during = f" in {record.stages[-1].name}" if record.stages else ""
+            record.status, record.reason, record.finished_at = "failed", f"its process died{during}", now()
+            if record.stages:
+                record.stages[-1].killed = record.stages[-1].ok is None
+            write(settings, record)
+            say(f"cycle {record.number}: {record.reason}")
+
+
+def next_number(settings: Settings) -> int:
+    return max((record.number for record in load_all(settings)), default=0) + 1
+
+
+def write(settings: Settings, record: CycleRecord) -> None:
+    """Replace the record on disk, whole or not at all."""
+    path = settings.path(settings.cycle.folder) / f"{record.number:06d}.json"
+    write_whole(path, record.model_dump_json(indent=2).encode() + b"\n")
+
+
+def now() -> datetime:
+    return datetime.now(UTC)

@@ -1,0 +1,200 @@
+"""The scheduler: starts a cycle when it is due, by cron or interval, one at a time, missed ones as one.
+
+Beside the cycles it runs the lake's maintenance at an interval. A maintenance that fails is told, and tried again when
+the next one is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from apscheduler.events import EVENT_JOB_ERROR, EVENT_JOB_MAX_INSTANCES, EVENT_JOB_MISSED, JobExecutionEvent
+from apscheduler.schedulers.blocking import BlockingScheduler
+from apscheduler.triggers.cron import CronTrigger
+from apscheduler.triggers.interval import IntervalTrigger
+
+from deploy.config.root import ConfigError, ScheduleConfig, Settings, child_environment
+from deploy.loop import preflight, records
+from deploy.supervise.children import Child, millrace
+
+_BUSY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: `millrace cycle` found another one at work
+_CYCLE, _MAINTENANCE = "cycle", "maintenance"
+_FIRST_MAINTENANCE_S = 300.0  # a scheduler that is often started again does maintenance too
+
+
+class Scheduler:
+    """Runs ``millrace cycle`` as a process when it is due, until ``stop`` or schedule.max_cycles."""
+
+    def __init__(self, settings: Settings, *, say: Callable[[str], None] = print) -> None:
+        """Raises ConfigError for a crontab line that is none, or settings with which no cycle can work."""
+        preflight.check(settings)
+        self._settings = settings
+        self._snapshot = settings.snapshot()
+        self._say = say
+        self._trigger = trigger(settings.schedule)
+        self._children: dict[str, Child] = {}
+        self._lock = threading.Lock()
+        self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put() may be called in a signal handler
+        self._stopping = self._ended = False
+        self._told_of_overlap: set[str] = set()
+        self._finished = 0
+        self._before = {record.number for record in records.load_all(settings)}
+        logging.getLogger("apscheduler").setLevel(logging.ERROR)  # what it warns of, _tell says in our words
+        self._scheduler = BlockingScheduler(timezone=UTC if not settings.schedule.cron else None)
+
+    def run(self) -> None:
+        """Block until the scheduling ends. Call it in the main thread."""
+        schedule = self._settings.schedule
+        first = first_run(self._settings, self._trigger)
+        self._scheduler.add_job(
+            self._cycle,
+            self._trigger,
+            id=_CYCLE,
+            next_run_time=first,
+            max_instances=1,
+            coalesce=True,
+            misfire_grace_time=None if schedule.misfire_grace_seconds is None else int(schedule.misfire_grace_seconds),
+        )
+        if schedule.maintenance_seconds is not None:
+            self._scheduler.add_job(
+                self._maintenance,
+                IntervalTrigger(seconds=schedule.maintenance_seconds, timezone=UTC),
+                id=_MAINTENANCE,
+                next_run_time=datetime.now(UTC)
+                + timedelta(seconds=min(schedule.maintenance_seconds, _FIRST_MAINTENANCE_S)),
+                max_instances=1,
+                coalesce=True,
+                misfire_grace_time=None,
+            )
+        self._scheduler.add_listener(self._tell, EVENT_JOB_ERROR | EVENT_JOB_MAX_INSTANCES | EVENT_JOB_MISSED)
+        wait = max(0.0, (first - datetime.now(UTC)).total_seconds())
+        every = f"cron {schedule.cron!r}" if schedule.cron else f"every {schedule.interval_seconds:g} s"
+        self._say(f"schedule: {every}, first cycle in {wait:.0f} s")
+        threading.Thread(target=self._shut_down_when_asked, name="schedule stop", daemon=True).start()
+        try:
+            self._scheduler.start()
+        finally:
+            self._ended = True
+            self.stop()
+
+    def stop(self) -> None:
+        """End the scheduling; a cycle that is running is stopped and recorded as failed, a maintenance is stopped.
+
+        Safe in a signal handler.
+        """
+        self._stop_asked.put(None)
+
+    def _shut_down_when_asked(self) -> None:
+        self._stop_asked.get()
+        with self._lock:
+            self._stopping = True
+            for child in self._children.values():
+                child.ask_to_stop()
+        while not self._scheduler.running and not self._ended:
+            time.sleep(0.05)  # asked before it began
+        if self._scheduler.running:
+            self._scheduler.shutdown(wait=True)
+
+    def _cycle(self) -> None:
+        limits = self._settings.cycle
+        most = limits.score_timeout_s + limits.train_timeout_s + limits.evaluate_timeout_s + limits.swap_timeout_s
+        most += self._settings.serve.fleet.longest_canary_s
+        # It needs its stage's grace, and time to write its record.
+        code = self._run_child(_CYCLE, ["cycle"], log="cycles.log", grace=2 * limits.stop_grace_s, most=most + 600.0)
+        if code is None:
+            return
+        if code == _BUSY_EXIT_CODE:
+            self._say("schedule: another cycle was running; this one is left out")
+        self._count()
+
+    def _maintenance(self) -> None:
+        grace, most = self._settings.cycle.stop_grace_s, self._settings.schedule.maintenance_timeout_s
+        command = ["lake", "maintain"]
+        code = self._run_child(_MAINTENANCE, command, log="maintenance.log", grace=grace, most=most)
+        if code and not self._stopping:
+            file = self._settings.path(self._settings.up.logs) / "maintenance.log"
+            self._say(f"schedule: maintenance of the lake ended with code {code}, see {file}; it is tried again")
+
+    def _run_child(self, name: str, command: list[str], *, log: str, grace: float, most: float) -> int | None:
+        """Run a command of ours to its end; the exit code, None if the scheduling has ended."""
+        with self._lock:
+            if self._stopping:
+                return None
+            self._told_of_overlap.discard(name)
+            self._children[name] = child = Child(
+                name,
+                millrace("--config", self._snapshot, *command),
+                log=self._settings.path(self._settings.up.logs) / log,
+                environment=child_environment(),
+                grace=grace,
+                follow=self._say,
+            )
+        try:
+            return child.wait(most)
+        except TimeoutError as error:
+            self._say(f"schedule: {error}, longer than it may: stopping it")
+            return child.stop()
+        finally:
+            with self._lock:
+                del self._children[name]
+
+    def _count(self) -> None:
+        """End the scheduling when schedule.max_cycles of the cycles since our start have done something."""
+        most = self._settings.schedule.max_cycles
+        if most is None:
+            return
+        ours = [record for record in records.load_all(self._settings) if record.number not in self._before]
+        done = sum(record.status not in ("skipped", "running") for record in ours)
+        if done >= most:
+            self._say(f"schedule: {done} cycles done, schedule.max_cycles reached")
+            self.stop()
+
+    def _tell(self, event: Any) -> None:
+        if isinstance(event, JobExecutionEvent) and event.exception is not None:
+            self._say(f"schedule: the {event.job_id} could not be started: {event.exception!r}")
+        elif event.code == EVENT_JOB_MAX_INSTANCES:
+            if event.job_id not in self._told_of_overlap:
+                self._say(f"schedule: a {event.job_id} is due and one is running: they become one")
+            self._told_of_overlap.add(event.job_id)
+        else:
+            self._say("schedule: a start was too late (schedule.misfire_grace_seconds) and is left out")
+
+
+def trigger(config: ScheduleConfig) -> CronTrigger | IntervalTrigger:
+    """When cycles are due. Raises ConfigError for a crontab line that is none."""
+    jitter = int(config.jitter_seconds) or None
+    if config.cron is None:
+        return IntervalTrigger(seconds=config.interval_seconds, jitter=jitter, timezone=UTC)
+    try:
+        made = CronTrigger.from_crontab(config.cron)
+    except ValueError as error:
+        raise ConfigError(f"schedule.cron: {config.cron!r} is no crontab line: {error}") from None
+    made.jitter = jitter
+    return made
+
+
+def first_run(settings: Settings, due: CronTrigger | IntervalTrigger) -> datetime:
+    """When the first cycle of a scheduler is due. Cycles missed while none was running become one, at once."""
+    at = datetime.now(UTC)
+    if settings.schedule.first_after_seconds is not None:
+        return at + timedelta(seconds=settings.schedule.first_after_seconds)
+    history = records.load_all(settings)
+    if not history:
+        return _next(due, at)
+    return max(at, _next(due, history[-1].started_at))
+
+
+def _next(due: CronTrigger | IntervalTrigger, after: datetime) -> datetime:
+    """The first time after ``after`` at which a cycle is due, no jitter added."""
+    if isinstance(due, IntervalTrigger):
+        return after + due.interval
+    at = due.get_next_fire_time(None, after)
+    if at is None:
+        raise ConfigError(f"schedule.cron names no time after {after:%Y-%m-%d %H:%M}")
+    return at

@@ -1,0 +1,205 @@
+"""Child processes of Millrace: each under a warden, its output in a log file that can be followed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from deploy.supervise import subreaper
+from feedback.signals import STOPPING, StopSignal
+
+NOTHING_TO_LEARN: Final = 3
+"""Exit code of `millrace train` where there was nothing to learn from, and nothing went wrong."""
+
+_WARDEN_MARGIN_S = 8.0  # what the warden needs beyond the grace, to end what the command left behind
+
+
+class Stopped(StopSignal):
+    """Not an Exception, so that nothing but an end of the process catches it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+    def __str__(self) -> str:
+        return signal.Signals(self.number).name
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.number
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Raise Stopped in the main thread at the first SIGTERM, SIGINT or SIGHUP; further ones change nothing."""
+
+    stopped: Stopped | None = None
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        stopped = Stopped(number)
+        raise stopped
+
+    before: dict[int, Any] = {number: signal.signal(number, stop) for number in STOPPING}
+    try:
+        yield
+    except SystemExit:
+        if stopped is None:
+            raise
+        raise stopped from None  # Ray hands on a plain one, whichever ended its wait
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def no_leftovers(grace: float = 5.0) -> Iterator[None]:
+    """End every process that the block started, directly or not, however the block ends. For a command's main()."""
+    subreaper.adopt_orphans()
+    try:
+        yield
+    finally:
+        if killed := subreaper.end_descendants(grace, spare_trackers=True):
+            print(f"killed what did not stop: {', '.join(killed)}", file=sys.stderr, flush=True)
+
+
+class Child:
+    """One command, run below a warden in a session of its own; stdout and stderr are appended to ``log``.
+
+    Start it from a thread that outlives it: Linux ties it to the thread that started it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str],
+        grace: float,
+        follow: Callable[[str], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.log = log
+        self.grace = grace
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self._log_start = output.tell()
+            self._process = subprocess.Popen(
+                [
+                    *(
+                        sys.executable,
+                        "-m",
+                        "deploy.supervise.subreaper",
+                        "--parent",
+                        str(os.getpid()),
+                        "--grace",
+                        str(grace),
+                    ),
+                    *("--", *command),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(environment) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(environment)},
+                start_new_session=True,  # Ctrl-C on the terminal reaches us alone, and we stop things in order
+            )
+        self.started = time.monotonic()
+        self._follower = _Follower(log, self._log_start, follow) if follow else None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, None while it runs."""
+        code = self._process.poll()
+        if code is not None and self._follower:
+            self._follower.close()
+        return code
+
+    def wait(self, timeout: float) -> int:
+        """The exit code. Raises TimeoutError when it still runs after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} still runs after {timeout:.0f} s")
+            # Short waits, so that a signal's handler runs at once and Stopped comes through.
+            try:
+                self._process.wait(min(0.2, max(0.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                continue
+        return code
+
+    def ask_to_stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+
+    def stop(self) -> int:
+        """Stop it and everything below it, by force after the grace; the exit code."""
+        self.ask_to_stop()
+        try:
+            return self.wait(self.grace + _WARDEN_MARGIN_S)
+        except TimeoutError:
+            self._process.kill()
+            return self.wait(5.0)
+
+    def tail(self, lines: int = 20) -> str:
+        """The last lines that this child wrote."""
+        with self.log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - 64 * 1024))
+            text = file.read().decode(errors="replace")
+        return "\n".join(line.rstrip().rsplit("\r", 1)[-1] for line in text.splitlines()[-lines:])
+
+
+class _Follower:
+    """Hands the new lines of a growing file to a function. A file in between, so that a child never waits for us."""
+
+    def __init__(self, path: Path, start: int, each: Callable[[str], None]) -> None:
+        self._path, self._start, self._each = path, start, each
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"follow {path.name}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._path.open("rb") as file:
+            file.seek(self._start)
+            rest = b""
+            while True:
+                last = self._closing.is_set()
+                *lines, rest = (rest + file.read()).split(b"\n")
+                for line in [*lines, rest] if last and rest else lines:
+                    # A progress bar redraws its line with carriage returns; only its last state is a line of a log.
+                    self._each(line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
+                if last:
+                    return
+                self._closing.wait(0.1)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(5.0)
+
+
+def millrace(*arguments: str | Path) -> list[str]:
+    """The command line that runs this installation's CLI."""
+    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
+
+
+def _python_path(environment: Mapping[str, str]) -> str:
+    """Where the packages are, so that a child finds them from any working directory when they are not installed."""
+    here = Path(__file__).resolve().parent.parent
+    paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    installed = here.name in ("site-packages", "dist-packages")
+    return os.pathsep.join(paths if installed or str(here) in paths else [*paths, str(here)])

@@ -1,0 +1,176 @@
+"""A process that runs one command and leaves nothing of it behind.
+
+    python -m deploy.supervise.subreaper --parent PID --grace SECONDS -- COMMAND...
+
+The command runs below the warden, which adopts every descendant that loses its parent (Linux's child subreaper), so
+that it can end them all, daemons that left the process group included, when the command has ended. SIGTERM, SIGINT
+and SIGHUP, and the death of the parent, ask the command to stop (SIGTERM, to it alone: it knows in which order its
+own children go) and kill it after ``grace`` seconds. The exit status is the command's; 128 + n if signal n ended it.
+
+Imports the standard library and psutil only: one stands above each process of Millrace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LEFTOVER_GRACE_S = 3.0
+_POLL_S = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m deploy.supervise.subreaper")
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--grace", type=float, required=True)
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    stopping: list[float] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.append(time.monotonic())
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+    die_with_parent(arguments.parent)
+    adopt_orphans()
+    sys.exit(_guard(command, arguments.grace, stopping))
+
+
+def _guard(command: list[str], grace: float, stopping: list[float]) -> int:
+    own = os.getpid()
+
+    def tie_to_warden() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        die_with_parent(own)
+
+    # preexec_fn is safe here: this process has one thread.
+    child = subprocess.Popen(command, process_group=0, preexec_fn=tie_to_warden)
+    asked = killed = False
+    while child.poll() is None:
+        if stopping and not asked:
+            child.send_signal(signal.SIGTERM)
+            asked = True
+        elif asked and not killed and time.monotonic() - stopping[0] > grace:
+            print(f"it did not stop within {grace:.0f} s of SIGTERM: killed", file=sys.stderr, flush=True)
+            child.kill()
+            killed = True
+        try:
+            child.wait(_POLL_S if stopping else 0.2)
+        except subprocess.TimeoutExpired:
+            continue
+    end_descendants(_LEFTOVER_GRACE_S)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def die_with_parent(parent: int) -> None:
+    """Get SIGTERM when the parent dies, even by SIGKILL. Where there is no prctl (not Linux) this does nothing."""
+    if _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)  # it died before we could ask
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent dies. Where there is no prctl this does nothing."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
+    """End every process below this one, SIGTERM first and SIGKILL after ``grace`` seconds; name those killed.
+
+    Those from which signals are held back, because their owner was to end them, can't be asked: SIGKILL at once.
+
+    spare_trackers: leave multiprocessing's resource trackers, which ignore SIGTERM, clean up and end when this process
+    ends; for a process that has one of its own.
+    """
+    own = psutil.Process()
+    deadline = time.monotonic() + grace
+    asked: set[int] = set()
+    while time.monotonic() < deadline:
+        living = _living(own, spare_trackers)
+        if not living:
+            return []
+        for process in living:
+            if process.pid not in asked:
+                asked.add(process.pid)
+                _signal(process, signal.SIGKILL if _holds_back(process) else signal.SIGTERM)
+        time.sleep(_POLL_S)
+    names: list[str] = []
+    # A process can fork while the list is read, so look again until nobody is there.
+    for _ in range(100):
+        living = _living(own, spare_trackers)
+        if not living:
+            break
+        for process in living:
+            names.append(f"{_name(process)} ({process.pid})")
+            _signal(process, signal.SIGKILL)
+        time.sleep(_POLL_S)
+    return sorted(set(names))
+
+
+def _living(own: psutil.Process, spare_trackers: bool) -> list[psutil.Process]:
+    """The descendants that still run; those that have ended are reaped on the way, if they are ours to reap."""
+    living = []
+    for process in own.children(recursive=True):
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                if not (spare_trackers and _is_tracker(process)):
+                    living.append(process)
+            elif process.ppid() == own.pid:
+                os.waitpid(process.pid, os.WNOHANG)
+        except (psutil.NoSuchProcess, ChildProcessError):
+            continue
+    return living
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+
+
+def _holds_back(process: psutil.Process) -> bool:
+    """Whether its main thread has SIGTERM blocked. Where there is no /proc to say so, it has not."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:
+        return False
+    blocked = next((line for line in status.splitlines() if line.startswith("SigBlk:")), "SigBlk: 0")
+    return bool(int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "a process"
+
+
+def _prctl(option: int, value: int) -> bool:
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+    return True
+
+
+if __name__ == "__main__":
+    main()

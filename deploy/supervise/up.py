@@ -1,0 +1,123 @@
+"""``millrace up``: the server and the scheduler, watched together, started and stopped in order."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from deploy.config.root import Settings, child_environment
+from deploy.loop import preflight
+from deploy.loop.schedule import trigger
+from deploy.supervise.children import Child, millrace
+from serve.policies.store import PolicyStore
+
+_POLL_S = 0.2
+
+
+class UpFailed(RuntimeError):
+    """The product can't run or stopped running; the text says which process and why, ``exit_code`` is the process's."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def up(
+    settings: Settings,
+    *,
+    schedule: bool = True,
+    say: Callable[[str, str], None],
+    ready: Callable[[], None] | None = None,
+) -> None:
+    """Run the server, and the scheduler with it unless ``schedule`` is off, until a signal raises or one of them ends.
+
+    say: gets (process, line) for each line that a process writes; its whole output is in ``up.logs`` too.
+    ready: called once everything runs.
+    Raises UpFailed when a process ends by itself; nothing is restarted in silence. However this ends, the scheduler
+    is stopped first and then the server, so that no cycle promotes into a server that is going.
+    """
+    if PolicyStore(settings.path(settings.serve.policies)).serving() is None:
+        raise UpFailed(f"no policy serves in {settings.home}: run `millrace init --model NAME_OR_FOLDER` first")
+    if schedule:
+        preflight.check(settings)
+        trigger(settings.schedule)
+    with _only_one(settings):
+        children: list[Child] = []
+        try:
+            server = _start("serve", settings, say)
+            children.append(server)
+            _wait_until_ready(server, settings)
+            say("up", f"serving on {settings.server_url}")
+            if schedule:
+                children.append(_start("schedule", settings, say))
+            if ready:
+                ready()
+            _watch(children, say)
+        finally:
+            for child in reversed(children):
+                if child.poll() is None:
+                    say("up", f"stopping {child.name}")
+                    child.stop()
+
+
+def _start(name: str, settings: Settings, say: Callable[[str, str], None]) -> Child:
+    return Child(
+        name,
+        millrace("--config", settings.snapshot(), name),
+        log=settings.path(settings.up.logs) / f"{name}.log",
+        environment=child_environment(),
+        grace=settings.up.stop_grace_s,
+        follow=lambda line: say(name, line),
+    )
+
+
+def _wait_until_ready(server: Child, settings: Settings) -> None:
+    import httpx
+
+    deadline = time.monotonic() + settings.up.ready_timeout_s
+    last = "it does not answer"
+    while time.monotonic() < deadline:
+        if (code := server.poll()) is not None:
+            raise _ended(server, code)
+        try:
+            answer = httpx.get(f"{settings.server_url}/ready", timeout=2.0)
+            if answer.status_code == 200:
+                return
+            last = f"it answers {answer.status_code}: {answer.text[:300]}"
+        except httpx.HTTPError as error:
+            last = f"it does not answer ({type(error).__name__})"
+        time.sleep(_POLL_S)
+    raise UpFailed(
+        f"the server is not ready after up.ready_timeout_s={settings.up.ready_timeout_s:g} s: {last}\n{server.tail()}"
+    )
+
+
+def _watch(children: list[Child], say: Callable[[str, str], None]) -> None:
+    running = list(children)
+    while True:
+        for child in list(running):
+            code = child.poll()
+            if code == 0 and child.name == "schedule":
+                say("up", "the schedule has come to its end; serving goes on")
+                running.remove(child)
+            elif code is not None:
+                raise _ended(child, code)
+        time.sleep(_POLL_S)
+
+
+def _ended(child: Child, code: int) -> UpFailed:
+    return UpFailed(f"{child.name} ended with code {code}; its last lines ({child.log}):\n{child.tail()}", code or 1)
+
+
+@contextmanager
+def _only_one(settings: Settings) -> Iterator[None]:
+    path = settings.path(".up.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UpFailed(f"another `millrace up` runs in {settings.home}") from None
+        yield

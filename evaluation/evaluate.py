@@ -1,0 +1,249 @@
+"""The evaluation of one policy against another on a held-out suite."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+from pydantic import ValidationError
+
+from evaluation import statistics
+from evaluation.config import EvaluationConfig
+from evaluation.results import Evaluation, Interval, KlEstimate, PolicyResult, Sample
+from evaluation.suites import answers, text_metrics
+from evaluation.suites.suite import Suite
+from feedback.config import RuleConfig
+from feedback.scoring.sources.builtin import DEFAULT_REFERENCE
+from feedback.scoring.sources.rules import Rule, RuleError, configured, load_rule
+from serve.policies.store import Policy
+
+Scorer = Callable[[pa.Table], Sequence[float | None]]
+"""Scores responses; takes a batch with columns prompt, messages, response, response_token_ids, metadata."""
+
+Scores = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+def evaluate(
+    candidate: Policy,
+    incumbent: Policy,
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    *,
+    scorer: Scorer | None = None,
+) -> Evaluation:
+    """Answer the suite greedily with both policies, score the answers, compare them item by item.
+
+    ``folder`` is where evaluations are kept (answers are cached under it); ``scorer`` stands in for ``config.scorer``.
+    Raises EngineError, ValueError if no item has a score for both, and what the scorer raises.
+    """
+    scorer = scorer or load_scorer(config)
+    before = answers.answer(incumbent, suite, config, folder)
+    after = answers.answer(candidate, suite, config, folder, incumbent=incumbent)
+    started = time.monotonic()
+    kl, kl_missing = _kl(after, len(suite.items), config)
+    old, new = score(suite, before.table, scorer), score(suite, after.table, scorer)
+    both = ~np.isnan(old) & ~np.isnan(new)
+    if not both.any():
+        raise ValueError(f"{scorer_name(scorer)} scored no item of {suite.path} for both policies: nothing to compare")
+    return Evaluation(
+        candidate=_policy_result(candidate, after.table, new, config),
+        incumbent=_policy_result(incumbent, before.table, old, config),
+        n=int(both.sum()),
+        missing=int((~both).sum()),
+        reward=_difference(new[both], old[both], config),
+        accuracy=_difference(new[both] == 1, old[both] == 1, config),
+        kl=kl,
+        kl_missing=kl_missing,
+        confidence=config.gate.confidence,
+        resamples=config.resamples,
+        seed=config.seed,
+        suite=suite.path.name,
+        suite_sha256=suite.sha256,
+        suite_items=len(suite.items),
+        scorer=scorer_name(scorer),
+        settings=answers.settings_hash(candidate, config),
+        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        seconds={
+            "incumbent": round(before.seconds, 3),
+            "candidate": round(after.seconds, 3),
+            "compare": round(time.monotonic() - started, 3),
+        },
+        samples=tuple(_samples(suite, after.table, before.table, new, old)[: config.samples]),
+    )
+
+
+def measure(
+    policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path, *, scorer: Scorer | None = None
+) -> PolicyResult:
+    """One policy alone on the suite. Raises as ``evaluate`` does."""
+    scorer = scorer or load_scorer(config)
+    table = answers.answer(policy, suite, config, folder).table
+    return _policy_result(policy, table, score(suite, table, scorer), config)
+
+
+def compare_samples(
+    candidate: Policy,
+    incumbent: Policy,
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    *,
+    scorer: Scorer | None = None,
+) -> list[Sample]:
+    """Every item with both policies' answers, in the suite's order; empty unless both have been answered before."""
+    after, before = (answers.cached(policy, suite, config, folder) for policy in (candidate, incumbent))
+    if after is None or before is None:
+        return []
+    scorer = scorer or load_scorer(config)
+    return _samples(suite, after, before, score(suite, after, scorer), score(suite, before, scorer))
+
+
+def load_scorer(config: EvaluationConfig) -> Scorer:
+    """The function or ready rule that ``config.scorer`` names. Raises RuleError if there is none, or it needs more."""
+    if ":" in config.scorer:
+        return load_rule(config.scorer)
+    try:
+        return configured(config.scorer, RuleConfig(ready=config.scorer))
+    except ValidationError as error:
+        raise RuleError(
+            f"scorer {config.scorer!r} is neither module:name nor a ready rule that works without settings "
+            "(exact_match, numeric_equality, repetition_penalty)"
+        ) from error
+
+
+def scorer_name(scorer: Scorer) -> str:
+    """How an evaluation names its scorer: a rule by name and content hash, a function by its name."""
+    if isinstance(scorer, Rule):
+        return f"{scorer.name}@{scorer.digest[:12]}"
+    return str(getattr(scorer, "__qualname__", type(scorer).__name__))
+
+
+def score(suite: Suite, table: pa.Table, scorer: Scorer) -> Scores:
+    """One score an item, NaN where the scorer gives None.
+
+    Raises ValueError naming the scorer if it gives another number of scores, or one that is not finite.
+    """
+    batch = scorer_batch(suite, table)
+    given = list(scorer(batch))
+    if len(given) != len(batch):
+        raise ValueError(f"{scorer_name(scorer)} gave {len(given)} scores for {len(batch)} responses")
+    for item, value in zip(suite.items, given, strict=True):
+        if value is not None and not np.isfinite(value):
+            raise ValueError(f"{scorer_name(scorer)} scored item {item.id!r} {value}; None says that it has no score")
+    return np.array([np.nan if value is None else value for value in given], dtype=np.float64)
+
+
+_BATCH: Final = pa.schema(
+    [
+        ("prompt", pa.string()),
+        ("messages", pa.string()),
+        ("response", pa.string()),
+        ("response_token_ids", pa.list_(pa.int32())),
+        ("metadata", pa.map_(pa.string(), pa.string())),
+    ]
+)
+
+
+def scorer_batch(suite: Suite, table: pa.Table) -> pa.Table:
+    """What a scorer is given: the same columns that the rule reward sees of served traffic."""
+    columns: Mapping[str, Any] = {
+        "prompt": [item.prompt for item in suite.items],
+        "messages": [None if item.messages is None else json.dumps(item.messages) for item in suite.items],
+        "response": table.column("response").combine_chunks(),
+        "response_token_ids": table.column("response_token_ids").combine_chunks(),
+        "metadata": [list(item.scorer_metadata().items()) for item in suite.items],
+    }
+    return pa.table(columns, schema=_BATCH)
+
+
+def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: EvaluationConfig) -> PolicyResult:
+    scored = scores[~np.isnan(scores)]
+    if not len(scored):
+        raise ValueError(f"no response of policy {policy.version} has a score")
+    tokens = table.column("response_token_ids").to_pylist()
+    lengths = np.array([len(ids) for ids in tokens])
+    reward = statistics.bootstrap_mean(
+        scored, confidence=config.gate.confidence, resamples=config.resamples, seed=config.seed
+    )
+    accuracy = statistics.wilson(int((scored == 1).sum()), len(scored), confidence=config.gate.confidence)
+    return PolicyResult(
+        version=policy.version,
+        sha256=policy.sha256,
+        n=len(scored),
+        missing=len(scores) - len(scored),
+        reward=_interval(reward),
+        accuracy=_interval(accuracy),
+        distinct_1=text_metrics.distinct_n(tokens, 1),
+        distinct_2=text_metrics.distinct_n(tokens, 2),
+        length_mean=float(lengths.mean()),
+        length_p95=float(np.quantile(lengths, 0.95)),
+        truncated=table.column("finish_reason").to_pylist().count("length") / len(lengths),
+    )
+
+
+def _difference(new: np.ndarray, old: np.ndarray, config: EvaluationConfig) -> Interval:
+    return _interval(
+        statistics.paired_bootstrap(
+            new, old, confidence=config.gate.confidence, resamples=config.resamples, seed=config.seed
+        )
+    )
+
+
+def _kl(answered: answers.Answers, items: int, config: EvaluationConfig) -> tuple[KlEstimate | None, str | None]:
+    """The estimate, or None and why."""
+    if answered.kl is None:
+        return None, answered.kl_missing
+    pairs = list(zip(answered.kl.incumbent, answered.kl.candidate, strict=True))
+    if not all(np.isfinite(logprobs).all() for pair in pairs for logprobs in pair):
+        return None, "a policy gives log-probabilities that are not finite"
+    terms = [text_metrics.kl_terms(p, q) for p, q in pairs]
+    # Samples of one prompt are alike, so prompts are what is resampled.
+    tokens = np.bincount(answered.kl.item, [len(forward) for forward, _ in terms], items)
+    forward = np.bincount(answered.kl.item, [forward.sum() for forward, _ in terms], items)
+    reverse = np.bincount(answered.kl.item, [reverse.sum() for _, reverse in terms], items)
+    there = tokens > 0
+    if not there.any():
+        return None, "no prompt leaves room in the context for a scored response"
+    how: dict[str, Any] = {"confidence": config.gate.confidence, "resamples": config.resamples, "seed": config.seed}
+    estimate = KlEstimate(
+        incumbent_candidate=_interval(statistics.bootstrap_ratio(forward[there], tokens[there], **how)),
+        candidate_incumbent=_interval(statistics.bootstrap_ratio(reverse[there], tokens[there], **how)),
+        samples=len(terms),
+        tokens=int(tokens.sum()),
+    )
+    return estimate, None
+
+
+def _samples(suite: Suite, after: pa.Table, before: pa.Table, new: Scores, old: Scores) -> list[Sample]:
+    rows = zip(
+        suite.items,
+        after.column("response").to_pylist(),
+        before.column("response").to_pylist(),
+        (None if np.isnan(value) else float(value) for value in new),
+        (None if np.isnan(value) else float(value) for value in old),
+        strict=True,
+    )
+    return [
+        Sample(
+            id=item.id,
+            prompt=item.shown,
+            answer=item.answer if item.answer is not None else item.metadata.get(DEFAULT_REFERENCE),
+            candidate=candidate,
+            incumbent=incumbent,
+            candidate_score=candidate_score,
+            incumbent_score=incumbent_score,
+        )
+        for item, candidate, incumbent, candidate_score, incumbent_score in rows
+    ]
+
+
+def _interval(estimate: tuple[float, float, float]) -> Interval:
+    value, low, high = estimate
+    return Interval(value=value, low=low, high=high)

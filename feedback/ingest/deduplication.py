@@ -1,0 +1,152 @@
+"""Each feedback id is in the lake once, also when two replicas took it.
+
+A replica's ledger knows what the lake and its own journal hold; of an id that another replica took a moment ago it
+knows nothing, and acknowledges it too. So what is sealed is held against the lake: the first that is sealed stands, and
+what comes later under its id is left out, whether it says the same or something else.
+
+Each seal of feedback sets the same application transaction, so that of two at once the lake itself refuses one, which
+looks again: there is no moment in which both could commit an id, on a local disk or on an object store.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import DeltaTable
+
+from feedback.ingest.id_index import SealedIds, content_columns, keys_and_contents, take_in
+from feedback.lake.delta_log import FEEDBACK_IDS
+from feedback.lake.tables import Lake, LakeConflictError, LakeError
+
+log = logging.getLogger(__name__)
+
+_GUARD: Final = "feedback.ids"
+_ATTEMPTS: Final = 8
+_PAUSE_S: Final = 0.05
+_MOST_NAMED: Final = 100  # conflicting ids that a commit and a log line name; all are counted
+_BATCH_ROWS: Final = 8192
+
+
+_counts = {"repeated_feedback": 0, "conflicting_feedback": 0}
+
+
+@dataclass
+class LeftOut:
+    """What is not appended: ``repeated`` rows say what stands already, ``conflicts`` are ids of rows that do not."""
+
+    repeated: int = 0
+    conflicts: list[str] = field(default_factory=list)
+
+
+def append_feedback(
+    lake: Lake,
+    journal_folder: Path,
+    rows: pa.Table,
+    *,
+    transactions: Mapping[str, int],
+    metadata: Mapping[str, Any],
+    snapshot: DeltaTable,
+) -> LeftOut:
+    """``Lake.append`` for feedback: without the rows whose id the lake has, and each id once.
+
+    The caller holds the journal's seal lock. Raises what ``Lake.append`` and ``take_in`` raise; LakeConflictError if
+    other seals came in between again and again.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        kept, left_out = _without_known(lake, journal_folder, snapshot, rows)
+        told = {"repeated": left_out.repeated, FEEDBACK_IDS: left_out.conflicts[:_MOST_NAMED]}
+        try:
+            if kept.num_rows:
+                lake.append(
+                    "feedback",
+                    kept,
+                    transactions={**transactions, _GUARD: snapshot.version() + 1},
+                    metadata={**metadata, **told},
+                    snapshot=snapshot,
+                )
+        except LakeConflictError:
+            if attempt == _ATTEMPTS:
+                raise
+            time.sleep(random.uniform(0, _PAUSE_S * attempt))
+            snapshot = lake.table("feedback")
+        else:
+            _tell(left_out)
+            return left_out
+    raise AssertionError("unreachable")
+
+
+def take_counts() -> dict[str, int]:
+    """How many rows the seals of this process have left out since the last call, by the reason."""
+    taken = dict(_counts)
+    _counts.update(dict.fromkeys(_counts, 0))
+    return taken
+
+
+def _without_known(lake: Lake, journal_folder: Path, snapshot: DeltaTable, rows: pa.Table) -> tuple[pa.Table, LeftOut]:
+    identities = list(keys_and_contents(rows))
+    standing = _in_lake(lake, journal_folder, snapshot, rows, [key for key, _ in identities])
+    left_out, kept = LeftOut(), [True] * rows.num_rows
+    for position in pc.sort_indices(rows, [("created_at", "ascending")]).to_pylist():  # the earlier stands
+        key, content = identities[position]
+        if key not in standing:
+            standing[key] = content
+            continue
+        kept[position] = False
+        if standing[key] == content:
+            left_out.repeated += 1
+        else:
+            left_out.conflicts.append(rows.column("feedback_id")[position].as_py())
+    return rows.filter(pa.array(kept, pa.bool_())), left_out
+
+
+def _in_lake(
+    lake: Lake, journal_folder: Path, snapshot: DeltaTable, rows: pa.Table, keys: list[bytes]
+) -> dict[bytes, bytes]:
+    """Of the rows' keys those that the lake has, with what it says under them.
+
+    The index nominates rows, and the lake is asked about those, so that no row is left out because an index is wrong.
+    """
+    take_in(lake, journal_folder, snapshot)
+    with closing(SealedIds(journal_folder)) as index:
+        index.reopen()
+        nominated = [position for position, key in enumerate(keys) if index.get(key) is not None]
+    if not nominated:
+        return {}
+    asked = pa.table({"feedback_id": rows.column("feedback_id").take(nominated)})
+
+    def look_up(connection: duckdb.DuckDBPyConnection) -> dict[bytes, bytes]:
+        bounds = pc.min_max(asked["feedback_id"]).as_py()
+        lake.add_view(connection, "near", snapshot, ("feedback_id", bounds["min"], bounds["max"]))
+        connection.register("asked", asked)
+        found = connection.sql(f"SELECT {content_columns()} FROM near SEMI JOIN asked USING (feedback_id)")
+        return dict(pair for batch in found.to_arrow_reader(_BATCH_ROWS) for pair in keys_and_contents(batch))
+
+    try:
+        found = lake.read(look_up, versions={"feedback": snapshot.version()}, tables=())
+    except duckdb.Error as error:
+        raise LakeError(f"table {lake.table_uri('feedback')} can't be read: {error}") from error
+    return found
+
+
+def _tell(left_out: LeftOut) -> None:
+    _counts["repeated_feedback"] += left_out.repeated
+    _counts["conflicting_feedback"] += len(left_out.conflicts)
+    if left_out.repeated:
+        log.info("%d feedback rows were in the lake already and are left out", left_out.repeated)
+    if left_out.conflicts:
+        log.warning(
+            "%d feedback rows are left out: the lake has other content under their ids (%s%s)",
+            len(left_out.conflicts),
+            ", ".join(left_out.conflicts[:_MOST_NAMED]),
+            " …" if len(left_out.conflicts) > _MOST_NAMED else "",
+        )

@@ -1,0 +1,282 @@
+"""Which feedback the lake holds: an index on disk, beside the journal, that all processes of a journal folder share.
+
+For each feedback of the lake it has 16 bytes for its id and 16 for what it says, and the Delta version up to which
+the feedback table has been read; both change in one transaction. It is derived from the lake and from nothing else, so
+that losing any of it loses no feedback: an index that is missing, damaged, of another table or ahead of the table is
+built anew. A sealer takes in what was added, by any replica, at each turn; the server only looks ids up. The log says
+which commits took rows away (an erasure, a retention, of whatever machine): behind one of these the index is built
+anew, so that feedback which is gone is new when it is said again.
+
+The index is ``ids/<uuid>.db`` (SQLite, in WAL mode) in the journal's folder. A new one never takes an old one's name:
+a process that still has the old one open would remove the new one's log when it closes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+import duckdb
+import pyarrow as pa
+from deltalake import DeltaTable
+
+from feedback.files import fsync_path, locked, make_folder
+from feedback.ids import uuid7
+from feedback.lake.delta_log import make_log_durable
+from feedback.lake.table_changes import Commit, DataFiles, LogGoneError, commits, scan_sql
+from feedback.lake.tables import Lake, LakeError
+from feedback.lake.views import is_file_gone
+from feedback.schema import FEEDBACK
+
+log = logging.getLogger(__name__)
+
+_CONTENT: Final = tuple(name for name in FEEDBACK.names if name not in ("feedback_id", "created_at"))
+_COLUMNS: Final = ("feedback_id", *_CONTENT)
+_TENANT: Final = _CONTENT.index("tenant")
+_FORMAT: Final = f"2 {' '.join(_CONTENT)}"
+_CACHE_KIB: Final = 4096
+_BATCH_ROWS: Final = 8192
+_COMMIT_ROWS: Final = 65_536  # what one transaction takes in, so that SQLite's log stays small
+_BUSY_S: Final = 1.0
+_DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)  # the last: a table is missing
+_SHORT_READ: Final = 522  # SQLITE_IOERR_SHORT_READ, which the sqlite3 module does not name
+
+
+class IdsError(LakeError):
+    """The index of feedback ids can't be read or written; the lake and the journal are not touched by that."""
+
+
+def key_of(tenant: str, feedback_id: str) -> bytes:
+    """16 bytes for a feedback id; each tenant has its own ids."""
+    return hashlib.blake2b(f"{tenant}\0{feedback_id}".encode(), digest_size=16).digest()
+
+
+def content_of(row: dict[str, Any]) -> bytes:
+    """16 bytes for everything that a feedback row says: all of it but its id and its time."""
+    return _content_hash(tuple(row.get(name) for name in _CONTENT))
+
+
+def _content_hash(values: tuple[Any, ...]) -> bytes:
+    return hashlib.blake2b(ascii(values).encode(), digest_size=16).digest()
+
+
+def keys_and_contents(rows: pa.Table | pa.RecordBatch) -> Iterator[tuple[bytes, bytes]]:
+    """``key_of`` and ``content_of`` of every row of the feedback table, or of a part of it with all their columns."""
+    ids = rows.column("feedback_id").to_pylist()
+    contents = zip(*(rows.column(name).to_pylist() for name in _CONTENT), strict=True)
+    for feedback_id, values in zip(ids, contents, strict=True):
+        yield key_of(values[_TENANT], feedback_id), _content_hash(values)
+
+
+def content_columns() -> str:
+    """The columns that ``keys_and_contents`` needs, as SQL."""
+    return ", ".join(_COLUMNS)
+
+
+class SealedIds:
+    """The index, open for looking up. One thread uses it at a time."""
+
+    def __init__(self, journal_folder: Path) -> None:
+        self.journal_folder = journal_folder
+        self.damaged = False
+        """Whether it is missing or a look-up found damage; ``take_in`` with ``anew=True`` and ``reopen`` mend it."""
+        self._path: Path | None = None
+        self._connection: sqlite3.Connection | None = None
+
+    def reopen(self) -> None:
+        """Open the newest index, if it is not open already. Raises IdsError if there is none."""
+        newest = _newest(self.journal_folder)
+        if newest is None:
+            self.damaged = True
+            raise IdsError(f"there is no index of feedback ids in {self.journal_folder}")
+        if newest != self._path or self._connection is None:
+            self.close()
+            try:
+                self._connection = _connect(newest)
+            except sqlite3.Error as error:
+                raise self._error(newest, error) from error
+            self._path, self.damaged = newest, False
+
+    def get(self, key: bytes) -> bytes | None:
+        """``content_of`` the feedback that is sealed under a key, or None. Raises IdsError."""
+        found = self._select("SELECT content FROM ids WHERE key = ?", key)
+        return found[0][0] if found else None
+
+    def version(self) -> int:
+        """The Delta version up to which the feedback table has been taken in. Raises IdsError."""
+        return int(self._select("SELECT version FROM read_until")[0][0])
+
+    @property
+    def path(self) -> Path | None:
+        """The file that is open; another one was built anew."""
+        return self._path
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _select(self, sql: str, *values: bytes) -> list[Any]:
+        if self._connection is None:
+            raise IdsError(f"the index of feedback ids in {self.journal_folder} is not open")
+        try:
+            return self._connection.execute(sql, values).fetchall()
+        except sqlite3.Error as error:
+            raise self._error(self._path, error) from error
+
+    def _error(self, path: Path | None, error: sqlite3.Error) -> IdsError:
+        self.damaged = self.damaged or _is_damage(error)
+        return IdsError(f"the index of feedback ids {path} can't be read: {error}")
+
+
+def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None, *, anew: bool = False) -> int:
+    """Bring the index up to the feedback table; returns the Delta version up to which it has been read.
+
+    ``snapshot``: the table as the caller read it. An index that can't be brought up to it, or any index if ``anew``,
+    is built anew. Raises IdsError, LakeError, LockTimeoutError or OSError.
+    """
+    folder = journal_folder / "ids"
+    make_folder(folder)
+    with locked(folder / ".lock", lake.config.lock_timeout_s):
+        snapshot = snapshot or lake.table("feedback")
+        path = _newest(journal_folder)
+        if path is not None and not anew:
+            try:
+                version = _update(path, lake, snapshot)
+            except sqlite3.Error as error:
+                if not _is_damage(error):
+                    raise IdsError(f"the index of feedback ids {path} can't be written: {error}") from error
+                log.warning("the index of feedback ids %s is damaged (%s): building it anew", path, error)
+            else:
+                if version is not None:
+                    return version
+        try:
+            return _build(folder, lake, lake.table("feedback"))
+        except (sqlite3.Error, duckdb.Error, pa.ArrowException) as error:
+            raise IdsError(f"the index of feedback ids can't be built in {folder}: {error}") from error
+
+
+def take_in_if_used(lake: Lake, journal_folder: Path) -> None:
+    """``take_in`` where a server or a sealer has needed an index before."""
+    if _newest(journal_folder) is not None:
+        take_in(lake, journal_folder)
+
+
+def _newest(journal_folder: Path) -> Path | None:
+    return max((journal_folder / "ids").glob("*.db"), default=None)  # a UUIDv7 grows with time
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # mode=rw: a file that is not there is not made.
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=rw", uri=True, timeout=_BUSY_S, isolation_level=None, check_same_thread=False
+    )
+    connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    return connection
+
+
+def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
+    """Take in the changes since the index was last written; None if it can't be brought up to the table."""
+    with closing(_connect(path)) as connection:
+        ((form, table, since),) = connection.execute("SELECT form, table_id, version FROM read_until").fetchall() or [
+            (None, None, 0)
+        ]
+        if since > snapshot.version():  # another process has seen more of the table than the caller
+            snapshot = lake.table("feedback")
+        if form != _FORMAT or table != snapshot.metadata().id or since > snapshot.version():
+            log.warning("the index of feedback ids %s is not of the table %s: building it anew", path, lake.uri)
+            return None
+        if since == snapshot.version():
+            return since
+        _make_durable(lake, snapshot)
+        try:
+            new = commits(lake, "feedback", since, snapshot.version())
+            if any(commit.rows_gone for commit in new):
+                log.info("rows left %s: building the index of feedback ids anew", lake.table_uri("feedback"))
+                return None
+            _take_in_changes(connection, lake, new)
+        except (LogGoneError, duckdb.Error, pa.ArrowException, OSError) as error:
+            if not isinstance(error, LogGoneError) and not is_file_gone(error):
+                raise IdsError(f"the changes of feedback since version {since} can't be read: {error}") from error
+            log.warning(
+                "the changes of feedback since version %d are cleaned up (%s): building the index of feedback ids anew",
+                since,
+                str(error).splitlines()[0],
+            )
+            return None
+        return snapshot.version()
+
+
+def _take_in_changes(connection: sqlite3.Connection, lake: Lake, new: list[Commit]) -> None:
+    files = [path for commit in new for path in commit.fresh]
+    connection.execute("BEGIN IMMEDIATE")
+    pending = 0
+    for batch in _rows_of(lake, files):
+        # The lake's word stands, also against a row that was taken in before.
+        connection.executemany("INSERT OR REPLACE INTO ids VALUES (?, ?)", keys_and_contents(batch))
+        pending += batch.num_rows
+        if pending >= _COMMIT_ROWS:
+            connection.execute("COMMIT")
+            connection.execute("BEGIN IMMEDIATE")
+            pending = 0
+    connection.execute("UPDATE read_until SET version = ?", (new[-1].version,))
+    connection.execute("COMMIT")
+
+
+def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
+    """A new index of the whole table, made aside and named when it is whole; older ones are removed."""
+    for left in folder.glob("*.building*"):
+        left.unlink()
+    _make_durable(lake, snapshot)
+    path = folder / f"{uuid7()}.db"
+    aside = path.with_suffix(".building")
+    with closing(sqlite3.connect(aside, isolation_level=None)) as connection:
+        connection.execute("PRAGMA journal_mode = OFF")
+        connection.execute("PRAGMA synchronous = OFF")
+        connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        connection.execute("CREATE TABLE ids (key BLOB PRIMARY KEY, content BLOB NOT NULL) WITHOUT ROWID")
+        connection.execute("CREATE TABLE read_until (form TEXT, table_id TEXT, version INTEGER)")
+        # Sorted before they are put in: in any other order each id would be a page read and written.
+        connection.execute("CREATE TEMP TABLE unsorted (key BLOB, content BLOB)")
+        connection.execute("BEGIN")
+        for batch in _rows_of(lake, DataFiles(snapshot).paths):
+            connection.executemany("INSERT INTO unsorted VALUES (?, ?)", keys_and_contents(batch))
+        connection.execute("INSERT OR REPLACE INTO ids SELECT key, content FROM unsorted ORDER BY key")
+        connection.execute(
+            "INSERT INTO read_until VALUES (?, ?, ?)", (_FORMAT, snapshot.metadata().id, snapshot.version())
+        )
+        connection.execute("COMMIT")
+        connection.execute("PRAGMA journal_mode = WAL")
+    fsync_path(aside)
+    os.rename(aside, path)
+    for old in folder.glob("*.db*"):
+        if not old.name.startswith(path.name):
+            old.unlink(missing_ok=True)
+    fsync_path(folder)
+    return snapshot.version()
+
+
+def _make_durable(lake: Lake, snapshot: DeltaTable) -> None:
+    """Nothing is taken in that a power loss could take back: on a local disk, that is the last commit at most."""
+    if lake.local:
+        make_log_durable(Path(lake.table_uri("feedback")), snapshot.version() - 1, snapshot.version())
+
+
+def _rows_of(lake: Lake, files: list[str]) -> Iterator[pa.RecordBatch]:
+    with lake.connect(tables=()) as connection:
+        yield from connection.sql(scan_sql(connection, lake, "feedback", files, _COLUMNS, "files")).to_arrow_reader(
+            _BATCH_ROWS
+        )
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)
+    return code is not None and (code == _SHORT_READ or code & 0xFF in _DAMAGED)

@@ -1,0 +1,264 @@
+"""Which feedback is recorded already, so that a repeated request is recorded once.
+
+What the lake holds is looked up in the index of ``feedback.ingest.id_index``, which the sealer keeps up to date for all
+replicas' feedback. What this process acknowledged and the lake may not hold yet is in a private SQLite file without a
+name: it needs no durability, because a start reads it from the journal. Both are on disk but for a small cache, so that
+memory does not grow with history, nor with a lake that can't be reached.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from feedback.files import LockTimeoutError
+from feedback.ingest.id_index import IdsError, SealedIds, content_of, key_of, keys_and_contents, take_in
+from feedback.journal.codec import to_batch
+from feedback.journal.recovery import load
+from feedback.journal.segment import list_segments
+from feedback.journal.writer import Journal
+from feedback.lake.erasure_registry import is_being_erased, registered, without_erased
+from feedback.lake.table_changes import rows_left
+from feedback.lake.tables import Lake, LakeError
+from feedback.schema import FEEDBACK
+
+log = logging.getLogger(__name__)
+
+Verdict = Literal["new", "same", "conflict"]
+
+_CACHE_KIB: Final = 4096
+_FORGET_ROWS: Final = 200  # looked up between two turns of the event loop: about a millisecond
+
+
+class LedgerError(RuntimeError):
+    """Whether an id is known can't be said; nothing was recorded."""
+
+
+class FeedbackLedger:
+    """Every feedback id that this server knows. One event loop uses it; it is not for several threads."""
+
+    def __init__(self, lake: Lake, journal_folder: Path) -> None:
+        self.lake = lake
+        self.journal_folder = journal_folder
+        self.error: str | None = None
+        """Why ids can't be looked up, or the last one not be remembered; None if all is well."""
+        self._sealed = SealedIds(journal_folder)
+        self._unsealed = _private_file()
+        self._unsealed_rows = 0
+        self._forgotten_until = -1
+        self._gone_until: tuple[Path | None, frozenset[str]] | None = None  # the index and the erasures that were seen
+        self._turn = 0  # an id that came in a later turn than this is younger than what was read in it
+        self._forgetting = asyncio.Lock()
+        self._pending: dict[bytes, tuple[bytes, asyncio.Future[bool]]] = {}
+
+    def open(self) -> None:
+        """Learn what the journal and the lake hold. Blocks while it reads; call it before serving.
+
+        Raises LakeError, LockTimeoutError or OSError.
+        """
+        erasures = registered(self.lake)
+        # The journal is read before the lake: what is sealed in between is known twice, never missed.
+        for key, content in self._on_its_way().items():
+            self._remember(key, content)
+        take_in(self.lake, self.journal_folder)
+        self._sealed.reopen()
+        self._gone_until = (self._sealed.path, erasures)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._sealed.close()
+        self._unsealed.close()
+
+    def check(self, row: dict[str, Any]) -> Verdict:
+        """What recording ``row`` would be: new, the same again, or another content under a known id.
+
+        Raises LedgerError if that can't be looked up.
+        """
+        return self._verdict(key_of(row["tenant"], row["feedback_id"]), content_of(row))
+
+    async def record(self, row: dict[str, Any], journal: Journal, *, made_here: bool = False) -> Verdict:
+        """Append ``row`` to the journal unless its id is known; return when the verdict is durable.
+
+        ``made_here``: the id is a UUID that this server just made, which needs no look-up. Of several requests at once
+        with the same id one appends, the others wait for it. Raises LedgerError, and what ``Journal.append`` raises;
+        the row's id is then free again.
+        """
+        key, content = key_of(row["tenant"], row["feedback_id"]), content_of(row)
+        while key in self._pending:
+            other, done = self._pending[key]
+            if await asyncio.shield(done):
+                return "same" if other == content else "conflict"
+        verdict = "new" if made_here else self._verdict(key, content)
+        # Asked before what has left: an erasure that ends in between is seen there.
+        leaving = verdict == "same" and await self._is_leaving(row)
+        if verdict != "new" and await self._left():
+            return await self.record(row, journal)
+        if leaving:
+            raise LedgerError(
+                f"feedback {row['feedback_id']!r} is known, but an erasure that has begun may remove it: repeat it "
+                "when the erasure is done (`millrace lake maintain` finishes one that was killed)"
+            )
+        if verdict != "new":
+            return verdict
+        done = asyncio.get_running_loop().create_future()
+        self._pending[key] = (content, done)
+        append = asyncio.ensure_future(journal.append("feedback", row))
+        # The append outlives a caller that goes away, so that the ledger always learns how it ended.
+        append.add_done_callback(self._settler(key, content, done))
+        await asyncio.shield(append)
+        return "new"
+
+    async def follow(self) -> None:
+        """Until cancelled, forget by and by what has come into the index, and mend an index that is damaged."""
+        while True:
+            await asyncio.sleep(self.lake.config.seal_seconds)
+            try:
+                if self._sealed.damaged:
+                    await asyncio.to_thread(take_in, self.lake, self.journal_folder, anew=True)
+                self._sealed.reopen()
+                await self._forget_gone()
+                await self._forget_sealed()
+                self.error = None
+            except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
+                self.error = str(error)
+                log.error("the feedback ledger does not follow the lake: %s", error)
+
+    def stats(self) -> dict[str, float]:
+        """Gauges for monitoring."""
+        return {"healthy": float(self.error is None), "unsealed": self._unsealed_rows, "pending": len(self._pending)}
+
+    def _verdict(self, key: bytes, content: bytes) -> Verdict:
+        try:
+            known = self._sealed.get(key) or self._recorded(key)
+        except (IdsError, sqlite3.Error) as error:
+            self.error = str(error)
+            raise LedgerError(f"feedback can't be held against what is recorded: {error}") from error
+        if known is None:
+            return "new"
+        return "same" if known == content else "conflict"
+
+    def _recorded(self, key: bytes) -> bytes | None:
+        found = self._unsealed.execute("SELECT content FROM ids WHERE key = ?", (key,)).fetchall()
+        return found[0][0] if found else None
+
+    def _remember(self, key: bytes, content: bytes) -> None:
+        self._unsealed_rows += self._unsealed.execute(
+            "INSERT OR IGNORE INTO ids VALUES (?, ?, ?)", (key, content, self._turn)
+        ).rowcount
+
+    def _settler(
+        self, key: bytes, content: bytes, done: asyncio.Future[bool]
+    ) -> Callable[[asyncio.Future[None]], None]:
+        def settle(append: asyncio.Future[None]) -> None:
+            recorded = not append.cancelled() and append.exception() is None
+            if recorded:
+                try:
+                    self._remember(key, content)
+                except sqlite3.Error as error:
+                    # The row is durable, and sealing leaves out what is recorded twice.
+                    self.error = f"a recorded id can't be remembered: {error}"
+                    log.error("%s", self.error)
+            del self._pending[key]
+            done.set_result(recorded)
+
+        return settle
+
+    def _on_its_way(self) -> dict[bytes, bytes]:
+        """Key -> content of what the journal holds and a seal will not drop."""
+        found: dict[bytes, bytes] = {}
+        for segment in list_segments(self.journal_folder) if self.journal_folder.exists() else ():
+            if segment.name.table == "feedback" and (loaded := load(segment)) is not None:
+                for key, content in keys_and_contents(
+                    without_erased(self.lake, self.journal_folder, "feedback", loaded[0])
+                ):
+                    found.setdefault(key, content)
+        return found
+
+    async def _is_leaving(self, row: dict[str, Any]) -> bool:
+        """Whether an erasure that has not gone through means such feedback; of a local lake only, as for ``_left``."""
+        if not self.lake.local:
+            return False
+        try:
+            return await asyncio.to_thread(is_being_erased, self.lake, "feedback", to_batch([row], FEEDBACK))
+        except (LakeError, OSError) as error:
+            self.error = str(error)
+            raise LedgerError(f"feedback can't be held against what is being erased: {error}") from error
+
+    async def _left(self) -> bool:
+        """Whether feedback left the lake or the journal that this ledger still knew; it has forgotten it then.
+
+        Asked before an id is answered as known: else the feedback would be acknowledged and recorded nowhere. A lake on
+        an object store is not asked, as one that can't be reached would hold up every repeated request: there an id is
+        known until ``follow`` hears of the erasure, a few ``seal_seconds`` later.
+        """
+        if not self.lake.local or self._gone_until is None:
+            return False
+        try:
+            version, erasures = self._sealed.version(), self._gone_until[1]
+            if not await asyncio.to_thread(self._has_left, version, erasures):
+                return False
+            await asyncio.to_thread(take_in, self.lake, self.journal_folder)
+            self._sealed.reopen()
+            await self._forget_gone()
+        except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
+            self.error = str(error)
+            raise LedgerError(f"feedback can't be held against what is recorded: {error}") from error
+        return True
+
+    def _has_left(self, version: int, erasures: frozenset[str]) -> bool:
+        return registered(self.lake) != erasures or rows_left(self.lake, "feedback", version)
+
+    async def _forget_gone(self) -> None:
+        """Forget what left the lake, or will never come to it: said again, it is new.
+
+        There is such feedback after an erasure, of which the registry says so, and after rows left the lake, of which
+        an index says so that was built anew.
+        """
+        async with self._forgetting:
+            erasures = await asyncio.to_thread(registered, self.lake)
+            if (self._sealed.path, erasures) == self._gone_until:
+                return
+            self._turn = turn = self._turn + 1
+            # The journal is read before the lake here too, so that nothing is taken for gone that is sealed in between.
+            kept = await asyncio.to_thread(self._on_its_way)
+            await asyncio.to_thread(take_in, self.lake, self.journal_folder)
+            self._sealed.reopen()
+            last = b""
+            while rows := self._unsealed.execute(
+                "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, turn, _FORGET_ROWS)
+            ).fetchall():
+                gone = [(key,) for (key,) in rows if key not in kept]
+                self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", gone).rowcount
+                last = rows[-1][0]
+                await asyncio.sleep(0)
+            self._gone_until = (self._sealed.path, erasures)
+
+    async def _forget_sealed(self) -> None:
+        """Drop from the private file what the index has; a few ids at a time, between requests."""
+        version = self._sealed.version()
+        if version == self._forgotten_until:
+            return
+        last = b""
+        while rows := self._unsealed.execute(
+            "SELECT key FROM ids WHERE key > ? ORDER BY key LIMIT ?", (last, _FORGET_ROWS)
+        ).fetchall():
+            sealed = [(key,) for (key,) in rows if self._sealed.get(key) is not None]
+            self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", sealed).rowcount
+            last = rows[-1][0]
+            await asyncio.sleep(0)
+        self._forgotten_until = version
+
+
+def _private_file() -> sqlite3.Connection:
+    """A database that only this connection sees, in memory until it outgrows its cache, and gone with it."""
+    connection = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA journal_mode = OFF")
+    connection.execute("PRAGMA synchronous = OFF")
+    connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+    columns = "key BLOB PRIMARY KEY, content BLOB NOT NULL, turn INTEGER NOT NULL"
+    connection.execute(f"CREATE TABLE ids ({columns}) WITHOUT ROWID")
+    return connection

@@ -1,0 +1,450 @@
+"""The durable append log: a row is acknowledged when the disk has it, and not before.
+
+Any number of tasks and threads append; one writer thread turns all rows that wait into one Arrow message a table,
+writes it, calls fdatasync once, and wakes them all (group commit). Segments are closed by size and age; sealing moves
+closed segments into the lake. After a crash ``open`` (or a sealer) cuts what was torn, keeps every whole message, and
+closes the segment, so that nothing acknowledged is lost.
+
+A write or fsync that fails is final: its segments get no further row but the last record of the streams that are open
+in them, and nothing is acknowledged, until the disk has been proven by a file that was written, fsynced, renamed and
+read back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from feedback.config import JournalConfig
+from feedback.files import make_folder, prove_disk
+from feedback.journal.codec import RowError, check_row
+from feedback.journal.entry import Entry, State, resolve
+from feedback.journal.recovery import recover
+from feedback.journal.segment import SegmentName
+from feedback.journal.session import Life
+from feedback.journal.streams import STARTED, SoFar, Stream, aborted, refused
+
+log = logging.getLogger(__name__)
+
+_PROOF_BYTES = 4 << 20  # written to prove that a disk takes rows again
+
+
+class JournalError(RuntimeError):
+    """A row was not acknowledged."""
+
+
+class JournalFull(JournalError):
+    """The queue stayed full past the deadline; ``retry_after`` is the number of seconds to wait before another try."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class JournalBroken(JournalError):
+    """The disk refused a write or hangs; nothing is acknowledged until it has been proven again."""
+
+
+@dataclass
+class _Counters:
+    rows: int = 0
+    commits: int = 0
+    refused: int = 0
+    last_commit_ms: float = 0.0
+    last_commit_rows: int = 0
+    commit_ms_total: float = 0.0
+    failures: int = 0
+
+
+class Journal:
+    """The log of one writer (a replica's name) in a folder that several writers may share."""
+
+    def __init__(self, folder: Path, config: JournalConfig, writer: str) -> None:
+        """Raises ValueError if ``writer`` is not 1 to 64 letters, digits, '_' or '-'."""
+        SegmentName("interactions", writer, "0" * 32, 0)  # refuses a bad name here, not at the first row
+        self.folder = folder
+        self.config = config
+        self.writer = writer
+        self._condition = threading.Condition()
+        self._queue: list[Entry] = []
+        self._waiting: dict[Entry, None] = {}  # callers beyond the queue's bound, first come first served
+        self._taken: list[Entry] = []  # what the writer is about to make durable
+        self._owed: dict[Stream, dict[str, Any] | None] = {}  # streams to end, with the row of the end if there is one
+        self._life = Life(folder, config, writer)
+        self._past: list[Life] = []  # ended by a failing disk
+        self._counters = _Counters()
+        self._failure: str | None = None
+        self._stalled = False
+        self._closing = False
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> list[Path]:
+        """Recover what a crash left in the folder, start the writer thread, return the segments recovered."""
+        if self._thread is not None:
+            raise JournalError(f"journal {self.folder} is open already")
+        make_folder(self.folder)
+        recovered = recover(self.folder)
+        self._thread = threading.Thread(target=self._run, name=f"journal-{self.writer}", daemon=True)
+        _live.add(self)
+        self._thread.start()
+        threading.Thread(target=self._watch, name=f"journal-{self.writer} watch", daemon=True).start()
+        return recovered
+
+    async def append(self, table: str, row: dict[str, Any]) -> None:
+        """Return when ``row`` is on disk.
+
+        Raises RowError for a row that does not fit, JournalFull if the queue stays full, JournalBroken if the disk
+        fails or hangs. After JournalFull the row is not recorded. A caller that is cancelled leaves its row to be
+        recorded.
+        """
+        check_row(table, row)
+        await self._append(table, row)
+
+    async def begin(self, row: dict[str, Any], so_far: SoFar) -> Stream:
+        """Record the start of a response that goes out while it is made; return when that is on disk.
+
+        ``row`` is its interaction as it is, ``so_far`` gives it as it is later; it is called in another thread, at
+        each change of segment. Whoever has the stream ends or abandons it; one that is open when the process ends is
+        recorded as aborted, with the tokens of the last such call. Raises as ``append`` does. After an error, and when
+        the caller is cancelled, nothing is recorded, or the stream as aborted.
+        """
+        row = row | {"status": STARTED}
+        check_row("interactions", row)
+        stream = Stream(row["response_id"], row, so_far)
+        await self._append("interactions", row, begins=stream)
+        return stream
+
+    async def end(self, stream: Stream, row: dict[str, Any]) -> None:
+        """Record how a stream ended; return when that is on disk. ``row`` is its whole interaction.
+
+        Raises as ``append`` does, and JournalBroken if the disk failed since it began: then it is recorded as aborted.
+        The stream ends also when this raises. Its row follows when the disk takes it, with status ``error`` instead of
+        ``complete``; a row that does not fit is replaced by the stream's last record, as aborted.
+        """
+        if row.get("response_id") != stream.response_id:
+            raise ValueError(f"the row of response {row.get('response_id')} can't end the stream {stream.response_id}")
+        try:
+            check_row("interactions", row)
+        except RowError:
+            self.abandon(stream)
+            raise
+        await self._append("interactions", row, ends=stream)
+
+    def abandon(self, stream: Stream) -> None:
+        """End a stream, if it is open still, as aborted with what there is of it, as soon as the disk takes that."""
+        self._owe(stream, None)
+
+    async def _append(
+        self, table: str, row: dict[str, Any], *, begins: Stream | None = None, ends: Stream | None = None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        entry = Entry(table, row, waiter, loop, begins, ends)
+        try:
+            # The writer is woken when the loop has run what is ready: more rows for the same commit, and a
+            # writer that is woken in the midst of it would only wait for the interpreter.
+            if not self._offer(entry, lambda: loop.call_soon(self._wake)):
+                await asyncio.wait([waiter], timeout=self.config.append_timeout_s)
+                self._refuse_if_waiting(entry)
+            await waiter  # the watch ends it if the disk hangs
+        except BaseException as error:
+            if begins is not None or ends is not None:
+                self._disown(entry, told=not isinstance(error, asyncio.CancelledError))
+            raise
+
+    def append_sync(self, table: str, row: dict[str, Any]) -> None:
+        """``append`` for a thread without an event loop."""
+        check_row(table, row)
+        waiter: Future[None] = Future()
+        entry = Entry(table, row, waiter, None)
+        if not self._offer(entry, self._condition.notify_all):
+            deadline = time.monotonic() + self.config.append_timeout_s
+            with self._condition:
+                self._condition.wait_for(
+                    lambda: entry.state != State.WAITING or waiter.done(), max(0.0, deadline - time.monotonic())
+                )
+            self._refuse_if_waiting(entry)
+        waiter.result()
+
+    def close(self) -> None:
+        """Write what is queued, close the segments, stop the thread. Later appends raise JournalBroken."""
+        with self._condition:
+            self._closing = True
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join(self.config.commit_timeout_s)
+            if self._thread.is_alive():
+                raise JournalBroken(
+                    f"journal {self.folder}: the disk did not finish in {self.config.commit_timeout_s:g} s"
+                )
+        self._closed.set()
+        _live.discard(self)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether an append has a chance: open, and the disk has not failed."""
+        thread = self._thread
+        return (
+            thread is not None
+            and thread.is_alive()
+            and self._failure is None
+            and not self._closing
+            and not self._stalled
+        )
+
+    @property
+    def backlog(self) -> float:
+        """The share of the queue, 0 to 1, that waits for the disk; at 1, callers wait for room."""
+        return len(self._queue) / self.config.max_queued_rows
+
+    def stats(self) -> dict[str, float]:
+        """Counters since ``open`` and gauges, times in milliseconds."""
+        counters = self._counters
+        lives = (*self._past, self._life)
+        return {
+            "healthy": float(self.healthy),
+            "queued_rows": len(self._queue),
+            "waiting_rows": len(self._waiting),
+            "rows": counters.rows,
+            "commits": counters.commits,
+            "bytes": sum(life.bytes for life in lives),
+            "segments": sum(life.closed_segments for life in lives),
+            "refused": counters.refused,
+            "last_commit_ms": counters.last_commit_ms,
+            "last_commit_rows": counters.last_commit_rows,
+            "commit_ms_total": counters.commit_ms_total,
+            "open_streams": len(self._life.streams),
+            "failures": counters.failures,
+        }
+
+    # Callers' side: never more than a few microseconds under the lock.
+
+    def _offer(self, entry: Entry, wake: Callable[[], object]) -> bool:
+        """Queue the entry, or let it wait for room (False). ``wake``: has the writer look at a queue that was empty."""
+        with self._condition:
+            if self._failure is not None:
+                raise JournalBroken(self._failure)
+            if self._closing or self._thread is None:
+                raise JournalBroken(f"journal {self.folder} is not open")
+            if self._waiting or len(self._queue) >= self.config.max_queued_rows:
+                self._waiting[entry] = None
+                return False
+            entry.state = State.QUEUED
+            self._queue.append(entry)
+            if len(self._queue) == 1:
+                wake()
+            return True
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._condition.notify_all()
+
+    def _refuse_if_waiting(self, entry: Entry) -> None:
+        with self._condition:
+            if entry.state != State.WAITING or entry.waiter.done():
+                return
+            self._withdraw(entry)
+        raise JournalFull(
+            f"journal {self.folder}: {self.config.max_queued_rows} rows have been waiting for the disk "
+            f"for {self.config.append_timeout_s:g} s",
+            retry_after=self.config.append_timeout_s,
+        )
+
+    def _withdraw(self, entry: Entry) -> None:
+        entry.state = State.WITHDRAWN
+        self._waiting.pop(entry, None)
+        self._counters.refused += 1
+
+    def _disown(self, entry: Entry, *, told: bool) -> None:
+        """End the stream whose begin or end this is, and whose caller was ``told`` that it failed, or was cancelled."""
+        with self._condition:
+            taken = entry.state == State.TAKEN
+            if entry.state in (State.WAITING, State.QUEUED):
+                self._withdraw(entry)
+        if entry.ends is not None:
+            self._owe(entry.ends, refused(entry.row) if told else entry.row)
+        elif entry.begins is not None and taken:
+            self._owe(entry.begins, None)
+
+    def _owe(self, stream: Stream, row: dict[str, Any] | None) -> None:
+        """Have the writer end a stream. What it finds ended, or never begun, it leaves."""
+        with self._condition:
+            if not stream.ended:
+                self._owed.setdefault(stream, row)
+                self._condition.notify_all()
+
+    def _watch(self) -> None:
+        """Tell callers whose row has waited too long that the disk hangs; rows not yet written are withdrawn."""
+        limit = self.config.commit_timeout_s
+        while not self._closed.wait(min(1.0, limit / 4)):
+            overdue = time.monotonic() - limit
+            with self._condition:
+                queued = [entry for entry in self._queue if entry.state == State.QUEUED and entry.since < overdue]
+                taken = [entry for entry in self._taken if entry.since < overdue and not entry.waiter.done()]
+                for entry in queued:
+                    self._withdraw(entry)
+                self._stalled = self._stalled or bool(queued or taken)  # until a commit succeeds
+            for entries, fate in ((queued, "is not"), (taken, "may or may not be")):
+                reason = f"journal {self.folder}: no commit within {limit:g} s; the row {fate} recorded"
+                resolve(entries, JournalBroken(reason))
+
+    # The writer thread's side.
+
+    def _run(self) -> None:
+        try:
+            while not self._write_until_closed():
+                if not self._wait_for_disk():
+                    return
+        except BaseException as error:
+            self._break(f"journal {self.folder}: the writer thread ended: {error!r}")
+            self._past[-1].cut(closing=True)
+            raise
+
+    def _write_until_closed(self) -> bool:
+        """Serve callers until the journal closes (True) or the disk refuses a write (False)."""
+        try:
+            while True:
+                entries, closing = self._take()
+                if entries:
+                    self._commit(entries)
+                self._life.close_segments(everything=closing and not entries)
+                if closing and not entries:
+                    return True
+        except OSError as error:
+            log.error("journal %s is broken: %s", self.folder, error)
+            self._break(f"journal {self.folder}: the disk refused a write: {error}")
+            return False
+
+    def _wait_for_disk(self) -> bool:
+        """Refuse everything until the disk is proven (True) or the journal closes (False)."""
+        while True:
+            with self._condition:
+                closing = self._condition.wait_for(lambda: self._closing, self.config.probe_seconds)
+            if closing:
+                for life in self._past:
+                    life.cut(closing=True)
+                return False
+            try:
+                prove_disk(self.folder / f".{self.writer}.proof", _PROOF_BYTES)
+            except OSError as error:
+                log.warning("journal %s is still broken: %s", self.folder, error)
+                continue
+            if all(life.cut(proven=True) for life in self._past):
+                break
+        with self._condition:
+            self._failure = None
+        log.warning("journal %s: the disk is proven again; rows are taken", self.folder)
+        return True
+
+    def _take(self) -> tuple[list[Entry], bool]:
+        """All entries that wait; none when it is time to close a segment or the journal."""
+        with self._condition:
+            self._stalled = False  # the disk has done all that it was asked to
+            while not self._queue and not self._owed and not self._closing:
+                if not self._condition.wait(self._life.seconds_to_rotation()):
+                    break
+            entries = [entry for entry in self._queue if entry.state == State.QUEUED]
+            entries += [_unattended(stream, row) for stream, row in self._owed.items()]
+            for entry in entries:
+                entry.state = State.TAKEN
+            self._queue, self._taken, self._owed = [], entries, {}
+            while self._waiting and len(self._queue) < self.config.max_queued_rows:
+                entry = next(iter(self._waiting))
+                del self._waiting[entry]
+                entry.state = State.QUEUED
+                self._queue.append(entry)
+            if self._queue:
+                self._condition.notify_all()
+            return entries, self._closing and not self._queue
+
+    def _commit(self, entries: list[Entry]) -> None:
+        """Make the entries durable and wake their callers. Raises OSError after having failed them."""
+        started = time.perf_counter()
+        streams, ended = self._life.streams, set[Stream]()
+        by_table: dict[str, list[Entry]] = {}
+        for entry in entries:
+            stream = entry.ends
+            if stream is not None and (stream in ended or streams.get(stream.response_id) is not stream):
+                entry.error = JournalBroken(stream.lost or f"the response {stream.response_id} has ended before")
+                continue
+            if stream is not None:
+                ended.add(stream)
+                entry.row = entry.row or aborted(stream.row())
+            by_table.setdefault(entry.table, []).append(entry)
+        try:
+            for table, group in by_table.items():
+                cut_short = []
+                for position, error in self._life.write(table, [entry.row for entry in group]).items():
+                    group[position].error = error
+                    if (stream := group[position].ends) is not None:
+                        cut_short.append(aborted(stream.last))
+                if cut_short:
+                    self._life.write(table, cut_short)
+            self._life.sync()
+        except BaseException as error:
+            resolve(entries, JournalBroken(f"journal {self.folder}: the disk refused a write: {error!r}"))
+            raise
+        for entry in entries:
+            if entry.begins is not None and entry.error is None:
+                streams[entry.begins.response_id] = entry.begins
+        for stream in ended:
+            stream.ended = True
+            del streams[stream.response_id]
+        elapsed_ms = (time.perf_counter() - started) * 1e3
+        counters = self._counters
+        counters.rows += len(entries)
+        counters.commits += 1
+        counters.last_commit_rows = len(entries)
+        counters.last_commit_ms = elapsed_ms
+        counters.commit_ms_total += elapsed_ms
+        with self._condition:
+            self._taken = []
+        resolve(entries, None)
+
+    def _break(self, reason: str) -> None:
+        """Refuse everything from here on, and take back from the files what was written but not acknowledged."""
+        self._counters.failures += 1
+        with self._condition:
+            self._failure = reason
+            entries = [*self._queue, *self._waiting]
+            self._queue, self._taken = [], []
+            self._waiting.clear()
+        self._life.abandon(reason)
+        self._life.cut()
+        self._past.append(self._life)
+        self._life = Life(self.folder, self.config, self.writer)
+        resolve(entries, JournalBroken(reason))
+        with self._condition:
+            self._condition.notify_all()
+
+    def _forget_in_child(self) -> None:
+        # A forked child would hold the segments' locks after its parent died, and so keep them from recovery.
+        for life in (*self._past, self._life):
+            life.forget()
+        self._thread = None
+
+
+def _unattended(stream: Stream, row: dict[str, Any] | None) -> Entry:
+    """The end of a stream for which no caller waits."""
+    return Entry("interactions", row or {}, Future(), None, ends=stream)
+
+
+_live: weakref.WeakSet[Journal] = weakref.WeakSet()
+
+
+def _forget_all_in_child() -> None:
+    for journal in list(_live):
+        journal._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_all_in_child)

@@ -1,0 +1,127 @@
+"""The sources of a reward, as the settings name them, and what identifies them together: the scorer.
+
+Texts that users and judges wrote must not end a run. So a source that fails on a batch is asked again about its halves,
+down to the row that it fails on, which goes without, with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from feedback.config import KindsConfig, ScoringConfig
+from feedback.scoring.sources import human
+from feedback.scoring.sources.judge_cache import VerdictsError
+from feedback.scoring.sources.rules import COLUMNS, Reasons, SqlRule, Values, load_rules
+
+log = logging.getLogger(__name__)
+
+_REASON_LENGTH = 500
+
+ByRow = Callable[[pa.Table], tuple[Values, Reasons]]
+"""From a table with the columns of ``rules.COLUMNS`` to (values, why a row has none)."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One component of the reward. ``identity`` is, as JSON values, all that decides it.
+
+    Its value comes from the votes (neither ``rule`` nor ``by_row``), from SQL, or from a function over batches of at
+    most ``batch_rows``.
+    """
+
+    name: str
+    weight: float
+    identity: Any
+    rule: SqlRule | None = None
+    by_row: ByRow | None = None
+    batch_rows: int | None = None
+
+
+def guarded(name: str, by_row: ByRow, *unusable: type[Exception]) -> ByRow:
+    """``by_row`` that raises only what says that the source is ``unusable``; else the rows it fails on get a reason.
+
+    What the machine lacks (memory, files) says nothing of a response: it is raised too, and a later run scores it.
+    """
+
+    def outcomes(batch: pa.Table) -> tuple[Values, Reasons]:
+        try:
+            values, reasons = by_row(batch)
+        except unusable:
+            raise
+        except Exception as error:
+            if batch.num_rows > 1:
+                middle = batch.num_rows // 2
+                (first, whys), (second, more) = outcomes(batch.slice(0, middle)), outcomes(batch.slice(middle))
+                return first + second, whys + more
+            if _is_the_machines(error):
+                raise
+            log.debug("%s fails on a response", name, exc_info=error)
+            values, reasons = [None] * batch.num_rows, [f"{name} failed: {type(error).__name__}: {error}"]
+        return values, [_recordable(reason) for reason in reasons]
+
+    return outcomes
+
+
+def _is_the_machines(error: Exception) -> bool:
+    """PyTorch's errors of a device by their names, since it is not imported here."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, OSError | MemoryError) or not names.isdisjoint(("OutOfMemoryError", "AcceleratorError"))
+
+
+def _recordable(reason: str | None) -> str | None:
+    """It may quote anything, half characters too, which can't be written."""
+    return reason and reason[:_REASON_LENGTH].encode(errors="replace").decode()
+
+
+def load_sources(config: ScoringConfig, kinds: KindsConfig) -> list[Source]:
+    """The sources that have a weight.
+
+    Raises RuleError or RewardModelError for one that can't be loaded, ValueError if there is none.
+    """
+    found = []
+    if config.human.weight > 0:
+        found.append(Source(human.NAME, config.human.weight, human.identity(config.human, kinds)))
+    for rule, weight in load_rules(config.rules):
+        if isinstance(rule, SqlRule):
+            found.append(Source(rule.name, weight, rule.digest, rule=rule))
+        else:
+            found.append(Source(rule.name, weight, rule.digest, by_row=guarded(rule.name, rule.by_row)))
+    if config.model is not None and config.model.weight > 0:
+        from feedback.scoring.sources import reward_model as models
+
+        model = models.RewardModel(config.model)
+        by_row = guarded(models.NAME, model.by_row, models.RewardModelError)
+        found.append(Source(models.NAME, config.model.weight, model.identity, None, by_row, models.BATCH_ROWS))
+    if config.judge is not None and config.judge.weight > 0:
+        from feedback.scoring.sources import judge as judges
+
+        judge = judges.Judge(config.judge)
+        by_row = guarded(judges.NAME, judge.by_row, VerdictsError)
+        found.append(Source(judges.NAME, config.judge.weight, judge.identity, None, by_row, judges.BATCH_ROWS))
+    if not found:
+        raise ValueError("no reward source has a weight: set scoring.human.weight, or give scoring.rules a rule")
+    return found
+
+
+def columns_of(sources: list[Source]) -> list[str]:
+    """Of what a rule may see of a response, what these sources look at, or a little more."""
+    if any(source.by_row is not None for source in sources):
+        return list(COLUMNS)
+    text = " ".join(f"{source.rule.value} {source.rule.reason}" for source in sources if source.rule is not None)
+    words = {word.lower() for word in re.findall(r"\w+", text)}  # SQL's names have no case
+    return [column for column in COLUMNS if column in words or "columns" in words]
+
+
+def scorer_name(sources: list[Source]) -> str:
+    """``human+exact@<hash>``: the components and a hash of all that decides them."""
+    content = [[source.name, source.weight, source.identity] for source in sources]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return f"{'+'.join(source.name for source in sources)}@{digest[:16]}"

@@ -1,0 +1,264 @@
+"""Reward components by rule: a Python function, a SQL expression, or one of the ready rules (``builtin.py``).
+
+A rule takes a table with the columns ``prompt`` (string), ``messages`` (string, JSON), ``response`` (string),
+``response_token_ids`` (list<int32>) and ``metadata`` (map<string, string>), one row a response, and returns one number,
+or None, a row. Scoring, training and evaluation use the same rules: scoring puts SQL into its own query, training and
+evaluation call the rule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import numbers
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import duckdb
+import pyarrow as pa
+
+from feedback.config import RuleConfig
+from feedback.schema import INTERACTIONS
+from feedback.scoring.sources import builtin
+from feedback.signals import StopSignal
+
+COLUMNS: Final = ("prompt", "messages", "response", "response_token_ids", "metadata")
+"""What a rule sees of a response."""
+
+Values = list[float | None]
+Reasons = list[str | None]
+
+_NUMBERS: Final = (
+    *("boolean", "float", "double", "decimal", "tinyint", "smallint", "integer", "bigint", "hugeint"),
+    *("utinyint", "usmallint", "uinteger", "ubigint", "uhugeint"),
+)
+"""DuckDB's types that a reward may have."""
+
+_SCHEMA: Final = pa.schema([INTERACTIONS.field(name).with_nullable(True) for name in COLUMNS])
+LARGEST: Final = 1e30
+"""A reward beyond it, in either direction, is none: weighted means of such numbers would not be finite."""
+_REASON_LENGTH: Final = 500
+_NO_NUMBER: Final = "the expression gave no number, or failed"
+
+
+class RuleError(RuntimeError):
+    """A rule can't be loaded, failed, or returned what is no reward. The message names the rule."""
+
+
+class RuleShapeError(RuleError):
+    """A rule did not return one value a row: which value is whose can't be known."""
+
+
+class Rule(ABC):
+    """A loaded rule; ``digest`` is a SHA-256 of all that decides its values."""
+
+    name: str
+    digest: str
+
+    @abstractmethod
+    def __call__(self, batch: pa.Table) -> Values:
+        """One reward, or None, a row. Raises RuleError if the rule fails or gives what is no reward."""
+
+    @abstractmethod
+    def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
+        """(rewards, why a row has none): only the rows that a rule fails on go without."""
+
+
+@dataclass(frozen=True)
+class FunctionRule(Rule):
+    """A Python function; ``digest`` is that of the source file that defines it, or of what configures it."""
+
+    name: str
+    function: Callable[[pa.Table], Sequence[float | None]]
+    digest: str
+
+    def __call__(self, batch: pa.Table) -> Values:
+        try:
+            return self._checked(self.function(batch), batch.num_rows)
+        except (RuleError, StopSignal):
+            raise
+        except (Exception, SystemExit) as error:  # the values may be a generator, or numbers of its own kind
+            raise RuleError(f"rule {self.name} failed: {type(error).__name__}: {error}") from error
+
+    def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
+        """If the batch fails, each row by itself; what is not one value a row is no reward for any of them."""
+        try:
+            values = self(batch)
+        except RuleError as error:
+            if batch.num_rows <= 1 or isinstance(error, RuleShapeError):
+                return [None] * batch.num_rows, [str(error)[:_REASON_LENGTH]] * batch.num_rows
+            single = [self.by_row(batch.slice(row, 1)) for row in range(batch.num_rows)]
+            return [values[0] for values, _ in single], [reasons[0] for _, reasons in single]
+        return values, ["the rule gave none" if value is None else None for value in values]
+
+    def _checked(self, values: Any, rows: int) -> Values:
+        try:
+            listed = values.to_pylist() if isinstance(values, pa.Array | pa.ChunkedArray) else list(values)
+        except TypeError as error:
+            kind = type(values).__name__
+            raise RuleShapeError(f"rule {self.name} returned {kind}, not a sequence with one number a row") from error
+        if len(listed) != rows:
+            raise RuleShapeError(f"rule {self.name} returned {len(listed)} values for {rows} rows")
+        return [None if value is None else self._number(value, row) for row, value in enumerate(listed)]
+
+    def _number(self, value: Any, row: int) -> float:
+        # numpy's bool is no Number, its other scalars are.
+        if not isinstance(value, numbers.Real) and type(value).__name__ != "bool":
+            raise RuleError(f"rule {self.name} returned {value!r} for row {row}; a reward is a number or None")
+        number = float(value)
+        if not abs(number) <= LARGEST:
+            raise RuleError(f"rule {self.name} returned {number} for row {row}; a reward lies within ±{LARGEST:g}")
+        return number
+
+
+@dataclass(frozen=True)
+class SqlRule(Rule):
+    """A DuckDB expression over COLUMNS. ``reason`` is SQL for why a row has no value."""
+
+    name: str
+    expression: str
+    reason: str
+    digest: str
+
+    @property
+    def value(self) -> str:
+        """SQL for the reward: a DOUBLE within ±LARGEST, or NULL; it never fails."""
+        number = f"TRY(({self.expression}\n)::DOUBLE)"
+        return f"CASE WHEN abs({number}) <= {LARGEST:e} THEN {number} END"
+
+    def __call__(self, batch: pa.Table) -> Values:
+        return self.by_row(batch)[0]
+
+    def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
+        with duckdb.connect(config={"threads": 1}) as connection:
+            connection.register("responses", rule_table(batch))
+            columns = connection.sql(
+                f"SELECT value, CASE WHEN value IS NULL THEN {self.reason} END FROM "
+                f"(SELECT *, {self.value} AS value FROM responses)"
+            ).to_arrow_table()
+        values, reasons = (column.to_pylist() for column in columns.columns)
+        return values, reasons
+
+
+@dataclass(frozen=True)
+class RuleMean(Rule):
+    """The weighted mean of the rules that give a response a reward."""
+
+    name: str
+    rules: tuple[tuple[Rule, float], ...]
+    digest: str
+
+    def __call__(self, batch: pa.Table) -> Values:
+        return self.by_row(batch)[0]
+
+    def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
+        scored = [(rule, weight, *rule.by_row(batch)) for rule, weight in self.rules]
+        values: Values = []
+        reasons: Reasons = []
+        for row in range(batch.num_rows):
+            present = [(weight, given[row]) for _, weight, given, _ in scored if given[row] is not None]
+            weights = sum(weight for weight, _ in present)
+            values.append(sum(weight * (value or 0.0) for weight, value in present) / weights if present else None)
+            missing = None if present else "; ".join(f"{rule.name}: {why[row]}" for rule, _, _, why in scored)
+            reasons.append(missing)
+        return values, reasons
+
+
+def rule_table(batch: pa.Table) -> pa.Table:
+    """The columns that SQL rules see, NULL where the table has none."""
+    return pa.table(
+        [
+            batch[field.name].cast(field.type) if field.name in batch.column_names else pa.nulls(len(batch), field.type)
+            for field in _SCHEMA
+        ],
+        schema=_SCHEMA,
+    )
+
+
+def load_reward(reward: str | Mapping[str, RuleConfig]) -> Rule:
+    """What rewards training's rollouts: a function by name, or the mean of the rules. Raises RuleError."""
+    return load_rule(reward) if isinstance(reward, str) else load_mean(reward)
+
+
+def load_mean(rules: Mapping[str, RuleConfig]) -> RuleMean:
+    """The weighted mean of the rules that have a weight. Raises RuleError if there is none, or one can't be loaded."""
+    loaded = load_rules(rules)
+    if not loaded:
+        raise RuleError("no rule has a weight above 0")
+    content = [[rule.name, rule.digest, weight] for rule, weight in loaded]
+    return RuleMean("+".join(rule.name for rule, _ in loaded), tuple(loaded), _sha256(json.dumps(content)))
+
+
+def load_rules(rules: Mapping[str, RuleConfig]) -> list[tuple[Rule, float]]:
+    """(rule, weight) for every rule that has a weight, called by its component's name. Raises RuleError."""
+    return [(configured(name, rule), rule.weight) for name, rule in sorted(rules.items()) if rule.weight > 0]
+
+
+def configured(name: str, config: RuleConfig) -> Rule:
+    """The rule that the settings describe under a name. Raises RuleError if it can't be loaded."""
+    if config.function is not None:
+        loaded = load_rule(config.function)
+        return FunctionRule(name, loaded.function, loaded.digest)
+    if config.sql is not None:
+        return _checked_sql(name, config.sql, f"'{_NO_NUMBER}'")
+    if config.ready == "json_schema":
+        content = json.dumps(config.json_schema, sort_keys=True)
+        try:
+            return FunctionRule(name, builtin.JsonSchema(config.json_schema or {}), _sha256(f"json_schema {content}"))
+        except ValueError as error:
+            raise RuleError(f"rule {name}: {error}") from error
+    return _checked_sql(name, *builtin.sql(config))
+
+
+def load_rule(name: str) -> FunctionRule:
+    """The function that ``module:name`` names. Raises RuleError if there is none."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise RuleError(f"rule {name!r} does not name a function; write 'module:name'")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise RuleError(
+            f"rule {name}: module {module_name!r} can't be imported ({error}); is its folder on PYTHONPATH?"
+        ) from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise RuleError(f"rule {name}: module {module_name!r} ({module.__file__}) has no function {attribute!r}")
+    return FunctionRule(name, function, _source_digest(function, name))
+
+
+def _checked_sql(name: str, expression: str, reason: str) -> SqlRule:
+    """Raises RuleError for what DuckDB can't make a number of, row by row, from a response's columns."""
+    rule = SqlRule(name, expression, reason, _sha256(f"{expression}\n{reason}"))
+    with duckdb.connect(config={"threads": 1}) as connection:
+        connection.register("responses", _SCHEMA.empty_table())
+        try:
+            if len(connection.extract_statements(f"SELECT ({expression}\n)")) != 1:
+                raise RuleError(f"rule {name}: {expression!r} is not one SQL expression")
+            kind = connection.sql(f"SELECT ({expression}\n) AS value FROM responses").types[0].id
+            # A condition holds no aggregate and no window: a response's reward depends on nothing but the response.
+            connection.execute(f"SELECT 1 FROM responses WHERE {rule.value} IS NULL AND {reason} IS NULL")
+        except duckdb.Error as error:
+            raise RuleError(f"rule {name}: DuckDB can't use {expression!r}: {str(error).strip()}") from error
+    if kind not in _NUMBERS:
+        raise RuleError(f"rule {name}: {expression!r} is of type {kind}; a reward is a number or a boolean")
+    return rule
+
+
+def _source_digest(function: Callable[..., Any], name: str) -> str:
+    try:
+        source = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError as error:
+        raise RuleError(f"rule {name} has no source file, so its version can't be recorded: {error}") from error
+    if source is None:
+        raise RuleError(f"rule {name} has no source file, so its version can't be recorded")
+    return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,278 @@
+"""Run a fleet: Ray, Ray Serve, the replicas and the controller; until a signal, and then nothing of it is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from feedback.config import FeedbackConfig
+from feedback.signals import STOPPING, StopSignal, heeded
+from serve.config import FleetConfig, ServeConfig
+from serve.fleet.controller import Controller
+from serve.fleet.state import FleetError
+from serve.local_ray.cluster import connect, local_ray
+from serve.middleware.principals import Keyring
+from serve.observability import log_format
+from serve.policies.store import PolicyStore
+
+log = logging.getLogger(__name__)
+
+APPLICATION: Final = "millrace"
+DEPLOYMENT: Final = "Replica"
+_POLL_S: Final = 0.5
+_KEEP_ALIVE_S: Final = 75
+_FOR_PROXIES: Final = {"host", "allowed_hosts", "auth", "keys", "tenant", "limits"}
+_MARGIN_S: Final = 30.0  # to stop an engine and seal what was recorded, beyond the drain
+_OBJECT_STORE_BYTES: Final = 128 << 20  # requests and answers pass through it only when they are large
+
+
+class _Stop(StopSignal):
+    """A signal asks the fleet to end."""
+
+
+def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
+    """Serve with ``config.fleet``'s replicas until SIGTERM or SIGINT, then drain and stop them.
+
+    Raises PolicyError, FleetError (what kept the replicas from starting), LocalRayError, OSError if the port is taken,
+    KeyFileError, NotLoopback where others reach it and no key is needed.
+    """
+    log_format.configure(config.log_format)
+    keyring = Keyring(config)
+    keyring.load()
+    keyring.check_host(config.host)
+    log.info("%s", keyring.describe())
+    controller = Controller(PolicyStore(Path(config.policies)), Path(config.replicas), config.fleet)
+    stop = threading.Event()
+    ray_life = ExitStack()
+    try:
+        with _signals():
+            state = controller.open()
+            log.info("policy %d is what the fleet serves", state.serving.version)
+            _require_free_port(config)
+            ray_life.enter_context(_ray(config.fleet))
+            driver = threading.Thread(
+                target=controller.run, args=(stop, config.swap.poll_seconds), name="rollout", daemon=True
+            )
+            driver.start()
+            _deploy(config, feedback_config)
+            _watch()
+    except _Stop:
+        log.info("stopping: the replicas finish what they have")
+    finally:
+        with _ignored_signals():
+            _end(controller, config)
+            ray_life.close()
+            stop.set()
+            controller.close()
+
+
+@contextmanager
+def _ray(config: FleetConfig) -> Iterator[None]:
+    """Be connected to the fleet's Ray: the cluster's, or one of our own, which ends with the block."""
+    environment = {
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.fleet.proxy.middlewares",
+        "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-session-id",
+        # A thread less between the socket and the engine; what we run there never blocks.
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # by itself five seconds, which a proxy's imports can take
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
+    common: dict[str, Any] = {
+        "runtime_env": {"env_vars": environment},
+        "logging_level": "WARNING",
+        "namespace": APPLICATION,
+    }
+    if config.ray_address is None:
+        most = max(config.replicas, config.max_replicas or 0)
+        with local_ray(
+            # Ray's own count of cores, so that all replicas fit whatever the machine has.
+            num_cpus=max(os.cpu_count() or 1, int(most * config.num_cpus) + 1),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **common,
+        ):
+            yield
+        return
+    try:
+        connect(address=config.ray_address, **common)
+    except Exception as error:
+        raise FleetError(f"no Ray at {config.ray_address}: {type(error).__name__}: {error}") from error
+    try:
+        yield
+    finally:
+        import ray
+
+        ray.shutdown()
+
+
+def _deploy(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
+    """Start the replicas and wait until they serve. Raises FleetError with what they say if they can't."""
+    from ray import serve as ray_serve
+    from ray.serve.config import HTTPOptions
+    from ray.serve.schema import LoggingConfig
+
+    from serve.fleet.rate_limit_store import start_keeper
+
+    start_keeper()
+    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    ray_serve.start(
+        http_options=HTTPOptions(
+            host=config.host,
+            port=config.port,
+            keep_alive_timeout_s=_KEEP_ALIVE_S,
+            request_timeout_s=config.limits.timeout_s + _MARGIN_S,  # where there is no replica that would say it
+        ),
+        proxy_location="EveryNode" if config.fleet.ray_address else "HeadOnly",
+        logging_config=quiet,
+    )
+    # Feedback's as an object: it hides the secrets that are in it wherever it is printed.
+    application = _deployment(config, quiet).bind(config.model_dump(mode="json"), feedback_config)
+    try:
+        ray_serve.run(application, name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        raise FleetError(f"the replicas can't start: {_reason() or error}") from error
+
+
+def _deployment(config: ServeConfig, logging_config: Any) -> Any:
+    from ray import serve as ray_serve
+    from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+    from serve.fleet.replica import Replica
+
+    fleet, limits = config.fleet, config.limits
+    number: dict[str, Any] = {"num_replicas": fleet.replicas}
+    if fleet.max_replicas is not None:
+        number = {
+            "autoscaling_config": AutoscalingConfig(
+                initial_replicas=fleet.replicas,
+                min_replicas=fleet.min_replicas or fleet.replicas,
+                max_replicas=fleet.max_replicas,
+                target_ongoing_requests=fleet.target_ongoing_requests,
+                upscale_delay_s=fleet.upscale_delay_s,
+                downscale_delay_s=fleet.downscale_delay_s,
+            )
+        }
+    return ray_serve.deployment(ray_serve.ingress()(Replica)).options(
+        name=DEPLOYMENT,
+        ray_actor_options={"num_cpus": fleet.num_cpus, "num_gpus": fleet.num_gpus},
+        max_ongoing_requests=limits.concurrent_requests,
+        max_queued_requests=limits.concurrent_requests,
+        health_check_period_s=fleet.health_check_period_s,
+        health_check_timeout_s=fleet.health_check_timeout_s,
+        # No request takes longer than its limit, so a replica that is not wanted any more cuts off none.
+        graceful_shutdown_timeout_s=limits.timeout_s + _MARGIN_S,
+        graceful_shutdown_wait_loop_s=_POLL_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class="serve.fleet.router.Router",
+            request_router_kwargs={
+                "sticky": fleet.sticky == "session",
+                "config": config.model_dump(mode="json", include=_FOR_PROXIES),
+            },
+            request_routing_stats_period_s=1.0,
+        ),
+        logging_config=logging_config,
+        **number,
+    )
+
+
+def _watch() -> None:
+    """Return never; say when the replicas' number or state changes."""
+    from ray import serve as ray_serve
+
+    before = None
+    while True:
+        deployment = ray_serve.status().applications[APPLICATION].deployments[DEPLOYMENT]
+        counts = {str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items()}
+        if counts != before:
+            log.info("replicas: %s", ", ".join(f"{count} {state.lower()}" for state, count in counts.items()) or "none")
+            before = counts
+        time.sleep(_POLL_S * 4)
+
+
+def _end(controller: Controller, config: ServeConfig) -> None:
+    """Drain and stop all that ``run`` started, whatever of it there is."""
+    import ray
+
+    if not ray.is_initialized():
+        return
+    from ray import serve as ray_serve
+
+    from serve.fleet.rate_limit_store import end_keeper
+
+    try:
+        controller.ask_to_stop()
+        ray_serve.delete(APPLICATION)  # before the proxies go, through which the answers go
+        end_keeper()
+        if config.fleet.ray_address is None:
+            ray_serve.shutdown()
+    except Exception as error:  # noqa: BLE001 - whatever of it failed, Ray must end too
+        log.error("the fleet did not stop as it should: %s: %s", type(error).__name__, error)
+
+
+def _reason() -> str | None:
+    """Why the deployment is not healthy, in the words of the replica that failed."""
+    from ray import serve as ray_serve
+
+    application = ray_serve.status().applications.get(APPLICATION)
+    if application is None:
+        return None
+    told = next((found.message for found in application.deployments.values() if found.message), application.message)
+    # A traceback in a traceback; its last line says what it was.
+    return next((line.strip() for line in reversed(told.splitlines()) if line.strip()), None)
+
+
+def _require_free_port(config: ServeConfig) -> None:
+    """Raises OSError, before anything takes its seconds, if the port is taken."""
+    if config.fleet.ray_address is not None:
+        return
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise OSError(error.errno, f"can't listen on {config.host}:{config.port}: {error.strerror}") from error
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Raise _Stop at the first signal that asks to end; further ones change nothing."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            raise _Stop
+
+    before = {number: signal.signal(number, stop) for number in heeded()}
+    try:
+        yield
+    except SystemExit as error:  # Ray hands on a plain one, whichever ended its wait
+        if not stopped:
+            raise
+        raise _Stop from error
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _ignored_signals() -> Iterator[None]:
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,85 @@
+"""The limits of keys in a fleet: one process has all buckets, the keeper, and every replica pays there.
+
+What it guarantees: a key gets what its limit says of the whole fleet, whichever replicas its requests go to, through
+however many proxies on however many nodes, while replicas come and go. A keeper that dies is started again by Ray, and
+begins with full buckets; what is asked meanwhile waits for it. A request that could not be counted in time gets 503. A
+key without limits asks nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+import ray
+from ray.exceptions import RayError
+
+from serve.http import Problem
+from serve.middleware.token_buckets import BucketName, Buckets
+
+log = logging.getLogger(__name__)
+
+_NAME: Final = "millrace limits"
+_NAMESPACE: Final = "millrace"
+_TIMEOUT_S: Final = 5.0  # a keeper that is started anew takes two or three
+_RETRY_AFTER_S: Final = 2.0
+
+
+class Keeper:
+    """The process with the buckets: a Ray actor, one a fleet."""
+
+    def __init__(self) -> None:
+        self._buckets = Buckets()
+
+    def take(self, name: BucketName, rate: float, capacity: float, amount: float) -> tuple[float, float]:
+        """As ``Buckets.take``."""
+        return self._buckets.take(name, rate, capacity, amount)
+
+    def give_back(self, name: BucketName, amount: float) -> None:
+        """As ``Buckets.give_back``."""
+        self._buckets.give_back(name, amount)
+
+
+def start_keeper() -> None:
+    """Have the fleet's keeper run. Like the replicas, it outlives the process that started it, until ``end_keeper``."""
+    ray.remote(Keeper).options(
+        name=_NAME,
+        namespace=_NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=-1,  # by a keeper that begins anew, so nothing is paid twice
+    ).remote()
+
+
+def end_keeper() -> None:
+    """End it, if it is there."""
+    try:
+        ray.kill(ray.get_actor(_NAME, namespace=_NAMESPACE))
+    except ValueError:
+        log.debug("there is no keeper of limits to be ended")
+
+
+class FleetBuckets:
+    """The keeper's buckets, as a replica pays from them (``serve.middleware.rate_limits.SharedBuckets``)."""
+
+    def __init__(self) -> None:
+        """Raises ValueError if there is no keeper."""
+        self._keeper = ray.get_actor(_NAME, namespace=_NAMESPACE)
+
+    async def take(self, name: BucketName, rate: float, capacity: float, amount: float) -> tuple[float, float]:
+        """As ``Buckets.take``. Raises Problem 503 if the keeper doesn't answer in time."""
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                wait, level = await self._keeper.take.remote(name, rate, capacity, amount)
+        except (RayError, TimeoutError) as error:
+            log.error("the fleet's limits can't be counted: %s: %s", type(error).__name__, error)
+            reason = "the limits of keys can't be counted at the moment; ask again"
+            raise Problem(503, reason, retry_after=_RETRY_AFTER_S) from error
+        return wait, level
+
+    def give_back(self, name: BucketName, amount: float) -> None:
+        """As ``Buckets.give_back``. Nobody waits for it: a keeper that never hears of it begins with full buckets."""
+        self._keeper.give_back.remote(name, amount)

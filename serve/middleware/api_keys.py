@@ -1,0 +1,208 @@
+"""The key file: who may use the server. Written by ``millrace keys``, read by ``serve.middleware.principals``.
+
+A secret is 256 random bits, so its plain SHA-256 is what is kept: nobody can try that many, and a slow or salted hash,
+which is for secrets that people choose, would only be paid for at every request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from feedback.files import fsync_path, locked, write_all
+
+Scope = Literal["generate", "feedback", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = ("generate", "feedback", "admin")
+LOCAL: Final = "local"
+"""The id of the key that commands on the server's own machine use; it stands in a file of its own."""
+
+_LOCK_TIMEOUT_S: Final = 10
+_FORM: Final = re.compile(rb"mrk_([a-z0-9]{1,32})_[A-Za-z0-9_-]{20,128}")
+
+Label = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["unlimited"]
+
+
+class KeyFileError(RuntimeError):
+    """The key file can't be used; the text says why."""
+
+
+class ApiKey(BaseModel):
+    """One key, without its secret. ``requests_per_minute``, ``tokens_per_minute``: None is the config's default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]{1,32}$")]
+    name: Label
+    tenant: Label
+    scopes: tuple[Scope, ...] = Field(min_length=1)
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    created_at: AwareDatetime
+    expires_at: AwareDatetime | None = None
+    revoked_at: AwareDatetime | None = None
+    requests_per_minute: Rate | None = None
+    tokens_per_minute: Rate | None = None
+
+    def state(self, now: datetime) -> Literal["active", "revoked", "expired"]:
+        """What the key is worth at ``now``."""
+        if self.revoked_at is not None:
+            return "revoked"
+        return "expired" if self.expires_at is not None and self.expires_at <= now else "active"
+
+
+class KeyFile(BaseModel):
+    """The file: every key there ever was, so that a revoked one can be told from one that never was."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    version: Literal[1] = 1
+    keys: tuple[ApiKey, ...] = ()
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """The keys; none if there is no file. Raises KeyFileError."""
+    try:
+        keys = KeyFile.model_validate_json(path.read_bytes()).keys
+    except FileNotFoundError:
+        return ()
+    except OSError as error:
+        raise KeyFileError(f"the key file {path} can't be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise KeyFileError(f"the key file {path} is not one: {where}: {first['msg']}") from None
+    ids = [key.id for key in keys]
+    if len(set(ids)) != len(ids) or LOCAL in ids:
+        raise KeyFileError(f"the key file {path} is not one: the ids of its keys are {', '.join(ids)}")
+    return keys
+
+
+def create_key(
+    path: Path,
+    *,
+    name: str,
+    tenant: str,
+    scopes: Iterable[Scope],
+    expires_at: datetime | None = None,
+    requests_per_minute: float | Literal["unlimited"] | None = None,
+    tokens_per_minute: float | Literal["unlimited"] | None = None,
+) -> tuple[ApiKey, str]:
+    """Add a key; returns it and its secret, which is nowhere else.
+
+    Raises KeyFileError, ValueError for a value that doesn't fit or a name that an active key has.
+    """
+    now = datetime.now(UTC)
+    key_id = secrets.token_hex(6)
+    secret = new_secret(key_id)
+    key = ApiKey(
+        id=key_id,
+        name=name,
+        tenant=tenant,
+        scopes=tuple(scope for scope in SCOPES if scope in set(scopes)),
+        sha256=digest(secret.encode()).hex(),
+        created_at=now,
+        expires_at=expires_at,
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+    )
+    if expires_at is not None and expires_at <= now:
+        raise ValueError(f"a key that expires at {expires_at.isoformat()} would never be good: that is past")
+
+    def add(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+        if taken := next((other for other in keys if other.name == name and other.state(now) == "active"), None):
+            raise ValueError(f"key {taken.id} is called {name!r} already: choose another name, or revoke it first")
+        return (*keys, key)
+
+    _change(path, add)
+    return key, secret
+
+
+def revoke_key(path: Path, wanted: str) -> ApiKey:
+    """Revoke the key with this id, or the active one with this name; harmless to repeat. Raises KeyFileError."""
+    now = datetime.now(UTC)
+    revoked: list[ApiKey] = []
+
+    def revoke(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+        found = next((key for key in keys if key.id == wanted), None) or next(
+            (key for key in keys if key.name == wanted and key.state(now) == "active"), None
+        )
+        if found is None:
+            raise KeyFileError(f"there is no key {wanted!r} in {path}: `millrace keys list` shows them")
+        revoked.append(found if found.revoked_at else found.model_copy(update={"revoked_at": now}))
+        return tuple(revoked[0] if key.id == found.id else key for key in keys)
+
+    _change(path, revoke)
+    return revoked[0]
+
+
+def local_secret(path: Path) -> str:
+    """The secret with which commands on this machine ask the server, made if there is none. Raises OSError.
+
+    It stands in clear in a file that only this user can read: who can read that can write the key file too.
+    """
+    file = local_file(path)
+    with locked(_lock_file(path), _LOCK_TIMEOUT_S):
+        try:
+            return file.read_text().strip()
+        except FileNotFoundError:
+            secret = new_secret(LOCAL)
+            _write(file, f"{secret}\n".encode())
+            return secret
+
+
+def local_file(path: Path) -> Path:
+    """Where ``local_secret`` is kept, for the key file ``path``."""
+    return path.with_name(f"{path.name}.local")
+
+
+def new_secret(key_id: str) -> str:
+    """A secret of 256 random bits, which begins with what it is and its key's id."""
+    return f"mrk_{key_id}_{secrets.token_urlsafe(32)}"
+
+
+def id_of(secret: bytes) -> str | None:
+    """The id in a secret; None if it is no secret of ours."""
+    found = _FORM.fullmatch(secret)
+    return None if found is None else found[1].decode()
+
+
+def digest(secret: bytes) -> bytes:
+    """What is kept of a secret."""
+    return hashlib.sha256(secret).digest()
+
+
+def _change(path: Path, change: Callable[[tuple[ApiKey, ...]], tuple[ApiKey, ...]]) -> None:
+    """Replace the file's keys by ``change`` of them, whole or not at all, one at a time."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(_lock_file(path), _LOCK_TIMEOUT_S):
+            keys = change(read_keys(path))
+            _write(path, KeyFile(keys=keys).model_dump_json(indent=1).encode() + b"\n")
+    except OSError as error:
+        raise KeyFileError(f"the key file {path} can't be written: {error.strerror or error}") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.unlink(missing_ok=True)  # of a process that was killed
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.fchmod(fd, 0o600)
+        write_all(fd, data)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    os.replace(aside, path)
+    fsync_path(path.parent)
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")

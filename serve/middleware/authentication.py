@@ -1,0 +1,135 @@
+"""Whose request it is, by its headers alone: before its body is read. Runs in Ray Serve's proxies too."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Final
+
+from starlette.types import Scope
+
+from serve.config import ServeConfig
+from serve.http import Problem
+from serve.middleware.principals import Keyring, Principal, Refused, is_wildcard, scope_of
+
+READ: Final = frozenset({b"authorization", b"x-api-key", b"origin", b"host"})
+_AUTHORITY: Final = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[^\[\]:/@,\s]{1,255})(?::\d{0,5})?")
+_ORIGIN: Final = re.compile(r"https?://(.{1,300})")
+
+
+def headers_of(scope: Scope, wanted: frozenset[bytes]) -> dict[bytes, bytes]:
+    """Those of a request's headers that are ``wanted``; one that comes twice has both values, with a comma."""
+    found: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        if name in wanted:
+            found[name] = value if name not in found else found[name] + b"," + value
+    return found
+
+
+class Authenticator:
+    """Who asks. Without keys: whether it is this machine that asks, and no web page of another host."""
+
+    def __init__(
+        self, keyring: Keyring, config: ServeConfig, failed: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        """``failed``: told of each key that is refused, with the reason."""
+        self.keyring = keyring
+        self._failed = failed
+        self._hosts = frozenset({"localhost", _plain(config.host), *map(_plain, config.allowed_hosts)})
+        self._is_wildcard = is_wildcard(config.host)
+        self._is_ours = lru_cache(1024)(self._answers_to)  # clients say the same host over and over
+
+    def authenticate(self, wanted: str | None, headers: Mapping[bytes, bytes]) -> Principal:
+        """Whose request it is. ``wanted``: the scope it needs, None if it is open to all.
+
+        Raises Problem 401, 403 or 421.
+        """
+        keyring = self.keyring
+        if not keyring.on:
+            self._check_sender(headers)
+            return keyring.anonymous
+        if wanted is None:
+            return keyring.nobody
+        principal = self._owner(headers)
+        if wanted not in principal.scopes:
+            self._failed("scope")
+            allowed = ", ".join(sorted(principal.scopes))
+            said = f'Bearer realm="millrace", error="insufficient_scope", scope="{wanted}"'
+            raise Problem(
+                403,
+                f"this needs the scope {wanted}; key {principal.key} has {allowed}",
+                headers={"WWW-Authenticate": said},
+            )
+        return principal
+
+    def check_before_body(self, path: str, headers: Mapping[bytes, bytes]) -> None:
+        """Raises Problem 401, 403 or 421 where a request's body need not be read, whatever it asks for."""
+        scope = scope_of(path)
+        if not self.keyring.on or scope in ("generate", "feedback"):
+            self.authenticate(scope, headers)
+        else:  # no route there takes a body, but for a key's owner it is read, and the answer is the route's own
+            self._owner(headers)
+
+    def _owner(self, headers: Mapping[bytes, bytes]) -> Principal:
+        """Whose key it is. Raises Problem 401."""
+        # Looked at first: Authorization may be for a gateway before this server.
+        secret = headers.get(b"x-api-key")
+        if secret is None and (authorization := headers.get(b"authorization")) is not None:
+            kind, _, value = authorization.partition(b" ")
+            secret = value.strip() if kind.lower() == b"bearer" else None
+        try:
+            return self.keyring.who(secret)
+        except Refused as refused:
+            self._failed(refused.reason)
+            said = "" if refused.reason == "missing" else f', error="invalid_token", error_description="{refused}"'
+            raise Problem(401, str(refused), headers={"WWW-Authenticate": f'Bearer realm="millrace"{said}'}) from None
+
+    def _check_sender(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises Problem 403 or 421 for what a browser sends on behalf of another host's page.
+
+        A page whose name its owner makes resolve to this machine (DNS rebinding) is of the server's own origin to a
+        browser, and may read answers; its name is in Host. A page of another origin may write without asking; that is
+        in Origin.
+        """
+        host = headers.get(b"host", b"")
+        if not self._is_ours(host):
+            shown = host.decode("latin-1")[:200]
+            names = ", ".join(sorted(name for name in self._hosts if name))
+            raise Problem(
+                421,
+                f"the Host header is {shown!r}; without keys this server answers to {names} and loopback addresses "
+                "only: add the name to serve.allowed_hosts, or make keys (millrace keys create)",
+            )
+        origin = headers.get(b"origin")
+        if origin is None:
+            return
+        found = _ORIGIN.fullmatch(origin.decode("latin-1"))
+        if found is None or not (found[1].encode("latin-1") == host or self._is_named(found[1])):
+            raise Problem(403, "a page of another host may not use a server without keys (millrace keys create)")
+
+    def _answers_to(self, host: bytes) -> bool:
+        authority = host.decode("latin-1")
+        if "*" in self._hosts or self._is_named(authority):
+            return True
+        return self._is_wildcard and _address(authority) is not None  # an address is nobody's name
+
+    def _is_named(self, authority: str) -> bool:
+        """Whether it is one of the names and addresses that nobody else can have."""
+        address = _address(authority)
+        found = _AUTHORITY.fullmatch(authority.lower())
+        return (address is not None and address.is_loopback) or (found is not None and _plain(found[1]) in self._hosts)
+
+
+def _plain(host: str) -> str:
+    return host.lower().strip("[]").removesuffix(".")
+
+
+def _address(authority: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host and port name, if it is not a name."""
+    found = _AUTHORITY.fullmatch(authority.lower())
+    try:
+        return None if found is None else ipaddress.ip_address(_plain(found[1]))
+    except ValueError:
+        return None

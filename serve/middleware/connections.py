@@ -1,0 +1,160 @@
+"""uvicorn's connections, with bounds for all of a request but its body: its size, its time, and how many wait.
+
+A server without an answer to give yet, and one that has answered before the request was whole, both go on reading. What
+comes then is bounded here; a body that somebody reads is bounded where it is read (``serve.middleware.bodies``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final
+
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+HEAD_BYTES: Final = 64 << 10
+HEAD_TIMEOUT_S: Final = 30.0
+REST_BYTES: Final = 32 << 20
+REST_TIMEOUT_S: Final = 30.0
+PIPELINED: Final = 64
+
+_PIECE_BYTES: Final = 4096  # parsed between two looks at the bounds
+_TOO_LARGE: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n"
+    b"content-type: application/problem+json\r\ncontent-length: %d\r\n\r\n%b"
+)
+_PROBLEM: Final = b'{"title":"Request Header Fields Too Large","status":431,"detail":"a head may have %d bytes"}'
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """Ends a connection whose client sends what no request needs.
+
+    A head that is not whole after ``HEAD_BYTES`` gets 431, one that is not after ``HEAD_TIMEOUT_S`` no answer. Trailers
+    and chunk extensions have as many bytes, and are dropped. Of a request that was answered before it was whole,
+    ``REST_BYTES`` are read, for ``REST_TIMEOUT_S``. ``PIPELINED`` requests may wait for the one before them.
+    """
+
+    _begun = False  # a head
+    _in_message = False  # behind its head
+    _heard = False  # whether the last piece had something of a request's own: a first or last byte, a body's bytes
+    _framing = 0  # bytes since something was heard
+    _rest = 0  # bytes since the answer
+    _running: RequestResponseCycle | None = None
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """As uvicorn's."""
+        super().connection_made(transport)
+        self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """As uvicorn's, which tells the newest of pipelined requests only."""
+        self._stop_timer()
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """As uvicorn's, piece by piece."""
+        if len(data) <= _PIECE_BYTES:
+            return self._receive(data)
+        view = memoryview(data)
+        for start in range(0, len(view), _PIECE_BYTES):
+            self._receive(bytes(view[start : start + _PIECE_BYTES]))
+            if self.transport.is_closing():
+                return None
+
+    def _receive(self, piece: bytes) -> None:
+        self._heard = False
+        super().data_received(piece)
+        if self.transport.is_closing():
+            return
+        self._framing = 0 if self._heard else self._framing + len(piece)
+        if self._framing > HEAD_BYTES:
+            problem = _PROBLEM % HEAD_BYTES
+            return self._refuse(_TOO_LARGE % (len(problem), problem))
+        if len(self.pipeline) > PIPELINED:
+            return self.transport.close()
+        if self._in_message:
+            if self.cycle.response_complete:
+                self._rest += len(piece)
+                if self._rest > REST_BYTES:
+                    self.transport.close()
+        elif self._timer is None and (self._begun or not self._heard):
+            self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: the request is answered as it is, and the log is not for strangers to fill."""
+
+    def send_400_response(self, msg: str) -> None:
+        """As uvicorn's, where it is no other request's answer."""
+        if self._is_answering():
+            return self.transport.close()
+        super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        """As uvicorn's."""
+        self._begun = self._heard = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """As uvicorn's, which takes trailers for headers."""
+        if not self._in_message:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """As uvicorn's."""
+        self._begun, self._in_message, self._heard = False, True, True
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """As uvicorn's."""
+        self._heard = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """As uvicorn's."""
+        self._in_message, self._heard, self._rest = False, True, 0
+        self._stop_timer()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """As uvicorn's. Of the request nothing is kept; what is missing of it, is not waited for for ever."""
+        if self._running is not None:
+            self._running.body = bytearray()
+        super().on_response_complete()
+        if self._in_message and self.cycle.response_complete and not self.transport.is_closing():
+            self._start_timer(REST_TIMEOUT_S, self.transport.close)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _is_answering(self) -> bool:
+        return self._running is not None and not self._running.response_complete
+
+    def _refuse(self, answer: bytes) -> None:
+        if not self._is_answering():
+            self.transport.write(answer)
+        self.transport.close()
+
+    def _head_is_late(self) -> None:
+        self._timer = None
+        flow: FlowControl = self.flow
+        if flow.read_paused:  # it may be there; nobody looks while the request before it is at work
+            self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
+        else:
+            self.transport.close()
+
+    def _start_timer(self, seconds: float, then: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, then)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,240 @@
+"""Who a request is from: the key that it brings, the tenant it belongs to, and what it may do."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+import stat
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final, Literal
+
+from serve.config import ServeConfig
+from serve.middleware.api_keys import LOCAL, SCOPES, ApiKey, KeyFileError, Scope, digest, id_of, local_secret, read_keys
+
+log = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.5
+_REPEAT_S: Final = 60.0  # between two lines about a key file that stays unreadable
+_OPEN: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
+_NOBODY_DIGEST: Final = bytes(32)
+
+Reason = Literal["missing", "unknown", "revoked", "expired"]
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who asks. ``key``: the key's id, None without keys; limits: a minute, None for none."""
+
+    tenant: str
+    key: str | None
+    name: str
+    scopes: frozenset[str]
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+
+
+class Refused(Exception):
+    """A request that brings no key, or none that is good."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason: Reason = reason
+
+
+class NotLoopback(RuntimeError):
+    """Without keys, the server is for its own machine only."""
+
+
+def scope_of(route: str) -> Scope | None:
+    """The scope that a route needs, None if it is open to all. What is not known here is for admins."""
+    if route in _OPEN:
+        return None
+    if route == "/generate" or route.startswith("/v1/"):
+        return "generate"
+    if route == "/feedback" or route.startswith("/feedback/"):
+        return "feedback"
+    return "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    digest: bytes
+    principal: Principal
+    expires: float
+    revoked: bool
+
+
+class Keyring:
+    """The keys that this server knows, as the key file has them, and what there is without one."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self.path = Path(config.keys)
+        self.off = config.auth == "off"
+        self.on = False
+        """Whether who asks needs a key. Once it is, nothing but a restart makes it otherwise."""
+        self.error: str | None = None
+        """Why the file's present state is not the one in use."""
+        self._tenant = config.tenant
+        self._limits = config.limits
+        self.anonymous = self._principal(None, "anybody", config.tenant, frozenset(SCOPES))
+        """Who asks where no key is needed."""
+        self.nobody = Principal(config.tenant, None, "nobody", frozenset())
+        """Who asks at a route that is open to all, where others need a key."""
+        self._known: dict[str, _Known] = {}
+        self._signature: tuple[int, ...] | None = None
+        self._said = 0.0  # when the log was last told of the error
+
+    def load(self) -> None:
+        """Read the file, at the start. Raises KeyFileError."""
+        self._signature = _signature(self.path)
+        self._take(read_keys(self.path))
+
+    def refresh(self) -> None:
+        """Read the file again if it has changed; one that can't be read changes nothing, and is told of in the log."""
+        try:
+            signature = _signature(self.path)
+            if signature == self._signature:
+                return
+            keys = read_keys(self.path)
+            if self.on and not keys:
+                raise KeyFileError(f"the key file {self.path} is gone, or has no keys any more")
+            self._take(keys)
+        except (KeyFileError, OSError) as error:
+            self._signature = ()  # look again
+            if str(error) != self.error or time.monotonic() - self._said > _REPEAT_S:
+                log.error("%s; the keys that were read before stay in use", error)
+                self._said = time.monotonic()
+            self.error = str(error)
+        else:
+            self._signature, self.error = signature, None
+            if keys:
+                log.info("the key file %s was read again: %d keys are good", self.path, self.stats()["active"])
+
+    async def follow(self) -> None:
+        """Take up changes of the file, until cancelled."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            await asyncio.to_thread(self.refresh)  # the file may be on a network's disk
+
+    def who(self, secret: bytes | None) -> Principal:
+        """Who brings this secret. Raises Refused."""
+        if secret is None:
+            raise Refused("missing", "a key is needed: send Authorization: Bearer KEY, or X-API-Key: KEY")
+        known = self._known.get(id_of(secret) or "")
+        good = hmac.compare_digest(digest(secret), _NOBODY_DIGEST if known is None else known.digest)
+        if known is None or not good:
+            raise Refused("unknown", "there is no such key")
+        if known.revoked:
+            raise Refused("revoked", f"key {known.principal.key} was revoked")
+        if known.expires < time.time():
+            raise Refused("expired", f"key {known.principal.key} has expired")
+        return known.principal
+
+    def check_host(self, host: str) -> None:
+        """Raises NotLoopback for a host, a name or an address, that others reach, where no key is needed."""
+        if self.on or self.off or is_loopback(host):
+            return
+        raise NotLoopback(
+            f"serve.host is {host}, which others than this machine reach, and there is no key in {self.path}: make "
+            "one with `millrace keys create`, or set serve.auth to off if something before the server checks who asks"
+        )
+
+    def describe(self) -> str:
+        """Who may ask, for the log."""
+        if self.off:
+            return "serve.auth is off: everybody who reaches this server may do everything"
+        if self.on:
+            return f"who asks needs a key: {self.stats()['active']:.0f} are good ({self.path})"
+        return (
+            f"there is no key in {self.path}: the server listens on loopback only, and everybody on this machine may "
+            "do everything; `millrace keys create` changes that"
+        )
+
+    def stats(self) -> dict[str, float]:
+        """Gauges for monitoring."""
+        now = time.time()
+        active = sum(not key.revoked and key.expires > now for name, key in self._known.items() if name != LOCAL)
+        return {"needed": float(self.on), "active": active, "healthy": float(self.error is None)}
+
+    def _take(self, keys: tuple[ApiKey, ...]) -> None:
+        if self.off or not keys:
+            return
+        known = {key.id: self._entry(key) for key in keys}
+        try:
+            secret = local_secret(self.path)
+        except OSError as error:
+            log.warning("`millrace` on this machine can't ask the server which policy it serves: %s", error)
+        else:
+            own = Principal(self._tenant, LOCAL, "this machine", frozenset({"admin"}))
+            known[LOCAL] = _Known(digest(secret.encode()), own, float("inf"), revoked=False)
+        _warn_of_mode(self.path)
+        self._known = known  # at once: the event loop reads it meanwhile
+        self.on = True
+
+    def _entry(self, key: ApiKey) -> _Known:
+        expires = float("inf") if key.expires_at is None else key.expires_at.timestamp()
+        principal = self._principal(key.id, key.name, key.tenant, frozenset(key.scopes), key)
+        return _Known(bytes.fromhex(key.sha256), principal, expires, key.state(datetime.now(UTC)) == "revoked")
+
+    def _principal(
+        self, key_id: str | None, name: str, tenant: str, scopes: frozenset[str], key: ApiKey | None = None
+    ) -> Principal:
+        def limit(own: float | Literal["unlimited"] | None, default: float | None) -> float | None:
+            return None if own == "unlimited" else own or default
+
+        limits = self._limits
+        return Principal(
+            tenant,
+            key_id,
+            name,
+            scopes,
+            limit(key.requests_per_minute if key else None, limits.requests_per_minute),
+            limit(key.tokens_per_minute if key else None, limits.tokens_per_minute),
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, a name or an address, can be reached from its own machine only. Raises OSError for no host."""
+    if not host:  # all addresses
+        return False
+    try:
+        addresses = [str(found[4][0]) for found in socket.getaddrinfo(host, None)]
+    except socket.gaierror as error:
+        raise OSError(error.errno, f"serve.host {host!r} is no address of this machine: {error.strerror}") from error
+    for address in addresses:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+        if not (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback:
+            return False
+    return True
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a host stands for all addresses of its machine."""
+    try:
+        return not host or ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
+
+
+def _signature(path: Path) -> tuple[int, ...] | None:
+    """What changes when the file does; None if it is not there. Raises KeyFileError."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise KeyFileError(f"the key file {path} can't be looked at: {error.strerror}") from error
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _warn_of_mode(path: Path) -> None:
+    mode = stat.S_IMODE(os.stat(path).st_mode)
+    if mode & 0o022:
+        log.warning("the key file %s can be written by others (mode %o): make it 600", path, mode)

@@ -1,0 +1,181 @@
+"""The one ASGI middleware: what happens to every request before a route sees it, and to every answer.
+
+A request gets an id (its own ``X-Request-Id`` if that is well-formed), its trace context is read (W3C), it is told
+whose it is, and paid for by its key's limit. An answer carries the id, and is counted by route and code; a request for
+responses also by what it came to, which a stream, whose status goes out before that, leaves in the request's scope as
+``ended_with``: the status that it would have now. The routes find ``request_id``, ``principal``, and, if the request
+came with a trace, ``traceparent``, ``tracestate``, ``trace_id`` and ``span_id`` in the request's scope.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import time
+from typing import Any, Final
+
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from feedback.ids import uuid7
+from serve.http import CLIENT_CLOSED_REQUEST, Problem
+from serve.middleware import authentication
+from serve.middleware.authentication import Authenticator, headers_of
+from serve.middleware.principals import scope_of
+from serve.middleware.rate_limits import Limiter
+from serve.observability import log_format
+from serve.observability.metrics import Metrics, Outcome
+
+log = logging.getLogger(__name__)
+access = logging.getLogger("serve.access")
+
+_READ: Final = authentication.READ | {b"x-request-id", b"traceparent", b"tracestate"}
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+# version "-" trace-id "-" parent-id "-" trace-flags; versions after 00 may have more behind a further "-".
+_TRACEPARENT: Final = re.compile(
+    rb"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
+)
+_TRACESTATE_MEMBER: Final = re.compile(
+    r"[ \t]*(?:([a-z0-9][a-z0-9_*/@-]{0,255})=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])?[ \t]*"
+)
+_TRACESTATE_MEMBERS: Final = 32
+_OTHER: Final = "other"
+_RESPONSES: Final = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+
+
+class Doors:
+    """``routes``: the application's own list, so that what is added later is known too."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        authenticator: Authenticator,
+        limiter: Limiter,
+        metrics: Metrics,
+        routes: list[BaseRoute],
+        access_log: bool = False,
+    ) -> None:
+        self.app = app
+        self.authenticator = authenticator
+        self.limiter = limiter
+        self.metrics = metrics
+        self.access_log = access_log
+        self._routes = routes
+        self._plain: dict[str, str | None] = {}  # of routes without a parameter, path -> the scope it needs
+        self._limited = frozenset({"generate", "feedback"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        started = time.perf_counter()
+        given = headers_of(scope, _READ)
+        own_id = given.get(b"x-request-id")
+        if own_id is not None and _REQUEST_ID.fullmatch(own_id):
+            request_id, id_bytes = own_id.decode(), own_id
+        else:
+            request_id = uuid7()
+            id_bytes = request_id.encode()
+        scope["request_id"] = request_id
+        headers = [(b"x-request-id", id_bytes)]
+        if b"traceparent" in given and _read_trace(scope, given):
+            headers.append((b"traceresponse", f"00-{scope['trace_id']}-{scope['span_id']}-00".encode()))
+        at_work = log_format.request.set(scope)
+        path: str = scope["path"]
+        route, code, answered = _OTHER, 500, False
+        broken: int | None = None  # the status that an answer which had begun would have now
+
+        async def answer(message: Message) -> None:
+            nonlocal code, answered
+            if message["type"] == "http.response.start":
+                code, answered = message["status"], True
+                message["headers"] = [*message.get("headers", ()), *headers]
+            await send(message)
+
+        try:
+            try:
+                wanted = self._plain[path]
+                route = path
+            except KeyError:
+                route, wanted = self._find(scope)
+            principal = scope["principal"] = self.authenticator.authenticate(wanted, given)
+            if wanted in self._limited:
+                await self.limiter.take_request(principal)
+            await self.app(scope, receive, answer)
+        except Problem as problem:
+            if answered:
+                broken = problem.status
+                raise
+            await problem.response(path)(scope, receive, answer)
+        except asyncio.CancelledError:  # a proxy's way to say that its client has gone
+            broken = CLIENT_CLOSED_REQUEST
+            if not answered:
+                code = broken
+            raise
+        except Exception as error:
+            log.exception("%s %s failed", scope["method"], log_format.path(path))
+            if answered:
+                broken = 500
+                raise  # the server breaks off the connection
+            unexpected = Problem(500, f"{type(error).__name__}; the server's log has the details")
+            await unexpected.response(path)(scope, receive, answer)
+        finally:
+            seconds = time.perf_counter() - started
+            self.metrics.answered(route, code, seconds)
+            if route in _RESPONSES and "principal" in scope:
+                self.metrics.ended(_outcome(scope.get("ended_with") or broken or code))
+            if self.access_log:
+                self._log(scope, route, code, seconds)
+            log_format.request.reset(at_work)
+
+    def _find(self, scope: Scope) -> tuple[str, str | None]:
+        """(The template of the route that will answer, the scope that it needs); as the router itself would find it."""
+        if not self._plain:
+            paths = (getattr(route, "path", "") for route in self._routes)
+            self._plain = {path: scope_of(path) for path in paths if path and "{" not in path}
+            if scope["path"] in self._plain:
+                return scope["path"], self._plain[scope["path"]]
+        for route in self._routes:
+            if route.matches(scope)[0] is not Match.NONE:
+                template = str(getattr(route, "path", _OTHER))
+                return template, scope_of(template)
+        return _OTHER, None
+
+    def _log(self, scope: Scope, route: str, code: int, seconds: float) -> None:
+        principal = scope.get("principal")
+        fields: dict[str, Any] = {
+            "method": scope["method"],
+            "path": log_format.path(scope["path"]),
+            "route": route,
+            "code": code,
+            "ms": round(seconds * 1e3, 2),
+            "client": (scope.get("client") or ("",))[0],
+            "key": principal.key if principal is not None else None,
+            "tenant": principal.tenant if principal is not None else None,
+        }
+        access.info("%(method)s %(path)s %(code)d in %(ms).1f ms", fields, extra={log_format.FIELDS: fields})
+
+
+def _outcome(status: int) -> Outcome:
+    """What a request for responses came to, by the status that it ended with."""
+    if status == CLIENT_CLOSED_REQUEST:
+        return "left"
+    return "complete" if status < 400 else "refused" if status < 500 else "failed"
+
+
+def _read_trace(scope: Scope, given: dict[bytes, bytes]) -> bool:
+    """Keep the trace context if it is well-formed; one that is not is as if there were none (W3C)."""
+    found = _TRACEPARENT.fullmatch(given[b"traceparent"])
+    if found is None or (found[1] == b"00" and found[3] is not None):
+        return False
+    scope["traceparent"] = given[b"traceparent"].decode("latin-1")
+    scope["trace_id"] = found[2].decode()
+    scope["span_id"] = os.urandom(8).hex()  # this request's own
+    state = given.get(b"tracestate", b"").decode("latin-1")
+    members = [_TRACESTATE_MEMBER.fullmatch(member) for member in state.split(",")]
+    names = [member[1] for member in members if member is not None and member[1]]
+    if names and all(members) and len(names) <= _TRACESTATE_MEMBERS and len(set(names)) == len(names):
+        scope["tracestate"] = state
+    return True

@@ -1,0 +1,458 @@
+"""The swap, step by step, in one replica: follow the store's serving pointer without failing a request.
+
+Prepare, still serving: compare, verify, lay out -> commit: exchange the weights between two engine steps -> prove it by
+the numbers in the manifest. Requests in flight go on under the new policy. If anything fails, the old weights are what
+serves, the replica says so, and the pointer's generation is not tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from serve.config import SwapConfig
+from serve.policies.probe import Numbers, judge
+from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
+from serve.swap.compatibility import require_swappable, require_whole
+from serve.swap.verification import read, vet
+from serve.vllm.engine import Engine, EngineError, Exchanged, Weights
+
+log = logging.getLogger(__name__)
+
+REMEMBERED: Final = 20
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One swap as it is recorded; times in milliseconds.
+
+    ``prepare_ms``: while the old policy served; ``hold_ms``: how long no token could be made; ``in_place``: loaded into
+    the live weights, not exchanged; ``probe``: how far the logprobs were from the manifest's, or why that isn't known.
+    """
+
+    at: str
+    from_version: int
+    to_version: int
+    generation: int
+    ok: bool
+    error: str | None
+    prepare_ms: float
+    hold_ms: float
+    in_flight: int
+    in_place: bool
+    probe: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The record with its keys as they are written: ``from`` and ``to``."""
+        record = asdict(self)
+        return {"at": record.pop("at"), "from": record.pop("from_version"), "to": record.pop("to_version"), **record}
+
+
+class StaleWeights(EngineError):
+    """What serves after a swap is not what the policy's manifest says it computes."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A policy that only needs ``commit``. ``before``: what the old policy gave where ``numbers`` has the new one's."""
+
+    weights: Weights
+    in_place: bool
+    numbers: Numbers | str
+    before: list[list[float]] | None
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a replica has to serve, and what it has to have ready beside that."""
+
+    serve: Pointer | None
+    prepare: Pointer | None = None
+
+
+class Swapper:
+    """Keeps one engine on the policy that the store's pointer names, or that ``orders`` name."""
+
+    def __init__(
+        self,
+        store: PolicyStore,
+        engine: Engine,
+        config: SwapConfig,
+        record: Path,
+        *,
+        observe: Callable[[Swap], None] = lambda swap: None,
+        orders: Callable[[], Orders] | None = None,
+        name: str = "server",
+    ) -> None:
+        """``record``: the file that each swap is appended to, one JSON a line; ``observe`` is called after each.
+
+        ``orders``: asked at every turn instead of the store's pointer; raises PolicyError or OSError if it can't tell.
+        Without it, the pointer is moved back from a policy that is refused, by ``name``.
+        """
+        self.store = store
+        self.engine = engine
+        self.config = config
+        self.record = record
+        self.broken: str | None = None
+        """Why the engine can't serve any more, if a swap failed and the old weights could not be put back."""
+        self.failed: dict[str, Any] | None = None
+        """The pointer that could not be followed, or prepared for, until another one is."""
+        self.name = name
+        self._orders = orders
+        self._ready: tuple[int, Prepared] | None = None  # the generation that was prepared for
+        self._readied = 0  # the newest generation that was prepared for, well or not
+        self._observe = observe
+        self._weights: Weights | None = None
+        self._spare: Weights | None = None  # what is laid out beside them
+        self._obstacle: str | None = None  # what was told of already
+        self._pointer: Pointer | None = None
+        self._seen = 0  # the newest generation that was acted upon, well or not
+        self._since = _now()
+        self._swaps: deque[Swap] = deque(maxlen=REMEMBERED)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the engine on what the pointer names and begin to follow the pointer.
+
+        Raises PolicyError (no pointer, no such policy, a damaged one), EngineError.
+        """
+        pointer = self._ask_orders().serve
+        if pointer is None:
+            raise PolicyError(f"{self.store.root} has no serving policy yet: promote one first (millrace init)")
+        files = await asyncio.to_thread(read, self.store, pointer.version, check_finite=False)
+        self._weights = Weights(self.store.get(pointer.version), files)
+        await self.engine.start(self._weights.policy)
+        await self._prove_start()
+        await asyncio.to_thread(self._record_served, pointer)
+        self._pointer, self._seen, self._since = pointer, pointer.generation, _now()
+        self._task = asyncio.create_task(self._follow(), name="swapper")
+
+    async def close(self) -> None:
+        """Stop following. A swap under way is brought to its end first, by its own timeouts."""
+        if self._task is None:
+            return
+        task, self._task = self._task, None
+        task.cancel()
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not task.cancelled():  # it is this call that was cancelled
+                raise
+
+    @property
+    def _serving(self) -> Weights:
+        assert self._weights is not None, "start() comes first"
+        return self._weights
+
+    @_serving.setter
+    def _serving(self, weights: Weights) -> None:
+        self._weights = weights
+
+    @property
+    def healthy(self) -> bool:
+        """Whether pointer changes are noticed and the engine holds whole weights."""
+        return self.broken is None and self._task is not None and not self._task.done()
+
+    def status(self) -> dict[str, Any]:
+        """What ``GET /policy`` says of this replica."""
+        pointer = self._pointer
+        return {
+            "version": self.engine.version,
+            "previous": pointer.previous if pointer else None,
+            "since": self._since,
+            "generation": pointer.generation if pointer else 0,
+            "swaps": [swap.to_json() for swap in self._swaps],
+            "failed": self.failed,
+        }
+
+    async def _follow(self) -> None:
+        unreadable = None
+        while self.broken is None:
+            await asyncio.sleep(self.config.poll_seconds)
+            try:
+                orders = self._ask_orders()
+                unreadable = None
+            except (PolicyError, OSError) as error:
+                if str(error) != unreadable:  # once, not at every look
+                    log.error("the serving pointer can't be read, policy %d stays: %s", self.engine.version, error)
+                unreadable = str(error)
+                continue
+            if orders.serve is not None and orders.serve.generation != self._seen:
+                self._seen = orders.serve.generation
+                step = self._act(orders.serve)
+            elif orders.prepare is not None and orders.prepare.generation != self._readied:
+                self._readied = orders.prepare.generation
+                step = self._get_ready(orders.prepare)
+            elif orders.prepare is None and self._ready is not None:
+                step = self._let_go()
+            else:
+                continue
+            # Shielded: once begun, a swap is finished or undone, also when the server stops.
+            swap = asyncio.create_task(step, name="swap")
+            try:
+                await asyncio.shield(swap)
+            except asyncio.CancelledError:
+                await swap
+                raise
+
+    def _ask_orders(self) -> Orders:
+        return Orders(self.store.serving()) if self._orders is None else self._orders()
+
+    async def _act(self, pointer: Pointer) -> None:
+        if pointer.version == self.engine.version:
+            await asyncio.to_thread(self._record_served, pointer)
+            self._pointer, self.failed = pointer, None
+            await self._let_go()
+            return
+        swap = await self.swap_to(pointer)
+        self._swaps.append(swap)
+        if swap.ok:
+            await asyncio.to_thread(self._record_served, pointer)
+            self._pointer, self._since, self.failed = pointer, swap.at, None
+            log.info("policy %d serves, held for %.1f ms; probe: %s", swap.to_version, swap.hold_ms, swap.probe)
+        else:
+            log.error("policy %d refused, %d stays: %s", swap.to_version, swap.from_version, swap.error)
+            if self._orders is None and self.broken is None and self.engine.healthy:
+                await asyncio.to_thread(self._move_back, pointer, swap)
+            self._fail(pointer, swap.error or "")
+        self._observe(swap)
+        try:
+            await asyncio.to_thread(_append, self.record, swap.to_json())
+        except OSError as error:
+            log.error("the swap to policy %d could not be recorded: %s", swap.to_version, error)
+
+    def _record_served(self, pointer: Pointer) -> None:
+        """Put on record that the policy serves, so that it can be rolled back to; of a fleet, its controller does."""
+        if self._orders is not None:
+            return
+        try:
+            self.store.record_outcome(pointer, served=True, by=self.name)
+        except (PolicyError, OSError) as error:
+            log.error("that policy %d serves can't be put on record: %s", pointer.version, error)
+
+    def _move_back(self, pointer: Pointer, swap: Swap) -> None:
+        """Have the store's pointer name again what serves: else the next start would try the refused policy.
+
+        An engine that died says nothing of the policy: then the pointer stays, and the next start serves what it names.
+        """
+        try:
+            why = f"policy {swap.to_version} was refused: {swap.error}"
+            back = self.store.move_back(pointer, swap.from_version, who=self.name, why=why)
+        except StalePointer as error:  # somebody was faster; the next look sees where it is
+            log.info("%s", error)
+        except (PolicyError, OSError) as error:
+            log.error("the serving pointer stays at policy %d: %s", pointer.version, error)
+        else:
+            self._pointer, self._seen = back, back.generation
+
+    async def swap_to(self, pointer: Pointer) -> Swap:
+        """Serve another policy from the next token on, or keep the old one; which it was is in the result."""
+        started = time.monotonic()
+        ready, self._ready = self._ready, None
+        try:
+            if ready is not None and ready[0] == pointer.generation:
+                prepared = ready[1]
+            else:
+                prepared = await self.prepare(pointer.version)
+        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is told
+            return self._told(pointer.version, pointer.generation, _describe(failure), _since_ms(started))
+        return await self.commit(prepared, pointer.generation, prepare_ms=_since_ms(started))
+
+    @property
+    def prepared(self) -> tuple[int, Policy] | None:
+        """The generation that only needs a commit, and its policy."""
+        return (self._ready[0], self._ready[1].weights.policy) if self._ready else None
+
+    @property
+    def policy(self) -> Policy:
+        """What serves."""
+        return self._serving.policy
+
+    async def _get_ready(self, pointer: Pointer) -> None:
+        await self._let_go()
+        try:
+            self._ready = pointer.generation, await self.prepare(pointer.version)
+        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is told
+            self._fail(pointer, _describe(failure))
+            log.error("policy %d can't be prepared: %s", pointer.version, _describe(failure))
+
+    async def _let_go(self) -> None:
+        """Give up what was prepared and is not wanted any more."""
+        if self._ready is not None:
+            self._ready = None
+            await self.engine.release()
+
+    def _fail(self, pointer: Pointer, error: str) -> None:
+        self.failed = {"version": pointer.version, "generation": pointer.generation, "error": error, "at": _now()}
+
+    async def prepare(self, version: int) -> Prepared:
+        """All of a swap that can be done while the old policy serves undisturbed.
+
+        Raises PolicyError, EngineError, TimeoutError with what is wrong; nothing has changed then.
+        """
+        config, old = self.config, self._serving
+        policy = await asyncio.to_thread(self._swappable, old.policy, version)
+        weights = self._spare
+        # Kept weights are those of one version: another one with the same bytes has files and a label of its own.
+        if weights is None or (weights.policy.version, weights.policy.files) != (version, policy.files):
+            files = await vet(self.store, version, check_finite=config.check_finite, timeout_s=config.prepare_timeout_s)
+            weights = Weights(policy, files)
+        obstacle = "serve.swap.in_place is set" if config.in_place else await self.engine.obstacle()
+        self._spare = None
+        if obstacle is None:
+            await self.engine.lay_out(weights, spare_bytes=config.spare_bytes, timeout_s=config.prepare_timeout_s)
+        elif obstacle != self._obstacle:
+            log.warning("weights are loaded in place, requests wait for the load: %s", obstacle)
+            self._obstacle = obstacle
+        numbers = Numbers.of(policy.probe) if config.probe else "serve.swap.probe is off"
+        before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
+        return Prepared(weights, in_place=obstacle is not None, numbers=numbers, before=before)
+
+    async def commit(self, prepared: Prepared, generation: int, *, prepare_ms: float = 0.0) -> Swap:
+        """Have what was prepared serve, and prove it; or put the old policy back."""
+        config, old, policy = self.config, self._serving, prepared.weights.policy
+        in_flight = self.engine.in_flight
+        hold_ms, probe, error = 0.0, "", None
+        exchanged: Exchanged | None = None
+        held = time.monotonic()
+        try:
+            if config.mode == "wait" and not await self.engine.drain(config.drain_timeout_s):
+                log.warning("%d requests did not end within drain_timeout_s: they go on", self.engine.in_flight)
+            if prepared.in_place:
+                held = time.monotonic()
+                await self.engine.hold(recompute=config.recompute, timeout_s=config.hold_timeout_s)
+                await self.engine.load(prepared.weights, config.hold_timeout_s)
+                await self.engine.resume(config.hold_timeout_s)
+                hold_ms = _since_ms(held)
+            else:
+                exchanged = await self.engine.commit(
+                    prepared.weights, recompute=config.recompute, timeout_s=config.hold_timeout_s
+                )
+                hold_ms = exchanged.ms
+            probe = await self._prove(prepared)
+            self._serving = prepared.weights
+            if exchanged is not None and exchanged.kept and config.shadow_weights:
+                self._spare = old
+            else:
+                await self.engine.release()
+        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy must serve on and the cause be told
+            error = _describe(failure)
+            await self._put_back(old, exchanged, error)
+            hold_ms = hold_ms or _since_ms(held)
+        return self._told(
+            policy.version,
+            generation,
+            error,
+            prepare_ms,
+            hold_ms=hold_ms,
+            in_flight=in_flight,
+            in_place=prepared.in_place,
+            probe=probe,
+            from_version=old.policy.version,
+        )
+
+    async def _prove_start(self) -> None:
+        numbers = Numbers.of(self._serving.policy.probe) if self.config.probe else "serve.swap.probe is off"
+        proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
+        log.info("probe of policy %d: %s", self.engine.version, proof)
+
+    def _swappable(self, old: Policy, version: int) -> Policy:
+        policy = self.store.get(version)
+        require_whole(policy)
+        require_swappable(old, policy)
+        return policy
+
+    async def _ask(self, numbers: Numbers) -> list[list[float]]:
+        """What the engine gives where the numbers have something to compare with."""
+        return [
+            await self.engine.next_logprobs(prompt, tokens, self.config.hold_timeout_s)
+            for prompt, tokens in zip(numbers.prompts, numbers.tokens, strict=True)
+        ]
+
+    async def _prove(self, prepared: Prepared) -> str:
+        """Compare the engine with the policy's numbers. Raises StaleWeights if they differ."""
+        numbers = prepared.numbers
+        if isinstance(numbers, str):
+            return numbers
+        verdict = judge(numbers, prepared.before, await self._ask(numbers), self.engine.dtype)
+        if verdict.objection:
+            raise StaleWeights(f"policy {prepared.weights.policy.version} is not what serves: {verdict.objection}")
+        return f"{verdict.difference:.2g} nats off"
+
+    async def _put_back(self, old: Weights, exchanged: Exchanged | None, cause: str) -> None:
+        """Have the old weights serve again; else stop the engine rather than serve a mixture."""
+        config = self.config
+        try:
+            if exchanged is not None and exchanged.kept:
+                await self.engine.commit(old, recompute=config.recompute, timeout_s=config.hold_timeout_s)
+                await self.engine.release()
+                return
+            await self.engine.hold(recompute=config.recompute, timeout_s=config.hold_timeout_s)
+            await self.engine.release()
+            # Verified anew: in the time that it served, its files may have been copied or touched.
+            files = await asyncio.to_thread(read, self.store, old.policy.version, check_finite=False)
+            self._serving = Weights(old.policy, files)
+            await self.engine.load(self._serving, config.hold_timeout_s)
+            await self.engine.resume(config.hold_timeout_s)
+        except Exception as failure:  # noqa: BLE001 - the end of the line: the engine must not go on with unknown weights
+            self.broken = f"{cause}; and policy {old.policy.version} could not be put back: {_describe(failure)}"
+            log.critical("the engine is stopped: %s", self.broken)
+            await self.engine.close()
+
+    def _told(
+        self,
+        version: int,
+        generation: int,
+        error: str | None,
+        prepare_ms: float,
+        *,
+        hold_ms: float = 0.0,
+        in_flight: int = 0,
+        in_place: bool = False,
+        probe: str = "",
+        from_version: int | None = None,
+    ) -> Swap:
+        return Swap(
+            at=_now(),
+            from_version=from_version or self._serving.policy.version,
+            to_version=version,
+            generation=generation,
+            ok=error is None,
+            error=error,
+            prepare_ms=round(prepare_ms, 3),
+            hold_ms=round(hold_ms, 3),
+            in_flight=in_flight,
+            in_place=in_place,
+            probe=probe,
+        )
+
+
+def _append(path: Path, record: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        file.write(json.dumps(record).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return "the engine did not answer in time (serve.swap.prepare_timeout_s, serve.swap.hold_timeout_s)"
+    return str(error) if isinstance(error, PolicyError) else f"{type(error).__name__}: {error}"
+
+
+def _since_ms(started: float) -> float:
+    return (time.monotonic() - started) * 1e3
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

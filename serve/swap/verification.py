@@ -1,0 +1,103 @@
+"""Is a policy what its manifest says, with no NaN in it? Answered by a process of its own at low priority.
+
+``python -m serve.swap.verification STORE VERSION FINITE`` reads every byte of the policy and prints one JSON object:
+``files``, or ``refused`` with the reason. In the server's process, or the engine's, the same work would take the
+processor from requests; and the pages that it read stay in the page cache, from where the engine takes them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from serve.policies.folder import fingerprint
+from serve.policies.store import PolicyError, PolicyStore
+
+_PR_SET_PDEATHSIG: Final = 1
+_NICENESS: Final = 10  # about a tenth of a processor beside one busy thread: behind requests, and yet in time
+
+Files = dict[str, dict[str, Any]]
+
+
+class Refused(PolicyError):
+    """The policy is not fit to serve; the text says why."""
+
+
+async def vet(store: PolicyStore, version: int, *, check_finite: bool, timeout_s: float) -> Files:
+    """Read a policy whole; each of its weight files with its ``sha256`` and its ``fingerprint`` while it was read.
+
+    Raises Refused, naming the file or the tensor, and TimeoutError.
+    """
+    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    command = [
+        sys.executable,
+        "-m",
+        "serve.swap.verification",
+        str(store.root.absolute()),
+        str(version),
+        str(int(check_finite)),
+    ]
+    thread = threading.Thread(target=_run, args=(command, timeout_s, answer), name="vetting", daemon=True)
+    thread.start()
+    result = json.loads(await answer)
+    if "refused" in result:
+        raise Refused(result["refused"])
+    files: Files = result["files"]
+    return files
+
+
+def main() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    root, version, check_finite = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
+    try:
+        print(json.dumps({"files": read(PolicyStore(root), version, check_finite=check_finite)}))
+    except (PolicyError, OSError) as error:
+        print(json.dumps({"refused": str(error)}))
+
+
+def read(store: PolicyStore, version: int, *, check_finite: bool) -> Files:
+    """``vet``, in this process. Raises PolicyError."""
+    from serve.swap.compatibility import require_finite
+
+    prints = {path.name: fingerprint(path) for path in store.get(version).weight_files if path.exists()}
+    policy = store.verify(version)
+    if check_finite:
+        require_finite(policy)
+    return {
+        path.name: {"sha256": policy.files[path.name]["sha256"], "fingerprint": prints[path.name]}
+        for path in policy.weight_files
+    }
+
+
+def _run(command: list[str], timeout_s: float, answer: asyncio.Future[str]) -> None:
+    """Run the process; from a thread, whose priority it inherits, and with which it would die."""
+    loop = answer.get_loop()
+
+    def settle(method: Any, value: Any) -> None:
+        if not answer.done():
+            method(value)
+
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        if done.returncode != 0:
+            raise Refused(f"reading the policy ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    except subprocess.TimeoutExpired:
+        error = TimeoutError(f"the policy was not read within serve.swap.prepare_timeout_s ({timeout_s:g} s)")
+        loop.call_soon_threadsafe(settle, answer.set_exception, error)
+    except Exception as error:  # noqa: BLE001 - a thread's failure is handed to whoever waits for it
+        loop.call_soon_threadsafe(settle, answer.set_exception, error)
+    else:
+        loop.call_soon_threadsafe(settle, answer.set_result, done.stdout)
+
+
+if __name__ == "__main__":
+    main()

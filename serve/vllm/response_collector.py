@@ -1,0 +1,184 @@
+"""vLLM's scheduler, which hands over a response when it is whole, if nobody reads it before that.
+
+vLLM's engine tells the API process of every token. For a response that is not streamed that is, for nothing, a message,
+a decoding and a turn of the event loop a step. A request that is marked (``MARK`` in its ``extra_args``) has its tokens
+kept here, in the engine's process, and goes out as one message, with a note (in ``kv_transfer_params``, which nothing
+else uses without a KV connector) of what would be known from the single ones: when its first token was made, the
+logprobs, and which policy made which token. One that is marked as a stream has its tokens handed over at once, each
+with its logprob as a plain number in the note: the arrays that vLLM would send cost it a third of its time.
+Numbers for the metrics go out a few times a second.
+
+The engine's process imports this module by name (``scheduler_cls``).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
+
+from feedback.signals import heed_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+MARK: Final = "millrace_whole"
+STREAM: Final = "stream"
+"""The mark's value for a request whose tokens go out at once."""
+_STATS_EVERY_S: Final = 0.2
+
+# As vLLM itself chooses: a CPU engine does not schedule ahead of its outputs.
+_Base: Any = Scheduler if current_platform.is_cpu() else AsyncScheduler
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What a marked request has made so far. ``spans``: [first token, policy version], rising."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    spans: list[tuple[int, str]] = field(default_factory=list)
+    events: list[Any] = field(default_factory=list)
+    prefill_stats: Any = None
+    first_token_at: float | None = None
+    streams: bool = False
+
+    def add(self, output: EngineCoreOutput, version: str) -> None:
+        if output.new_token_ids:
+            if self.first_token_at is None:
+                self.first_token_at = time.monotonic()
+            if not self.spans or self.spans[-1][1] != version:
+                self.spans.append((len(self.tokens), version))
+            self.tokens += output.new_token_ids
+            if output.new_logprobs is not None:
+                self.logprobs.append(output.new_logprobs.logprobs[:, 0])
+        if output.events:
+            self.events += output.events
+        if output.prefill_stats is not None:
+            self.prefill_stats = output.prefill_stats
+
+    def put_into(self, output: EngineCoreOutput) -> None:
+        """Make the last output the only one, or of a stream the one that has all logprobs."""
+        if not self.streams:
+            output.new_token_ids = self.tokens
+            output.events = self.events or None
+            output.prefill_stats = self.prefill_stats
+        output.new_logprobs = None
+        output.kv_transfer_params = {
+            "first_token_at": self.first_token_at,
+            "logprobs": np.concatenate(self.logprobs, dtype="<f4").tobytes() if self.logprobs else b"",
+            "spans": self.spans,
+        }
+
+
+class WholeResponses(_Base):
+    """The scheduler that ``serve.vllm.engine`` names to vLLM."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._kept: dict[str, _Kept] = {}
+        self._cut_off: list[Request] = []
+        self._core = _maker()
+        self._stats_due = 0.0
+        self._seen_version = ""
+        heed_parent()
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """As vLLM's.
+
+        Requests that have waited since before a swap compute their prompt under the new policy; what they would find
+        cached under their salt is of the old one.
+        """
+        if (version := self._version()) != self._seen_version:
+            self._seen_version = version
+            for request in self.requests.values():
+                if request.status != RequestStatus.RUNNING:
+                    request.skip_reading_prefix_cache = True
+        return super().schedule(*args, **kwargs)
+
+    def add_request(self, request: Request) -> None:
+        """As vLLM's."""
+        super().add_request(request)
+        parameters = request.sampling_params
+        if parameters is not None and parameters.extra_args and MARK in parameters.extra_args:
+            self._kept[request.request_id] = _Kept(streams=parameters.extra_args[MARK] == STREAM)
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """As vLLM's; a marked request that is aborted hands over what it has, with the next step."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        if finished_status == RequestStatus.FINISHED_ABORTED:
+            self._cut_off += [request for request in finished if request.request_id in self._kept]
+        return finished
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """As vLLM's, without the outputs that are kept."""
+        by_client: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        if self._kept:
+            version = self._version()
+            for outputs in by_client.values():
+                outputs.outputs = [output for output in outputs.outputs if self._passes(output, version)]
+        for request in self._cut_off:
+            kept = self._kept.pop(request.request_id, None)
+            if kept is not None:
+                output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
+                kept.put_into(output)
+                by_client.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+        self._cut_off.clear()
+        return {
+            client: outputs
+            for client, outputs in by_client.items()
+            if outputs.outputs or outputs.scheduler_stats is not None or outputs.finished_requests
+        }
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """As vLLM's, some times a second and when nothing is left to do; what they count is counted on meanwhile."""
+        now = time.monotonic()
+        if now < self._stats_due and (self.running or self.waiting):
+            return None
+        self._stats_due = now + _STATS_EVERY_S
+        stats: SchedulerStats | None = super().make_stats(*args, **kwargs)
+        return stats
+
+    def _passes(self, output: EngineCoreOutput, version: str) -> bool:
+        kept = self._kept.get(output.request_id)
+        if kept is None:
+            return True
+        kept.add(output, version)
+        if output.finish_reason is None:
+            if kept.streams and output.new_logprobs is not None:
+                output.kv_transfer_params = {"logprobs": output.new_logprobs.logprobs[:, 0].tolist()}
+                output.new_logprobs = None
+            return kept.streams
+        kept.put_into(output)
+        del self._kept[output.request_id]
+        return True
+
+    def _version(self) -> str:
+        """The label that the engine gives to what this step made."""
+        return str(self._core.get_weight_version())
+
+
+def _maker() -> EngineCore:
+    """The engine core that is about to make a scheduler: vLLM hands its scheduler no reference to it."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if isinstance(maker := frame.f_locals.get("self"), EngineCore):
+            return maker
+    raise RuntimeError("this scheduler is for vLLM's engine core only")

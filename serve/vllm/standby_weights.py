@@ -1,0 +1,355 @@
+"""A second set of weights, laid out in the form that vLLM's kernels use while the first one serves.
+
+A twin of the live model is loaded by the model's own loaders and prepared by vLLM's own layers: fused, padded, and on a
+CPU prepacked. What then differs between the two, parameters and the kernels' own attributes, is a list of places; an
+exchange swaps their contents, by reference where nothing holds addresses (an eager engine), else by copying into the
+live tensors (compiled graphs and CUDA graphs go on reading where they read before).
+
+Which layers can be laid out so is decided by ``obstacle``; a model with any other is loaded in place.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any, Final
+
+import psutil
+import torch
+from torch import nn
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _layerwise_process,
+    get_layerwise_info,
+    initialize_online_processing,
+)
+from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
+
+from serve.policies.folder import safetensors_header
+from serve.policies.mapped_safetensors import MappedFile
+
+_NICENESS: Final = 10  # about a tenth of a processor beside one busy thread: behind requests, and yet in time
+_BREATH_S: Final = 0.002  # between two tensors, so that the engine's thread gets the interpreter
+_SLACK: Final = 1.05  # allocators round up
+_RELEASE_TIMEOUT_S: Final = 60.0
+
+
+class NotEnoughMemory(RuntimeError):
+    """A second set of weights would not fit; the text has both numbers."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One thing that an exchange swaps: ``key`` of two dicts."""
+
+    live: dict[str, Any]
+    twin: dict[str, Any]
+    key: str
+
+
+class Shadow:
+    """The second set. Made by a thread of low priority; ``done`` and ``error`` tell how far it is."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        vllm_config: Any,
+        folder: Path,
+        files: dict[str, dict[str, Any]],
+        *,
+        spare_bytes: int,
+        after: threading.Thread | None,
+    ) -> None:
+        """``files``: name of each safetensors file -> its ``sha256`` and ``fingerprint``.
+
+        ``spare_bytes``: memory that must be left when the set is there; ``after``: what gives memory back, to wait for.
+        """
+        self.holds = hashes(files)
+        """sha256 by file of the weights that the second set holds."""
+        self.error: BaseException | None = None
+        self._model, self._vllm_config = model, vllm_config
+        self._spare_bytes, self._after = spare_bytes, after
+        self._by_reference = keeps_no_addresses(vllm_config)
+        self._folder, self._files = folder, files
+        self._places: list[Place] = []
+        self._layers: list[nn.Module] = []
+        self._thread = threading.Thread(target=self._run, name="millrace-shadow", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether the thread has come to its end, well or not."""
+        return not self._thread.is_alive()
+
+    def exchange(self, serving: dict[str, str]) -> bool:
+        """Make the second set the one that serves; between two steps. Whether the old set is kept, as the second one.
+
+        ``serving``: sha256 by file of the set that serves. After a failure the live model is a mixture.
+        """
+        if not self._by_reference:
+            with torch.no_grad():
+                for place in self._places:
+                    place.live[place.key].data.copy_(place.twin[place.key].data, non_blocking=True)
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()
+            return False
+        for place in self._places:
+            place.live[place.key], place.twin[place.key] = place.twin[place.key], place.live[place.key]
+        self.holds = serving
+        return True
+
+    def release(self) -> threading.Thread:
+        """Give the second set's memory back, in a thread: the kernel takes a while to take back a large one."""
+        thread = threading.Thread(target=self._release, name="millrace-release", daemon=True)
+        thread.start()
+        return thread
+
+    # Inside
+
+    def _run(self) -> None:
+        threads = torch.get_num_threads()
+        try:
+            _low_priority()
+            if self._after is not None:
+                self._after.join(_RELEASE_TIMEOUT_S)
+            self._require_memory()
+            torch._C.set_num_threads(1)  # of this thread; vLLM has put torch.set_num_threads out of use
+            self._lay_out()
+        except BaseException as error:  # noqa: BLE001 - a thread's failure is handed to whoever asks for its state
+            self.error = error
+            self._release()
+        finally:
+            torch._C.set_num_threads(threads)
+
+    def _require_memory(self) -> None:
+        needed = bytes_needed(self._model, self._vllm_config, [self._folder / name for name in self._files])
+        available = bytes_available(self._vllm_config.device_config.device)
+        if needed + self._spare_bytes > available:
+            raise NotEnoughMemory(
+                f"a second set of weights takes {_mib(needed)}, {_mib(available)} are available, and "
+                f"serve.swap.spare_bytes keeps {_mib(self._spare_bytes)} of them free; free some memory, or set "
+                "serve.swap.in_place, which needs no second set"
+            )
+
+    @torch.no_grad()
+    def _lay_out(self) -> None:
+        files = [MappedFile(self._folder / name, self._files[name]["fingerprint"]) for name in sorted(self._files)]
+        twins = make_twins(self._model)
+        self._layers = list(twins.values())
+        for twin in twins.values():
+            initialize_online_processing(twin)
+        twins[self._model].load_weights(_breathing(files))
+        loaded = self._finish(twins)
+        self._places = [place for layer, twin in twins.items() if twin in loaded for place in _places(layer, twin)]
+        for file in files:
+            file.require_unchanged()
+
+    def _finish(self, twins: dict[nn.Module, nn.Module]) -> set[nn.Module]:
+        """Prepare what the loaders left open; the twins that hold weights of the new policy."""
+        names = {layer: name for name, layer in self._model.named_modules()}
+        loaded, rest = set(), []
+        for layer, twin in twins.items():
+            info = get_layerwise_info(twin)
+            if not info.can_load():  # all its weights came, so it was prepared at once
+                loaded.add(twin)
+            elif info.load_numel > 0:  # all but its padding
+                _layerwise_process(twin, info)
+                loaded.add(twin)
+            else:
+                rest.append((layer, twin))
+            time.sleep(_BREATH_S)
+        # A tied head is not named by a checkpoint: its weight is the embedding's, and it has its own prepacked copy.
+        new = {
+            id(layer._parameters[key]): twin._parameters[key]
+            for layer, twin in twins.items()
+            if twin in loaded
+            for key in layer._parameters
+        }
+        for layer, twin in rest:
+            parameters = {key: value for key, value in layer._parameters.items() if value is not None}
+            if not any(value.numel() for value in parameters.values()):
+                continue
+            for key, value in parameters.items():
+                if id(value) not in new:
+                    raise RuntimeError(f"{names[layer]}.{key} got no new weights: it would keep the old policy's")
+                twin._parameters[key] = new[id(value)]
+            if method := getattr(twin, "quant_method", None):
+                method.process_weights_after_loading(twin)
+            loaded.add(twin)
+        return loaded
+
+    def _release(self) -> None:
+        if threading.current_thread() is not self._thread:
+            self._thread.join()  # it may still be at work, when the API gave it up
+        _low_priority()
+        places, self._places = self._places, []
+        layers, self._layers = self._layers, []
+        self.holds = {}
+        with torch.no_grad():
+            for place in places:
+                value = place.twin.pop(place.key, None)
+                if isinstance(value, torch.Tensor) and value is not place.live.get(place.key):
+                    torch.Tensor.set_(value)  # frees the memory without the interpreter's lock, as `del` doesn't
+                    value.__dict__.clear()
+                del value
+                time.sleep(_BREATH_S / 10)
+        for layer in layers:
+            layer.__dict__.clear()  # a parameter's loader is a method of its layer: a cycle
+
+
+def obstacle(model: nn.Module, vllm_config: Any) -> str | None:
+    """Why a second set of this model's weights can't be laid out beforehand; None if it can."""
+    if vllm_config.speculative_config is not None:
+        return "it is served with a draft model"
+    if vllm_config.lora_config is not None:
+        return "it is served with LoRA adapters"
+    if model.__class__.__dict__.get("process_weights_after_loading"):
+        return f"{type(model).__name__} derives weights of its own after loading"
+    if vllm_config.device_config.device.type == "cpu" and not keeps_no_addresses(vllm_config):
+        return "it is compiled, and a CPU's prepacked weights are part of the graph"
+    for name, layer in model.named_modules():
+        if is_deferred_attention_layer(layer) and not isinstance(layer, Attention):
+            return f"{name} ({type(layer).__name__}) derives weights of its own after loading"
+        if not any(parameter.numel() for parameter in layer.parameters(recurse=False)) and not hasattr(
+            layer, "cpu_linear"
+        ):
+            continue
+        method = getattr(layer, "quant_method", None)
+        if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+            return f"{name} is prepared by {type(method).__name__}"
+        if any(True for _ in layer.buffers(recurse=False)):
+            return f"{name} has buffers beside its weights"
+    return None
+
+
+def keeps_no_addresses(vllm_config: Any) -> bool:
+    """Whether every step looks its weights up anew."""
+    compilation = vllm_config.compilation_config
+    return compilation.mode in (None, CompilationMode.NONE) and compilation.cudagraph_mode in (
+        None,
+        CUDAGraphMode.NONE,
+    )
+
+
+def bytes_needed(model: nn.Module, vllm_config: Any, files: list[Path]) -> int:
+    """Memory that a second set takes in this process, at most."""
+    itemsize = vllm_config.model_config.dtype.itemsize
+    stored = sum(math.prod(entry["shape"]) * itemsize for path in files for entry in safetensors_header(path).values())
+    prepacked = sum(
+        layer.weight.numel() * itemsize
+        for layer in model.modules()
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear")
+    )
+    return int(_SLACK * (stored / vllm_config.parallel_config.tensor_parallel_size + prepacked))
+
+
+def bytes_available(device: torch.device) -> int:
+    """Memory that this process can still get: the GPU's, or the machine's within the bounds of its control group."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = psutil.virtual_memory().available
+    group = Path("/sys/fs/cgroup")
+    try:
+        bound = (group / "memory.max").read_text().strip()
+        if bound != "max":
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
+            available = min(available, max(0, int(bound) - used))
+    except (OSError, ValueError):
+        pass  # no such control group: the machine's own number stands
+    return available
+
+
+def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """layer -> its twin, for all layers of a model: the same settings, its own weights, in the checkpoint's form."""
+    twins: dict[nn.Module, nn.Module] = {}
+
+    def make(layer: nn.Module) -> nn.Module:
+        if layer not in twins:
+            twin = twins[layer] = object.__new__(type(layer))
+            twin.__dict__.update(layer.__dict__)
+            twin.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
+            for kind in ("_parameters", "_buffers"):
+                twin.__dict__[kind] = dict(layer.__dict__[kind])
+            twin.__dict__["_modules"] = {
+                name: child if child is None else make(child) for name, child in layer._modules.items()
+            }
+        return twins[layer]
+
+    make(model)
+    for layer, twin in twins.items():
+        source, info = get_layerwise_info(layer), get_layerwise_info(twin)
+        info.restore_device = source.restore_device
+        info.restore_metadata = (
+            {name: _belonging_to(twin, to_meta_tensor(tensor)) for name, tensor in source.restore_metadata[0].items()},
+            {name: _belonging_to(twin, to_meta_tensor(tensor)) for name, tensor in source.restore_metadata[1].items()},
+        )
+        restore_layer_on_meta(twin, info)
+        for name, parameter in twin._parameters.items():
+            if parameter is not None and parameter is layer._parameters.get(name):  # vLLM leaves biases where they are
+                own = torch.empty_like(parameter)
+                own.__class__ = parameter.__class__
+                own.__dict__ = dict(parameter.__dict__)
+                twin._parameters[name] = _belonging_to(twin, own)
+    return twins
+
+
+def _belonging_to(layer: nn.Module, tensor: torch.Tensor) -> Any:
+    """The tensor, its loader a method of that layer whatever layer and wrapper it had before."""
+    if hasattr(tensor, "weight_loader"):
+        tensor.weight_loader = _get_original_loader(tensor)
+    for key, value in tensor.__dict__.items():
+        if isinstance(value, MethodType) and (
+            value.__self__ is layer_ref_sentinel or isinstance(value.__self__, type(layer))
+        ):
+            tensor.__dict__[key] = value.__func__.__get__(layer)
+    return tensor
+
+
+def _places(layer: nn.Module, twin: nn.Module) -> Iterator[Place]:
+    """Where a prepared twin differs from its layer."""
+    if missing := layer._parameters.keys() ^ twin._parameters.keys():
+        raise RuntimeError(f"{type(layer).__name__} has other parameters after loading: {sorted(missing)}")
+    for key, parameter in layer._parameters.items():
+        if parameter is not None and twin._parameters[key] is not parameter:
+            _belonging_to(layer, twin._parameters[key])
+            yield Place(layer._parameters, twin._parameters, key)
+    for key in layer.__dict__.keys() | twin.__dict__.keys():
+        if key.startswith(("_parameters", "_buffers", "_modules", "_non_persistent")):
+            continue
+        if key not in layer.__dict__ or key not in twin.__dict__:
+            raise RuntimeError(f"{type(layer).__name__} has other attributes after loading: {key}")
+        if layer.__dict__[key] is not twin.__dict__[key]:
+            yield Place(layer.__dict__, twin.__dict__, key)
+
+
+def _breathing(files: list[MappedFile]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        for item in file.tensors():
+            yield item
+            time.sleep(_BREATH_S)
+
+
+def _low_priority() -> None:
+    # Linux has a priority for each thread. What this thread does for long, it does without the interpreter's lock.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"
+
+
+def hashes(files: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """sha256 by file."""
+    return {name: file["sha256"] for name, file in files.items()}

@@ -1,0 +1,281 @@
+"""The packed batch: flat tokens and sequence offsets, never padding.
+
+Sequence ``s`` is ``tokens[cu_seqlens[s] : cu_seqlens[s + 1]]``, its prompt first. A per-token tensor has the length
+of ``tokens``; its entry at ``t`` speaks of token ``t`` given those before it, and counts only where ``response_mask``
+is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from train.batch.packing import balance, fill
+from train.batch.prompt_rows import families
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One response and what it was worth.
+
+    ``log_probs``: nats, of the behaviour policy, one a response token. ``truncated``: it ended at the longest length.
+    ``fresh``: sampled by this run. ``baseline``: reward of the greedy response to its prompt, where that is asked for.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+    reward: float
+    group: int
+    temperature: float = 1.0
+    truncated: bool = False
+    fresh: bool = True
+    baseline: float = 0.0
+
+
+_EVEN: Final = 1.02
+"""The most that one rank computes over the mean of all with which more even is not looked for."""
+
+PER_SEQUENCE: Final = frozenset(
+    ("prompt_lengths", "temperatures", "rewards", "groups", "truncated", "fresh", "baselines")
+)
+"""Fields of a batch with one value a sequence."""
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """S sequences of T tokens in all.
+
+    ``whole_groups``: sequences of a group are kept together, on a rank and in a micro-batch.
+    """
+
+    tokens: Tensor  # int64 [T]
+    cu_seqlens: Tensor  # int64 [S + 1]
+    prompt_lengths: Tensor  # int64 [S]
+    temperatures: Tensor  # float32 [S]
+    rewards: Tensor  # float32 [S]
+    groups: Tensor  # int64 [S]
+    truncated: Tensor  # bool [S]
+    fresh: Tensor  # bool [S]
+    baselines: Tensor  # float32 [S]
+    behaviour_log_probs: Tensor  # float32 [T]
+    advantages: Tensor | None = None  # float32 [T]
+    old_log_probs: Tensor | None = None  # float32 [T]
+    ref_log_probs: Tensor | None = None  # float32 [T]
+    values: Tensor | None = None  # float32 [T], of the critic, before each token
+    returns: Tensor | None = None  # float32 [T], what the critic learns
+    entropy: Tensor | None = None  # float32 [T], of the policy in training before each token, with gradient
+    whole_groups: bool = False
+
+    @classmethod
+    def pack(cls, rollouts: Sequence[Rollout]) -> PackedBatch:
+        """Lay rollouts end to end.
+
+        Raises:
+            ValueError: no rollouts, an empty prompt or response, or logprobs that don't match the response.
+        """
+        if not rollouts:
+            raise ValueError("a batch needs at least one rollout")
+        for i, r in enumerate(rollouts):
+            if not r.prompt or not r.response:
+                raise ValueError(
+                    f"rollout {i} has {len(r.prompt)} prompt and {len(r.response)} response tokens; both must be > 0"
+                )
+            if len(r.log_probs) != len(r.response):
+                raise ValueError(f"rollout {i} has {len(r.log_probs)} logprobs for {len(r.response)} response tokens")
+        lengths = torch.tensor([len(r.prompt) + len(r.response) for r in rollouts])
+        return cls(
+            tokens=torch.tensor([t for r in rollouts for t in (*r.prompt, *r.response)]),
+            cu_seqlens=offsets(lengths),
+            prompt_lengths=torch.tensor([len(r.prompt) for r in rollouts]),
+            temperatures=torch.tensor([r.temperature for r in rollouts], dtype=torch.float32),
+            rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
+            groups=torch.tensor([r.group for r in rollouts]),
+            truncated=torch.tensor([r.truncated for r in rollouts]),
+            fresh=torch.tensor([r.fresh for r in rollouts]),
+            baselines=torch.tensor([r.baseline for r in rollouts], dtype=torch.float32),
+            behaviour_log_probs=torch.tensor(
+                [p for r in rollouts for p in (*([0.0] * len(r.prompt)), *r.log_probs)], dtype=torch.float32
+            ),
+        )
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [S]: tokens of each sequence."""
+        return self.cu_seqlens.diff()
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """int64 [S]: tokens of each response."""
+        return self.lengths - self.prompt_lengths
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64 [T]: a token's place in its own sequence."""
+        return places(self.lengths)
+
+    @property
+    def response_mask(self) -> Tensor:
+        """bool [T]: the tokens that a policy sampled."""
+        return self.position_ids >= self.prompt_lengths.repeat_interleave(self.lengths)
+
+    def per_token(self, per_sequence: Tensor) -> Tensor:
+        """[S] → [T]: a sequence's value at each of its tokens."""
+        return per_sequence.repeat_interleave(self.lengths)
+
+    def response_sums(self, per_token: Tensor) -> Tensor:
+        """[T] → [S]: the sum over the tokens of each response."""
+        sequence = torch.arange(len(self)).repeat_interleave(self.lengths)
+        return per_token.new_zeros(len(self)).index_add(0, sequence, per_token * self.response_mask)
+
+    def with_(self, **fields: Any) -> PackedBatch:
+        """The batch with some of its fields replaced."""
+        return replace(self, **fields)
+
+    def select(self, sequences: Tensor | Sequence[int]) -> PackedBatch:
+        """The named sequences, in that order, as a batch of their own."""
+        sequences = torch.as_tensor(sequences, dtype=torch.int64)
+        cu_seqlens = offsets(self.lengths[sequences])
+        token_index = self.token_index(sequences)
+        picked: dict[str, Any] = {"cu_seqlens": cu_seqlens, "whole_groups": self.whole_groups}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in picked:
+                index = sequences if field.name in PER_SEQUENCE else token_index
+                picked[field.name] = None if value is None else value[index]
+        return PackedBatch(**picked)
+
+    def token_index(self, sequences: Tensor) -> Tensor:
+        """int64: the places of the tokens of the named sequences (int64 [n]), in that order."""
+        lengths = self.lengths[sequences]
+        return places(lengths) + self.cu_seqlens[sequences].repeat_interleave(lengths)
+
+    def balanced(self, parts: int) -> list[Tensor]:
+        """Sequence indices for each of ``parts`` ranks, which have about as many tokens to compute.
+
+        Responses to one prompt go to one rank, which computes it once, as far as that leaves no rank with much more
+        than the others; see ``train.batch.packing.balance``.
+
+        Raises:
+            ValueError: fewer sequences than parts.
+        """
+        if (count := len(self.units())) < parts:
+            what = "groups" if self.whole_groups else "sequences"
+            raise ValueError(f"{count} {what} cannot be split over {parts} ranks; each needs at least one")
+        best: tuple[int, list[Tensor]] | None = None
+        for units in self._ways():
+            if len(units) < parts:
+                continue
+            costs = self._computed(units)
+            split = balance(costs, parts)
+            most = max(sum(costs[u] for u in part) for part in split)
+            if best is None or most < best[0]:
+                best = most, _joined(units, split)
+            if most * parts <= _EVEN * sum(costs):
+                break
+        assert best is not None
+        return best[1]
+
+    def micro_batches(self, tokens: int, at_least: int = 1) -> list[Tensor]:
+        """Sequence indices in few groups of about equal size; see ``train.batch.packing.fill``.
+
+        Responses to one prompt are in one group, as far as that takes no more groups.
+
+        Args:
+            tokens: the most that are computed for a group, the prompt of several responses once; a longer sequence
+                goes alone.
+            at_least: groups that are wanted even if fewer would do; there are never more than sequences.
+        """
+        best: tuple[tuple[int, int, int], list[Tensor]] | None = None
+        for units in self._ways(tokens):
+            costs = self._computed(units)
+            groups = fill(costs, tokens, at_least)
+            price = max(0, at_least - len(groups)), len(groups), sum(costs)
+            if best is None or price < best[0]:
+                best = price, _joined(units, groups)
+            if len(groups) == max(at_least, -(-sum(costs) // tokens)):
+                break
+        assert best is not None
+        return best[1]
+
+    def units(self) -> list[list[int]]:
+        """Indices of the sequences that have to stay together, ascending: each by itself, or by groups."""
+        if not self.whole_groups:
+            return [[s] for s in range(len(self))]
+        members: dict[int, list[int]] = {}
+        for s, group in enumerate(self.groups.tolist()):
+            members.setdefault(group, []).append(s)
+        return [members[group] for group in sorted(members)]
+
+    @cached_property
+    def _families(self) -> list[list[int]]:
+        return families(self.tokens, self.cu_seqlens[:-1].tolist(), self.prompt_lengths.tolist())
+
+    def _ways(self, budget: int | None = None) -> Iterator[list[list[int]]]:
+        """Ways to keep sequences together: all responses to a prompt, half of them, a quarter, down to each alone.
+
+        None of several sequences needs more than ``budget`` tokens computed.
+        """
+        if self.whole_groups:
+            yield self.units()
+            return
+        lengths, prompts = self.lengths.tolist(), self.prompt_lengths.tolist()
+        members = [sorted(family, key=lambda s: (-lengths[s], s)) for family in self._families]
+        pieces, most = 1, max(len(family) for family in members)
+        while True:
+            units = []
+            for family in members:
+                prompt = prompts[family[0]]
+                rest = [lengths[s] - prompt for s in family]
+                count = min(pieces, len(family))
+                while budget is not None and count < len(family) and prompt + sum(rest[::count]) > budget:
+                    count += 1
+                units += [family[i::count] for i in range(count)]
+            yield units
+            if pieces >= most:
+                return
+            pieces *= 2
+
+    def _computed(self, units: list[list[int]]) -> list[int]:
+        """Tokens that a model computes for each unit: each prompt once."""
+        lengths, prompts = self.lengths.tolist(), self.prompt_lengths.tolist()
+        family = {s: members[0] for members in self._families for s in members}
+        return [
+            sum(lengths[s] - prompts[s] for s in unit) + sum(prompts[first] for first in {family[s] for s in unit})
+            for unit in units
+        ]
+
+    def minibatches(self, count: int, seed: int | None = None) -> Iterator[PackedBatch]:
+        """``count`` batches of whole groups, about equal in groups.
+
+        Args:
+            seed: of the order in which groups are dealt out, a function of it alone; None: by their numbers.
+        """
+        names = self.groups.unique()
+        if seed is not None:
+            names = names[torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))]
+        for chunk in names.tensor_split(min(count, len(names))):
+            yield self.select(torch.isin(self.groups, chunk).nonzero().flatten())
+
+
+def offsets(lengths: Tensor) -> Tensor:
+    """int64 [S] → int64 [S + 1]: where each sequence starts, and the end."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+
+def places(lengths: Tensor) -> Tensor:
+    """int64 [S] → int64 [sum]: 0, 1, … for each of the lengths."""
+    return torch.arange(int(lengths.sum())) - offsets(lengths)[:-1].repeat_interleave(lengths)
+
+
+def _joined(units: list[list[int]], parts: list[list[int]]) -> list[Tensor]:
+    """The sequences of each part's units, ascending: int64."""
+    return [torch.tensor(sorted(s for u in part for s in units[u])) for part in parts]

@@ -1,0 +1,208 @@
+"""The part of a checkpoint that is one model in training with its optimizer: sharded, written in the background.
+
+It is a folder, ``actor`` or ``critic``, in that of the checkpoint (train/checkpoint/files.py): the shards
+(torch.distributed.checkpoint: it loads on any number of ranks) and ``rank-0003.json`` of each rank, its random and
+schedule state. What the training process does after ``Saver.start`` returned does not change what is written. The
+driver makes the checkpoint whole when all its parts are written (train/checkpoint/resume.py).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from train.checkpoint.files import CheckpointError, require_room, step_of, torn, write_synced
+from train.checkpoint.random_state import random_state, seed_all, set_random_state
+
+_FAILURES: Final = (OSError, RuntimeError, CheckpointException)
+_SPARE: Final = 1.05  # metadata and alignment, beside the tensors themselves
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save ended: ``error`` is None if all is on the disk. ``seconds`` from its start, staging included."""
+
+    step: int
+    seconds: float
+    error: str | None = None
+
+
+class Saver:
+    """Saves of one rank, one at a time; every rank makes one and calls it alike.
+
+    Args:
+        timeout_s: for each collective of a save, and for waiting for one.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        # The save's thread must not share a group with the training's collectives: their order would be chance.
+        self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._running: Future[Saved] | None = None
+        self._ended: list[Saved] = []
+
+    def start(
+        self,
+        folder: Path,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
+    ) -> None:
+        """Copy the state aside and write it to ``folder`` in the background; first waits for a running save.
+
+        How it ended, failures of the copy included, is told by ``ended``.
+
+        Args:
+            folder: of this part; it is made.
+            step: steps of the driver that the state has behind it.
+        """
+        self._wait()
+        started = time.monotonic()
+        try:
+            written = self._stage(folder, model, optimizer, schedule)
+        except _FAILURES as error:  # told by ended(); the driver decides what it means
+            self._ended.append(Saved(step, time.monotonic() - started, _say(error)))
+            return
+        self._running = self._thread.submit(self._finish, written, step, started)
+
+    def ended(self, *, wait: bool) -> list[Saved]:
+        """The saves that ended since the last call; ``wait`` for one that is running."""
+        if self._running is not None and (wait or self._running.done()):
+            self._wait()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._ended.append(running.result(self._timeout_s))
+
+    def _stage(
+        self,
+        folder: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: torch.optim.lr_scheduler.LRScheduler,
+    ) -> Future[Any]:
+        """Make the folder, write the small files, copy the tensors and have them written by a thread."""
+        state = state_of(model, optimizer)
+        rank = torch.distributed.get_rank()
+        needed = torch.tensor(_local_bytes(state) * _SPARE)
+        torch.distributed.all_reduce(needed, group=self._group)
+        mine = json.dumps({"random": random_state(), "schedule": schedule.state_dict()})
+        with self._agreed():
+            if rank == 0:
+                folder.mkdir(parents=True)
+                require_room(folder, float(needed))
+        with self._agreed():
+            write_synced(folder / f"rank-{rank:04d}.json", mine)
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+        assert isinstance(written, Future)
+        return written
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """What fails on one rank fails on all, before any waits for it in a collective."""
+        problem = None
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            problem = _say(error)
+        problems: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, problem, group=self._group)
+        if any(problems):
+            raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
+
+    def _finish(self, written: Future[Any], step: int, started: float) -> Saved:
+        """In the thread: wait until every rank has written."""
+        error = None
+        try:
+            written.result(self._timeout_s)
+        except _FAILURES as failure:  # told by ended()
+            error = _say(failure)
+        return Saved(step, time.monotonic() - started, error)
+
+
+def load(
+    checkpoint: Path,
+    part: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+) -> None:
+    """Take over a part of a checkpoint, on as many ranks as there are; every rank must call it.
+
+    A rank that the checkpoint does not have gets random numbers of its own, derived from the step.
+
+    Raises:
+        CheckpointError: it is not whole, or it is of a model of other names or shapes.
+    """
+    if problem := torn(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} is torn: {problem}; remove it, and the run continues from the one before it"
+        )
+    rank, folder = torch.distributed.get_rank(), checkpoint / part
+    state = state_of(model, optimizer)
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except (*_FAILURES, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{folder} does not fit the model in training (another policy, other shapes or another train.optimizer or "
+            f"train.lora), or can't be read: {_say(error)}"
+        ) from error
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=_OPTIONS
+    )
+    mine = folder / f"rank-{rank:04d}.json"
+    kept = json.loads((mine if mine.exists() else folder / "rank-0000.json").read_text())
+    schedule.load_state_dict(kept["schedule"])
+    if mine.exists():
+        set_random_state(kept["random"])
+    else:
+        seed_all(step_of(checkpoint) * 1_000_003 + rank)
+
+
+# --------------------------------------------------------------------------------------------------------- state
+
+_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)  # what is frozen is the parent policy's
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The trained parameters and the optimizer's state, by name, as this rank's shards."""
+    weights, moments = get_state_dict(model, optimizer, options=_OPTIONS)
+    return {"model": weights, "optimizer": moments}
+
+
+def _local_bytes(state: dict[str, Any]) -> int:
+    total = 0
+    for value in state.values():
+        if isinstance(value, dict):
+            total += _local_bytes(value)
+        elif isinstance(value, Tensor):
+            local = value.to_local() if isinstance(value, DTensor) else value
+            total += local.numel() * local.element_size()
+    return total
+
+
+def _say(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in error.failures.items())
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

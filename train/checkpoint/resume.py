@@ -1,0 +1,239 @@
+"""Whether a run begins, goes on from its last checkpoint, or was finished already.
+
+A run is its name: its folder holds ``start.json`` (what it was started with) and ``checkpoints/``. The same name again,
+after a kill, goes on from the last whole checkpoint, reading the lake at the versions that the run read at its start.
+Once the run has published, its name gives that policy again and trains nothing. ``checkpoints/`` goes last: while it is
+there, nobody has looked yet for erasures that came while the run published.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from feedback.files import try_lock
+from feedback.lake.tables import Lake
+from serve.policies.store import Policy, PolicyError, PolicyStore
+from train.checkpoint.files import CheckpointError, checkpoints, remove_unfinished, torn, write_synced
+from train.config.resume_settings import differing_settings
+from train.config.training import TrainConfig
+from train.context import JobContext, JobResult, RowsErased, RunStart
+from train.observe.progress import say
+from train.run.erasures import Erasures
+from train.run.reward_folder import result_of
+from train.run.unfinished import LOCK, START, forget, was_erased
+
+_LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
+
+
+class Progress(BaseModel):
+    """What the driver has to know to go on after ``step`` steps. ``dataflow``: its own state."""
+
+    start: RunStart
+    step: int
+    data: str
+    history: list[dict[str, float]]
+    random: dict[str, Any]
+    dataflow: Any
+
+
+@dataclass(frozen=True)
+class Begun:
+    """How a run begins. ``finished``: what came of it before; there is nothing left to do."""
+
+    start: RunStart
+    parent: Policy
+    checkpoint: Path | None = None
+    progress: Progress | None = None
+    finished: JobResult | None = None
+
+
+def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: Lake) -> Begun:
+    """Look into the run's folder, tidy it, and decide. Needs the folder's lock (``only_run``).
+
+    Raises:
+        CheckpointError: it was begun with something else, or all its checkpoints are torn.
+        serve.policies.store.PolicyError: what it published must be withdrawn, and serves.
+    """
+    if left := remove_unfinished(checkpoints_of(context)):
+        say(f"{context.run}: removed what was half-written: {', '.join(left)}")
+    checkpoint = last_whole(context)
+    progress = None if checkpoint is None else _progress(checkpoint)
+    start = progress.start if progress is not None else _read_start(context)
+    finished = None if start is None else _finished(store, context, start)
+    if start is not None and finished is not None and checkpoints_of(context).exists():
+        made = finished.artifact if finished.candidate is None else finished.candidate
+        assert made is not None
+        try:
+            Erasures(lake, start.lake_versions, config).settle(store, made)
+        except RowsErased as erased:
+            say(f"{context.run}: what it had published is withdrawn, and it begins anew: {erased}")
+            forget(context.folder)
+            start = checkpoint = progress = finished = None
+    if start is not None and finished is None and was_erased(lake, start.lake_versions, unknown=False):
+        say(f"{context.run}: rows that it had read were erased since: it begins anew, without them")
+        forget(context.folder)
+        start = checkpoint = progress = None
+    if start is not None:
+        differences = _differences(start, config, context, store)
+        if finished is not None and config.steps != start.config["steps"]:
+            differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
+        if progress is not None and config.steps < progress.step:
+            differences.append(f"train.steps is {config.steps}, and {progress.step} are done")
+        begun = finished is not None or checkpoint is not None
+        if differences and begun:
+            state = f"has {checkpoint}" if finished is None else f"published {made_by(finished)}"
+            raise CheckpointError(
+                f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
+                "what differs, or give the run another name (--run)"
+            )
+        if begun:
+            return Begun(start, store.get(start.parent), checkpoint, progress, finished)
+    parent = _parent(store, context)
+    fresh = RunStart(
+        id=uuid.uuid4().hex,
+        parent=parent.version,
+        parent_sha256=parent.sha256,
+        lake_versions=lake.versions(),
+        reward=_reward(context),
+        config=config.model_dump(mode="json"),
+    )
+    return Begun(fresh, parent)
+
+
+def keep_start(context: JobContext, start: RunStart) -> None:
+    """Write down what the run is started with; from here on it is unfinished."""
+    checkpoints_of(context).mkdir(exist_ok=True)
+    aside = context.folder / ".start.json.new"
+    write_synced(aside, start.model_dump_json(indent=1))
+    aside.replace(context.folder / START)
+
+
+@contextmanager
+def only_run(context: JobContext) -> Iterator[None]:
+    """Hold the run's folder; the lock goes with the process. Raises CheckpointError if another process holds it."""
+    context.folder.mkdir(parents=True, exist_ok=True)
+    with (context.folder / LOCK).open("a+") as lock:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while not (held := try_lock(lock.fileno())) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not held:
+            lock.seek(0)
+            raise CheckpointError(
+                f"another process ({lock.read().strip() or 'unknown'}) is in the middle of run {context.run} "
+                f"({context.folder}); wait for it, end it, or give this run another name (--run)"
+            )
+        lock.truncate(0)
+        lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        yield
+
+
+def checkpoints_of(context: JobContext) -> Path:
+    return context.folder / "checkpoints"
+
+
+def last_whole(context: JobContext) -> Path | None:
+    """The newest checkpoint whose files are all there; a torn one is told and passed over.
+
+    Raises:
+        CheckpointError: there are some, and all are torn.
+    """
+    problems = []
+    for checkpoint in checkpoints(checkpoints_of(context)):
+        problem = torn(checkpoint)
+        if problem is None:
+            return checkpoint
+        say(f"{context.run}: {checkpoint} is torn ({problem}); looking for an older one")
+        problems.append(f"{checkpoint.name}: {problem}")
+    if problems:
+        raise CheckpointError(
+            f"run {context.run}: every checkpoint in {checkpoints_of(context)} is torn ({'; '.join(problems)}). Remove "
+            "the folder to begin anew, or give the run another name (--run)"
+        )
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------ the parts
+
+
+def _progress(checkpoint: Path) -> Progress:
+    try:
+        return Progress.model_validate_json((checkpoint / "driver.json").read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint}/driver.json can't be read: {error}") from error
+
+
+def _read_start(context: JobContext) -> RunStart | None:
+    path = context.folder / START
+    return RunStart.model_validate_json(path.read_bytes()) if path.exists() else None
+
+
+def _parent(store: PolicyStore, context: JobContext) -> Policy:
+    if context.parent is not None:
+        return store.get(context.parent)
+    pointer = store.serving()
+    if pointer is None:
+        raise ValueError(f"no policy is serving in {context.policies}; make one with: millrace init --model FOLDER")
+    return store.get(pointer.version)
+
+
+def made_by(result: JobResult) -> str:
+    """What came of a run, in words."""
+    return f"policy {result.candidate}" if result.artifact is None else f"reward model {result.artifact}"
+
+
+def _finished(store: PolicyStore, context: JobContext, start: RunStart) -> JobResult | None:
+    """What came of this very run, if it came to its end."""
+    policy = _published(store, start)
+    if policy is None:
+        return result_of(context, start)
+    assert policy.parent is not None
+    return JobResult(
+        run=context.run,
+        candidate=policy.version,
+        parent=policy.parent,
+        steps=policy.metrics["steps"],
+        reason=None,
+        metrics=policy.metrics["last"],
+        seconds=0.0,
+    )
+
+
+def _published(store: PolicyStore, start: RunStart) -> Policy | None:
+    """The policy that this very run published."""
+    for version in reversed(store.versions()):
+        if version <= start.parent:
+            break
+        policy = store.get(version)
+        if policy.lineage.get("run_id") == start.id:
+            return policy
+    return None
+
+
+def _reward(context: JobContext) -> Any:
+    return context.model_dump(mode="json", exclude_none=True)["reward"]
+
+
+def _differences(start: RunStart, config: TrainConfig, context: JobContext, store: PolicyStore) -> list[str]:
+    """What a run was started with and would not go on with; one line each, by setting."""
+    found = []
+    if context.parent is not None and context.parent != start.parent:
+        found.append(f"the parent policy is {context.parent}, it was {start.parent}")
+    try:
+        if store.get(start.parent).sha256 != start.parent_sha256:
+            found.append(f"policy {start.parent} has another content than when the run began")
+    except PolicyError as error:
+        found.append(f"the parent policy can't be had: {error}")
+    if _reward(context) != start.reward:
+        found.append(f"train.reward (or feedback.scoring.rules) is {_reward(context)!r}, it was {start.reward!r}")
+    return found + differing_settings(start.config, config)

@@ -1,0 +1,62 @@
+"""Which settings a run that goes on must share with its beginning. Imports no torch, so that a cycle may ask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from train.checkpoint.files import checkpoints
+from train.config.training import TrainConfig
+
+DECISIVE: Final = (
+    "algorithm",
+    "dataflow",
+    "optimizer",
+    "lora",
+    "data",
+    "dtype",
+    "seed",
+    "minibatches",
+    "epochs",
+    "rollout.temperature",
+    "rollout.max_tokens",
+    "rollout.max_model_len",
+    "rollout.staleness",
+)
+"""Settings (sections whole) that decide what is learned; the others may differ when a run goes on."""
+
+
+def differing_settings(before: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """One line for each decisive setting that differs from ``before``, the dump of an earlier config."""
+    was, is_ = (
+        dict(line for name in DECISIVE for line in _flat(name, _get(dump, name)))
+        for dump in (before, config.model_dump(mode="json"))
+    )
+    return [
+        f"train.{name} is {is_.get(name)!r}, it was {was.get(name)!r}"
+        for name in sorted(was.keys() | is_.keys())
+        if was.get(name) != is_.get(name)
+    ]
+
+
+def goes_on(run: Path, config: TrainConfig) -> bool:
+    """Whether the run of this folder has a checkpoint, and would be gone on with under these settings."""
+    try:
+        before = json.loads((run / "start.json").read_text())["config"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return bool(checkpoints(run / "checkpoints")) and not differing_settings(before, config)
+
+
+def _get(dump: Mapping[str, Any], dotted: str) -> Any:
+    for part in dotted.split("."):
+        dump = dump.get(part, {})
+    return dump
+
+
+def _flat(name: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [line for key, inner in value.items() for line in _flat(f"{name}.{key}", inner)]
+    return [(name, value)]

@@ -1,0 +1,151 @@
+"""Sections of the settings of training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TrainSection(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerConfig(TrainSection):
+    """AdamW."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(2, ge=0, description="Steps of linear warm-up.")
+    betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="AdamW's betas.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+
+
+class FsdpConfig(TrainSection):
+    """How the weights in training are spread over the ranks."""
+
+    layers: list[str] | None = Field(
+        None, description="Classes of the modules to shard by; those that the model itself says not to split if unset."
+    )
+    replicas: int = Field(
+        1, ge=1, description="Groups of ranks that each hold the whole model, in shards (HSDP); divides train.ranks."
+    )
+    sequence_parallel: int = Field(
+        1,
+        ge=1,
+        description="Ranks that share each sequence (Ulysses), for sequences too long for one; divides train.ranks and "
+        "the model's attention heads.",
+    )
+    cpu_offload: bool = Field(
+        False, description="Keep parameters, gradients and optimizer in CPU memory; without a GPU it does nothing."
+    )
+    reduce_every_micro_batch: bool = Field(
+        False,
+        description="Reduce gradients after each micro-batch, so that a rank never holds more than its shard of them; "
+        "otherwise it holds all until the last, and reduces once.",
+    )
+    attention: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
+        "auto",
+        description="Implementation of attention; auto: sequence by sequence, flash attention on a GPU, SDPA on a CPU.",
+    )
+
+
+class LoraConfig(TrainSection):
+    """Low-rank adapters: what is trained in place of the weights themselves."""
+
+    rank: int = Field(16, ge=1, description="Rank of the adapters.")
+    alpha: int = Field(32, ge=1, description="An adapter's output is scaled by alpha / rank.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of an adapter's input, in training.")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear", description="Names of the linear layers that get one; all-linear: all but the output layer."
+    )
+    publish_adapter: bool = Field(
+        False, description="Leave the adapter in the run's folder too, in peft's format, beside the merged policy."
+    )
+
+
+class RolloutConfig(TrainSection):
+    """How training samples fresh responses: vLLM inside the training processes."""
+
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature. Full support is kept: no top-p, no top-k.")
+    max_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Longest prompt and response together; the model's own if unset."
+    )
+    tensor_parallel_size: int = Field(
+        1, ge=1, description="Ranks that share one generation engine; divides train.ranks."
+    )
+    kv_cache_bytes: int = Field(256 * 2**20, ge=2**20, description="KV cache of each engine, in bytes.")
+    max_num_seqs: int = Field(256, ge=1, description="Sequences that an engine decodes at once.")
+    enforce_eager: bool = Field(True, description="Don't compile the model: starts in seconds, decodes slower.")
+    reshard: Literal["plan", "gather"] = Field(
+        "plan",
+        description="How trained weights reach the engine. plan: a rank gets the slices that it lacks. gather: every "
+        "rank gets every tensor whole; for models whose weight loaders compute.",
+    )
+    reshard_bucket_bytes: int = Field(
+        64 * 2**20, ge=2**16, description="Extra memory that resharding by plan takes on each rank, in bytes."
+    )
+    staleness: Literal[0, 1] = Field(
+        0,
+        description="1: the next batch is sampled while this one is learned from, so that responses are of the policy "
+        "one step back (corrected by their logprobs); needs generation on a pool of its own. 0: no overlap.",
+    )
+
+
+class DataConfig(TrainSection):
+    """What training learns from."""
+
+    prompts_per_step: int = Field(
+        32, ge=1, description="Prompts that each step learns from; of offline algorithms, items."
+    )
+    min_prompts: int = Field(32, ge=1, description="With fewer prompts in the lake, no training takes place.")
+    max_prompts: int = Field(10_000, ge=1, description="The most recent prompts to draw from.")
+    traffic_share: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of prompts_per_step whose responses are logged ones, with the rewards that scoring gave, in "
+        "place of fresh ones. 1: nothing is sampled.",
+    )
+
+    exclude_suites: list[Path] = Field(
+        [],
+        description="Suites, as evaluation.suite, whose prompts nothing is learned from, whoever asks them; "
+        "evaluation.suite is always one.",
+    )
+    held_out_share: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Share of the prompts of an offline algorithm's items that it is measured by and never learns "
+        "from; the same ones as the lake grows, but for a few.",
+    )
+    held_out_most: int = Field(256, ge=1, description="Held-out items that are measured, at most.")
+    held_out_every_steps: int = Field(
+        10, ge=1, description="Steps from one measurement to the next; at the start and at the end there is one too."
+    )
+
+    @property
+    def traffic_prompts_per_step(self) -> int:
+        """Prompts of a step whose responses are logged ones."""
+        return round(self.traffic_share * self.prompts_per_step)
+
+    @property
+    def fresh_prompts_per_step(self) -> int:
+        """Prompts of a step that responses are sampled for."""
+        return self.prompts_per_step - self.traffic_prompts_per_step
+
+
+class CheckpointConfig(TrainSection):
+    """What a run keeps so that it can go on after its process was killed."""
+
+    every_steps: int | None = Field(
+        10, ge=1, description="Steps from one checkpoint to the next; null: none, a killed run starts again."
+    )
+    keep: int = Field(2, ge=1, description="Checkpoints kept; older ones go when a newer one is whole.")
+    asynchronous: bool = Field(True, description="Write in the background, while the next steps are computed.")

@@ -1,0 +1,366 @@
+"""Settings of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field, model_validator
+
+from feedback.scoring.config import RuleName, Weight
+from feedback.settings_base import Address
+from train.config.algorithms import GROUPED, AlgorithmConfig
+from train.config.placement import PlacementConfig
+from train.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    FsdpConfig,
+    LoraConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainSection,
+)
+
+
+class TrainConfig(TrainSection):
+    """The training job."""
+
+    runs: Path = Field(Path("runs"), description="Folder of training runs, relative to home.")
+    ranks: int = Field(1, ge=1, description="Worker processes; each holds an FSDP shard and generates.")
+    threads_per_rank: int = Field(1, ge=1, description="CPU threads of each worker process.")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are float32.")
+    steps: int = Field(20, ge=1, description="Steps in one run.")
+    minibatches: int = Field(1, ge=1, description="Parts of a step's batch, each of which is an optimizer step.")
+    epochs: int = Field(1, ge=1, description="Passes over a step's minibatches; ratios are to the policy before them.")
+    micro_batch_tokens: int = Field(
+        4096,
+        ge=16,
+        description="Tokens that a rank computes in one forward and backward pass; a prompt counts once for all of its "
+        "responses in it.",
+    )
+    activation_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass to save memory."
+    )
+    seed: int = Field(0, description="Seed of sampling and order; the run's own number is mixed in.")
+    reward: str | None = Field(
+        None, description="module:function that rewards rollouts; the mean of feedback.scoring.rules if unset."
+    )
+    ray_address: Address | None = Field(
+        None, description="Ray's job API, http://host:8265, of the cluster to train on; a local Ray if unset."
+    )
+    launcher: Literal["ray", "torchrun"] = Field(
+        "ray",
+        description="What starts the workers. torchrun: one process a rank on this machine, without Ray; all workers "
+        "share them.",
+    )
+    placement: PlacementConfig = Field(
+        default_factory=PlacementConfig, description="Which workers share devices; by default all do."
+    )
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the workers to be up, in seconds.")
+    step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for any one call to the workers, in seconds.")
+    reward_weights: dict[RuleName, Weight] = Field(
+        {},
+        description="Weights of rules of feedback.scoring.rules in training's reward, in place of their own; 0 leaves "
+        "one out.",
+    )
+    max_kl: float | None = Field(
+        None,
+        gt=0,
+        description="Stop, and publish nothing, when KL to the parent (offline: half the squared log ratio), in nats a "
+        "token, passes this.",
+    )
+    min_entropy: float | None = Field(
+        None, gt=0, description="Stop, and publish nothing, when the policy's mean entropy (nats a token) falls below."
+    )
+    max_length_growth: float | None = Field(
+        10.0,
+        gt=1,
+        description="Stop, and publish nothing, when responses are more than so many times as long as in the run's "
+        "first three steps; null: never.",
+    )
+    max_idle_steps: int = Field(
+        10, ge=1, description="Steps in a row without an update, for want of rewards that differ, that end a run."
+    )
+    erased_rows: Literal["refuse", "mark"] = Field(
+        "refuse",
+        description="What becomes of a run while which rows that it had read were erased. refuse: it publishes nothing "
+        "and keeps nothing; the next run learns without them. mark: it publishes, and the policy's record says so.",
+    )
+    measure_kl: bool = Field(
+        True,
+        description="Measure the KL to the parent policy on every step, also where neither loss nor max_kl needs it: "
+        "a forward pass, and the parent's weights in memory.",
+    )
+    dataflow: str | None = Field(
+        None, description="module:class of a dataflow of your own, a subclass of train.dataflows.base.Dataflow."
+    )
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="The algorithm.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="The optimizer.")
+    fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description="How the weights in training are spread.")
+    lora: LoraConfig | None = Field(None, description="Train low-rank adapters in place of all weights.")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling of fresh responses.")
+    data: DataConfig = Field(default_factory=DataConfig, description="What is learned from.")
+    checkpoint: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="What a killed run goes on from."
+    )
+    trackers: list[str] = Field(
+        [],
+        description="module:function, each called with the run, of more trackers: see train.observe.trackers.Tracker.",
+    )
+    hooks: list[str] = Field(
+        [], description="module:function, each called with the run, of hooks: see train.observe.hooks.Hook."
+    )
+
+    def resolved(self, path: Callable[[Path], Path]) -> TrainConfig:
+        """The same with every path made absolute by ``path``."""
+        critic = self.algorithm.critic
+        if critic.model is not None:
+            critic = critic.model_copy(update={"model": path(critic.model)})
+        algorithm = self.algorithm.model_copy(update={"critic": critic})
+        data = self.data.model_copy(update={"exclude_suites": [path(suite) for suite in self.data.exclude_suites]})
+        return self.model_copy(update={"runs": path(self.runs), "algorithm": algorithm, "data": data})
+
+    def excluding(self, suite: Path) -> TrainConfig:
+        """The same, with one more suite whose prompts nothing is learned from."""
+        suites = self.data.exclude_suites
+        data = self.data.model_copy(update={"exclude_suites": suites if suite in suites else [*suites, suite]})
+        return self.model_copy(update={"data": data})
+
+    def ranks_of(self, pool: str) -> int:
+        """The ranks of the named pool."""
+        return self.placement.pools[pool].ranks or self.ranks
+
+    def threads_of(self, pool: str) -> int:
+        """The threads of each rank of the named pool."""
+        return self.placement.pools[pool].threads or self.threads_per_rank
+
+    @property
+    def samples(self) -> bool:
+        """Whether responses are sampled: not where it learns from feedback, nor where all are logged ones."""
+        return not self.algorithm.is_offline and self.data.fresh_prompts_per_step > 0
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a run needs the parent policy's logprobs."""
+        if not self.algorithm.trains_policy:
+            return False
+        return self.measure_kl or self.algorithm.kl.coefficient > 0 or self.max_kl is not None
+
+    @property
+    def old_log_probs_first(self) -> bool:
+        """Whether the policy's logprobs are asked for before it learns.
+
+        An update's own forward pass gives them at no cost, unless there are several updates, it drops some of the
+        adapters' inputs, or the reward has the KL in it.
+        """
+        kl = self.algorithm.kl
+        dropout = self.lora is not None and self.lora.dropout > 0
+        updates = self.minibatches * self.epochs
+        return updates > 1 or dropout or (kl.coefficient > 0 and kl.placement == "reward")
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """Parts that a batch is split into: of the pools that compute on it, the one with the most."""
+        on = self.placement
+        pools = {on.actor, on.reference, on.critic or on.actor}
+        return max(self.ranks_of(pool) // self.fsdp.sequence_parallel for pool in pools)
+
+    @model_validator(mode="after")
+    def _algorithm_knows_the_longest_response(self) -> TrainConfig:
+        self.algorithm = self.algorithm.with_lengths(self.rollout.max_tokens)
+        return self
+
+    @model_validator(mode="after")
+    def _can_work(self) -> TrainConfig:
+        check(self)
+        return self
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ValueError for what can't work."""
+    _placement_suits(config)
+    _ranks_divide(config)
+    _shares_are_prompts(config)
+    name = config.algorithm.name
+    check_baseline(config, compares_groups=name in GROUPED, needs_greedy=name == "remax")
+    if config.samples:
+        _responses_suit(config)
+    else:
+        _nothing_is_sampled(config)
+    _batch_suits(config)
+    _critic_suits(config)
+    if not config.algorithm.trains_policy:
+        _no_policy_is_trained(config)
+    if config.reward is not None and config.reward_weights:
+        raise ValueError(
+            f"train.reward={config.reward} rewards responses by itself, and train.reward_weights weighs the rules of "
+            "feedback.scoring.rules; set one of them"
+        )
+
+
+def _placement_suits(config: TrainConfig) -> None:
+    on, staleness = config.placement, config.rollout.staleness
+    if staleness > 0 and config.samples and on.rollout == on.actor:
+        raise ValueError(
+            f"train.rollout.staleness={staleness} needs generation on a pool of its own, and it shares the pool "
+            f"{on.actor!r} with training; set train.placement.rollout to another, or train.rollout.staleness to 0"
+        )
+    if config.launcher == "torchrun" and len(on.pools) > 1:
+        raise ValueError(
+            f"train.launcher=torchrun has one pool, and train.placement.pools has {len(on.pools)}; use one, or "
+            "train.launcher=ray"
+        )
+    if config.launcher == "torchrun" and config.ray_address:
+        raise ValueError(f"train.ray_address={config.ray_address} needs train.launcher=ray")
+
+
+def _ranks_divide(config: TrainConfig) -> None:
+    on = config.placement
+    generating = config.ranks_of(on.rollout)
+    t, replicas, share = config.rollout.tensor_parallel_size, config.fsdp.replicas, config.fsdp.sequence_parallel
+    if generating % t:
+        raise ValueError(
+            f"train.rollout.tensor_parallel_size={t} does not divide {_setting_of(config, on.rollout)}; use a divisor "
+            "of it"
+        )
+    for pool in (on.actor, on.reference, on.critic or on.actor):
+        ranks = config.ranks_of(pool)
+        if ranks % replicas or (pool == on.rollout and ranks // replicas % t):
+            raise ValueError(
+                f"train.fsdp.replicas={replicas} must divide {_setting_of(config, pool)} into groups that "
+                f"train.rollout.tensor_parallel_size={t} divides"
+            )
+        if ranks % share:
+            raise ValueError(
+                f"train.fsdp.sequence_parallel={share} does not divide {_setting_of(config, pool)}; use a divisor of "
+                "it, and of the model's attention heads"
+            )
+
+
+def _setting_of(config: TrainConfig, pool: str) -> str:
+    own = config.placement.pools[pool].ranks
+    return f"train.ranks={config.ranks}" if own is None else f"train.placement.pools.{pool}.ranks={own}"
+
+
+def _shares_are_prompts(config: TrainConfig) -> None:
+    data = config.data
+    for share, prompts in (
+        (data.traffic_share, data.traffic_prompts_per_step),
+        (1 - data.traffic_share, data.fresh_prompts_per_step),
+    ):
+        if share > 0 and prompts == 0:
+            raise ValueError(
+                f"train.data.traffic_share={data.traffic_share:g} of train.data.prompts_per_step="
+                f"{data.prompts_per_step} prompts is {data.traffic_prompts_per_step} logged and "
+                f"{data.fresh_prompts_per_step} fresh ones; set it to 0 or 1, or have more prompts in a step"
+            )
+
+
+def check_baseline(config: TrainConfig, *, compares_groups: bool, needs_greedy: bool) -> None:
+    """Raise ValueError if responses would have nothing to be compared with. The flags are the algorithm's."""
+    a, share = config.algorithm, config.data.traffic_share
+    if compares_groups and config.samples and a.group_size == 1:
+        raise ValueError(
+            f"train.algorithm.group_size=1 gives {a.name} nothing to compare a response with; use at least 2, or an "
+            "algorithm with another baseline (reinforce_pp, remax, ppo)"
+        )
+    if needs_greedy and share > 0:
+        raise ValueError(
+            f"train.data.traffic_share={share:g}: {a.name} compares a response with the greedy one of the policy in "
+            "training, which logged responses don't have; set it to 0, or use another algorithm"
+        )
+
+
+def _responses_suit(config: TrainConfig) -> None:
+    a, rollout = config.algorithm, config.rollout
+    if a.resample_rounds > 0 and rollout.staleness > 0:
+        raise ValueError(
+            f"train.algorithm.resample_rounds={a.resample_rounds} samples again once a step's rewards are known, when "
+            f"train.rollout.staleness={rollout.staleness} has the next step's responses sampled; set either to 0"
+        )
+    if rollout.max_model_len is not None and rollout.max_tokens >= rollout.max_model_len:
+        raise ValueError(
+            f"train.rollout.max_tokens={rollout.max_tokens} leaves no room for a prompt in train.rollout.max_model_len="
+            f"{rollout.max_model_len}; use less"
+        )
+    if a.overlong_buffer > rollout.max_tokens:
+        raise ValueError(
+            f"train.algorithm.overlong_buffer={a.overlong_buffer} is more than train.rollout.max_tokens="
+            f"{rollout.max_tokens}; use at most that"
+        )
+
+
+SAMPLING: Final = {"rollout": ("temperature", "tensor_parallel_size", "reshard", "staleness")}
+"""What speaks of sampling alone. Sizes (of the context, the KV cache …) may stay in a config that samples nothing."""
+
+
+def _nothing_is_sampled(config: TrainConfig) -> None:
+    if config.algorithm.is_offline:
+        why = f"train.algorithm.name={config.algorithm.name} learns from feedback, and samples nothing"
+    else:
+        why = f"train.data.traffic_share={config.data.traffic_share:g} learns from logged responses alone"
+    given: dict[str, Any] = {
+        f"train.{section}.{name}": getattr(part, name)
+        for section, names in SAMPLING.items()
+        for part in (getattr(config, section),)
+        for name in names
+        if getattr(part, name) != type(part).model_fields[name].default
+    }
+    on = config.placement
+    if on.rollout not in (on.actor, on.reference):
+        given["train.placement.rollout"] = on.rollout
+    if on.reward is not None:
+        given["train.placement.reward"] = on.reward
+    if config.algorithm.is_offline and config.data.traffic_share > 0:
+        given["train.data.traffic_share"] = config.data.traffic_share
+    for name in ("resample_rounds", "overlong_buffer"):
+        if getattr(config.algorithm, name) > 0 and config.algorithm.name != "dapo":  # which has them unless told not to
+            given[f"train.algorithm.{name}"] = getattr(config.algorithm, name)
+    if given:
+        raise ValueError(f"{why}; take out {', '.join(f'{name}={value}' for name, value in given.items())}")
+
+
+def _critic_suits(config: TrainConfig) -> None:
+    a, on = config.algorithm, config.placement
+    if a.critic.warmup_steps >= config.steps:
+        raise ValueError(
+            f"train.algorithm.critic.warmup_steps={a.critic.warmup_steps} are all of train.steps={config.steps}, so "
+            "that the policy would never learn; use fewer"
+        )
+    if on.critic is not None and a.name != "ppo" and ":" not in a.name:
+        raise ValueError(
+            f"train.placement.critic={on.critic}: {a.name} has no critic; set it to null, and take its pool out"
+        )
+
+
+def _no_policy_is_trained(config: TrainConfig) -> None:
+    for setting, given in (("train.lora", config.lora), ("train.max_kl", config.max_kl)):
+        if given is not None:
+            raise ValueError(
+                f"{setting} is set, and train.algorithm.name={config.algorithm.name} trains no policy: a reward model "
+                f"trains all its weights, and has no KL; set {setting} to null"
+            )
+
+
+def _batch_suits(config: TrainConfig) -> None:
+    data, ranks = config.data, config.data_parallel_ranks
+    if config.epochs > 1 and config.algorithm.is_offline:
+        raise ValueError(
+            f"train.epochs={config.epochs} is of responses that are sampled or logged; train.algorithm.name="
+            f"{config.algorithm.name} draws all items of feedback again and again: use more train.steps"
+        )
+    if config.minibatches > data.prompts_per_step:
+        raise ValueError(
+            f"train.minibatches={config.minibatches} is more than train.data.prompts_per_step={data.prompts_per_step}; "
+            "a minibatch needs at least one prompt"
+        )
+    each = config.algorithm.group_size if config.samples else 1
+    sequences = data.fresh_prompts_per_step * each + data.traffic_prompts_per_step
+    if sequences < ranks * config.minibatches:
+        groups = f" of train.algorithm.group_size={each}" if config.samples else ""
+        raise ValueError(
+            f"train.data.prompts_per_step={data.prompts_per_step}{groups} is too little for train.minibatches="
+            f"{config.minibatches} that {ranks} data-parallel ranks share, each with at least one response; use at "
+            f"least {-(-ranks * config.minibatches // each)} prompts"
+        )

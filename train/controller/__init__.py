@@ -1,0 +1,18 @@
+"""The single controller: worker groups, called as if each were one object.
+
+The driver holds the dataflow. A group is SPMD: one worker a rank. The groups of one pool share its processes, and so
+their devices. A rule on each worker method says how its arguments are split over the ranks and its results joined::
+
+    class ActorWorker(Worker):
+        @dispatch(per_token)
+        def log_probs(self, batch): ...
+
+    pool = ResourcePool(ranks=2, threads=1)
+    actor = pool.group("actor", "train.workers.actor:ActorWorker", policy=path)
+    log_probs = actor.log_probs(batch)              # [T], in the order of the batch
+    pending = actor.log_probs.start(batch)          # the same without waiting
+    log_probs = pending.result(timeout_s=60)
+
+Ranks are reached through Ray (``ResourcePool``) or torch.distributed (train/controller/torchrun.py); rules and groups
+don't know.
+"""

@@ -1,0 +1,149 @@
+"""The worker groups of the training job, placed as the config says."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from feedback.config import RuleConfig
+from train import algorithms
+from train.config.training import TrainConfig
+from train.controller import torchrun
+from train.controller.ray_pool import ResourcePool
+from train.controller.worker_group import Pool, WorkerGroup, results
+from train.data.rewards import Rewarding, rewarding, rewards_of, within
+
+
+@dataclass(frozen=True)
+class Groups:
+    """What the dataflow calls.
+
+    ``reference`` is None if nothing needs it, ``rollout`` if nothing is sampled, ``critic`` if the algorithm has none.
+    ``reward`` rewards rows of responses, here or on its pool; None if nothing is sampled. ``meeting`` is where weights
+    change pools, None if training and generation share one.
+    """
+
+    actor: WorkerGroup
+    critic: WorkerGroup | None
+    reference: WorkerGroup | None
+    rollout: WorkerGroup | None
+    reward: Rewarding | None
+    meeting: Any
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        """What has state that a checkpoint keeps, by the name of its part."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def sleep(self) -> None:
+        """Leave the devices to training until ``reshard``: nothing is sampled before it."""
+        if self.rollout is not None and self.meeting is None:
+            self.rollout.sleep()
+
+    def reshard(self) -> None:
+        """Generate with the weights in training, as they are, from here on."""
+        if self.rollout is None:
+            return
+        if self.meeting is None:
+            self.rollout.load_actor_weights()
+        else:
+            results(self.actor.send_weights.start(self.meeting), self.rollout.receive_weights.start(self.meeting))
+
+
+@contextmanager
+def start_groups(
+    config: TrainConfig, policy: Path, *, seed: int, reward: str | dict[str, RuleConfig]
+) -> Generator[Groups]:
+    """Start the pools of the config and the workers on them; leaving the context ends them.
+
+    Args:
+        policy: folder of the policy to start from.
+        seed: of sampling.
+        reward: what rewards responses, as ``train.data.rewards.rewarding`` takes it.
+
+    Raises:
+        WorkerError: the cluster has no room for a pool, or a worker did not start.
+    """
+    on, algorithm = config.placement, algorithms.load(config.algorithm)
+    apart = config.samples and on.rollout != on.actor
+    # What can't be loaded fails before a worker starts.
+    rewards = within(rewarding(reward), config.step_timeout_s) if config.samples else None
+    with start_pools(config) as pools:
+        if on.reward is not None:
+            group = pools[on.reward].group(
+                "reward", "train.workers.reward:RewardWorker", reward=reward, timeout_s=config.step_timeout_s
+            )
+            rewards = partial(rewards_of, group, config.ranks_of(on.reward))
+        actor = "train.workers.disaggregated:SendingActor" if apart else "train.workers.actor:ActorWorker"
+        if not config.algorithm.trains_policy:
+            actor = "train.workers.scorer:ScorerWorker"
+        rollout = "train.workers.disaggregated:ReceivingRollout" if apart else "train.workers.rollout:RolloutWorker"
+        common: dict[str, Any] = {"policy": policy, "config": config}
+        trained = pools[on.actor].group("actor", actor, **common)
+        groups = Groups(
+            actor=trained,
+            critic=pools[on.critic or on.actor].group("critic", "train.workers.critic:CriticWorker", **common)
+            if algorithm.needs_critic
+            else None,
+            reference=pools[on.reference].group("reference", "train.workers.reference:ReferenceWorker", **common)
+            if config.has_reference or algorithm.needs_reference
+            else None,
+            rollout=pools[on.rollout].group("rollout", rollout, **common, seed=seed) if config.samples else None,
+            reward=rewards,
+            meeting=trained.meet(config.ranks_of(on.rollout)) if apart else None,
+        )
+        yield groups
+
+
+@contextmanager
+def start_pools(config: TrainConfig) -> Generator[dict[str, Pool]]:
+    """The pools of the config, by name; leaving the context ends their processes."""
+    if config.launcher == "torchrun":
+        yield dict.fromkeys(config.placement.pools, torchrun.pool())
+        return
+    import ray
+
+    ranks = sum(config.ranks_of(name) for name in config.placement.pools)
+    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= ranks else 0
+    with ExitStack() as stack:
+        pools: dict[str, Pool] = {}
+        for name, pool in config.placement.pools.items():
+            pools[name] = stack.enter_context(
+                ResourcePool(
+                    ranks=config.ranks_of(name),
+                    threads=config.threads_of(name),
+                    gpus=gpus if pool.gpus is None else pool.gpus,
+                    strategy=pool.strategy,
+                    name=name,
+                    **sizes(config, name),
+                    start_timeout_s=config.start_timeout_s,
+                    call_timeout_s=config.step_timeout_s,
+                    environment=environment(config),
+                )
+            )
+        yield pools
+
+
+def sizes(config: TrainConfig, pool: str) -> dict[str, int]:
+    """How the ranks of a pool share engines and sequences: only where it generates, only where it trains."""
+    on = config.placement
+    return {
+        "tensor_parallel_size": config.rollout.tensor_parallel_size if pool == on.rollout else 1,
+        "sequence_parallel_size": config.fsdp.sequence_parallel if pool in (on.actor, on.reference, on.critic) else 1,
+    }
+
+
+def environment(config: TrainConfig) -> dict[str, str]:
+    """What the processes of the workers have in their environment."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Eager engines still compile a few helpers, which takes seconds and a C++ compiler.
+        **({"TORCHDYNAMO_DISABLE": "1"} if config.rollout.enforce_eager else {}),
+    }

@@ -1,0 +1,236 @@
+"""What offline algorithms learn from: feedback as token ids.
+
+An item is what is learned together: the two responses of a pair, or one response. A response that was served keeps the
+token ids that the policy sampled, since tokenised anew it would often have others. So a response that ran into its
+longest length or into a stop string has no EOS at its end, and is learned like that: people judged what they saw, and
+an EOS there would teach to stop in mid-sentence. Aborted responses are in no dataset. What people wrote themselves is
+tokenised and ended by train/data/demonstrations.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from feedback import datasets
+from feedback.lake.tables import Lake
+from train.batch.packed import PackedBatch, Rollout
+from train.config.context_length import longest_context
+from train.config.training import TrainConfig
+from train.data.demonstrations import UnfitTextError, Writer
+from train.data.held_out import HELD_OUT, HeldOut
+from train.data.prompts import Cycled
+
+Item = list[Rollout]
+"""Sequences of one prompt that are learned together."""
+
+Response = tuple[list[int] | None, str, float]
+"""(token ids as captured, None if people wrote it; its text; reward, 1 or 0)."""
+
+TOO_LONG: Final = "longer than the model's context"
+FOREIGN_TOKENS: Final = "tokens that the model does not have"
+EMPTY: Final = "no tokens"
+OLD: Final = "older than the newest train.data.max_prompts"
+
+
+@dataclass(frozen=True)
+class OfflineData:
+    """Items in the order in which a run's steps draw them, and those that it is measured by."""
+
+    learned: Cycled
+    held_out: list[Item]
+    kinds: dict[str, int]  # items by what they were made of
+    left_out: dict[str, int]  # feedback and items, by reason
+    digest: str
+
+    @classmethod
+    def of(
+        cls,
+        lake: Lake,
+        versions: Mapping[str, int],
+        config: TrainConfig,
+        policy: Path,
+        seed: int,
+        dataset: str,
+        make_reader: Callable[[Path, TrainConfig], Reader] | None = None,
+    ) -> OfflineData:
+        """The feedback of the lake at these versions.
+
+        Args:
+            dataset: one of ``DATASETS``: pairs, with the chosen response first, of reward 1, and the rejected one of
+                reward 0; thumbs, of reward 1 if up and 0 if down; demonstrations, of reward 1.
+            make_reader: what gives the tokens of a response; ``Reader`` if None.
+
+        Raises:
+            feedback.lake.tables.LakeError: it can't be read any more.
+            evaluation.suites.suite.SuiteError: a suite whose prompts are to be left out can't be read.
+            ValueError: what people wrote can't be ended (see train/data/demonstrations.py).
+        """
+        left_out: Counter[str] = Counter()
+        suites = HeldOut.load(config.data.exclude_suites, policy)
+        reader, kinds = (make_reader or Reader)(policy, config), Counter[str]()
+        items: list[Item] = []
+        prompts: list[tuple[int, ...]] = []
+        for kind, row, responses in DATASETS[dataset](lake, versions, config, left_out):
+            if suites.asks(row):
+                left_out[HELD_OUT] += 1
+                continue
+            try:
+                items.append(reader.item(row, responses))
+            except UnfitTextError as error:
+                left_out[str(error)] += 1
+            else:
+                kinds[kind] += 1
+                prompts.append(tuple(row["prompt_token_ids"]))
+        ranks = config.data_parallel_ranks
+        share, most = config.data.held_out_share, config.data.held_out_most
+        learned, held_out = split(items, share, least=ranks, most=most, prompts=prompts)
+        return cls(
+            learned=Cycled(learned, config.data.prompts_per_step, f"{seed}:{dataset}"),
+            held_out=held_out,
+            kinds=dict(sorted(kinds.items())),
+            left_out={reason: count for reason, count in sorted(left_out.items()) if count},
+            digest=hashlib.sha256(repr((learned, held_out)).encode()).hexdigest(),
+        )
+
+    @property
+    def usable(self) -> int:
+        """Items to learn from."""
+        return len(self.learned.items)
+
+    def __str__(self) -> str:
+        of = ", ".join(f"{count} {kind}" for kind, count in self.kinds.items())
+        out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+        return f"{self.usable} items to learn from and {len(self.held_out)} held out ({of}); left out: {out or 'none'}"
+
+
+def pack(items: list[Item], *, whole_groups: bool) -> PackedBatch:
+    """Items as one batch; each is a group."""
+    numbered = [replace(rollout, group=i) for i, item in enumerate(items) for rollout in item]
+    return PackedBatch.pack(numbered).with_(whole_groups=whole_groups)
+
+
+def split(
+    items: list[Item], share: float, *, least: int, most: int, prompts: list[tuple[int, ...]] | None = None
+) -> tuple[list[Item], list[Item]]:
+    """(items to learn from, items held out), each in their order. Items of one prompt are all in one of the two.
+
+    The prompts whose hashes are smallest are held out: as items come in, most of those held out before stay so.
+
+    Args:
+        share: of the prompts.
+        least: prompts held out, if any are: every rank needs one to measure. If that is more than half, none is.
+        most: items held out, beyond those of ``least`` prompts.
+        prompts: of each item; that of its first sequence if None.
+    """
+    prompts = [tuple(item[0].prompt) for item in items] if prompts is None else prompts
+    of_prompt: dict[tuple[int, ...], int] = defaultdict(int)
+    for prompt in prompts:
+        of_prompt[prompt] += 1
+    count = max(round(share * len(of_prompt)), least)
+    held: set[tuple[int, ...]] = set()
+    if share > 0 and 2 * count <= len(of_prompt):
+        room = most
+        for prompt in sorted(of_prompt, key=_hash)[:count]:
+            room -= of_prompt[prompt]
+            if room < 0 and len(held) >= least:
+                break
+            held.add(prompt)
+    parts: tuple[list[Item], list[Item]] = ([], [])
+    for item, prompt in zip(items, prompts, strict=True):
+        parts[prompt in held].append(item)
+    return parts
+
+
+class Reader:
+    """Makes rows of the datasets to items of a policy."""
+
+    def __init__(self, policy: Path, config: TrainConfig) -> None:
+        from transformers import AutoConfig
+
+        self.policy = policy
+        self.longest = longest_context(config.rollout, policy)
+        self.vocabulary = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
+
+    @cached_property
+    def writer(self) -> Writer:
+        return Writer(self.policy)
+
+    def item(self, row: Mapping[str, Any], responses: list[Response]) -> Item:
+        """Raises UnfitTextError if a response can't be learned from; the message is the reason to count it by."""
+        return [self._rollout(row, *response) for response in responses]
+
+    def _rollout(self, row: Mapping[str, Any], token_ids: list[int] | None, text: str, reward: float) -> Rollout:
+        prompt = row["prompt_token_ids"]
+        if token_ids is None:
+            asked = {"prompt": row["prompt"], "prompt_token_ids": prompt, "messages": row["messages"]}
+            token_ids = self.writer.token_ids(text, **asked)
+        if not prompt or not token_ids:
+            raise UnfitTextError(EMPTY)
+        if len(prompt) + len(token_ids) > self.longest:
+            raise UnfitTextError(TOO_LONG)
+        if max(*prompt, *token_ids) >= self.vocabulary:
+            raise UnfitTextError(FOREIGN_TOKENS)
+        return Rollout(prompt, token_ids, [0.0] * len(token_ids), reward, group=0, fresh=False)
+
+
+# ---------------------------------------------------------------------------------------------- the datasets' rows
+
+Rows = Iterator[tuple[str, dict[str, Any], list[Response]]]
+"""(what the row was made of, the row, its responses), oldest first."""
+
+
+def pairs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
+    for row in _newest(datasets.preference_pairs(lake, versions=versions), config, left_out):
+        chosen = (row["chosen_token_ids"], row["chosen"], 1.0)
+        yield f"pairs by {row['kind']}", row, [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]
+
+
+def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
+    for row in _newest(datasets.thumbs(lake, versions=versions), config, left_out):
+        up = bool(row["desirable"])
+        yield f"thumbs {'up' if up else 'down'}", row, [(row["response_token_ids"], row["response"], float(up))]
+
+
+def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
+    """Corrections; by ``algorithm.thumbs_up`` also responses that people liked and nobody corrected."""
+    rows = _newest(datasets.demonstrations(lake, versions=versions), config, left_out)
+    written: Rows = (("corrections", row, [(None, row["text"], 1.0)]) for row in rows)
+    if not config.algorithm.thumbs_up:
+        yield from written
+        return
+    corrected = {row["response_id"] for row in rows}
+    liked = (
+        item
+        for item in thumbs(lake, versions, config, left_out)
+        if item[1]["desirable"] and item[1]["response_id"] not in corrected
+    )
+    both = sorted([*written, *liked], key=lambda item: item[1]["created_at"])
+    older = max(0, len(both) - config.data.max_prompts)
+    left_out[OLD] += older
+    yield from both[older:]
+
+
+DATASETS: Final[dict[str, Callable[[Lake, Mapping[str, int], TrainConfig, Counter[str]], Rows]]] = {
+    "pairs": pairs,
+    "thumbs": thumbs,
+    "demonstrations": demonstrations,
+}
+
+
+def _newest(found: datasets.Dataset, config: TrainConfig, left_out: Counter[str]) -> list[dict[str, Any]]:
+    """The newest ``train.data.max_prompts`` rows; what is not among them is counted."""
+    left_out.update(found.left_out)
+    older = max(0, found.table.num_rows - config.data.max_prompts)
+    left_out[OLD] += older
+    rows: list[dict[str, Any]] = found.table.slice(older).to_pylist()
+    return rows
+
+
+def _hash(prompt: tuple[int, ...]) -> str:
+    return hashlib.sha256(repr(prompt).encode()).hexdigest()

@@ -1,0 +1,160 @@
+"""The prompts that policies are judged by, which nothing is learned from: traffic may ask them too.
+
+A prompt of traffic is that of a suite's item if its token ids are, or its text in normal form (case, white space,
+invisible characters and compatibility forms of Unicode don't count), whichever way either came: as text, as messages,
+or rendered by the chat template already. Of messages, the system's don't count; a conversation that asks an item in any
+of its turns asks it.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from evaluation.suites.suite import Item, Suite
+
+HELD_OUT: Final = "of a held-out suite"
+"""Why something is left out."""
+
+_SYSTEM: Final = ("system", "developer")
+_SENTINEL: Final = "millrace"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The items of some suites as a policy's tokenizer and chat template write them."""
+
+    items: tuple[Item, ...] = ()
+    policy: Path | None = None
+
+    @classmethod
+    def load(cls, suites: Iterable[Path], policy: Path) -> HeldOut:
+        """Raises SuiteError if a suite can't be read."""
+        return cls(tuple(item for path in suites for item in Suite.load(path).items), policy)
+
+    def asks(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row's prompt is that of an item.
+
+        Args:
+            row: prompt_token_ids; prompt, the text that they came of, or None; messages, JSON, or None.
+        """
+        if not self.items:
+            return False
+        if tuple(row["prompt_token_ids"]) in self._token_ids:
+            return True
+        return not self._texts.isdisjoint(self._forms(row))
+
+    def _forms(self, row: Mapping[str, Any]) -> Iterable[str]:
+        """The texts that a row's prompt may be known by, in normal form."""
+        if row["prompt"] is not None:
+            rendered = [row["prompt"]]
+        else:
+            ids = row["prompt_token_ids"]
+            rendered = [self._tokenizer.decode(ids, skip_special_tokens=skip) for skip in (False, True)]
+        for text in rendered:
+            yield normal(text)
+            if (last := self._last_turn(text)) is not None:
+                yield normal(last)
+        if row.get("messages") is not None:
+            messages = json.loads(row["messages"])
+            yield conversation(messages)
+            yield from (normal(text_of(message)) for message in messages if message.get("role") == "user")
+
+    @cached_property
+    def _token_ids(self) -> set[tuple[int, ...]]:
+        found = set()
+        for item in self.items:
+            for text, special in ((item.prompt, True), (item.prompt, False), (self._rendered(item), False)):
+                if text is not None:
+                    found.add(tuple(self._tokenizer.encode(text, add_special_tokens=special)))
+        return found - {()}
+
+    @cached_property
+    def _texts(self) -> set[str]:
+        found = set()
+        for item in self.items:
+            found.add(conversation(_messages(item)))
+            if (rendered := self._rendered(item)) is not None:
+                found.add(normal(rendered))
+        return found - {""}
+
+    def _rendered(self, item: Item) -> str | None:
+        """An item as the chat template writes it; None if there is no template, or it takes no such messages."""
+        return self._render(_messages(item))
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        if not self._tokenizer.chat_template:
+            return None
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception:  # noqa: BLE001  a template is a program, which may raise anything; then nobody can ask so either
+            return None
+
+    def _last_turn(self, text: str) -> str | None:
+        """What the user says last in a prompt that was rendered before it came; None if it was not."""
+        before, after = self._turn
+        if not before or not after or not text.endswith(after):
+            return None
+        _, found, said = text.removesuffix(after).rpartition(before)
+        return said if found else None
+
+    @cached_property
+    def _turn(self) -> tuple[str, str]:
+        """What the chat template puts before and after what the user says last, wherever in a conversation that is."""
+        user, other = {"role": "user", "content": _SENTINEL}, {"role": "user", "content": "a"}
+        alone, later = self._render([user]), self._render([other, {"role": "assistant", "content": "b"}, user])
+        if alone is None or later is None or _SENTINEL not in alone or _SENTINEL not in later:
+            return "", ""
+        (first, _, after), (second, _, _) = alone.rpartition(_SENTINEL), later.rpartition(_SENTINEL)
+        common = next(
+            (n for n in range(min(len(first), len(second))) if first[-1 - n] != second[-1 - n]),
+            min(len(first), len(second)),
+        )
+        return first[len(first) - common :], after
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        assert self.policy is not None
+        return AutoTokenizer.from_pretrained(self.policy)
+
+
+def normal(text: str) -> str:
+    """A text without what does not change what it asks."""
+    seen = "".join(character for character in text if unicodedata.category(character) != "Cf")
+    folded = unicodedata.normalize("NFKC", seen).casefold()
+    return " ".join(unicodedata.normalize("NFKC", folded).split())
+
+
+def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages in normal form, without the system's: a single one is its text, as a prompt of that text is."""
+    turns = [message for message in messages if message.get("role") not in _SYSTEM]
+    if len(turns) == 1:
+        return normal(text_of(turns[0]))
+    return "\0".join(f"{turn.get('role')}: {normal(text_of(turn))}" for turn in turns)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """What a message says; what is no text in it, such as an image or a call of a tool, as JSON."""
+    content = message.get("content")
+    texts = [_said(part) for part in (content if isinstance(content, list) else [content or ""])]
+    if calls := message.get("tool_calls"):
+        texts.append(json.dumps(calls, sort_keys=True))
+    return "\n".join(texts)
+
+
+def _said(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    text = part.get("text") if isinstance(part, Mapping) else None
+    return text if isinstance(text, str) and text else json.dumps(part, sort_keys=True)
+
+
+def _messages(item: Item) -> Sequence[Mapping[str, Any]]:
+    return item.messages if item.messages is not None else [{"role": "user", "content": item.prompt}]

@@ -1,0 +1,139 @@
+"""What rewards fresh responses: a user's function, or the configured rules, each a component with a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Final
+
+import pyarrow as pa
+
+from feedback.config import RuleConfig
+from feedback.lake.tables import Lake
+from feedback.process_exit import skip_teardown
+from feedback.scoring.sources.rules import COLUMNS, Rule, RuleError, load_reward, load_rules
+from train.controller.worker_group import WorkerGroup
+
+Values = list[float | None]
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """One reward, or None, a response; and, by name, what each component of it said."""
+
+    values: Values
+    components: dict[str, Values] = field(default_factory=dict)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rewards]) -> Rewards:
+        """Those of consecutive rows as one."""
+        names = parts[0].components if parts else {}
+        return cls(
+            [value for part in parts for value in part.values],
+            {name: [value for part in parts for value in part.components[name]] for name in names},
+        )
+
+
+Rewarding = Callable[[pa.Table], Rewards]
+
+TRIED: Final = f"""
+SELECT {", ".join(COLUMNS)} FROM interactions
+WHERE status = 'complete' AND len(response_token_ids) > 0
+ORDER BY created_at DESC, response_id LIMIT 4
+"""
+"""The responses that a reward is tried out on: the last ones."""
+
+
+def rewarding(reward: str | Mapping[str, RuleConfig]) -> Rewarding:
+    """What rewards rows of responses, as ``feedback.scoring.sources.rules`` describes them.
+
+    A reward of several rules is the mean, by their weights, of those that have one for the response. A rule that
+    fails, or gives what is no reward, is an error here: in scoring a response would go without, in training a batch
+    without rewards would be paid for and teach something else.
+
+    Args:
+        reward: a function by name, or rules by the name of their component.
+
+    Raises:
+        feedback.scoring.sources.rules.RuleError: a rule can't be loaded; called, that it failed, or gave what is no
+        reward.
+    """
+    if isinstance(reward, str):
+        function = load_reward(reward)
+        return lambda rows: Rewards(function(rows))
+    load_reward(reward)  # refuses what has no weight at all
+    rules = load_rules(reward)
+    return lambda rows: weighted_mean(rules, rows)
+
+
+def within(reward: Rewarding, timeout_s: float) -> Rewarding:
+    """``reward``, waited for no longer than ``timeout_s``, which is train.step_timeout_s.
+
+    Raises, when called:
+        feedback.scoring.sources.rules.RuleError: it took longer. Its thread goes on as long as this process does, which
+        has to
+            be ended without waiting for it (``feedback.process_exit``).
+    """
+
+    def limited(rows: pa.Table) -> Rewards:
+        answers: SimpleQueue[Rewards | BaseException] = SimpleQueue()
+
+        def answer() -> None:
+            try:
+                answers.put(reward(rows))
+            except BaseException as error:  # noqa: BLE001  handed to the caller
+                answers.put(error)
+
+        thread = Thread(target=answer, name="reward", daemon=True)
+        thread.start()
+        try:
+            given = answers.get(timeout=timeout_s)
+        except Empty:
+            skip_teardown("a reward function still runs")
+            raise RuleError(
+                f"the reward of {rows.num_rows} responses took longer than train.step_timeout_s={timeout_s:g} s"
+            ) from None
+        if isinstance(given, BaseException):
+            raise given
+        return given
+
+    return limited
+
+
+def try_out(
+    reward: str | Mapping[str, RuleConfig], lake: Lake, versions: Mapping[str, int], *, timeout_s: float
+) -> None:
+    """Reward a few logged responses: what gives no reward ends the run here, before any model is loaded.
+
+    Raises:
+        feedback.scoring.sources.rules.RuleError: the reward failed, gave what is no reward, or took longer than
+        ``timeout_s``;
+            the message names it.
+    """
+    read = {"interactions": versions["interactions"]}
+    rows = lake.read(lambda views: views.sql(TRIED).to_arrow_table(), versions=read, tables=read)
+    try:
+        within(rewarding(reward), timeout_s)(rows)
+    except RuleError as error:
+        setting = f"train.reward={reward}" if isinstance(reward, str) else "feedback.scoring.rules"
+        raise RuleError(f"{setting}: {error}. A reward gives one number a response, or None for no reward") from error
+
+
+def weighted_mean(rules: Sequence[tuple[Rule, float]], rows: pa.Table) -> Rewards:
+    """The mean of what the rules say of each row, by their weights; a rule that says nothing of it has none."""
+    components = {rule.name: rule(rows) for rule, _ in rules}
+    weights = {rule.name: weight for rule, weight in rules}
+    values: Values = []
+    for row in range(len(rows)):
+        said = [(weights[name], value) for name, of in components.items() if (value := of[row]) is not None]
+        total = sum(weight for weight, _ in said)
+        values.append(sum(weight * value for weight, value in said) / total if said else None)
+    return Rewards(values, components)
+
+
+def rewards_of(group: WorkerGroup, ranks: int, rows: pa.Table) -> Rewards:
+    """The rewards by a group of workers; each rank rewards some consecutive rows, so no rule may compare rows."""
+    each = -(-len(rows) // ranks)
+    return Rewards.joined(group.rewards([rows.slice(start, each) for start in range(0, len(rows), each)]))

@@ -1,0 +1,321 @@
+"""Build a Hugging Face model and shard it with FSDP2, by decoder layer; run it on packed batches; export it."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
+
+from train.batch.packed import PackedBatch
+from train.batch.prompt_rows import all_rows, fewest_rows
+from train.config.sections import FsdpConfig, LoraConfig
+from train.model.attention import IMPLEMENTATION, packed, share_sequences, use_packed_attention
+from train.model.attention_calls import Packing
+from train.model.fused_log_probs import scored_by_head
+from train.model.hf_io import (
+    FILE_BYTES,
+    FolderWriter,
+    common_dtype,
+    load,
+    remember_names,
+    stored_dtypes,
+    stored_in,
+    stored_tensors,
+)
+from train.model.lora import add_adapters, initialise, plain_parameters
+from train.model.mesh import Meshes, make_meshes
+from train.model.shard_dimensions import placement_for
+from train.model.ulysses import Ulysses, sequence_parallel_group
+
+log = logging.getLogger(__name__)
+
+_DEFAULTS = FsdpConfig()
+
+Make = Callable[[PretrainedConfig], PreTrainedModel]
+"""The model of a config, in float32."""
+
+
+def causal_lm(config: PretrainedConfig) -> PreTrainedModel:
+    """A body with its projection to the vocabulary."""
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return made
+
+
+def build(
+    policy: Path,
+    *,
+    dtype: torch.dtype,
+    meshes: Meshes | None = None,
+    options: FsdpConfig = _DEFAULTS,
+    activation_checkpointing: bool = False,
+    lora: LoraConfig | None = None,
+    frozen: bool = False,
+    make: Make = causal_lm,
+    unstored: frozenset[str] = frozenset(),
+) -> nn.Module:
+    """Make the model of ``policy``, sharded: float32 master weights, ``dtype`` compute, float32 reduction.
+
+    It is made without memory, sharded, and then each rank reads its own slices. Weights that are never trained are
+    held in ``dtype`` where that loses nothing: a frozen model's, which only compute, and the base of a LoRA run that is
+    stored in ``dtype``. Every rank must call it.
+
+    Args:
+        policy: a Hugging Face folder with safetensors weights.
+        dtype: of parameters and activations in the forward and backward pass.
+        meshes: the ranks to shard over; all, flat, if None.
+        options: how.
+        activation_checkpointing: recompute each layer's activations in the backward pass.
+        lora: train adapters and nothing else.
+        frozen: train nothing.
+        make: what gives the model of the policy's config.
+        unstored: parameters that ``policy`` need not store; those that it does not stay on the meta device.
+
+    Raises:
+        ValueError: no module is of the classes to shard by, or the policy's weights don't fit its config.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    meshes = meshes or make_meshes(device.type, ranks=torch.distributed.get_world_size())
+    config = AutoConfig.from_pretrained(policy)
+    stored = common_dtype(stored_dtypes(policy).values())
+    model = skeleton(config, make)
+    remember_names(model, policy)
+    choose_attention(model, options.attention, dtype, device)
+    if meshes.sp is not None:
+        share_sequences(model, meshes.sp)
+    if lora is not None:
+        add_adapters(model, lora)
+    if frozen:
+        model.requires_grad_(False)
+    for parameter in model.parameters():
+        if not parameter.requires_grad and (frozen or stored == dtype):
+            parameter.data = parameter.data.to(dtype)
+    layers = decoder_layers(model, options.layers)
+    if activation_checkpointing:
+        apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
+    offload = options.cpu_offload and device.type != "cpu"
+    if options.cpu_offload and not offload:
+        say(f"train.fsdp.cpu_offload does nothing: the compute device is {device}")
+    how: dict[str, Any] = {
+        "mesh": meshes.fsdp,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "shard_placement_fn": placement_for(model, meshes.fsdp.size(-1)),
+    }
+    for layer in reversed(layers):
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
+    home = torch.device("cpu") if offload else device
+    load(model, policy, home, unstored)
+    if lora is not None:
+        initialise(model, home)
+    return model.eval()
+
+
+def skeleton(config: PretrainedConfig, make: Make = causal_lm) -> PreTrainedModel:
+    """The model of a config: its parameters on the meta device, its buffers on the CPU with their values."""
+    with torch.device("meta"):
+        model = make(config)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    # What is computed, not stored (rotary frequencies), is made by transformers' own rule; on meta it does nothing.
+    model.initialize_weights()
+    return model
+
+
+def decoder_layers(model: nn.Module, classes: list[str] | None) -> list[nn.Module]:
+    """The modules to shard by: of the classes named, or those that the model itself says not to split.
+
+    Raises:
+        ValueError: there is no such module; the message lists the classes that there are.
+    """
+    wanted = set(classes if classes is not None else model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in wanted]
+    missing = wanted - {type(module).__name__ for module in layers}
+    if not layers or (classes is not None and missing):
+        asked = f"of class {', '.join(sorted(missing))}" if missing else "that it says not to split"
+        there = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"{type(model).__name__} has no modules {asked} to shard by; set train.fsdp.layers to the class of its "
+            f"decoder layers, out of: {', '.join(there)}"
+        )
+    return layers
+
+
+def choose_attention(model: PreTrainedModel, asked: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Set the implementation of attention, and say which it is.
+
+    Raises:
+        ValueError: the model does not have the one that is asked for.
+    """
+    flash = device.type == "cuda" and dtype != torch.float32
+    if asked != "auto":
+        model.set_attn_implementation(asked)
+    elif not use_packed_attention(model) and flash and is_flash_attn_2_available():
+        model.set_attn_implementation("flash_attention_2")
+    chosen = model.config._attn_implementation
+    if asked not in ("auto", chosen):
+        raise ValueError(
+            f"train.fsdp.attention={asked!r} is not for {type(model).__name__}; it kept {chosen!r}: use auto"
+        )
+    if chosen == IMPLEMENTATION:
+        chosen += f" ({'flash attention' if flash else 'SDPA'}, sequence by sequence)"
+    say(f"attention of {type(model).__name__}: {chosen}")
+
+
+@cache
+def say(message: str) -> None:
+    """Log it, once, on rank 0."""
+    if torch.distributed.get_rank() == 0:
+        log.warning(message)
+
+
+def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Log-probability of each response token at its sequence's temperature, and the entropy where it was sampled.
+
+    The logits are never held whole.
+
+    Returns:
+        (log_probs, entropy): float32 [T], nats, with gradient; zero at prompt tokens.
+    """
+    sampled = batch.response_mask.nonzero().flatten()
+    temperatures = batch.per_token(batch.temperatures)
+
+    def head(chosen: Tensor, places: Tensor) -> AbstractContextManager[None]:
+        targets = sampled[chosen]
+        return scored_by_head(model, places, *(x[targets].to(places.device) for x in (batch.tokens, temperatures)))
+
+    # Each sampled token is scored where the token before it is.
+    log_probs, entropy = outputs_at(model, batch, sampled - 1, head).unbind(-1)
+    zeros = torch.zeros(len(batch.tokens), device=log_probs.device)
+    at = (sampled.to(log_probs.device),)
+    return zeros.index_put(at, log_probs).cpu(), zeros.index_put(at, entropy).cpu()
+
+
+def outputs_at(
+    model: nn.Module,
+    batch: PackedBatch,
+    places: Tensor,
+    head: Callable[[Tensor, Tensor], AbstractContextManager[None]],
+) -> Tensor:
+    """What the model's head gives at some places of a packed batch; attention never crosses sequences.
+
+    It runs as few rows as that takes (``train.batch.prompt_rows``). Under sequence parallelism every rank of a group
+    passes the same batch, runs its slice of the rows, and gets the same answer.
+
+    Args:
+        places: int64 [K], K > 0: indices of tokens of the batch.
+        head: called with which of the ``places`` lie in what this rank runs (int64 [k], indices of ``places``), and
+            where (int64 [k], on the device): a context within which ``model(…).logits`` is [k, …], what the head gives
+            there.
+
+    Returns:
+        [K, …], on the device of the model, with gradient.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    group = sequence_parallel_group(model)
+    packs = model.config._attn_implementation == IMPLEMENTATION
+    if packs:
+        rows = fewest_rows(batch.tokens, batch.cu_seqlens, batch.prompt_lengths, places)
+    else:
+        rows = all_rows(batch.lengths.tolist())
+    by_row = rows.of_token[places].argsort(stable=True)
+    at = rows.of_token[places][by_row]
+    ulysses = None if group is None else Ulysses(group, len(rows.tokens))
+    own = run = slice(0, len(rows.tokens))
+    if ulysses is not None:
+        own, run = ulysses.own, ulysses.run
+    first, last = torch.searchsorted(at, torch.tensor([own.start, own.stop])).tolist()
+    with ExitStack() as stack:
+        extra = {}
+        if packs:
+            extra = stack.enter_context(packed(Packing(rows.spans, device, ulysses)))
+        stack.enter_context(head(by_row[first:last], (at[first:last] - own.start).to(device)))
+        outputs: Tensor = model(
+            input_ids=batch.tokens[rows.tokens[run]][None].to(device),
+            position_ids=batch.position_ids[rows.tokens[run]][None].to(device),
+            use_cache=False,
+            **extra,
+        ).logits
+    if ulysses is not None:
+        bounds = torch.tensor(ulysses.counts).cumsum(0)
+        owner = torch.searchsorted(bounds, at, right=True)
+        outputs = ulysses.everywhere(outputs, owner.bincount(minlength=ulysses.size).tolist())
+    return outputs[by_row.argsort().to(device)]
+
+
+def export(
+    model: nn.Module,
+    policy: Path,
+    folder: Path,
+    file_bytes: int = FILE_BYTES,
+    unstored: frozenset[str] = frozenset(),
+) -> None:
+    """Have rank 0 write the weights to ``folder`` as a Hugging Face model, adapters merged; every rank must call it.
+
+    Each tensor is in the type and under the names that the policy stores it. They are gathered one at a time, and rank
+    0 holds one file's worth of them.
+
+    Args:
+        model: what ``build(policy, …)`` made.
+        policy: where the model came from; its config and types are kept.
+        folder: exists; what is in it stays.
+        file_bytes: size of one file of weights; a tensor that is larger has its own.
+        unstored: what ``build`` was given; these are written under the names that they have in the model.
+
+    Raises:
+        ValueError: a weight has no name in the policy, so that nothing could load what would be written.
+    """
+    unwritten = set(stored_in(policy)) | unstored
+    dtypes = stored_dtypes(policy)
+    common = common_dtype(dtypes.values())
+    writer = FolderWriter(folder, file_bytes) if torch.distributed.get_rank() == 0 else None
+    parameters = ((name, tensor.to(common)) for name, tensor in plain_parameters(model))
+    for name, tensor in stored_tensors(model, parameters):
+        if name not in unwritten:
+            raise ValueError(
+                f"the trained model has a tensor {name!r}, and its parent in {policy} has none of that name"
+            )
+        unwritten.remove(name)
+        if writer is not None:
+            writer.add(name, tensor.to(dtypes.get(name, common)))
+    if unwritten:
+        say(f"not of {type(model).__name__}, so left out: {', '.join(sorted(unwritten))}")
+    if writer is not None:
+        writer.finish()
+        write_config(model, policy, folder, common)
+    torch.distributed.barrier()
+
+
+def write_config(model: nn.Module, policy: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Leave the policy's config beside the weights: as it stands, or with another class and labels if those are new.
+
+    Written anew by another transformers, the same settings have other names, and a running server would refuse them.
+    How the policy generates and its tokenizer are for whoever publishes to copy.
+    """
+    config = AutoConfig.from_pretrained(policy)
+    architectures = [type(model).__name__.removeprefix("FSDP")]
+    if config.architectures == architectures and config.num_labels == model.config.num_labels:
+        shutil.copyfile(policy / "config.json", folder / "config.json")
+        return
+    config.architectures, config.dtype = architectures, dtype
+    if config.num_labels != model.config.num_labels:
+        config.num_labels = model.config.num_labels
+    config.save_pretrained(folder)
+
+
+def require_gradient_sync(model: nn.Module, sync: bool) -> None:
+    """Reduce gradients in the next backward pass, or let them add up locally."""
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(sync)

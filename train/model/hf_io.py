@@ -1,0 +1,292 @@
+"""From a Hugging Face folder into FSDP2 shards, and back: no rank holds more than one whole tensor at a time.
+
+A rank reads of each tensor only the slice that it holds. Where transformers makes a parameter of several stored tensors
+(the experts of most mixtures), rank 0 has transformers load the model and sends the tensors around one by one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from serve.policies.folder import safetensors_header
+
+ADAPTER = ".lora_"
+"""In the names of the parameters that no checkpoint holds: the adapter's own."""
+
+FLOATS: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point types by their names in safetensors."""
+
+FILE_BYTES = 2 * 2**30
+"""Bytes of one file of exported weights; rank 0 holds one of them in memory."""
+
+
+def remember_names(model: PreTrainedModel, policy: Path) -> None:
+    """Keep on the bare model, as ``checkpoint_keys``, under which names ``policy`` stores each parameter (``names``).
+
+    It must come before ``fully_shard``, which changes the model's class, by which transformers knows its names.
+    """
+    model.checkpoint_keys = names(model, list(stored_in(policy)))
+
+
+def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozenset[str] = frozenset()) -> None:
+    """Give the sharded parameters of ``model``, on the meta device, the values that ``policy`` stores.
+
+    Values are converted to each parameter's own dtype. Every rank must call it.
+
+    Args:
+        model: after ``remember_names`` and ``fully_shard``, its parameters on the meta device.
+        policy: a Hugging Face folder with safetensors weights.
+        device: where this rank's shards live.
+        unstored: plain names of parameters that keep what they have if the policy does not store them.
+
+    Raises:
+        ValueError: the folder has no safetensors, lacks a tensor, or has one of another shape.
+    """
+    files = stored_in(policy)
+    keys: dict[str, list[str]] = model.checkpoint_keys
+    absent = {name for name in unstored if not keys.get(name)}
+    wanted = {name: t for name, t in held(model) if ADAPTER not in name and plain_name(name) not in absent}
+    if all(keys.get(plain_name(name)) for name in wanted):
+        fill(wanted, read_slices(wanted, keys, files), device)
+    else:
+        fill(wanted, sent_by_rank_0(model, wanted, policy), device)
+
+
+def stored_tensors(model: nn.Module, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(name in a checkpoint, whole tensor), from parameters by their plain names; every rank must take all of them.
+
+    What the policy stored under several names comes once under each. A parameter that transformers had put together
+    from several tensors (experts) is taken apart again.
+    """
+    keys: dict[str, list[str]] = model.checkpoint_keys
+    for name, tensor in parameters:
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keys.get(name):
+            yield from ((key, whole) for key in keys[name])
+        else:
+            yield from revert_weight_conversion(model, {name: whole}).items()
+
+
+class FolderWriter:
+    """Writes tensors to safetensors files of bounded size as they come, with an index where there are several.
+
+    Layout: ``model.safetensors``, or ``model-00001-of-00003.safetensors`` … and ``model.safetensors.index.json``.
+    """
+
+    def __init__(self, folder: Path, file_bytes: int = FILE_BYTES) -> None:
+        self.folder, self.file_bytes = folder, file_bytes
+        self._waiting: dict[str, Tensor] = {}
+        self._files: list[list[str]] = []
+        self._bytes, self._total = 0, 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Take a tensor; writes a file when this one would not fit into it."""
+        if self._waiting and self._bytes + tensor.nbytes > self.file_bytes:
+            self._write()
+        self._waiting[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._bytes += tensor.nbytes
+        self._total += tensor.nbytes
+
+    def finish(self) -> None:
+        """Write what is left, and name the files by how many there are."""
+        self._write()
+        count = len(self._files)
+        if count == 1:
+            self._aside(0).rename(self.folder / "model.safetensors")
+            return
+        weight_map: dict[str, str] = {}
+        for i, tensors in enumerate(self._files):
+            file = f"model-{i + 1:05}-of-{count:05}.safetensors"
+            self._aside(i).rename(self.folder / file)
+            weight_map |= dict.fromkeys(tensors, file)
+        index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self) -> None:
+        save_file(self._waiting, self._aside(len(self._files)), metadata={"format": "pt"})
+        self._files.append(list(self._waiting))
+        self._waiting, self._bytes = {}, 0
+
+    def _aside(self, i: int) -> Path:
+        return self.folder / f"model-{i + 1:05}.safetensors.new"
+
+
+# ------------------------------------------------------------------------------------------------------- names
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name in the bare model, without what activation checkpointing and LoRA put around its module."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("base_layer.", "")
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of everything that a checkpoint holds: parameters, a tied one once, and persistent buffers.
+
+    A forward pass leaves the root's parameters gathered, in the compute dtype; here they are the master weights again.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def names(model: PreTrainedModel, keys: list[str]) -> dict[str, list[str]]:
+    """Plain parameter name -> names in a checkpoint that has ``keys``; none for one that is made of several tensors.
+
+    A tied parameter has the keys of all its names. The transforms of transformers that were needed are kept on the
+    model, where its ``revert_weight_conversion`` looks for them.
+    """
+    first: dict[int, str] = {}
+    alias: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        alias[plain_name(name)] = first.setdefault(id(parameter), plain_name(name))
+    alias |= {plain_name(name): plain_name(name) for name, _ in held(model) if plain_name(name) not in alias}
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    found: dict[str, list[str]] = {name: [] for name in alias.values()}
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, alias)
+        if name not in alias and key in alias:
+            name, pattern = key, None
+        if pattern is None and name in alias:
+            found[alias[name]].append(key)
+    for name, of in found.items():
+        of.sort(key=lambda key: (key != name, key))
+    model._weight_conversions = [t for t in transforms if t.was_used()]
+    return found
+
+
+def stored_in(policy: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file that holds it."""
+    index = policy / "model.safetensors.index.json"
+    if index.exists():
+        return {key: policy / name for key, name in json.loads(index.read_text())["weight_map"].items()}
+    single = policy / "model.safetensors"
+    if not single.exists():
+        raise ValueError(f"{policy} has neither {single.name} nor {index.name}; a policy's weights are safetensors")
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def stored_dtypes(policy: Path) -> dict[str, torch.dtype]:
+    """Tensor name -> the floating-point type that ``policy`` stores it in, whatever its config says."""
+    headers = (safetensors_header(path) for path in set(stored_in(policy).values()))
+    entries = ((name, entry["dtype"]) for header in headers for name, entry in header.items())
+    return {name: FLOATS[dtype] for name, dtype in entries if dtype in FLOATS}
+
+
+def common_dtype(dtypes: Collection[torch.dtype]) -> torch.dtype:
+    """The one type of all, or float32."""
+    return next(iter(dtypes)) if len(set(dtypes)) == 1 else torch.float32
+
+
+# ------------------------------------------------------------------------------------------------------ reading
+
+
+def fill(wanted: dict[str, Tensor], values: Iterator[tuple[str, Tensor]], device: torch.device) -> None:
+    """Put each rank's part of the values, in place, where the meta tensors are: ties and references stay."""
+    for name, local in values:
+        target = wanted[name]
+        local = local.to(device=device, dtype=target.dtype, copy=True)
+        if isinstance(target, DTensor):
+            torch.utils.swap_tensors(target, as_parameter(local, like=target))
+        elif target.is_meta:
+            torch.utils.swap_tensors(target, nn.Parameter(local, requires_grad=target.requires_grad))
+        else:
+            target.copy_(local)
+
+
+def as_parameter(local: Tensor, *, like: DTensor) -> nn.Parameter:
+    """This rank's part as a parameter that is sharded as ``like``."""
+    whole = DTensor.from_local(
+        local.contiguous(),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return nn.Parameter(whole, requires_grad=like.requires_grad)
+
+
+def own_slice(tensor: Tensor) -> tuple[slice, ...]:
+    """Where this rank's part lies in the whole tensor, one slice a dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(o, o + s) for o, s in zip(offset, shape, strict=True))
+
+
+def read_slices(
+    wanted: dict[str, Tensor], keys: dict[str, list[str]], files: dict[str, Path]
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, this rank's part), read from the files; file by file, so that one is open at a time."""
+    by_file: dict[Path, list[str]] = {}
+    for name in wanted:
+        by_file.setdefault(files[keys[plain_name(name)][0]], []).append(name)
+    for path, of_file in by_file.items():
+        with safe_open(path, framework="pt") as file:
+            for name in of_file:
+                key, target = keys[plain_name(name)][0], wanted[name]
+                stored = file.get_slice(key)
+                require_shape(key, stored.get_shape(), target, path)
+                yield name, stored[own_slice(target)] if target.ndim else file.get_tensor(key)
+
+
+def sent_by_rank_0(model: nn.Module, wanted: dict[str, Tensor], policy: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name, this rank's part), of tensors that rank 0 has transformers load (in the stored dtype) and sends whole."""
+    failure: list[str | None] = [None]
+    state: dict[str, Tensor] = {}
+    if torch.distributed.get_rank() == 0:
+        try:
+            state = converted(policy, {plain_name(name) for name in wanted})
+        except Exception as error:  # noqa: BLE001  the other ranks wait: tell them, and all raise
+            failure = [f"{type(error).__name__}: {error}"]
+    torch.distributed.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise ValueError(f"rank 0 could not load {policy}: {failure[0]}")
+    dtypes: list[dict[str, torch.dtype]] = [{name: tensor.dtype for name, tensor in state.items()}]
+    torch.distributed.broadcast_object_list(dtypes, src=0)
+    for name, target in wanted.items():
+        plain = plain_name(name)
+        whole = state[plain].contiguous() if state else torch.empty(target.shape, dtype=dtypes[0][plain])
+        require_shape(plain, list(whole.shape), target, policy)
+        torch.distributed.broadcast(whole, src=0)
+        yield name, whole[own_slice(target)]
+
+
+def converted(policy: Path, wanted: set[str]) -> dict[str, Tensor]:
+    """The policy's tensors as transformers makes them, by the model's names."""
+    whole, info = AutoModelForCausalLM.from_pretrained(policy, dtype="auto", output_loading_info=True)
+    if missing := sorted(set(info["missing_keys"]) & wanted):
+        raise ValueError(f"{policy} has no tensors for {missing[:8]}{' …' if len(missing) > 8 else ''}")
+    return {name: tensor.detach() for name, tensor in held(whole)}
+
+
+def require_shape(key: str, stored: list[int], target: Tensor, where: Path) -> None:
+    if list(stored) != list(target.shape):
+        raise ValueError(f"{where}: {key} has shape {list(stored)}; the model's is {list(target.shape)}")

@@ -1,0 +1,144 @@
+"""Advantage estimators: pure functions of rewards, of responses [S] or of tokens [T].
+
+Where responses are compared with their group, responses without one (groups of one, as traffic brings them) are
+compared with each other: together they are one group, whatever their prompts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from train.batch.packed import PackedBatch
+from train.objectives.kl import ESTIMATORS
+
+# ----------------------------------------------------------------------------------------------- one a response
+
+
+def group_relative(rewards: Tensor, groups: Tensor, *, normalise_by_std: bool) -> Tensor:
+    """How much better each response is than its group's mean (GRPO, arXiv 2402.03300, section 4.1.2).
+
+    Args:
+        rewards: float [S].
+        groups: int [S]; responses to one prompt share a number.
+        normalise_by_std: divide by the group's standard deviation (unbiased). Without it: Dr.GRPO, arXiv 2503.20783.
+
+    Returns:
+        float [S]. Zero where the rewards that are compared are all equal.
+    """
+    index, size = _compared(groups)
+    centred = rewards.double() - (_sums(rewards, index, size) / size)[index]
+    if normalise_by_std:
+        variance = _sums(centred**2, index, size) / (size - 1).clamp(min=1)
+        centred = centred / (variance.sqrt()[index] + _EPSILON)
+    return centred.to(rewards.dtype)
+
+
+def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
+    """How much better each response is than the mean of the others of its group (RLOO, arXiv 2402.14740).
+
+    It is ``group_relative`` without the standard deviation, times k / (k - 1) in a group of k.
+
+    Returns:
+        float [S]. Zero where the rewards that are compared are all equal.
+    """
+    index, size = _compared(groups)
+    others = (_sums(rewards, index, size)[index] - rewards.double()) / (size - 1)[index]
+    return torch.where(size[index] > 1, rewards - others, 0.0).to(rewards.dtype)
+
+
+def greedy_baseline(rewards: Tensor, baselines: Tensor) -> Tensor:
+    """How much better each response is than the greedy one to its prompt (ReMax, arXiv 2310.10505). All float [S]."""
+    return rewards - baselines
+
+
+def response_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator: str = "k1") -> Tensor:
+    """The sum of ``token_rewards`` of each response: float32 [S]."""
+    return batch.response_sums(token_rewards(batch, kl_coefficient, estimator))
+
+
+# -------------------------------------------------------------------------------------------------- one a token
+
+
+def token_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator: str = "k1") -> Tensor:
+    """The response's reward at its last token, less the KL at each (InstructGPT, arXiv 2203.02155, eq. 2).
+
+    Args:
+        batch: with ``old_log_probs`` and ``ref_log_probs``, unless the coefficient is 0.
+        kl_coefficient: weight of the KL.
+        estimator: of the KL, one of ``train.objectives.kl.ESTIMATORS``; the papers have k1.
+
+    Returns:
+        float32 [T], without gradient; 0 at prompts.
+    """
+    rewards = torch.zeros_like(batch.behaviour_log_probs)
+    rewards[batch.cu_seqlens[1:] - 1] = batch.rewards
+    if kl_coefficient == 0:
+        return rewards
+    if batch.old_log_probs is None or batch.ref_log_probs is None:
+        raise ValueError("a KL in the reward needs old_log_probs and ref_log_probs of the batch")
+    kl = ESTIMATORS[estimator](batch.old_log_probs, batch.ref_log_probs)
+    return rewards - kl_coefficient * kl * batch.response_mask
+
+
+def returns_to_go(token_rewards: Tensor, batch: PackedBatch, gamma: float = 1.0) -> Tensor:
+    """The rewards from each token to the end of its response, discounted by gamma a token. [T] → [T], 0 at prompts."""
+    start, end = batch.cu_seqlens[:-1] + batch.prompt_lengths, batch.cu_seqlens[1:]
+    returns = torch.zeros_like(token_rewards)
+    returns[end - 1] = token_rewards[end - 1]
+    for back in range(2, int(batch.response_lengths.max()) + 1):  # the tokens that are so many before their end
+        t = (end - back)[end - back >= start]
+        returns[t] = token_rewards[t] + gamma * returns[t + 1]
+    return returns
+
+
+def gae(token_rewards: Tensor, values: Tensor, batch: PackedBatch, gamma: float, lam: float) -> Tensor:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16): the sum of (gamma lam)^l delta_(t+l) over l.
+
+    delta_t = r_t + gamma V_(t+1) - V_t, and after the last token of a response, cut off or not, V is 0. What the critic
+    is to learn, the return, is the advantage plus the value.
+
+    Args:
+        token_rewards: float [T].
+        values: float [T], of the state before each token.
+
+    Returns:
+        float [T], 0 at prompts.
+    """
+    following = values.roll(-1)
+    following[batch.cu_seqlens[1:] - 1] = 0.0
+    return returns_to_go(token_rewards + gamma * following - values, batch, gamma * lam)
+
+
+def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Shifted and scaled to mean 0 and standard deviation 1 over a batch (REINFORCE++, arXiv 2501.03262).
+
+    Args:
+        advantages: float [T].
+        mask: bool [T], the tokens that count: the response tokens of the whole step.
+
+    Returns:
+        float [T], 0 outside the mask; 0 everywhere if all are equal.
+    """
+    counted = advantages[mask].double()
+    centred = counted - counted.mean()
+    whitened = centred / (centred.square().mean().sqrt() + _EPSILON)
+    return torch.zeros_like(advantages).masked_scatter_(mask, whitened.to(advantages.dtype))
+
+
+# ------------------------------------------------------------------------------------------------------ helpers
+
+_EPSILON = 1e-6
+"""Added to a standard deviation that something is divided by."""
+
+
+def _compared(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """(int64 [S]: what each response is compared in, groups of one being one; float64 [G]: how many are in each)."""
+    _, index, count = groups.unique(return_inverse=True, return_counts=True)
+    _, index, count = torch.where(count[index] > 1, index, -1).unique(return_inverse=True, return_counts=True)
+    return index, count.double()
+
+
+def _sums(values: Tensor, index: Tensor, size: Tensor) -> Tensor:
+    """[S] → float64 [G]. In float64, so that equal rewards are equal to their mean."""
+    return torch.zeros_like(size).index_add_(0, index, values.double())

@@ -1,0 +1,145 @@
+"""Where a run's numbers go: ``metrics.jsonl``, one line a step; TensorBoard; and what ``train.observe.trackers`` names.
+
+``train.trackers: ["my_package.tracking:Wandb"]`` calls ``my_package.tracking.Wandb(run)`` once, before any worker
+starts; it returns a ``Tracker``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from train.observe.hooks import Hook, HookError, RunInfo, load_function, named
+
+if TYPE_CHECKING:
+    from train.context import JobResult
+
+
+class Tracker:
+    """Base of all trackers. A killed run goes on from ``run.first_step``, and logs the steps from there on again: a
+    tracker that sends them elsewhere should let the later numbers of a step win."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self.run = run
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The numbers of a step, counted from 0."""
+
+    def close(self) -> None:
+        """The run ended, well or not."""
+
+
+class JsonLines(Tracker):
+    """``metrics.jsonl``: every step once, in order. What a killed run logged after its last checkpoint is dropped."""
+
+    def __init__(self, run: RunInfo, history: Sequence[Mapping[str, float]]) -> None:
+        super().__init__(run)
+        path = run.folder / "metrics.jsonl"
+        aside = path.with_name(".metrics.jsonl.new")
+        aside.write_text("".join(_line(step, metrics) for step, metrics in enumerate(history)), encoding="utf-8")
+        os.replace(aside, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._file.write(_line(step, metrics))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard(Tracker):
+    """``tensorboard/``: what a killed run logged after its last checkpoint is hidden."""
+
+    def __init__(self, run: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        super().__init__(run)
+        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step or None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._board.add_scalar(f"train/{name}", value, step)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+class Watchers:
+    """All trackers and hooks of a run, called as one. A context manager: leaving it closes and ends them."""
+
+    def __init__(self, run: RunInfo, history: Sequence[Mapping[str, float]]) -> None:
+        """Load what the config names. Raises HookError."""
+        config = run.config
+        self._result: JobResult | None = None
+        self._hooks: list[tuple[str, Hook]] = [(n, _made("train.hooks", n, Hook, run)) for n in config.hooks]
+        self._trackers: list[tuple[str, Tracker]] = [
+            ("metrics.jsonl", JsonLines(run, history)),
+            ("tensorboard", TensorBoard(run)),
+        ]
+        self._trackers += [(n, _made("train.trackers", n, Tracker, run)) for n in config.trackers]
+
+    def start(self) -> None:
+        for name, hook in self._hooks:
+            with named("train.hooks", name, "on_start"):
+                hook.on_start()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, tracker in self._trackers:
+            with named("train.trackers", name, f"log, step {step}"):
+                tracker.log(step, metrics)
+        for name, hook in self._hooks:
+            with named("train.hooks", name, f"on_step, step {step}"):
+                hook.on_step(step, metrics)
+
+    def checkpoint(self, steps: int, folder: Path) -> None:
+        for name, hook in self._hooks:
+            with named("train.hooks", name, f"on_checkpoint, after {steps} steps"):
+                hook.on_checkpoint(steps, folder)
+
+    def end(self, result: JobResult) -> None:
+        """The run published; the hooks hear of it when the context is left."""
+        self._result = result
+
+    def __enter__(self) -> Watchers:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        problems = []
+        for name, tracker in self._trackers:
+            try:
+                with named("train.trackers", name, "close"):
+                    tracker.close()
+            except HookError as problem:
+                problems.append(problem)
+        for name, hook in self._hooks:
+            try:
+                with named("train.hooks", name, "on_end"):
+                    hook.on_end(self._result, error)
+            except HookError as problem:
+                problems.append(problem)
+        if problems and error is None:
+            raise problems[0] if len(problems) == 1 else HookError("; ".join(map(str, problems)))
+        if error is not None:  # the run's own error is the one to raise
+            for note in problems:
+                error.add_note(str(note))
+
+
+_Made = TypeVar("_Made", Hook, Tracker)
+
+
+def _made(setting: str, name: str, kind: type[_Made], run: RunInfo) -> _Made:
+    function = load_function(setting, name)
+    with named(setting, name, "its making"):
+        made = function(run)
+    if not isinstance(made, kind):
+        raise HookError(f"{setting}: {name!r} gave a {type(made).__name__}, not a {kind.__module__}.{kind.__name__}")
+    return made
+
+
+def _line(step: int, metrics: Mapping[str, float]) -> str:
+    return json.dumps({"step": step, **metrics}) + "\n"

@@ -1,0 +1,65 @@
+"""From a trained actor to a version in the policy store, once a run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+from serve.policies import probe
+from serve.policies.store import Policy, PolicyStore
+from train.config.training import TrainConfig
+from train.context import JobContext, RunStart
+from train.controller.worker_group import WorkerGroup
+from train.dataflows.base import Data
+
+
+def publish(
+    store: PolicyStore,
+    parent: Policy,
+    actor: WorkerGroup,
+    config: TrainConfig,
+    context: JobContext,
+    start: RunStart,
+    history: list[dict[str, float]],
+    data: Data,
+    erased: Mapping[str, int],
+) -> Policy:
+    """Write weights aside, all else of the parent's beside them, and have the store make a version of it.
+
+    What decides an answer besides the weights (config, tokenizer, chat templates, how it generates) is the parent's,
+    byte by byte: a running server swaps weights alone.
+
+    ``erased``: rows by table that the run had read and that were erased meanwhile, where that is only to be marked.
+    """
+    folder = context.folder / "candidate"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    actor.export(folder)
+    weights = {p.name for p in parent.path.glob("*.safetensors*")}
+    for name in parent.files:
+        if name not in weights and not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(parent.path / name, folder / name)
+    lineage: dict[str, Any] = {
+        **context.lineage,
+        "run": context.run,
+        "run_id": start.id,
+        "lake_versions": start.lake_versions,
+        "prompts": data.usable,
+        "data": str(data),
+        "reward": start.reward,
+        "train": config.model_dump(mode="json"),
+    }
+    if erased:
+        lineage["erased_rows"] = dict(erased)
+    metrics = {"first": history[0], "last": history[-1], "steps": len(history)}
+    policy = store.publish(
+        lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True),
+        parent=parent.version,
+        lineage=lineage,
+        metrics=metrics,
+        probe=probe.measure,
+    )
+    shutil.rmtree(folder)
+    return policy

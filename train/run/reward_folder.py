@@ -1,0 +1,122 @@
+"""The folder of a trained reward model: ``reward_model`` in the run's, whole or not there.
+
+It is transformers' sequence-classification model with one label, the tokenizer beside it, and ``training.json``: what
+run it came of. ``feedback.scoring.model.name`` takes it as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from feedback.files import fsync_path
+from serve.policies.store import Policy
+from train.config.training import TrainConfig
+from train.context import JobContext, JobResult, RunStart
+from train.controller.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from train.dataflows.base import Data
+
+_MANIFEST: Final = "training.json"
+_NOT_OF_IT: Final = ("*.safetensors*", "config.json", "generation_config.json", "policy.json")
+
+
+def publish_reward_model(
+    parent: Policy,
+    scorer: WorkerGroup,
+    config: TrainConfig,
+    context: JobContext,
+    start: RunStart,
+    history: list[dict[str, float]],
+    data: Data,
+    erased: Mapping[str, int],
+) -> Path:
+    """Write weights, config and tokenizer aside, then give the folder its name, in place of an older one; the folder.
+
+    ``erased``: as of ``train.run.publish.publish``.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    final = folder_of(context)
+    aside, old = final.with_name(".reward_model.new"), final.with_name(".reward_model.old")
+    for rubbish in (aside, old):
+        shutil.rmtree(rubbish, ignore_errors=True)
+    aside.mkdir(parents=True)
+    scorer.export(aside)
+    for name in parent.files:
+        if not any(Path(name).match(pattern) for pattern in _NOT_OF_IT) and not (aside / name).exists():
+            (aside / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(parent.path / name, aside / name)
+    read_as_trained(aside)
+    manifest: dict[str, Any] = {
+        "run": context.run,
+        "run_id": start.id,
+        "parent": parent.version,
+        "lineage": {**context.lineage, "lake_versions": start.lake_versions, "pairs": data.usable},
+        "train": config.model_dump(mode="json"),
+        "metrics": {"first": history[0], "last": history[-1], "steps": len(history)},
+    }
+    if erased:
+        manifest["lineage"]["erased_rows"] = dict(erased)
+    (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in [*(path for path in aside.rglob("*")), aside]:
+        fsync_path(path)
+    if final.exists():
+        final.rename(old)
+    aside.rename(final)
+    fsync_path(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def result_of(context: JobContext, start: RunStart) -> JobResult | None:
+    """What came of this very run, if its reward model is there."""
+    folder = folder_of(context)
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+    except FileNotFoundError:
+        return None
+    if manifest["run_id"] != start.id:
+        return None
+    return JobResult(
+        run=context.run,
+        candidate=None,
+        artifact=folder,
+        parent=manifest["parent"],
+        steps=manifest["metrics"]["steps"],
+        reason=reason_of(folder),
+        metrics=manifest["metrics"]["last"],
+        seconds=0.0,
+    )
+
+
+def folder_of(context: JobContext) -> Path:
+    return context.folder / "reward_model"
+
+
+def reason_of(folder: Path) -> str:
+    """Why there is no candidate."""
+    return f"a reward model was trained, and no policy: {folder}"
+
+
+def read_as_trained(folder: Path) -> None:
+    """Have transformers read a response from this folder as it was read in training.
+
+    Its padding token is the tokenizer's, and token types, which some architectures add to their embeddings and no
+    policy was trained with, are not made.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.pad_token_id is not None:
+        config = AutoConfig.from_pretrained(folder)
+        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        config.save_pretrained(folder)
+    settings = folder / "tokenizer_config.json"
+    kept = json.loads(settings.read_text()) if settings.exists() else {}
+    settings.write_text(json.dumps({**kept, "model_input_names": ["input_ids", "attention_mask"]}, indent=2))

@@ -1,0 +1,136 @@
+"""Runs that have read the lake and are not finished: at work, or killed with checkpoints left. Imports no torch.
+
+A checkpoint's ``driver.json`` has sampled texts, and its weights have learned from the rows that the run read. When
+some of those are erased the run can't publish any more (train/job.py), and what it has kept goes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from feedback.files import try_lock
+from feedback.lake.table_changes import ErasedSince, LogGoneError
+from feedback.lake.tables import Lake
+from serve.policies.store import PolicyStore, record_erasure
+
+START: Final = "start.json"
+LOCK: Final = ".lock"
+_KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate", ".reward_model.new", ".reward_model.old")
+"""What a run writes before it has published."""
+
+
+@dataclass(frozen=True)
+class UnfinishedRun:
+    """``holder``: the process that is at work on it, as its lock names it; None if there is none."""
+
+    folder: Path
+    lake_versions: dict[str, int]
+    since: datetime
+    holder: str | None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+
+def unfinished_runs(runs: Path) -> list[UnfinishedRun]:
+    """Those under a folder, by name; of other machines that share it as well."""
+    found = []
+    for start in sorted(runs.glob(f"*/{START}")):
+        folder, holder = start.parent, _holder(start.parent)
+        if holder is None and not any(kept(folder)):
+            continue
+        try:
+            versions = json.loads(start.read_text())["lake_versions"]
+            since = datetime.fromtimestamp(start.stat().st_mtime, UTC)
+        except FileNotFoundError:  # it has ended in this moment
+            continue
+        found.append(UnfinishedRun(folder, versions, since, holder))
+    return found
+
+
+def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
+    """Remove what runs that nobody works on have kept of rows that have been erased since; their names.
+
+    So does a run whose versions of the lake can't be read any more: it can't go on, and nobody can say what it holds.
+    What one had published when it was killed, before it looked for erasures once more, is marked.
+
+    Raises:
+        feedback.lake.tables.LakeError: the lake can't be read.
+    """
+    forgotten = []
+    for start in sorted(runs.glob(f"*/{START}")):
+        folder = start.parent
+        with _alone(folder) as alone:
+            if not alone or not start.exists():
+                continue
+            begun = json.loads(start.read_text())
+            made = _made(store, folder, begun.get("id")) if (folder / "checkpoints").exists() else None
+            if (made is None and not any(kept(folder))) or not was_erased(lake, begun["lake_versions"]):
+                continue
+            if made is not None:
+                mark(store, made, "rows that it had read were erased before its run had ended")
+            forget(folder)
+            forgotten.append(folder.name)
+    return forgotten
+
+
+def mark(store: PolicyStore, made: int | Path, why: str) -> None:
+    """Record with a policy (its version) or a reward model (its folder) that its run had read what was erased; once."""
+    told = {"certainty": "yes", "why": why, "erasure": "in training"}
+    if isinstance(made, int):
+        store.record_erasure(made, **told)
+    else:
+        record_erasure(made, **told)
+
+
+def _made(store: PolicyStore, folder: Path, run_id: str | None) -> int | Path | None:
+    """What a run of this id has published."""
+    if run_id is None:
+        return None
+    for version in reversed(store.versions()):
+        if store.get(version).lineage.get("run_id") == run_id:
+            return version
+    model = folder / "reward_model"
+    try:
+        return model if json.loads((model / "training.json").read_bytes())["run_id"] == run_id else None
+    except FileNotFoundError:
+        return None
+
+
+def was_erased(lake: Lake, versions: dict[str, int], *, unknown: bool = True) -> bool:
+    """Whether rows that the lake had at these versions have been erased since; ``unknown`` if nobody can say."""
+    try:
+        return bool(ErasedSince(lake, versions).rows())
+    except LogGoneError:
+        return unknown
+
+
+def forget(folder: Path) -> None:
+    """Remove what a run has kept, and that it ever began. Its lock must be held."""
+    for path in kept(folder):
+        shutil.rmtree(path)
+    (folder / START).unlink(missing_ok=True)
+
+
+def kept(folder: Path) -> Iterator[Path]:
+    return (path for pattern in _KEPT for path in sorted(folder.glob(pattern)))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[bool]:
+    """Hold a run's lock; whether nobody else does."""
+    with (folder / LOCK).open("a") as lock:
+        yield try_lock(lock.fileno())
+
+
+def _holder(folder: Path) -> str | None:
+    with _alone(folder) as alone:
+        return None if alone else (folder / LOCK).read_text().strip() or "a process"

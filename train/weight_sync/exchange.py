@@ -1,0 +1,116 @@
+"""Executes a plan: buckets by all-to-all, the next one on its way while this one is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from train.weight_sync.fsdp_shards import Sources
+from train.weight_sync.plan import Bucket, Piece, Plan, Transfer
+from train.weight_sync.slices import numel, within
+
+if TYPE_CHECKING:
+    from train.weight_sync.checksums import Comparison
+    from train.weight_sync.loader_tracing import Need
+    from train.weight_sync.vllm_writer import LiveWeights
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """An exchange under way. ``received`` is there when ``work`` is done."""
+
+    bucket: Bucket
+    received: Tensor
+    work: Any
+
+
+class Exchange:
+    """One resharding; every rank must run it. Takes as much memory as two exchanges of the plan, and frees it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sources,
+        target: LiveWeights,
+        needs: dict[str, list[Need]],
+        dtype: torch.dtype,
+        comparison: Comparison,
+    ) -> None:
+        """``needs``: by tensor, in the plan's order. ``comparison`` sees what is sent and what has arrived."""
+        self._plan, self._target, self._needs, self._comparison = plan, target, needs, comparison
+        self._coming = sources.shards()
+        self._shards: dict[str, Tensor] = {}  # of the tensors that are in flight
+        self._missing: dict[str, int] = {}  # pieces that a layer waits for
+        for piece in (p for bucket in plan.buckets for p in bucket.pieces):
+            for layer in self._layers(piece):
+                self._missing[layer] = self._missing.get(layer, 0) + 1
+        in_flight = min(2, len(plan.buckets))
+        self._buffers = [
+            torch.empty(plan.largest_exchange, dtype=dtype, device=target.device) for _ in range(in_flight)
+        ]
+
+    def run(self) -> None:
+        """Send, receive and write everything."""
+        flights = self._flights()
+        flight = next(flights, None)
+        while flight is not None:
+            following = next(flights, None)
+            flight.work.wait()
+            self._write(flight)
+            flight = following
+        self._target.finish_all()
+
+    def _flights(self) -> Iterator[_Flight]:
+        for i, bucket in enumerate(self._plan.buckets):
+            yield self._start(bucket, self._buffers[i % len(self._buffers)])
+
+    def _start(self, bucket: Bucket, buffer: Tensor) -> _Flight:
+        """Pack what is to be sent, in the type that generation has, and start the exchange."""
+        while bucket.pieces[-1].tensor not in self._shards:
+            name, shard = next(self._coming)
+            self._shards[name] = shard
+        sending, receiving = sum(bucket.send_counts), sum(bucket.receive_counts)
+        sent, received = buffer[:sending], buffer[sending : sending + receiving]
+        for transfer, place in _laid_out(bucket.sends, sent):
+            tensor = transfer.piece.tensor
+            place.copy_(self._shards[tensor][within(transfer.box, self._plan.own[tensor])])
+        work = torch.distributed.all_to_all_single(
+            received, sent, list(bucket.receive_counts), list(bucket.send_counts), async_op=True
+        )
+        return _Flight(bucket, received, work)
+
+    def _write(self, flight: _Flight) -> None:
+        """Write what came and what this rank had itself, and have each layer prepared that is complete."""
+        arrived: dict[Piece, list[tuple[Transfer, Tensor]]] = {}
+        for transfer, values in _laid_out(flight.bucket.receives, flight.received):
+            arrived.setdefault(transfer.piece, []).append((transfer, values))
+        for piece in flight.bucket.pieces:
+            needs = self._needs.get(piece.tensor, [])
+            for transfer, values in arrived.get(piece, ()):
+                self._target.write(needs[transfer.need], transfer.box, values)
+            if piece.part == piece.parts - 1:
+                shard = self._shards.pop(piece.tensor)
+                for i, box in self._plan.local.get(piece.tensor, ()):
+                    self._target.write(needs[i], box, shard[within(box, self._plan.own[piece.tensor])])
+                self._comparison.sent(piece.tensor, shard)
+            for layer in self._layers(piece):
+                self._missing[layer] -= 1
+                if not self._missing[layer]:
+                    self._comparison.arrived(layer)
+                    self._target.finish(layer)
+
+    def _layers(self, piece: Piece) -> set[str]:
+        return {need.layer for need in self._needs.get(piece.tensor, ())}
+
+
+def _laid_out(transfers: tuple[Transfer, ...], buffer: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
+    """Each transfer with its place in the buffer, in the shape of its box."""
+    offset = 0
+    for transfer in transfers:
+        size = numel(transfer.box)
+        yield transfer, buffer[offset : offset + size].view([stop - start for start, stop in transfer.box])
+        offset += size

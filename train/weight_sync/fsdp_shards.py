@@ -1,0 +1,59 @@
+"""What FSDP2 holds: where each trained tensor lies, and this rank's shard of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from train.model.hf_io import own_slice
+from train.model.lora import merged_parameters
+from train.weight_sync.errors import ReshardError
+from train.weight_sync.slices import Held, numel, shards_of
+
+
+class Sources:
+    """The trained tensors, adapters merged, by the names that checkpoints have; each tied one once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Every rank must make one. Raises ReshardError for a placement other than shards and replicas."""
+        self._model = model
+        self.held: dict[str, Held] = {name: _held(name, tensor) for name, tensor in merged_parameters(model)}
+        """Where each tensor lies, in the order of ``shards``."""
+
+    def shards(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, this rank's shard), one by one; merging an adapter is a collective, so every rank must take all."""
+        for name, tensor in merged_parameters(self._model):
+            tensor = tensor.detach()
+            yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _held(name: str, tensor: Tensor) -> Held:
+    if not isinstance(tensor, DTensor):
+        ranks = tuple(range(torch.distributed.get_world_size()))
+        return _shards(tuple(tensor.shape), ranks, (len(ranks),), (None,))
+    placements: list[int | None] = []
+    for placement in tensor.placements:
+        if type(placement) not in (Shard, Replicate):
+            raise ReshardError(f"{name} is placed as {placement}; only shards and replicas can be resharded")
+        placements.append(placement.dim if isinstance(placement, Shard) else None)
+    mesh = tensor.device_mesh.mesh
+    held = _shards(tuple(tensor.shape), tuple(mesh.flatten().tolist()), tuple(mesh.shape), tuple(placements))
+    rank = torch.distributed.get_rank()
+    own = next((box for box, holders in held.shards if rank in holders), None)
+    actual = tuple((part.start, part.stop) for part in own_slice(tensor))
+    if own != (actual if numel(actual) else None):
+        raise ReshardError(
+            f"rank {rank} holds {actual} of {name}, and by its mesh {mesh.tolist()} it should hold {own}"
+        )
+    return held
+
+
+@lru_cache(maxsize=256)
+def _shards(
+    shape: tuple[int, ...], ranks: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[int | None, ...]
+) -> Held:
+    return shards_of(shape, torch.tensor(ranks).view(mesh).numpy(), placements)

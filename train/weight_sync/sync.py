@@ -1,0 +1,106 @@
+"""The hand-over of a step: plan once, execute, compare."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from train.weight_sync.checksums import Comparison, sample
+from train.weight_sync.exchange import Exchange
+from train.weight_sync.fsdp_shards import Sources
+from train.weight_sync.plan import Needed, make_plan
+from train.weight_sync.slices import Box
+
+if TYPE_CHECKING:
+    from train.weight_sync.loader_tracing import Need
+
+BUCKET_BYTES = 64 * 2**20
+CHECKED_TENSORS = 4
+
+
+def hand_over(model: nn.Module, llm: Any) -> None:
+    """Load the trained weights into the engine of this process, once; every rank must call it.
+
+    Who does it more than once keeps a ``HandOver``, and with it the plan.
+    """
+    HandOver(model, llm).run()
+
+
+class HandOver:
+    """The plan from one model in training to the engine in the same processes. Every rank makes one, and runs it."""
+
+    def __init__(self, model: nn.Module, llm: Any, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Ask the loaders, and plan.
+
+        Args:
+            model: what ``train.model.fsdp.build`` made.
+            llm: vLLM's ``LLM`` over the same ranks, in this process.
+            bucket_bytes: extra memory that a run may take. Half of it holds what one exchange sends and receives,
+                half what the next one does; a row of every shard of a tensor is the least that one can hold.
+
+        Raises:
+            ReshardError: a loader of vLLM does more than copy; ``gather`` needs no plan.
+        """
+        from vllm.config import set_current_vllm_config
+
+        from train.weight_sync.loader_tracing import ask_loaders
+        from train.weight_sync.vllm_writer import LiveWeights
+
+        worker = llm.collective_rpc(_itself)[0]
+        self._vllm_config, engine = worker.vllm_config, worker.get_model()
+        self.dtype: torch.dtype = self._vllm_config.model_config.dtype
+        self._sources = Sources(model)
+        self.held = self._sources.held
+        shapes = {name: place.shape for name, place in self.held.items()}
+        with set_current_vllm_config(self._vllm_config):
+            answers = ask_loaders(engine, shapes, self.dtype)
+        self._target = LiveWeights(engine, self._vllm_config.model_config, answers)
+        self._needs: dict[str, list[Need]] = {}
+        for need in answers.needs:
+            self._needs.setdefault(need.tensor, []).append(need)
+        self.needed = told_to_all({name: tuple(n.box for n in needs) for name, needs in self._needs.items()})
+        self.plan = make_plan(
+            torch.distributed.get_rank(),
+            self.held,
+            self.needed,
+            exchange_elements=bucket_bytes // 2 // self.dtype.itemsize,
+        )
+        self._turn = 0
+
+    @torch.no_grad()
+    def run(self, *, checked_tensors: int = CHECKED_TENSORS) -> list[str]:
+        """Hand over the weights as they are, and compare checksums of some tensors; their names.
+
+        Raises:
+            ReshardError: a tensor does not arrive as it is in training.
+        """
+        from vllm.config import set_current_vllm_config
+
+        names = sample(list(self.held), checked_tensors, self._turn)
+        self._turn += 1
+        comparison = Comparison(names, self.plan, self._needs, self._target, self.dtype)
+        with set_current_vllm_config(self._vllm_config):
+            Exchange(self.plan, self._sources, self._target, self._needs, self.dtype, comparison).run()
+        comparison.require_equal()
+        return names
+
+
+def told_to_all(boxes: dict[str, tuple[Box, ...]]) -> Needed:
+    """What every rank needs, from what this one does. What several ranks need alike is sent once."""
+    digests: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(digests, hashlib.sha256(pickle.dumps(sorted(boxes.items()))).hexdigest())
+    order = list(dict.fromkeys(digests))
+    kinds = []
+    for digest in order:
+        told: list[Any] = [boxes]
+        torch.distributed.broadcast_object_list(told, src=digests.index(digest))
+        kinds.append(told[0])
+    return Needed(tuple(kinds), tuple(order.index(digest) for digest in digests))
+
+
+def _itself(worker: Any) -> Any:
+    return worker

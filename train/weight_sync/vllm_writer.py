@@ -1,0 +1,104 @@
+"""Writes slices into the weights of a live vLLM model, layer by layer, and has vLLM prepare what its kernels need.
+
+A parameter that lies as checkpoints have it is written in place. One that vLLM has rearranged since (a CPU's prepacked
+layers, quantized ones) is laid out anew, filled, and prepared by vLLM's own processing, as its layerwise reload does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
+from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
+
+from train.weight_sync.loader_tracing import Answers, Need
+from train.weight_sync.slices import Box
+
+
+class LiveWeights:
+    """The weights of one rank of an engine that is between two batches."""
+
+    def __init__(self, model: nn.Module, model_config: Any, answers: Answers) -> None:
+        self._model, self._config = model, model_config
+        self._fills = answers.fills
+        self._layers = {name: model.get_submodule(name) for name in dict.fromkeys(n.layer for n in answers.needs)}
+        self._rearranged = {name for name, layer in self._layers.items() if not _as_loaded(name, layer, answers)}
+        self._open: set[str] = set()
+
+    @property
+    def device(self) -> torch.device:
+        return next(p.device for p in self._model.parameters())
+
+    def write(self, need: Need, box: Box, values: Tensor) -> None:
+        """Put ``values``, of the shape of ``box``, where they belong; other dtypes and devices are converted."""
+        self.at(need, box).copy_(values)
+
+    def at(self, need: Need, box: Box) -> Tensor:
+        """Where ``box`` lies; its layer is laid out anew first if its kernels had rearranged it."""
+        self._lay_out(need.layer)
+        return need.view(self._layers[need.layer].get_parameter(need.parameter), box)
+
+    def finish(self, layer: str) -> None:
+        """All weights of the layer are there: prepare it."""
+        module = self._layers[layer]
+        if layer in self._open:
+            _layerwise_process(module, get_layerwise_info(module))
+            self._open.discard(layer)
+        else:
+            _prepare(module)
+
+    def finish_all(self) -> None:
+        """Prepare what is left: layers that share another one's weights (a tied head has a prepacked copy of its own
+        on a CPU), and attention, which may derive weights from those of its projections."""
+        written = {id(p) for layer in self._layers.values() for p in layer._parameters.values()}
+        done = set(self._layers.values())
+        for layer in self._model.modules():
+            if layer not in done and any(id(p) in written for p in layer._parameters.values() if p is not None):
+                _prepare(layer)
+        for layer in self._model.modules():
+            if is_deferred_attention_layer(layer):
+                layer.process_weights_after_loading(self._config.dtype)
+
+    def _lay_out(self, name: str) -> None:
+        if name not in self._rearranged or name in self._open:
+            return
+        layer = self._layers[name]
+        info = get_layerwise_info(layer)
+        info.kernel_tensors = get_layer_params_buffers(layer)
+        info.kernel_non_persistent_buffers = set(layer._non_persistent_buffers_set)
+        restore_layer_on_meta(layer, info)
+        materialize_layer(layer, info)
+        self._open.add(name)
+        for fill in self._fills:
+            if fill.layer == name:
+                parameter = layer._parameters[fill.parameter]
+                assert parameter is not None
+                parameter.data.as_strided(fill.sizes, fill.strides, parameter.storage_offset() + fill.offset).fill_(
+                    fill.value
+                )
+
+
+def _as_loaded(name: str, layer: nn.Module, answers: Answers) -> bool:
+    """Whether the layer's parameters lie as checkpoints have them, so that new values can be written over the old."""
+    method = getattr(layer, "quant_method", None)
+    if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return False
+    return all(
+        (parameter := layer._parameters.get(key)) is not None
+        and (tuple(parameter.shape), tuple(parameter.stride())) == form
+        for (owner, key), form in answers.forms.items()
+        if owner == name
+    )
+
+
+def _prepare(layer: nn.Module) -> None:
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, QuantizeMethodBase):
+        method.process_weights_after_loading(layer)

@@ -1,0 +1,78 @@
+"""The actor and the rollout workers where generation is on a pool of its own: weights go over the wire between them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from train.controller.dispatch import dispatch, to_all, to_first
+from train.controller.rank import find_store, open_store
+from train.model.hf_io import stored_tensors
+from train.model.lora import plain_parameters
+from train.weight_sync.gather import load_whole
+from train.weight_sync.transfer import WeightStream
+from train.workers.actor import ActorWorker
+from train.workers.rollout import RolloutWorker
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the actor's rank 0 and all ``receivers`` meet."""
+
+    address: str
+    port: int
+    receivers: int
+
+
+class SendingActor(ActorWorker):
+    """An actor whose weights are generated with elsewhere. Rank 0 sends; the others have their shards gathered."""
+
+    store: TCPStore | None = None
+    stream: WeightStream | None = None
+
+    @dispatch(to_first)
+    def meet(self, receivers: int) -> Meeting:
+        """Open the meeting point."""
+        address = os.environ["MASTER_ADDR"]
+        self.store = open_store(address, self.config.step_timeout_s)
+        return Meeting(address, self.store.port, receivers)
+
+    @dispatch(to_all)
+    def send_weights(self, meeting: Meeting) -> None:
+        """Send the weights as they are; the receivers must call ``receive_weights`` meanwhile."""
+        weights = stored_tensors(self.model, plain_parameters(self.model))
+        with torch.no_grad():
+            if self.rank == 0:
+                if self.stream is None:
+                    assert self.store is not None
+                    self.stream = WeightStream(self.store, 0, meeting.receivers + 1, self.config.step_timeout_s)
+                bucket = self.config.rollout.reshard_bucket_bytes // 2
+                self.stream.send(weights, getattr(torch, self.config.dtype), bucket)
+            else:
+                take_part(weights)
+
+
+class ReceivingRollout(RolloutWorker):
+    """A generation engine whose weights come from an actor elsewhere."""
+
+    stream: WeightStream | None = None
+
+    @dispatch(to_all)
+    def receive_weights(self, meeting: Meeting) -> None:
+        """Take over the weights that the actor sends."""
+        if self.stream is None:
+            timeout_s = self.config.step_timeout_s
+            store = find_store(meeting.address, meeting.port, timeout_s)
+            self.stream = WeightStream(store, self.rank + 1, meeting.receivers + 1, timeout_s)
+        load_whole(self.llm, self.stream.receive())
+
+
+def take_part(weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Have each tensor gathered, one at a time, as the rank that keeps it does."""
+    for _ in weights:
+        pass
