@@ -68,7 +68,7 @@ N ?= 20
 
 crash-test: setup      ## cut the power behind every I/O call, then kill N processes of real servers and commands; the last line is JSON
 	@command -v strace >/dev/null || { echo "error: strace is not on PATH; the power losses are replayed from its record (Debian: apt-get install strace)" >&2; exit 1; }
-	POWER_LOSS_EVERY=1 $(BIN)/python -m pytest -q -s tests/feedback/test_power_loss.py
+	POWER_LOSS_EVERY=1 $(BIN)/python -m pytest -q -s tests/feedback/journal/test_power_loss.py
 	$(BIN)/python -m loadtests.crash --kills $(N)
 
 format: setup    ## bring the code into shape

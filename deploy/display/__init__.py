@@ -1,0 +1,1 @@
+"""What commands print and the report shows: ``query_output``, ``statistics``, ``report_data``."""

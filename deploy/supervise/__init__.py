@@ -1,0 +1,1 @@
+"""Child processes: ``up`` (server and scheduler together), ``children``, ``subreaper`` (leaves nothing behind)."""

@@ -199,7 +199,7 @@ def millrace(*arguments: str | Path) -> list[str]:
 
 def _python_path(environment: Mapping[str, str]) -> str:
     """Where the packages are, so that a child finds them from any working directory when they are not installed."""
-    here = Path(__file__).resolve().parent.parent
+    here = Path(__file__).resolve().parents[2]
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     installed = here.name in ("site-packages", "dist-packages")
     return os.pathsep.join(paths if installed or str(here) in paths else [*paths, str(here)])

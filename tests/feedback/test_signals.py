@@ -15,8 +15,8 @@ from feedback.config import LakeConfig
 from feedback.ingest.sealer_process import Sealer
 from feedback.lake.tables import Lake
 from feedback.signals import held_back
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 CHILD = """
 import os, signal, sys, threading
 from feedback.signals import heed_parent

@@ -25,6 +25,7 @@ from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
 from loadtests.tiny_model import make_model_folder
 from serve.policies.store import Pointer, PolicyStore
+from tests.paths import ROOT
 
 
 @cache
@@ -144,7 +145,7 @@ def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
             [sys.executable, "-c", SERVER, json.dumps(settings)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=Path(__file__).parents[2],
+            cwd=ROOT,
         )
     server = LiveServer(home, f"http://127.0.0.1:{port}", process, store, log)
     deadline = time.monotonic() + START_TIMEOUT_S

@@ -1,0 +1,5 @@
+"""The sources of a reward, one file each; each gives a component between 0 and 1, or a reason why it is missing.
+
+``human`` (feedback), ``rules`` (functions and SQL) with ``builtin`` (ready-made ones), ``reward_model`` (a
+sequence-classification model), ``judge`` (a model behind an OpenAI-compatible API) with ``judge_cache``.
+"""

@@ -1,0 +1,1 @@
+"""Algorithms that learn from feedback and sample nothing: ``dpo``, ``kto``, ``sft``, ``reward_model``."""

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy import cli
+from deploy.config import describe
+from deploy.config.root import Settings
+from serve.policies.store import PolicyStore
+from tests.paths import ROOT
+
+COMMANDS = (
+    "init up serve schedule score train evaluate cycle policies promote rollback history keys report doctor".split()  # noqa: SIM905
+)
+
+
+def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = cli.run(list(arguments))
+    output = capsys.readouterr()
+    return code, output.out, output.err
+
+
+def test_help_lists_every_setting_with_its_meaning_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("--help", capsys=capsys)
+    assert code == 0
+    words = " ".join(out.split())
+    for setting in describe.settings_of(Settings):
+        assert f"--{setting.key} " in words
+        assert setting.description.replace("`", "").split()[0] in words
+    assert "[default: 8000]" in words
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(command, "--help", capsys=capsys)
+    assert code == 0
+    assert len(out.splitlines()) > 4
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = ["torch", "vllm", "ray", "transformers", "duckdb", "deltalake", "matplotlib", "fastapi", "numpy", "pyarrow"]
+    code = (
+        "import sys; from deploy import cli; cli.run(['--help']);"
+        f"loaded = [m for m in {heavy} if m in sys.modules]; sys.exit(str(loaded) if loaded else 0)"
+    )
+    path = str(ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_settings_may_stand_before_and_after_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (
+        ["--print-config", "--serve.port", "81"],
+        ["--serve.port=81", "--print-config"],
+        ["policies", "--serve.port", "81", "--print-config"],
+    ):
+        code, out, _ = run(*line, capsys=capsys)
+        assert code == 0
+        assert yaml.safe_load(out)["serve"]["port"] == 81
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["policies", "--serve.prot", "1"], "did you mean serve.port?"),
+        (["policies", "--serve.port"], "--serve.port needs a value"),
+        (["--config", "nowhere.yaml", "policies"], "nowhere.yaml"),
+        (["polices"], "policies"),
+        (["promote"], "VERSION"),
+        (["promote", "1", "--override"], "--why"),
+        (["promote", "x"], "'x' is not a valid integer"),
+    ],
+)
+def test_a_wrong_command_line_is_one_clear_message_and_code_2(
+    line: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(*line, capsys=capsys)
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (["promote", "7"], "no policy 7"),
+        (["rollback"], "nothing to roll back"),
+        (["up"], "millrace init"),
+        (["init", "--model", "./nowhere"], "no folder ./nowhere"),
+    ],
+)
+def test_what_fails_is_one_line_and_code_1(line: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(*line, capsys=capsys)
+    assert code == 1
+    assert says in err
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+
+
+def test_debug_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = run("--debug", "promote", "7", capsys=capsys)
+    assert "Traceback" in err
+
+
+def test_init_makes_policy_1_and_a_config_file_that_loads(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run("init", "--model", str(model), "--home", "h", capsys=capsys)
+    assert code == 0, err
+    assert "policy 1" in out
+    code, out, _ = run("policies", "--json", "--home", "h", capsys=capsys)
+    (policy,) = json.loads(out)
+    assert (policy["version"], policy["serves"], policy["parent"]) == (1, True, None)
+    assert policy["lineage"]["architecture"] == "Qwen3ForCausalLM"
+    _, out, _ = run("--print-config", capsys=capsys)  # reads the millrace.yaml that init wrote
+    assert yaml.safe_load(out)["home"] == str(Path("h").absolute())
+    code, _, err = run("init", "--model", str(model), "--home", "h", capsys=capsys)
+    assert code == 1
+    assert "initialised already" in err
+
+
+def test_history_says_who_had_which_policy_serve_and_why(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("init", "--model", str(model), "--home", "h", capsys=capsys)
+    store = PolicyStore(Path("h/policies"))
+    store.publish(Path("h/policies/v000001"), parent=1, lineage={}, metrics={})
+    _follow(store)
+    run("promote", "2", "--home", "h", "--override", "--why", "a try", capsys=capsys)
+    run("rollback", "--home", "h", "--why", "it was worse", capsys=capsys)
+    code, out, _ = run("history", "--home", "h", capsys=capsys)
+    assert code == 0
+    first, second, third = out.splitlines()[1:]
+    assert "init from" in first
+    assert "overridden (policy 2 was not evaluated" in second
+    assert "a try" in second
+    assert "back from 2" in third
+    assert "it was worse" in third
+    code, out, _ = run("history", "--home", "h", "--json", capsys=capsys)
+    assert [(move["version"], move["served"]) for move in json.loads(out)] == [(1, True), (2, None), (1, None)]
+
+
+def test_a_rollback_to_what_never_served_is_refused_and_its_override_is_in_the_history(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("init", "--model", str(model), "--home", "h", capsys=capsys)
+    store = PolicyStore(Path("h/policies"))
+    store.publish(Path("h/policies/v000001"), parent=1, lineage={}, metrics={})
+    _follow(store)
+    code, _, err = run("rollback", "--home", "h", "--to", "2", capsys=capsys)
+    assert code == 1
+    assert "policy 2 has not served" in err
+    code, _, err = run("rollback", "--home", "h", "--to", "2", "--override", capsys=capsys)
+    assert code == 2
+    assert "--why" in err
+    code, _, err = run("rollback", "--home", "h", "--to", "2", "--override", "--why", "a try", capsys=capsys)
+    assert code == 0, err
+    _, out, _ = run("history", "--home", "h", capsys=capsys)
+    assert "back from 1, overridden (policy 2 has not served)" in out.splitlines()[-1]
+
+
+def _follow(store: PolicyStore) -> None:
+    """A server serves what the pointer names."""
+    pointer = store.serving()
+    assert pointer is not None
+    store.record_outcome(pointer, served=True, by="replica-0")
+
+
+def test_init_refuses_what_is_no_causal_language_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    code, _, err = run("init", "--model", str(folder), capsys=capsys)
+    assert code == 1
+    assert "config.json" in err
+    (folder / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    code, _, err = run("init", "--model", str(folder), capsys=capsys)
+    assert code == 1
+    assert "BertForMaskedLM" in err
+
+
+def test_init_converts_pickled_weights(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "pickled"
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(weights, folder / "pytorch_model.bin")
+    code, _, err = run("init", "--model", str(folder), "--home", "h", capsys=capsys)
+    assert code == 0, err
+    made = load_file("h/policies/v000001/model.safetensors")
+    assert all(torch.equal(made[name], weights[name]) for name in made)
+    assert not list(Path("h/policies/v000001").glob("*.bin"))
+
+
+def test_a_command_ends_although_a_reward_that_it_gave_up_hangs() -> None:
+    code = """if True:
+        import threading
+        from concurrent.futures import ThreadPoolExecutor
+        import pyarrow as pa
+        from feedback.process_exit import end_process
+        from feedback.scoring.sources.rules import RuleError
+        from train.data.rewards import within
+
+        def hang(rows):
+            with ThreadPoolExecutor(1) as pool:  # whose threads Python waits for when it ends
+                pool.submit(threading.Event().wait).result()
+
+        try:
+            within(hang, 0.1)(pa.table({"response": ["x"]}))
+        except RuleError as error:
+            print(error)
+            end_process(1)
+    """
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (
+        1,
+        "the reward of 1 responses took longer than train.step_timeout_s=0.1 s\n",
+    )

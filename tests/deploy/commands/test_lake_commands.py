@@ -1,0 +1,465 @@
+"""The commands that keep the lake in order, and their place in the schedule."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from deploy import cli
+from deploy.config import root
+from deploy.config.root import Settings, child_environment
+from deploy.supervise.children import millrace
+from feedback.config import JournalConfig
+from feedback.events import FeedbackIn
+from feedback.journal.codec import to_batch
+from feedback.journal.writer import Journal
+from feedback.lake.erasure_registry import register
+from feedback.lake.tables import Lake
+from feedback.maintenance import erasure
+from feedback.schema import TABLES
+from serve.policies.store import PolicyStore
+from tests.paths import ROOT
+
+
+def interaction(response_id: str, **columns: object) -> dict[str, object]:
+    now = datetime.now(UTC)
+    return {
+        "response_id": response_id,
+        "request_id": "request",
+        "tenant": "default",
+        "endpoint": "generate",
+        "replica": "replica-0",
+        "created_at": now,
+        "completed_at": now,
+        "prompt_token_ids": [1],
+        "response": "four",
+        "response_token_ids": [4],
+        "logprobs": [-0.5],
+        "policy_spans": [],
+        "sampling": {},
+        "status": "complete",
+        "timings": {},
+        "metadata": {},
+    } | columns
+
+
+def put(lake: Lake, table: str, *rows: dict[str, object]) -> None:
+    lake.append(table, pa.Table.from_batches([to_batch(list(rows), TABLES[table])]))
+
+
+def ids(lake: Lake, table: str = "interactions") -> list[str]:
+    with lake.connect() as connection:
+        return sorted(row for [row] in connection.sql(f"SELECT response_id FROM {table}").fetchall())
+
+
+@pytest.fixture
+def lake(settings: Settings) -> Lake:
+    resolved = settings.resolved().feedback.lake
+    made = Lake(resolved.uri, resolved)
+    made.create()
+    return made
+
+
+@pytest.fixture
+def run(settings: Settings, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run_lake(*arguments: str) -> tuple[int, str, str]:
+        code = cli.run(["--config", str(settings.snapshot()), "lake", *arguments])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run_lake
+
+
+@pytest.mark.parametrize("command", ["compact", "vacuum", "retain", "erase", "maintain"])
+def test_every_command_has_help(command: str, run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert len(out.splitlines()) > 4
+
+
+def test_compact_says_what_it_merged(lake: Lake, run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    for name in "ab":
+        put(lake, "interactions", interaction(name))
+    file = tmp_path / "done.json"
+    code, out, _ = run("compact", "--json-out", str(file))
+    assert code == 0
+    assert "interactions: 2 small files became 1 (2 rows" in out
+    assert json.loads(file.read_text())["interactions"]["rows"] == 2
+    assert "interactions: 0 small files became 0" in run("compact")[1]
+
+
+def test_dry_runs_remove_nothing(lake: Lake, run: Callable[..., tuple[int, str, str]]) -> None:
+    now = datetime.now(UTC)
+    for name, days in (("old", 9), ("kept", 2), ("new", 0)):
+        put(lake, "interactions", interaction(name, created_at=now - timedelta(days=days)))
+    code, out, _ = run("retain", "--dry-run", "--feedback.lake.retain_days", "2")
+    assert (code, "would drop 1 dates" in out, "1 interactions" in out) == (0, True, True)
+    assert "would remove 0 replaced files" in run("vacuum", "--dry-run")[1]
+    assert ids(lake) == ["kept", "new", "old"]
+    assert "dropped 1 dates" in run("retain", "--feedback.lake.retain_days", "2")[1]
+    assert "no date is due" in run("retain", "--feedback.lake.retain_days", "2")[1]
+    assert ids(lake) == ["kept", "new"]
+
+
+@pytest.mark.parametrize("command", ["retain", "maintain"])
+def test_what_is_not_dropped_by_a_clock_that_is_far_ahead_is_dropped_when_the_operator_says_so(
+    command: str, lake: Lake, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    put(lake, "interactions", interaction("last", created_at=datetime.now(UTC) - timedelta(days=40)))
+    code, _, err = run(command, "--feedback.lake.retain_days", "30")
+    assert (code, ids(lake)) == (1, ["last"])
+    assert "40 days back" in err
+    assert "--feedback.lake.retain_gap_days null" in err
+    code, out, _ = run(command, "--feedback.lake.retain_days", "30", "--feedback.lake.retain_gap_days", "null")
+    assert (code, "dropped 1 dates" in out, ids(lake)) == (0, True, [])
+
+
+def test_a_lake_that_is_not_there_is_named(run: Callable[..., tuple[int, str, str]], settings: Settings) -> None:
+    code, _, err = run("compact")
+    assert code == 1
+    assert f"no lake at {settings.path('lake')}" in err
+
+
+def test_erase_asks_a_terminal_and_refuses_without_one(
+    lake: Lake, run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(lake, "interactions", interaction("a", user="zaphod"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    code, _, err = run("erase", "--user", "zaphod")
+    assert (code, "give --yes" in err) == (2, True)
+    for answer, left in (("n\n", ["a"]), ("y\n", [])):
+        terminal = io.StringIO(answer)
+        terminal.isatty = lambda: True  # type: ignore[method-assign]
+        monkeypatch.setattr(sys, "stdin", terminal)
+        run("erase", "--user", "zaphod")
+        assert ids(lake) == left
+
+
+@pytest.mark.parametrize("arguments", [[], ["--user", "a", "--response-id", "b"]])
+def test_erase_needs_to_know_what(arguments: list[str], run: Callable[..., tuple[int, str, str]], lake: Lake) -> None:
+    code, _, err = run("erase", "--yes", *arguments)
+    assert code == 2
+    assert "nothing to erase" in err or "by its id alone" in err
+
+
+def test_erase_lists_the_policies_that_the_rows_went_into(
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    tmp_path: Path,
+) -> None:
+    resolved = home_with_policy.resolved()
+    store = PolicyStore(Path(resolved.serve.policies))
+
+    def publish(parent: int) -> int:
+        return store.publish(model, parent=parent, lineage={"lake_versions": lake.versions()}, metrics={}).version
+
+    put(lake, "interactions", interaction("ann's", user="ann"))
+    before = publish(1)
+    put(lake, "interactions", interaction("his", user="zaphod"), interaction("bob's", user="bob"))
+    trained = publish(before)
+    child = store.publish(model, parent=trained, lineage={}, metrics={}).version
+    sibling = publish(1)
+    journal = Journal(Path(resolved.feedback.journal.folder), JournalConfig(), "replica-0")
+    journal.open()
+    journal.append_sync("feedback", FeedbackIn(response_id="his", kind="thumb", value=1).to_row("default"))
+    journal.close()
+
+    file = tmp_path / "erased.json"
+    code, out, err = run("erase", "--user", "zaphod", "--yes", "--json-out", str(file))
+    assert code == 0, err
+    assert "to be erased: 1 interactions, 1 feedback, 0 rewards" in out
+    told = json.loads(file.read_text())
+    assert told["rows"] == {"interactions": 1, "feedback": 1, "rewards": 0}
+    policies = {policy["version"]: (policy["certainty"], policy["why"]) for policy in told["policies"]}
+    assert policies == {
+        trained: ("yes", "they were in interactions at version 2"),
+        child: ("yes", f"it descends from policy {trained}"),
+        sibling: ("yes", "they were in interactions at version 2"),
+    }
+    assert (ids(lake), ids(lake, "feedback")) == (["ann's", "bob's"], [])
+
+    # The file that held both users is gone: whether bob's row was in it can't be read any more, and the time decides.
+    code, out, _ = run("erase", "--user", "bob", "--yes", "--json-out", str(file))
+    assert code == 0
+    told = json.loads(file.read_text())
+    assert {policy["version"]: policy["certainty"] for policy in told["policies"]} == dict.fromkeys(
+        (trained, child, sibling), "possibly"
+    )
+    assert "interactions at version 2 can't be read, and it was made after them" in out
+
+
+def test_maintain_makes_a_lake_and_does_all_of_it(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    file = tmp_path / "done.json"
+    code, out, _ = run("maintain", "--json-out", str(file))
+    assert code == 0
+    assert out.splitlines()[0] == "no date is due to be dropped"
+    assert set(json.loads(file.read_text())) == {"erased", "retained", "compacted", "vacuumed", "seconds"}
+
+
+def start(settings: Settings, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            millrace("--config", settings.snapshot(), "schedule"),
+            stdout=output,
+            stderr=output,
+            env=child_environment({"PYTHONPATH": str(ROOT)}),
+        )
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)
+
+
+def test_the_schedule_maintains_the_lake_again_and_again_one_at_a_time(
+    settings: Settings, lake: Lake, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    for name in "ab":
+        put(lake, "interactions", interaction(name))
+    often = root.load(settings.snapshot(), [("schedule.maintenance_seconds", "0.2")], {})
+    log = tmp_path / "schedule.log"
+    process = start(often, log)
+    until(lambda: log.read_text().count("interactions: 0 small files became 0") >= 1, process, log)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0, log.read_text()
+    text = log.read_text()
+    assert "interactions: 2 small files became 1" in text
+    assert "a maintenance is due and one is running: they become one" in text
+    assert nothing_left() == []
+    assert ids(lake) == ["a", "b"]
+
+
+def test_a_maintenance_that_fails_is_told_and_the_schedule_goes_on(
+    settings: Settings, lake: Lake, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    (Path(lake.table_uri("feedback")) / "_delta_log" / f"{0:020d}.json").write_text("{}")
+    often = root.load(settings.snapshot(), [("schedule.maintenance_seconds", "0.5")], {})
+    log = tmp_path / "schedule.log"
+    process = start(often, log)
+    until(lambda: log.read_text().count("maintenance of the lake ended with code 1") >= 2, process, log)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0, log.read_text()
+    assert "maintenance.log; it is tried again" in log.read_text()
+
+
+def test_without_an_interval_there_is_no_maintenance(settings: Settings, tmp_path: Path) -> None:
+    # Without a policy a cycle fails at once, which counts.
+    never = root.load(
+        settings.snapshot(),
+        [
+            ("schedule.maintenance_seconds", "null"),
+            ("schedule.first_after_seconds", "0"),
+            ("schedule.max_cycles", "1"),
+        ],
+        {},
+    )
+    log = tmp_path / "schedule.log"
+    assert start(never, log).wait(60) == 0, log.read_text()
+    assert not never.path("logs/maintenance.log").exists()
+
+
+# ------------------------------------------------------------------------ what was trained, or is, on erased rows
+
+
+def a_run(settings: Settings, name: str, lake: Lake, *, checkpoint: bool = True) -> Path:
+    """What a run that has read the lake as it is leaves on the disk."""
+    folder = settings.path("runs") / name
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "start.json").write_text(json.dumps({"lake_versions": lake.versions()}))
+    (folder / ".lock").write_text("pid 7 on elsewhere\n")
+    if checkpoint:
+        (folder / "checkpoints" / "step-00000002").mkdir()
+        (folder / "checkpoints" / "step-00000002" / "driver.json").write_text("what zaphod was answered")
+    return folder
+
+
+def a_reward_model(settings: Settings, name: str, lineage: dict[str, object], parent: int = 1) -> Path:
+    folder = settings.path("runs") / name / "reward_model"
+    folder.mkdir(parents=True)
+    (folder / "training.json").write_text(json.dumps({"parent": parent, "lineage": lineage}))
+    return folder
+
+
+def test_erase_lists_runs_at_work_killed_runs_and_reward_models_and_removes_what_killed_ones_kept(
+    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    before = a_run(home_with_policy, "before", lake)
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
+    trained = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    killed, working = (a_run(home_with_policy, name, lake) for name in ("killed", "working"))
+    a_run(home_with_policy, "finished", lake, checkpoint=False)
+    of_rows = a_reward_model(home_with_policy, "judge", {"lake_versions": lake.versions()})
+    of_policy = a_reward_model(home_with_policy, "heir", {"lake_versions": {}}, parent=trained)
+    a_reward_model(home_with_policy, "other", {"lake_versions": {"interactions": 0}})
+
+    file = tmp_path / "erased.json"
+    with (working / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, out, err = run("erase", "--user", "zaphod", "--yes", "--json-out", str(file))
+    assert code == 0, err
+    told = json.loads(file.read_text())
+    here = "they were in interactions at version 1"
+    assert told["runs"] == [
+        {"name": "killed", "holder": None, "certainty": "yes", "why": here},
+        {"name": "working", "holder": "pid 7 on elsewhere", "certainty": "yes", "why": here},
+    ]
+    assert told["reward_models"] == [
+        {"folder": str(of_policy), "certainty": "yes", "why": f"it descends from policy {trained}"},
+        {"folder": str(of_rows), "certainty": "yes", "why": here},
+    ]
+    assert "pid 7 on elsewhere is at work on it: it will publish nothing" in out
+    assert "removed what killed runs had kept of rows that are gone: killed" in out
+    assert list(killed.rglob("driver.json")) == []
+    assert [len(list(folder.rglob("driver.json"))) for folder in (before, working)] == [1, 1]
+    assert json.loads((of_rows / "erasures.json").read_text())["erasures"][0]["why"] == here
+    assert "removed what killed runs had kept of rows that are gone: working" in run("maintain")[1]
+    assert list(working.rglob("driver.json")) == []
+
+
+def test_the_list_of_policies_shows_those_that_an_erasure_reaches(
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
+    store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={})
+    store.publish(model, parent=1, lineage={"erased_rows": {"feedback": 2}}, metrics={})
+    assert run("erase", "--user", "zaphod", "--yes")[0] == 0
+    assert cli.run(["--config", str(home_with_policy.snapshot()), "policies"]) == 0
+    out = capsys.readouterr().out
+    assert "policy 1: rows" not in out
+    assert "policy 2: rows that it was trained on (yes) were erased at 20" in out
+    assert "policy 3: rows were erased while it was trained: {'feedback': 2}" in out
+    cli.run(["--config", str(home_with_policy.snapshot()), "policies", "--json"])
+    assert [len(policy["erasures"]) for policy in json.loads(capsys.readouterr().out)] == [0, 1, 0]
+    store.verify(2)
+
+
+def test_what_is_published_while_an_erasure_runs_is_on_record_before_the_erasure_is_done(
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    store, versions = PolicyStore(Path(home_with_policy.resolved().serve.policies)), lake.versions()
+    purge, late, judges = erasure._purge_all, [], []
+
+    def publish_meanwhile(*arguments: Any) -> list[str]:
+        late.append(store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version)
+        late.append(store.publish(model, parent=late[0], lineage={"lake_versions": {}}, metrics={}).version)
+        store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={})
+        judges.append(a_reward_model(home_with_policy, "judge", {"lake_versions": versions}))
+        return purge(*arguments)
+
+    monkeypatch.setattr(erasure, "_purge_all", publish_meanwhile)
+    file = tmp_path / "erased.json"
+    assert run("erase", "--user", "zaphod", "--yes", "--json-out", str(file))[0] == 0
+    told = json.loads(file.read_text())
+    assert [policy["version"] for policy in told["policies"]] == late
+    assert [reached["folder"] for reached in told["reward_models"]] == [str(judges[0])]
+    assert [bool(store.get(version).erasures) for version in store.versions()] == [False, True, True, False]
+    assert (judges[0] / "erasures.json").exists()
+
+
+@pytest.mark.parametrize("killed_at", ["_drain", "_purge_all", "mark_done"])
+def test_maintenance_puts_on_record_what_an_erasure_that_was_killed_had_reached_once(
+    killed_at: str,
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    store, versions = PolicyStore(Path(home_with_policy.resolved().serve.policies)), lake.versions()
+    seen = store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version
+    judge, made = a_reward_model(home_with_policy, "judge", {"lake_versions": versions}), []
+
+    def killed(*_: Any) -> None:
+        made.append(store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version)
+        made.append(a_reward_model(home_with_policy, f"late-{len(made)}", {"lake_versions": versions}))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(erasure, killed_at, killed)
+        assert run("erase", "--user", "zaphod", "--yes")[0] != 0
+        if killed_at == "mark_done":
+            assert run("maintain")[0] != 0, "the maintenance is killed there as well"
+    for _ in range(2):
+        assert run("maintain")[0] == 0
+        policies = [v for v in made if isinstance(v, int)]
+        assert [len(store.get(version).erasures) for version in (1, seen, *policies)] == [0, 1, *(1 for _ in policies)]
+        for folder in (judge, *(v for v in made if isinstance(v, Path))):
+            assert len(json.loads((folder / "erasures.json").read_text())["erasures"]) == 1
+    assert store.get(seen).erasures[0]["certainty"] == "yes"
+
+
+def test_what_an_erasure_had_looked_at_is_not_suspected_when_more_of_it_is_sealed_behind_it(
+    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
+    put(lake, "interactions", interaction("hers", user="trillian"))
+    before = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    late = interaction("late", user="zaphod")
+    assert run("compact")[0] == 0  # one file: that rows went from it says little of who has read them
+    assert run("erase", "--user", "zaphod", "--yes")[0] == 0
+    put(lake, "interactions", late)
+    behind = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    assert run("maintain")[0] == 0
+    assert ids(lake) == ["hers"]
+    assert [bool(store.get(version).erasures) for version in (before, behind)] == [False, True]
+
+
+def test_rows_go_though_a_record_of_them_can_not_be_written_and_maintenance_writes_it(
+    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    judge = a_reward_model(home_with_policy, "judge", {"lake_versions": lake.versions()})
+    (judge / "erasures.json").mkdir()
+    code, _, err = run("erase", "--user", "zaphod", "--yes")
+    assert (code != 0, ids(lake)) == (True, [])
+    assert f"could not be put on record with reward model {judge}" in err
+    assert run("maintain")[0] != 0, "it is still to be put there"
+    (judge / "erasures.json").rmdir()
+    assert run("maintain")[0] == 0
+    [record] = json.loads((judge / "erasures.json").read_text())["erasures"]
+    assert record["certainty"] == "possibly"
+
+
+def test_maintenance_that_erases_behind_an_erasure_names_the_policies_that_may_have_read_the_rows(
+    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
+    before = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    reached = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    register(lake, "user", ["zaphod"], datetime.now(UTC), lake.versions())  # of an erasure that was killed
+    code, out, _ = run("maintain")
+    assert (code, ids(lake)) == (0, [])
+    assert "1 interactions that may have been there when it was trained" in out
+    assert [bool(store.get(version).erasures) for version in (before, reached)] == [False, True]

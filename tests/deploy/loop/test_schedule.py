@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import itertools
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from deploy.config import root
+from deploy.config.root import ConfigError, ScheduleConfig, Settings, child_environment
+from deploy.loop import records, schedule
+from deploy.supervise.children import millrace
+from tests.paths import ROOT
+
+
+def changed(settings: Settings, *options: tuple[str, str]) -> Settings:
+    return root.load(settings.snapshot(), options, {})
+
+
+def start(settings: Settings, log: Path) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            millrace("--config", settings.snapshot(), "schedule"),
+            stdout=output,
+            stderr=output,
+            env=child_environment({"PYTHONPATH": str(ROOT)}),
+        )
+
+
+def test_runs_that_are_due_while_one_runs_become_one_and_none_overlap(
+    home_with_policy: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    # A cycle on an empty lake takes a second or two, which is several intervals.
+    log = tmp_path / "schedule.log"
+    settings = changed(home_with_policy, ("schedule.interval_seconds", "0.3"), ("schedule.first_after_seconds", "0"))
+    process = start(settings, log)
+    _until(lambda: sum(r.status == "skipped" for r in records.load_all(settings)) >= 2, process, log)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0, log.read_text()
+    assert nothing_left() == []
+    found = records.load_all(settings)
+    for before, after in itertools.pairwise(found):
+        assert before.finished_at is not None
+        assert before.finished_at <= after.started_at
+    assert "they become one" in log.read_text()
+
+
+def test_it_ends_after_max_cycles(settings: Settings, tmp_path: Path) -> None:
+    # Without a policy each cycle fails at once, which counts.
+    log = tmp_path / "schedule.log"
+    few = changed(
+        settings,
+        ("schedule.interval_seconds", "0.3"),
+        ("schedule.first_after_seconds", "0"),
+        ("schedule.max_cycles", "2"),
+    )
+    assert start(few, log).wait(60) == 0, log.read_text()
+    assert [record.status for record in records.load_all(few)] == ["failed", "failed"]
+    assert "schedule.max_cycles reached" in log.read_text()
+
+
+def test_a_crontab_line_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'every now and then'"):
+        schedule.trigger(ScheduleConfig(cron="every now and then"))
+
+
+def test_a_crontab_line_is_followed(settings: Settings) -> None:
+    due = schedule.trigger(ScheduleConfig(cron="*/5 * * * *"))
+    at = schedule.first_run(settings, due)
+    assert (at.minute % 5, at.second) == (0, 0)
+    assert timedelta() < at - datetime.now(UTC) <= timedelta(minutes=5)
+
+
+@pytest.mark.parametrize(
+    ("cron", "last_ago", "wait"),
+    [
+        (None, None, 60.0),  # no history: one interval
+        (None, 20.0, 40.0),  # a restart doesn't begin the interval anew
+        (None, 1000.0, 0.0),  # missed ones: one, at once
+        ("* * * * *", 1000.0, 0.0),
+    ],
+)
+def test_a_scheduler_that_was_down_runs_what_it_missed_once_and_at_once(
+    cron: str | None, last_ago: float | None, wait: float, settings: Settings
+) -> None:
+    if last_ago is not None:
+        folder = settings.path("cycles")
+        folder.mkdir()
+        started = datetime.now(UTC) - timedelta(seconds=last_ago)
+        record = records.CycleRecord(number=1, status="skipped", started_at=started, finished_at=started)
+        (folder / "000001.json").write_text(record.model_dump_json())
+    options = [("schedule.interval_seconds", "60"), *([("schedule.cron", cron)] if cron else [])]
+    later = changed(settings, *options)
+    due = schedule.first_run(later, schedule.trigger(later.schedule))
+    assert (due - datetime.now(UTC)).total_seconds() == pytest.approx(wait, abs=2)
+
+
+def _until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)

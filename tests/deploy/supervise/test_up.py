@@ -1,0 +1,168 @@
+"""`millrace up` with a real server: vLLM, journal, lake and scheduler."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from deploy.config import root
+from deploy.config.root import Settings, child_environment
+from deploy.loop import promotion, wait_for_serving
+from deploy.loop.wait_for_serving import NotServed
+from deploy.supervise import up
+from deploy.supervise.children import millrace
+from feedback.lake.tables import Lake
+from serve.policies.store import PolicyStore
+from tests.paths import ROOT
+
+
+@pytest.fixture
+def small(home_with_policy: Settings) -> Settings:
+    return root.load(
+        home_with_policy.snapshot(),
+        [
+            ("serve.engine.kv_cache_bytes", str(16 << 20)),
+            ("serve.engine.threads", "1"),
+            ("serve.engine.dtype", "float32"),
+            ("feedback.journal.segment_seconds", "0.5"),
+            ("feedback.lake.seal_seconds", "0.5"),
+            ("schedule.first_after_seconds", "600"),
+            ("cycle.swap_timeout_s", "30"),
+        ],
+        {},
+    )
+
+
+def start(settings: Settings, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            millrace("--config", settings.snapshot(), "up", *arguments),
+            stdout=output,
+            stderr=output,
+            env=child_environment({"PYTHONPATH": str(ROOT)}),
+        )
+
+
+def test_it_serves_records_swaps_and_stops_without_a_trace(
+    small: Settings, model: Path, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    log = tmp_path / "up.log"
+    process = start(small, log)
+    try:
+        _until(lambda: "first cycle in" in log.read_text(), process, log)
+        with httpx.Client(base_url=small.server_url, timeout=30) as client:
+            answer = client.post("/generate", json={"prompt": "1+1=", "max_tokens": 4})
+            assert answer.status_code == 200, answer.text
+            vote = {"response_id": answer.json()["responses"][0]["response_id"], "kind": "thumb", "value": 1}
+            assert client.post("/feedback", json=vote).status_code == 201
+
+        store = PolicyStore(small.path(small.serve.policies))
+        store.publish(model, parent=1, lineage={}, metrics={})
+        pointer = promotion.promote(store, 2, who="tests", why="test", override=True)
+        served = wait_for_serving.wait_until_served(small, store, pointer)
+        assert served["replica"] == small.serve.replica_name
+        assert _policy(small)["version"] == 2
+
+        # A policy that the server can't load: it keeps the old one, and so does the pointer.
+        store.publish(model, parent=1, lineage={}, metrics={})
+        file = store.get(3).path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+        pointer = store.promote(3, expected=2, who="tests", why="a broken one")
+        with pytest.raises(NotServed, match=r"could not load policy 3.*the pointer is (back )?at 2"):
+            wait_for_serving.wait_until_served(small, store, pointer)
+        _until(lambda: _policy(small)["generation"] == 4, process, log)
+        assert _policy(small)["version"] == 2
+
+        # Back to what really served before, which the command waits for.
+        back = subprocess.run(
+            millrace("--config", small.snapshot(), "rollback"), capture_output=True, text=True, timeout=300
+        )
+        assert back.stdout == "policy 1 serves (before: 2)\n", back.stderr
+        assert _policy(small)["version"] == 1
+
+        # What was recorded can be scored while the server runs.
+        scored = subprocess.run(
+            millrace("--config", small.snapshot(), "score"), capture_output=True, text=True, timeout=300
+        )
+        assert scored.returncode == 0, scored.stderr
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.kill()
+    assert nothing_left() == []
+    said = log.read_text()
+    assert said.index("stopping schedule") < said.index("stopping serve")
+    assert "killed" not in said
+    assert "leaked" not in said
+    resolved = small.resolved()
+    counts = Lake(resolved.feedback.lake.uri, resolved.feedback.lake).counts()
+    assert (counts["interactions"], counts["feedback"]) == (1, 1)
+
+
+def test_a_server_that_dies_ends_it_with_its_last_words_and_nothing_is_restarted(
+    small: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    log = tmp_path / "up.log"
+    process = start(small, log)
+    try:
+        _until(lambda: "first cycle in" in log.read_text(), process, log)
+        (engine,) = [p for p in psutil.Process(process.pid).children(recursive=True) if "EngineCore" in p.name()]
+        engine.kill()
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+    assert "error: serve ended with code" in log.read_text()
+    assert "serve.log" in log.read_text()
+    assert nothing_left() == []
+
+
+def test_nothing_survives_a_kill_of_it(small: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
+    log = tmp_path / "up.log"
+    impatient = root.load(small.snapshot(), [("up.stop_grace_s", "2")], {})
+    process = start(impatient, log, "--no-schedule")
+    _until(lambda: "Waiting for application startup" in log.read_text(), process, log)
+    assert len(nothing_left()) >= 3  # up, a warden, the server
+    process.kill()
+    process.wait(10)
+    deadline = time.monotonic() + 30
+    while nothing_left() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert nothing_left() == []
+
+
+def test_a_server_that_can_not_start_is_reported_with_its_reason(
+    small: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    (small.path("policies") / "v000001" / "model.safetensors").write_bytes(b"short")
+    log = tmp_path / "up.log"
+    assert start(small, log).wait(60) != 0
+    assert "error: serve ended with code" in log.read_text()
+    assert "model.safetensors has 5 bytes" in log.read_text()
+    assert nothing_left() == []
+
+
+def test_two_never_run_in_one_home(small: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
+    with up._only_one(small):
+        log = tmp_path / "up.log"
+        assert start(small, log).wait(30) == 1
+    assert "another `millrace up` runs" in log.read_text()
+
+
+def _policy(settings: Settings) -> dict[str, Any]:
+    return wait_for_serving.server_policy(settings) or {}
+
+
+def _until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.1)

@@ -1,0 +1,382 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from feedback_rows import put, thumb
+
+from feedback.config import JournalConfig, LakeConfig
+from feedback.ingest.id_index import take_in
+from feedback.ingest.idempotency import FeedbackLedger, LedgerError
+from feedback.ingest.seal import seal
+from feedback.journal.recovery import rows
+from feedback.journal.writer import Journal, JournalBroken
+from feedback.lake.tables import Lake
+from feedback.maintenance.erasure import Target, erase, finish_erasures
+from feedback.maintenance.maintain import retain
+
+
+def body(value: float = 1.0, feedback_id: str = "f1", source: str = "user"):
+    return thumb("r1", value, feedback_id=feedback_id, source=source)
+
+
+@pytest.fixture
+def quick_lake(lake: Lake) -> Lake:
+    return Lake(lake.uri, LakeConfig(seal_seconds=0.02, lock_timeout_s=20))
+
+
+@pytest.fixture
+def opened(quick_lake: Lake, folder: Path) -> Iterator[Callable[[], FeedbackLedger]]:
+    """Opens a ledger over the lake and the journal's folder, as a start of a server does."""
+    ledgers: list[FeedbackLedger] = []
+
+    def make() -> FeedbackLedger:
+        ledgers.append(FeedbackLedger(quick_lake, folder))
+        ledgers[-1].open()
+        return ledgers[-1]
+
+    yield make
+    for ledger in ledgers:
+        ledger.close()
+
+
+def the_index(folder: Path) -> Path:
+    (path,) = (folder / "ids").glob("*.db")
+    return path
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_same_again_is_recorded_once_and_other_content_is_a_conflict(folder, journal, opened):
+    ledger = opened()
+    assert await ledger.record(body(), journal) == "new"
+    assert await ledger.record(body(), journal) == "same"
+    assert await ledger.record(body(0.0), journal) == "conflict"
+    assert await ledger.record(body(source="somebody-else"), journal) == "conflict"
+    assert rows(folder, "feedback").num_rows == ledger.stats()["unsealed"] == 1
+
+
+async def test_each_tenant_has_ids_of_its_own(folder, journal, opened):
+    ledger = opened()
+    assert await ledger.record(body(), journal) == "new"
+    assert await ledger.record(body(0.0) | {"tenant": "other"}, journal) == "new"
+    assert await ledger.record(body(0.0) | {"tenant": "other"}, journal) == "same"
+    assert rows(folder, "feedback").num_rows == 2
+
+
+async def test_many_at_once_with_one_id_record_one_row(folder, journal, opened):
+    ledger = opened()
+    verdicts = await asyncio.gather(*(ledger.record(body(float(i % 2)), journal) for i in range(20)))
+    assert sorted(verdicts) == ["conflict"] * 10 + ["new"] + ["same"] * 9
+    assert rows(folder, "feedback").num_rows == 1
+
+
+async def test_a_start_knows_what_lake_and_journal_hold(lake, journal, opened):
+    put(lake, "feedback", [body(feedback_id="sealed")])
+    journal.append_sync("feedback", body(feedback_id="unsealed"))
+    ledger = opened()
+    for known in ("sealed", "unsealed"):
+        assert ledger.check(body(feedback_id=known)) == "same"
+        assert ledger.check(body(0.0, feedback_id=known)) == "conflict"
+    assert ledger.check(body(feedback_id="other")) == "new"
+
+
+async def test_what_has_been_sealed_is_known_still_and_no_longer_kept_aside(folder, lake, opened):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert {await ledger.record(body(feedback_id=f"f{i}"), journal) for i in range(500)} == {"new"}
+    journal.close()
+    follower = asyncio.create_task(ledger.follow())
+    seal(lake, folder)
+    await until(lambda: ledger.stats()["unsealed"] == 0)
+    follower.cancel()
+    assert {ledger.check(body(feedback_id=f"f{i}")) for i in range(500)} == {"same"}
+    assert ledger.check(body(0.0, feedback_id="f7")) == "conflict"
+
+
+async def test_what_another_replica_sealed_becomes_known_at_this_ones_next_seal(folder, lake, opened):
+    ledger = opened()
+    put(lake, "feedback", [body(feedback_id="theirs")])
+    assert ledger.check(body(feedback_id="theirs")) == "new"
+    seal(lake, folder)  # there is nothing to seal
+    assert ledger.check(body(feedback_id="theirs")) == "same"
+    assert ledger.check(body(0.0, feedback_id="theirs")) == "conflict"
+
+
+async def test_a_damaged_index_refuses_feedback_until_it_is_built_anew(folder, lake, journal, opened):
+    put(lake, "feedback", [body(feedback_id=f"f{i}") for i in range(2000)])
+    ledger = opened()
+    with the_index(folder).open("r+b") as index:
+        index.seek(4096)
+        index.write(b"\xff" * (1 << 20))
+    with pytest.raises(LedgerError, match=r"held against what is recorded.*malformed"):
+        await ledger.record(body(feedback_id="f0"), journal)
+    assert rows(folder, "feedback").num_rows == 0
+    assert ledger.stats()["healthy"] == 0
+    follower = asyncio.create_task(ledger.follow())
+    await until(lambda: ledger.stats()["healthy"] == 1)
+    follower.cancel()
+    assert {ledger.check(body(feedback_id=f"f{i}")) for i in range(2000)} == {"same"}
+
+
+async def test_an_index_that_somebody_removed_is_built_anew(folder, lake, opened):
+    put(lake, "feedback", [body()])
+    ledger = opened()
+    shutil.rmtree(folder / "ids")
+    follower = asyncio.create_task(ledger.follow())
+    await until(lambda: (folder / "ids").exists() and ledger.stats()["healthy"] == 1)
+    follower.cancel()
+    assert ledger.check(body()) == "same"
+
+
+async def test_a_ledger_goes_over_to_an_index_that_another_process_built(folder, lake, opened):
+    ledger = opened()
+    put(lake, "feedback", [body()])
+    take_in(lake, folder, anew=True)
+    follower = asyncio.create_task(ledger.follow())
+    await until(lambda: ledger.check(body()) == "same")
+    follower.cancel()
+
+
+async def test_ids_beyond_the_cache_are_kept_on_disk_and_found(journal, opened):
+    ledger = opened()
+    for i in range(150_000):  # 6 MB, the cache is 4
+        key = i.to_bytes(16, "big")
+        ledger._remember(key, key)
+    assert ledger._recorded((149_999).to_bytes(16, "big")) == (149_999).to_bytes(16, "big")
+    assert ledger.stats()["unsealed"] == 150_000
+    assert await ledger.record(body(), journal) == "new"
+
+
+async def test_an_append_that_fails_leaves_the_id_free_and_the_waiting_ones_try_again(folder, opened):
+    ledger = opened()
+    closed = Journal(folder, JournalConfig(), "replica-0")
+    results = await asyncio.gather(*(ledger.record(body(), closed) for _ in range(3)), return_exceptions=True)
+    assert all(isinstance(result, JournalBroken) for result in results)
+    assert ledger.check(body()) == "new"
+    closed.open()
+    assert await ledger.record(body(), closed) == "new"
+    closed.close()
+
+
+async def test_a_caller_that_goes_away_does_not_block_the_id(folder, journal, opened):
+    ledger = opened()
+    gone = asyncio.create_task(ledger.record(body(), journal))
+    await asyncio.sleep(0)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    async with asyncio.timeout(10):
+        assert await ledger.record(body(), journal) == "same"
+    assert rows(folder, "feedback").num_rows == 1
+
+
+async def test_a_recorded_id_that_cannot_be_remembered_is_told_and_recorded_once_in_the_lake(folder, lake, opened):
+    ledger = opened()
+    ledger._unsealed.execute("DROP TABLE ids")
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    for _ in range(2):
+        assert await ledger.record(body(), journal, made_here=True) == "new"
+    journal.close()
+    assert ledger.stats()["healthy"] == 0
+    with pytest.raises(LedgerError, match="no such table"):
+        ledger.check(body())
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 1
+
+
+async def test_feedback_that_was_erased_before_it_was_sealed_is_new_when_it_is_said_again(folder, lake, opened):
+    journal = Journal(folder, JournalConfig(segment_seconds=0.05), "replica-0")
+    journal.open()
+    ledger = opened()
+    following = asyncio.create_task(ledger.follow())
+    try:
+        assert await ledger.record(body(feedback_id="gone", source="eve"), journal) == "new"
+        assert await ledger.record(body(feedback_id="kept", source="bob"), journal) == "new"
+        erased = await asyncio.to_thread(erase, lake, folder, Target(user="eve"))
+        assert erased.rows["feedback"] == 1
+        await until(lambda: ledger.check(body(feedback_id="gone", source="eve")) == "new")
+        assert ledger.check(body(feedback_id="kept", source="bob")) == "same"
+        assert await ledger.record(body(feedback_id="gone", source="eve"), journal) == "new"
+    finally:
+        following.cancel()
+        await asyncio.to_thread(journal.close)
+    seal(lake, folder)
+    with lake.connect() as connection:
+        found = connection.sql("SELECT feedback_id FROM feedback ORDER BY ALL").fetchall()
+    assert found == [("gone",), ("kept",)]
+
+
+def gone_by(how: str, lake: Lake, elsewhere: Path) -> None:
+    """Feedback of eve leaves the lake, by what another machine does."""
+    if how == "erasure":
+        erase(lake, elsewhere, Target(user="eve"))
+    elif how == "killed erasure":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("feedback.maintenance.erasure._purge_all", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                erase(lake, elsewhere, Target(user="eve"))
+    elif how == "retention":
+        old = lake.config.model_copy(update={"retain_days": 1, "retain_gap_days": None})
+        assert retain(Lake(lake.uri, old), today=date(2030, 1, 1)).rows["feedback"] == 1
+    else:
+        lake.table("feedback").delete("feedback_id = 'f1'")
+
+
+def interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("how", ["erasure", "killed erasure", "retention", "another tool"])
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_feedback_that_left_the_lake_elsewhere_is_recorded_when_it_is_said_again(
+    folder, tmp_path, lake, opened, how, restarted
+):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(segment_seconds=0.05), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    seal(lake, folder)
+    assert ledger.check(body(source="eve")) == "same"
+    await asyncio.to_thread(gone_by, how, lake, tmp_path / "another machine's journal")
+    seal(lake, folder)  # this machine's sealer turns on
+    if restarted:
+        ledger = opened()
+    following = asyncio.create_task(ledger.follow())
+    await until(lambda: ledger.check(body(source="eve")) == "new")
+    again = Journal(folder, JournalConfig(), "replica-0")
+    again.open()
+    assert await ledger.record(body(source="eve"), again) == "new"
+    following.cancel()
+    again.close()
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 1
+
+
+@pytest.mark.parametrize("how", ["erasure", "retention"])
+@pytest.mark.parametrize("where", ["lake", "journal"])
+async def test_feedback_is_never_known_from_the_moment_at_which_it_is_gone(folder, tmp_path, lake, opened, how, where):
+    ledger = opened()  # it does not follow the lake, as between two turns
+    journal = Journal(folder, JournalConfig(segment_seconds=0.05), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    if where == "lake" or how == "retention":
+        await asyncio.to_thread(journal.close)
+        seal(lake, folder)
+        gone_by(how, lake, tmp_path / "elsewhere")
+        journal = Journal(folder, JournalConfig(), "replica-0")
+        journal.open()
+    else:
+        await asyncio.to_thread(erase, lake, folder, Target(user="eve"))
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    assert await ledger.record(body(source="eve"), journal) == "same"
+    journal.close()
+    seal(lake, folder)
+    assert lake.counts()["feedback"] == 1
+
+
+async def test_feedback_recorded_while_two_repeats_of_erased_feedback_wait_stays_known(
+    folder, tmp_path, lake, opened, monkeypatch
+):
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    ledger = opened()
+    for name in ("f1", "f2"):
+        assert await ledger.record(body(feedback_id=name, source="eve"), journal) == "new"
+    journal.close()
+    seal(lake, folder)
+    journal = Journal(folder, JournalConfig(segment_seconds=600), "replica-0")
+    journal.open()
+    ledger = opened()
+    gone_by("erasure", lake, tmp_path / "elsewhere")
+    numbers = itertools.count(1)
+    second, reached, then, last = (threading.Event() for _ in range(4))
+
+    def held_up(*given: Any, **named: Any) -> int:
+        match next(numbers):
+            case 1:
+                assert second.wait(20)  # both find that feedback has left
+            case 2:
+                second.set()
+                assert then.wait(20)
+            case 3:  # the first has looked through the journal
+                reached.set()
+                assert last.wait(20)
+        return take_in(*given, **named)
+
+    monkeypatch.setattr("feedback.ingest.idempotency.take_in", held_up)
+    one = asyncio.create_task(ledger.record(body(feedback_id="f1", source="eve"), journal))
+    two = asyncio.create_task(ledger.record(body(feedback_id="f2", source="eve"), journal))
+    assert await asyncio.to_thread(reached.wait, 20)
+    assert await ledger.record(body(feedback_id="b1", source="bob"), journal) == "new"
+    then.set()
+    await asyncio.wait({one, two}, timeout=1, return_when=asyncio.FIRST_COMPLETED)
+    last.set()
+    assert await asyncio.gather(one, two) == ["new", "new"]
+    assert await ledger.record(body(0.0, feedback_id="b1", source="bob"), journal) == "conflict"
+    journal.close()
+
+
+async def test_feedback_that_an_unfinished_erasure_means_is_not_acknowledged_as_known_and_is_new_behind_it(
+    folder, tmp_path, lake, opened, monkeypatch
+):
+    put(lake, "feedback", [body(source="eve"), body(feedback_id="b1", source="bob")])
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.maintenance.erasure._drain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            erase(lake, tmp_path / "elsewhere", Target(user="eve"))
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    ledger = opened()
+    with pytest.raises(LedgerError, match=r"'f1' is known, but an erasure.*lake maintain"):
+        await ledger.record(body(source="eve"), journal)
+    assert await ledger.record(body(feedback_id="b1", source="bob"), journal) == "same"
+    assert finish_erasures(lake, folder)["feedback"] == 1
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    assert await ledger.record(body(source="eve"), journal) == "same"
+    journal.close()
+    seal(lake, folder)
+    assert finish_erasures(lake, folder)["feedback"] == 0
+    assert lake.counts()["feedback"] == 2
+
+
+async def test_feedback_that_was_sealed_and_left_the_lake_before_the_index_knew_it_is_new_when_it_is_said_again(
+    folder, tmp_path, lake, opened, monkeypatch
+):
+    ledger = opened()
+    journal = Journal(folder, JournalConfig(), "replica-0")
+    journal.open()
+    assert await ledger.record(body(source="eve"), journal) == "new"
+    journal.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.ingest.seal.take_in_if_used", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            seal(lake, folder)
+    gone_by("retention", lake, tmp_path / "elsewhere")
+    following = asyncio.create_task(ledger.follow())
+    seal(lake, folder)
+    await until(lambda: ledger.check(body(source="eve")) == "new")
+    following.cancel()
+
+
+def test_the_index_holds_hashes_only(folder, lake, opened):
+    put(lake, "feedback", [body(feedback_id="a-secret-id", source="a-secret-name")])
+    opened()
+    with sqlite3.connect(the_index(folder)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    assert b"secret" not in the_index(folder).read_bytes()

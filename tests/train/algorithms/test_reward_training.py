@@ -1,0 +1,245 @@
+"""Reward models: the job from preferences in a lake to a folder that scoring reads, and what the loss is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from job_home import make_home
+from pydantic import ValidationError
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from feedback.config import LakeConfig
+from feedback.datasets import preference_pairs
+from feedback.lake.tables import Lake
+from feedback.scoring.config import ModelConfig
+from feedback.scoring.sources.reward_model import RewardModel
+from serve.policies.store import PolicyStore
+from tests.feedback.feedback_rows import interaction, put, said
+from tests.paths import ROOT
+from train.algorithms import load
+from train.batch.packed import PackedBatch, Rollout
+from train.config.algorithms import AlgorithmConfig
+from train.config.training import TrainConfig
+from train.dataflows import load as load_dataflow
+from train.run.reward_folder import read_as_trained
+
+HERE = ROOT / "tests" / "train"
+PAIRS = 40
+CONFIG: dict[str, Any] = {
+    "dtype": "float32",
+    "launcher": "torchrun",
+    "steps": 16,
+    "micro_batch_tokens": 256,
+    "optimizer": {"learning_rate": 3e-3, "warmup_steps": 1},
+    "data": {"prompts_per_step": 12, "min_prompts": 8, "held_out_share": 0.25, "held_out_every_steps": 8},
+    "algorithm": {"name": "reward_model"},
+    "checkpoint": {"every_steps": 6, "asynchronous": False},
+    "start_timeout_s": 100,
+    "step_timeout_s": 60,
+}
+HOOK = """
+from train.observe.hooks import Hook
+
+class StopOnce(Hook):
+    def on_step(self, step, metrics):
+        marker = self.run.folder / "stopped"
+        if step == 8 and not marker.exists():
+            marker.touch()
+            raise RuntimeError("the power went")
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A policy that serves, and pairs of responses of which the one with an x in it was preferred."""
+    root = tmp_path_factory.mktemp("home")
+    make_home(root)
+    (root / "stop_once.py").write_text(HOOK)
+    tokenizer = AutoTokenizer.from_pretrained(root / "seed")
+    rng = random.Random(5)
+    responses, feedback = [], []
+    for i in range(PAIRS):
+        prompt = "".join(rng.sample("abcdefgh", 4)) + ">"
+        asked: dict[str, Any] = {"prompt": prompt, "prompt_token_ids": tokenizer(prompt).input_ids}
+        if i % 3 == 0:
+            asked["messages"] = json.dumps([{"role": "user", "content": prompt}])
+        for name, letter in (("good", "x"), ("bad", "y")):
+            text = "".join(rng.sample("klmnop", rng.randint(1, 4))) + letter + "".join(rng.sample("klmnop", 2))
+            ids = tokenizer(text).input_ids
+            given = {"response": text, "response_token_ids": ids, "logprobs": [-2.0] * len(ids)}
+            responses.append(interaction(f"{name}-{i}", **asked, **given))
+        feedback.append(said(f"p{i}", f"good-{i}", "preference", rejected_response_id=f"bad-{i}"))
+    no_text = {"prompt": None, "prompt_token_ids": [5, 6]}
+    responses += [interaction("blind-1", **no_text), interaction("blind-2", **no_text, response="five")]
+    feedback.append(said("blind", "blind-1", "preference", rejected_response_id="blind-2"))
+    lake = Lake(str(root / "lake"), LakeConfig())
+    put(lake, "interactions", responses)
+    put(lake, "feedback", feedback)
+    return root
+
+
+@pytest.fixture(scope="module")
+def output(home: Path) -> str:
+    """What the jobs printed: one left alone, one that is stopped and started again, and the first once more."""
+    jobs = [job(home, "whole"), *[job(home, "stopped", hooks=["stop_once:StopOnce"])] * 2, job(home, "whole")]
+    (home / "jobs.json").write_text(json.dumps(jobs))
+    process = subprocess.Popen(
+        [sys.executable, str(HERE / "offline_driver.py"), str(home / "jobs.json")],
+        env={**os.environ, "PYTHONPATH": f"{home}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed = process.communicate(timeout=800)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, printed
+    return printed
+
+
+def job(home: Path, name: str, **changes: Any) -> dict[str, Any]:
+    context = {"run": name, "runs": str(home / "runs"), "policies": str(home / "policies"), "reward": {}}
+    return {"config": {**CONFIG, **changes}, "context": {**context, "lake_uri": str(home / "lake")}}
+
+
+def metrics(home: Path, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def results(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT")]
+
+
+def test_it_tells_pairs_apart_that_it_never_learned_from(home: Path, output: str) -> None:
+    first, last = metrics(home, "whole")[0], metrics(home, "whole")[-1]
+    assert first["held_out_at_start/loss"] == pytest.approx(math.log(2)), "a head of zeros prefers nothing"
+    assert first["held_out_at_start/accuracy"] == 0.5
+    assert last["held_out/accuracy"] >= 0.8
+    assert last["held_out/loss"] < 0.5
+    assert last["loss"] < 0.3
+    assert "1 the prompt has no text" in output
+
+
+def test_it_publishes_no_policy_and_says_where_the_reward_model_is(home: Path, output: str) -> None:
+    whole, stopped, again = results(output)
+    assert [result["candidate"] for result in (whole, stopped, again)] == [None] * 3
+    assert whole["artifact"] == str(home / "runs" / "whole" / "reward_model")
+    assert f"a reward model was trained, and no policy: {whole['artifact']}" == whole["reason"]
+    assert PolicyStore(home / "policies").versions() == [1]
+    assert output.splitlines()[-1].split() == ["IMPORTED"], "nothing that samples is started"
+
+
+def test_a_finished_run_gives_its_reward_model_again(output: str) -> None:
+    whole, _, again = results(output)
+    assert again["artifact"] == whole["artifact"]
+    assert again["metrics"] == whole["metrics"]
+    assert "whole: was finished before, it published reward model" in output
+
+
+def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(home: Path, output: str) -> None:
+    assert "goes on after step 6" in output
+    through, again = (
+        (home / "runs" / name / "reward_model" / "model.safetensors").read_bytes() for name in ("whole", "stopped")
+    )
+    assert through == again
+
+
+def test_scoring_gives_each_response_what_training_measured(home: Path, output: str) -> None:
+    folder = home / "runs" / "whole" / "reward_model"
+    lake = Lake(str(home / "lake"), LakeConfig())
+    config = TrainConfig.model_validate(CONFIG)
+    data = load_dataflow(config).read(lake, lake.versions(), config, home / "seed", 1)
+    model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert model.config.num_labels == 1
+    held_out = [[ids.prompt + ids.response for ids in pair] for pair in data.held_out]  # type: ignore[attr-defined]
+    with torch.no_grad():
+        scores = torch.tensor([[float(model(torch.tensor([ids])).logits) for ids in pair] for pair in held_out])
+    measured = metrics(home, "whole")[-1]
+    assert float((scores[:, 0] - scores[:, 1]).mean()) == pytest.approx(measured["held_out/margin"], abs=1e-4)
+    assert float(scores[:, 0].mean()) == pytest.approx(measured["held_out/reward_chosen"], abs=1e-4)
+
+    by_ids = dict(zip((tuple(ids) for pair in held_out for ids in pair), scores.flatten().tolist(), strict=True))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = preference_pairs(lake).table.to_pylist()
+    asked = [
+        {**{k: row[k] for k in ("prompt", "messages")}, "response": row[k]}
+        for row in rows
+        for k in ("chosen", "rejected")
+    ]
+    rewards, reasons = RewardModel(ModelConfig(name=str(folder), activation="none")).by_row(pa.Table.from_pylist(asked))
+    compared = 0
+    for row, reward in zip(asked, rewards, strict=True):
+        text = row["response"] if row["messages"] else f"{row['prompt']}{row['response']}"
+        if row["prompt"] is not None and (key := tuple(tokenizer(text).input_ids)) in by_ids:
+            assert reward == pytest.approx(by_ids[key], abs=1e-4)
+            compared += 1
+    assert compared == 2 * len(held_out)
+    assert sum(reason is not None for reason in reasons) == 2, "those without a prompt's text"
+    known = [pair for pair in zip(rewards[::2], rewards[1::2], strict=True) if None not in pair]
+    assert sum(good > bad for good, bad in known) >= 0.9 * len(known)  # type: ignore[operator]
+
+
+def test_it_is_read_as_in_training_whatever_the_policys_tokenizer_makes(home: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(home / "seed", tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert "token_type_ids" in AutoTokenizer.from_pretrained(folder)("ab", "cd")
+    read_as_trained(folder)
+    assert AutoTokenizer.from_pretrained(folder)("ab", "cd").keys() == {"input_ids", "attention_mask"}
+
+
+def test_the_folder_names_what_it_came_of(home: Path, output: str) -> None:
+    folder = home / "runs" / "whole" / "reward_model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id
+    manifest = json.loads((folder / "training.json").read_text())
+    assert manifest["parent"] == 1
+    assert manifest["lineage"]["lake_versions"].keys() >= {"interactions", "feedback"}
+    assert not (folder / "generation_config.json").exists()
+
+
+def test_the_loss_is_bradley_and_terrys() -> None:
+    scores = [1.5, 0.25, -1.0, 2.0]  # chosen, rejected, rejected, chosen
+    batch = PackedBatch.pack(
+        [Rollout([3, 4], [5], [0.0], reward, group=i // 2) for i, reward in enumerate((1.0, 0.0, 0.0, 1.0))]
+    )
+    per_token = torch.full((12,), 9.0)
+    per_token[2::3] = torch.tensor(scores)
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    for e in (0.0, 0.1):
+        algorithm = load(AlgorithmConfig.model_validate({"name": "reward_model", "label_smoothing": e}))
+        loss, logged = algorithm.loss(per_token, batch)
+        expected = -sum((1 - e) * math.log(sigmoid(m)) + e * math.log(sigmoid(-m)) for m in (1.25, 3.0))
+        assert float(loss) == pytest.approx(expected)
+        assert algorithm.count(batch) == 2
+        assert logged["margin"].tolist() == [1.25, 3.0]
+        assert logged["accuracy"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"), [({"lora": {}}, r"train\.lora is set"), ({"max_kl": 0.1}, r"train\.max_kl is set")]
+)
+def test_settings_of_a_policy_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        TrainConfig.model_validate({**CONFIG, **settings})

@@ -1,0 +1,226 @@
+"""The same workers under torchrun, where there is no Ray."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pyarrow as pa
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from deploy.examples.demo.seed import make_tokenizer
+from deploy.examples.demo.task import items
+from feedback.config import LakeConfig
+from feedback.journal.codec import to_batch
+from feedback.lake.tables import Lake
+from feedback.schema import TABLES
+from serve.policies.store import PolicyStore
+from serve.swap.compatibility import require_swappable
+from tests.paths import ROOT
+from train.context import JobResult
+
+HERE = ROOT / "tests" / "train"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One in which Ray can not be imported, without what vLLM left in ours when another test ran it in this process."""
+    folder = tmp_path_factory.mktemp("no_ray")
+    (folder / "ray.py").write_text("raise ImportError('there is no Ray here')")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    return {**clean, "PYTHONPATH": f"{folder}:{ROOT}:{HERE}", "OMP_NUM_THREADS": "1"}
+
+
+def start(folder: Path, what: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    how = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", *how, str(HERE / "torchrun_driver.py"), str(folder), what]
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def output_of(process: subprocess.Popen[str], timeout_s: float) -> str:
+    try:
+        return process.communicate(timeout=timeout_s)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def test_calls_reach_two_ranks_by_their_rules_without_ray(tmp_path: Path, environment: dict[str, str]) -> None:
+    process = start(tmp_path, "well", environment)
+    output = output_of(process, 120)
+    assert process.returncode == 0, output
+    assert "ALL WELL" in output
+
+
+def test_a_rank_that_raises_ends_all_with_its_traceback(tmp_path: Path, environment: dict[str, str]) -> None:
+    process = start(tmp_path, "raises", environment)
+    output = output_of(process, 80)  # the collective that rank 0 waits in has 100 s
+    assert process.returncode != 0
+    assert "ArithmeticError: this rank is broken" in output
+
+
+def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path, environment: dict[str, str]) -> None:
+    process = start(tmp_path, "killed", environment)
+    marker = tmp_path / "hanging"
+    deadline = time.monotonic() + 300
+    while not (marker.exists() and marker.read_text()):
+        assert time.monotonic() < deadline, "rank 1 was never called"
+        time.sleep(0.02)
+    os.kill(int(marker.read_text()), signal.SIGKILL)
+    output = output_of(process, 50)
+    assert process.returncode != 0
+    assert "SIGKILL" in output or "Connection closed by peer" in output
+    assert f"pid: {marker.read_text()}" in output, output
+
+
+def test_ranks_end_with_the_process_that_started_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:
+    how = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0", str(HERE / "torchrun_driver.py")]
+    command = [sys.executable, "-m", "train.controller.torchrun_guard", *how, str(tmp_path), "killed"]
+    starter = [sys.executable, "-c", f"import subprocess; subprocess.run({command!r})"]
+    process = subprocess.Popen(starter, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def left() -> list[int]:
+        found = psutil.process_iter(["cmdline"])
+        return [p.pid for p in found if str(tmp_path) in (p.info["cmdline"] or ()) and p.pid != process.pid]
+
+    try:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "hanging").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert len(left()) == 3
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 60
+    while left():
+        assert time.monotonic() < deadline, "they go on"
+        time.sleep(0.05)
+
+
+def test_a_whole_job_runs_on_one_rank_without_torchrun_around_it_and_without_ray(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    spec = write_job(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "train.launch", "--launcher", "torchrun", str(spec)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    output = output_of(process, 800)
+    assert process.returncode == 0, output
+    result = JobResult.model_validate_json((tmp_path / "runs" / "r" / "result.json").read_text())
+    assert result.candidate == 2
+    assert result.steps == 2
+    parent, candidate = (PolicyStore(tmp_path / "policies").get(version) for version in (1, 2))
+    kept = [{name: file["sha256"] for name, file in p.files.items() if "safe" not in name} for p in (parent, candidate)]
+    assert kept[0] == kept[1], "all that decides an answer besides the weights is the parent's, byte by byte"
+    assert {"config.json", "generation_config.json", "additional_chat_templates/tool_use.jinja"} < kept[0].keys()
+    assert parent.files["model.safetensors"] != candidate.files["model.safetensors"]
+    require_swappable(parent, candidate)
+    warned = [line for line in output.splitlines() if re.search(r"\bWARNING\b|FutureWarning", line)]
+    assert [line for line in warned if "LD_PRELOAD" not in line] == [], "nobody can do anything about it"
+    assert torch.cuda.is_available() or "LD_PRELOAD" in os.environ or warned, "of this somebody can"
+
+
+def as_a_hub_has_it(folder: Path, *, ends: list[int]) -> None:
+    """With the config of an older transformers, two tokens that end a response, and a template for tools."""
+    config = json.loads((folder / "config.json").read_text())
+    config["torch_dtype"] = config.pop("dtype")
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "4.43.1"}))
+    generation = {"eos_token_id": ends, "do_sample": True, "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+
+
+def write_job(root: Path) -> Path:
+    """A policy that serves, a lake with prompts, and a job on them."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **special, **heads)
+    Qwen3ForCausalLM(model).save_pretrained(root / "seed")
+    tokenizer.save_pretrained(root / "seed")
+    as_a_hub_has_it(root / "seed", ends=[tokenizer.eos_token_id, tokenizer.pad_token_id])
+    store = PolicyStore(root / "policies")
+    policy = store.publish(root / "seed", parent=None, lineage={}, metrics={})
+    store.promote(policy.version, who="test", why="test", expected=None)
+    lake = Lake(str(root / "lake"), LakeConfig())
+    lake.create()
+    rows = [row(str(i), x.prompt, tokenizer(x.prompt).input_ids) for i, x in enumerate(itertools.islice(items(1), 6))]
+    lake.append("interactions", table(rows))
+    (root / "by_length.py").write_text(
+        "def reward(rows): return [-float(len(r)) for r in rows['response'].to_pylist()]"
+    )
+    config = {
+        "dtype": "float32",
+        "steps": 2,
+        "micro_batch_tokens": 64,
+        "rollout": {"max_tokens": 6, "max_model_len": 64, "kv_cache_bytes": 16 * 2**20},
+        "data": {"prompts_per_step": 4, "min_prompts": 4},
+        "algorithm": {"group_size": 4},
+        "start_timeout_s": 200,
+        "step_timeout_s": 100,
+    }
+    context = {
+        "run": "r",
+        "runs": str(root / "runs"),
+        "policies": str(root / "policies"),
+        "lake_uri": str(root / "lake"),
+        "reward": "by_length:reward",
+        "python_path": [str(root)],
+    }
+    spec = root / "runs" / "r" / "job.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(json.dumps({"config": config, "context": context}))
+    return spec
+
+
+def row(number: str, prompt: str, token_ids: list[int]) -> dict[str, Any]:
+    return {
+        "response_id": number,
+        "request_id": f"r{number}",
+        "tenant": "default",
+        "endpoint": "generate",
+        "replica": "replica-0",
+        "created_at": datetime(2026, 3, 1, 12, tzinfo=UTC),
+        "completed_at": datetime(2026, 3, 1, 12, tzinfo=UTC),
+        "prompt": prompt,
+        "prompt_token_ids": token_ids,
+        "response": "x",
+        "response_token_ids": [4],
+        "logprobs": [-0.25],
+        "policy_spans": [{"start": 0, "policy_version": 1}],
+        "sampling": {"temperature": 1.0, "max_tokens": 8, "n": 1, "stop": []},
+        "finish_reason": "stop",
+        "status": "complete",
+        "timings": {"queue_ms": 0.5, "first_token_ms": 3.0, "total_ms": 9.0},
+        "metadata": {},
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.Table.from_batches([to_batch(rows, TABLES["interactions"])])

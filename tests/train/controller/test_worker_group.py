@@ -1,0 +1,275 @@
+"""Groups, pools and failures under a real Ray, one for the module."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+import torch
+from pydantic import ValidationError
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from deploy.examples.demo.seed import make_tokenizer
+from tests.paths import ROOT
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
+from train.controller.dispatch import Layout, by_rank, by_tokens, per_token
+from train.controller.ray_pool import ResourcePool
+from train.controller.role_groups import Groups, start_groups
+from train.controller.worker_group import WorkerError, WorkerGroup, results
+
+HERE = ROOT / "tests" / "train"
+SPLIT = {"pools": {"training": {}, "generation": {}}, "actor": "training", "reference": "training"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("controller")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(folder: Path) -> Iterator[None]:
+    ray.init(
+        num_cpus=8,  # of the pools that the module keeps, and of those that tests make
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": f"{ROOT}:{HERE}:{folder}"}},
+    )
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ResourcePool]:
+    with started() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def small(pool: ResourcePool, folder: Path) -> WorkerGroup:
+    return pool.group("small", "small_workers:Small", folder=folder)
+
+
+@pytest.fixture
+def breakable(folder: Path) -> Iterator[WorkerGroup]:
+    with started() as pool:
+        yield pool.group("small", "small_workers:Small", folder=folder)
+
+
+def started(ranks: int = 2) -> ResourcePool:
+    return ResourcePool(ranks=ranks, threads=1, start_timeout_s=120, call_timeout_s=60)
+
+
+def batch_of(lengths: list[int]) -> PackedBatch:
+    return PackedBatch.pack([Rollout([3], [4 + i] * n, [0.0] * n, 0.0, i) for i, n in enumerate(lengths)])
+
+
+# ---------------------------------------------------------------------------------------------------------- calls
+
+
+def test_each_rule_reaches_the_ranks_it_names_and_joins_their_answers(small: WorkerGroup, folder: Path) -> None:
+    where = small.where()
+    assert [rank for rank, _ in where] == [0, 1]
+    assert len({pid for _, pid in where}) == 2
+    assert small.only_first("hello") == "hello from 0"
+    assert not (folder / "first-1").exists()
+    assert small.doubled([1, 2, 3]) == [(2, 0), (4, 1), (6, 0)]
+    batch = batch_of([5, 1, 2])
+    torch.testing.assert_close(small.tokens(batch), batch.tokens.float())
+
+
+def test_ranks_that_share_a_sequence_get_the_same_and_answer_once() -> None:
+    layout = Layout(4, sequence_parallel_size=2)
+    batch = batch_of([5, 1, 2, 4])
+    for rule in (by_tokens, per_token):
+        parts, known = rule.split(layout, batch)
+        assert [len(p) for p in parts] == [2] * 4
+        assert torch.equal(parts[0].tokens, parts[1].tokens)
+        assert torch.equal(parts[2].tokens, parts[3].tokens)
+    assert torch.equal(per_token.join(layout, [p.tokens for p in parts], known), batch.tokens)
+    dealt, count = by_rank.split(layout, [1, 2, 3])
+    assert dealt == [[1, 3], [1, 3], [2], [2]]
+    assert by_rank.join(layout, dealt, count) == [1, 2, 3]
+
+
+def test_calls_to_two_pools_overlap(small: WorkerGroup, folder: Path) -> None:
+    with started(ranks=1) as other:
+        second = other.group("small", "small_workers:Small", folder=folder)
+        pending = small.wait_for.start("written")  # ends only once the other pool has done its call
+        assert not pending.done()
+        second.write("written")
+        assert pending.result(timeout_s=30) is None
+        assert results(small.where.start(), second.only_first.start("x"))[1] == "x from 0"
+
+
+def test_an_answer_that_is_late_is_an_error_with_the_ranks_and_can_still_be_had(
+    small: WorkerGroup, folder: Path
+) -> None:
+    pending = small.wait_for.start("late")
+    with pytest.raises(WorkerError, match=r"small\.wait_for: ranks \[0, 1\] did not answer within 0\.2 s"):
+        pending.result(timeout_s=0.2)
+    (folder / "late").touch()
+    pending.result()
+
+
+# ------------------------------------------------------------------------------------------------------- failures
+
+
+def test_an_exception_on_one_rank_is_raised_at_once_while_the_others_wait_in_a_collective(
+    breakable: WorkerGroup,
+) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"sum_or_fail failed on rank 1: [\s\S]*ArithmeticError: this rank is broken"):
+        breakable.sum_or_fail(1)
+    assert time.monotonic() - start < 20, "the collective's time-out is 60 s"
+    with pytest.raises(WorkerError, match="an earlier call failed, and its ranks are out of step"):
+        breakable.where()
+
+
+def test_a_rank_that_is_killed_in_a_call_is_named_although_the_others_fail_for_want_of_it(
+    breakable: WorkerGroup, folder: Path
+) -> None:
+    marker = folder / "hanging"
+    marker.unlink(missing_ok=True)
+    pending = breakable.sum_or_hang.start(1)
+    deadline = time.monotonic() + 300
+    while not (marker.exists() and marker.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)  # rank 0 is in its collective
+    start = time.monotonic()
+    os.kill(int(marker.read_text()), signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"sum_or_hang failed on rank 1: [\s\S]*died") as failure:
+        pending.result()
+    assert time.monotonic() - start < 25, "the collective's time-out is 60 s"
+    assert not failure.value.consequence
+
+
+def test_a_pool_that_has_no_room_says_what_was_asked_and_what_there_is() -> None:
+    with pytest.raises(WorkerError, match=r"pool big: no room within 1 s for 64 ranks of {'CPU': 1}.*'CPU': 8.0"):
+        ResourcePool(ranks=64, threads=1, name="big", start_timeout_s=1)
+    with started(ranks=1):
+        pass  # what could not be placed is not waited for by what comes next
+
+
+# ------------------------------------------------------------------------------------------------------ placement
+
+
+def test_a_placement_that_can_not_be_is_refused_with_its_setting() -> None:
+    for placement, message in (
+        ({"actor": "b"}, "train.placement.actor=b is no pool"),
+        ({"pools": {"all": {}, "b": {}}}, "pools has b, and no role is on it"),
+        ({**SPLIT, "pools": {"training": {}, "generation": {"ranks": 3}}}, "rollout=all is no pool"),
+        (
+            {**SPLIT, "pools": {"training": {}, "generation": {"ranks": 3}}, "rollout": "generation"},
+            "tensor_parallel_size=2 does not divide train.placement.pools.generation.ranks=3",
+        ),
+    ):
+        with pytest.raises(ValidationError, match=re.escape(message)):
+            TrainConfig.model_validate({"ranks": 2, "placement": placement, "rollout": {"tensor_parallel_size": 2}})
+    with pytest.raises(ValidationError, match=r"train\.rollout\.staleness=1 needs generation on a pool of its own"):
+        TrainConfig.model_validate({"rollout": {"staleness": 1}})
+    with pytest.raises(ValidationError, match=r"train\.launcher=torchrun has one pool"):
+        TrainConfig.model_validate({"launcher": "torchrun", "placement": {**SPLIT, "rollout": "generation"}})
+
+
+@pytest.fixture(scope="module")
+def split(folder: Path) -> Iterator[tuple[Groups, TrainConfig]]:
+    """One rank that trains, one that generates, one that rewards."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    policy = folder / "policy"
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    model = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **special, **heads)
+    Qwen3ForCausalLM(model).save_pretrained(policy)
+    tokenizer.save_pretrained(policy)
+    (folder / "short.py").write_text("def reward(rows): return [-float(len(r)) for r in rows['response'].to_pylist()]")
+    pools: dict[str, dict[str, int]] = {"training": {}, "generation": {}, "rewards": {}}
+    config = TrainConfig.model_validate(
+        {
+            "ranks": 1,
+            "placement": {**SPLIT, "pools": pools, "rollout": "generation", "reward": "rewards"},
+            "dtype": "float32",
+            "micro_batch_tokens": 64,
+            "optimizer": {"learning_rate": 3e-2, "warmup_steps": 0},
+            "rollout": {"max_tokens": 6, "max_model_len": 32, "kv_cache_bytes": 16 * 2**20, "staleness": 1},
+            "start_timeout_s": 200,
+            "step_timeout_s": 100,
+        }
+    )
+    with start_groups(config, policy, seed=1, reward="short:reward") as groups:
+        yield groups, config
+
+
+def test_apart_from_training_generation_has_its_weights_and_the_documented_dataflow_learns(
+    split: tuple[Groups, TrainConfig],
+) -> None:
+    groups, _ = split
+    blocks = python_blocks("best_of_n")
+    dataflow: dict[str, Any] = {}
+    exec(blocks[0], dataflow)
+    lengths = dataflow["best_of_n"](groups, [[5, 6, 7], [8, 9, 10]], steps=4)
+    assert lengths[-1] < lengths[0], lengths
+    samples = groups.rollout.generate([[5, 6, 7], [8, 9, 10]], n=2)
+    batch = dataflow["packed"]([[5, 6, 7], [8, 9, 10]], samples, [[0.0] * 2] * 2)
+    torch.testing.assert_close(groups.actor.log_probs(batch), batch.behaviour_log_probs, atol=1e-4, rtol=0)
+    difference = (groups.reference.log_probs(batch) - batch.behaviour_log_probs).abs().max()
+    assert float(difference) > 1e-2, "what generates must no longer be what training started from"
+
+
+def test_a_pool_of_its_own_rewards_responses(split: tuple[Groups, TrainConfig]) -> None:
+    reward = split[0].reward
+    assert reward is not None
+    assert reward(pa.table({"response": ["ab", "c", "def"]})).values == [-2.0, -1.0, -3.0]
+
+
+def test_a_receiver_that_dies_fails_the_transfer_and_not_the_sender_alone(split: tuple[Groups, TrainConfig]) -> None:
+    """The last test of ``split``: its pools are of no use afterwards."""
+    groups, _ = split
+    host = groups.rollout._pool.hosts[0]  # type: ignore[attr-defined]
+    start = time.monotonic()
+    sending = groups.actor.send_weights.start(groups.meeting)
+    timer = threading.Timer(0.5, ray.kill, (host,))
+    timer.start()
+    timer.join()
+    receiving = groups.rollout.receive_weights.start(groups.meeting)
+    with pytest.raises(WorkerError, match=r"rollout\.receive_weights failed on rank 0: [\s\S]*died"):
+        results(sending, receiving)
+    assert time.monotonic() - start < 40, "the transfer's time-out is 100 s"
+
+
+# ----------------------------------------------------------------------------------------------------------- docs
+
+
+def python_blocks(containing: str) -> list[str]:
+    text = (ROOT / "train" / "README.md").read_text()
+    blocks = [b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if containing in b]
+    assert blocks, f"train/README.md shows no {containing}"
+    assert all(block.count("\n") < 30 for block in blocks), "they are to be short"
+    return blocks
+
+
+def test_the_documented_worker_runs_under_a_dataflow_that_does_not_know_it(folder: Path) -> None:
+    worker, run = python_blocks("Bigram")
+    (folder / "bigram.py").write_text(worker)
+    namespace: dict[str, Any] = {"batch": batch_of([9, 9, 3, 4])}
+    exec(run, namespace)
+    losses = namespace["losses"]
+    assert losses[-1] < losses[0] / 2, losses

@@ -1,0 +1,174 @@
+"""Actor, reference and rollout workers in two processes that train and generate: Ray, FSDP2 over gloo, vLLM."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deploy.examples.demo.seed import make_model, make_tokenizer
+from deploy.examples.demo.task import items
+from serve.policies.folder import safetensors_header
+from tests.paths import ROOT
+from train.algorithms import load
+from train.batch.packed import PackedBatch, Rollout
+from train.config.training import TrainConfig
+from train.controller.role_groups import start_groups
+from train.controller.worker_group import WorkerError, WorkerGroup
+from train.workers.rollout import Sample
+
+
+class Engine(NamedTuple):
+    config: TrainConfig
+    policy: Path
+    actor: WorkerGroup
+    reference: WorkerGroup
+    rollout: WorkerGroup
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained policy of the demo's kind: tied embeddings, grouped-query attention."""
+    folder = tmp_path_factory.mktemp("policy")
+    tokenizer = make_tokenizer()
+    torch.manual_seed(3)
+    make_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def engine(request: pytest.FixtureRequest, policy: Path) -> Iterator[Engine]:
+    config = TrainConfig.model_validate(
+        {
+            "ranks": 2,
+            "dtype": "float32",
+            "micro_batch_tokens": 64,
+            "optimizer": {"learning_rate": 3e-3, "warmup_steps": 0},
+            "rollout": {
+                "max_tokens": 6,
+                "max_model_len": 64,
+                "kv_cache_bytes": 16 * 2**20,
+                "tensor_parallel_size": request.param,
+            },
+            "start_timeout_s": 200,
+            "step_timeout_s": 100,
+        }
+    )
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
+    )
+    try:
+        with start_groups(config, policy, seed=5, reward="deploy.examples.demo.task:reward") as groups:
+            yield Engine(config, policy, groups.actor, groups.reference, groups.rollout)
+    finally:
+        ray.shutdown()
+
+
+def sample(engine: Engine, prompts: int = 6, n: int = 4) -> tuple[list[list[int]], list[list[Sample]]]:
+    tokenizer = AutoTokenizer.from_pretrained(engine.policy)
+    asked = [tokenizer(item.prompt).input_ids for item in itertools.islice(items(1), prompts)]
+    return asked, engine.rollout.generate(asked, n=n)
+
+
+def pack(asked: list[list[int]], sampled: list[list[Sample]]) -> PackedBatch:
+    """Rewards that make the policy end its answers early."""
+    return PackedBatch.pack(
+        [
+            Rollout(prompt, s.token_ids, s.log_probs, float(-len(s.token_ids)), group)
+            for group, (prompt, samples) in enumerate(zip(asked, sampled, strict=True))
+            for s in samples
+        ]
+    )
+
+
+def by_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
+    """float32 [T]: logprobs of the response tokens, one sequence at a time, in one process."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    result = torch.zeros(len(batch.tokens))
+    for s in range(len(batch)):
+        start, end = int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1])
+        with torch.no_grad():
+            log_probs = torch.log_softmax(model(batch.tokens[None, start:end]).logits[0], -1)
+        for t in range(start + int(batch.prompt_lengths[s]), end):
+            result[t] = log_probs[t - start - 1, batch.tokens[t]]
+    return result
+
+
+def test_sharded_packed_logprobs_are_those_of_the_whole_model(engine: Engine) -> None:
+    batch = pack(*sample(engine))
+    expected = by_transformers(engine.policy, batch)
+    torch.testing.assert_close(engine.reference.log_probs(batch), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(batch.behaviour_log_probs, expected, atol=1e-4, rtol=0)
+
+
+def test_attention_does_not_cross_sequences(engine: Engine) -> None:
+    batch = pack(*sample(engine))
+    before = engine.reference.log_probs(batch)
+    changed = batch.with_(tokens=batch.tokens.clone())
+    changed.tokens[: int(batch.cu_seqlens[1])] = 5
+    after = engine.reference.log_probs(changed)
+    rest = slice(int(batch.cu_seqlens[1]), None)
+    torch.testing.assert_close(after[rest], before[rest], atol=1e-5, rtol=0)
+    assert not torch.allclose(after[: int(batch.cu_seqlens[1])], before[: int(batch.cu_seqlens[1])])
+
+
+def test_the_greedy_response_comes_last_and_each_of_its_tokens_is_the_likeliest(engine: Engine) -> None:
+    asked, _ = sample(engine, prompts=3, n=1)
+    sampled = engine.rollout.generate(asked, n=2, seed=1, greedy=True)
+    model = AutoModelForCausalLM.from_pretrained(engine.policy, dtype=torch.float32)
+    for prompt, samples in zip(asked, sampled, strict=True):
+        assert len(samples) == 3
+        greedy = samples[-1].token_ids
+        with torch.no_grad():
+            likeliest = model(torch.tensor([prompt + greedy])).logits[0].argmax(-1)
+        assert likeliest[len(prompt) - 1 : -1].tolist() == greedy
+
+
+def test_prompts_of_more_tokens_than_a_step_together_are_answered_as_alone(engine: Engine) -> None:
+    asked = [[3 + i % 9, 3 + i // 9, *[4, 5] * 24] for i in range(90)]
+    assert sum(map(len, asked)) > 4096, "vLLM's default"
+    together = engine.rollout.generate(asked, n=1, seed=1)
+    alone = engine.rollout.generate(asked[:2], n=1, seed=1)
+    assert [s[0].token_ids for s in together[:2]] == [s[0].token_ids for s in alone]
+
+
+def test_what_generates_after_an_update_is_what_was_trained_and_what_is_published(
+    engine: Engine, tmp_path: Path
+) -> None:
+    batch = pack(*sample(engine, n=8))
+    algorithm = load(engine.config.algorithm)
+    before = engine.actor.log_probs(batch)
+    ready = batch.with_(old_log_probs=before, ref_log_probs=before, advantages=algorithm.advantages(batch))
+    metrics = engine.actor.update(ready)
+    assert metrics["grad_norm"] > 0
+    updated = engine.actor.log_probs(batch)
+    assert float((updated - before).abs().max()) > 1e-2, "the update must have changed the policy"
+
+    engine.rollout.load_actor_weights()
+    fresh = pack(*sample(engine))
+    trained = engine.actor.log_probs(fresh)
+    torch.testing.assert_close(fresh.behaviour_log_probs, trained, atol=1e-4, rtol=0)
+
+    engine.actor.export(tmp_path)
+    names = [set(safetensors_header(folder / "model.safetensors")) for folder in (tmp_path, engine.policy)]
+    assert names[0] == names[1], "a published policy must name the tensors that its parent names"
+    torch.testing.assert_close(by_transformers(tmp_path, fresh), trained, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        engine.reference.log_probs(batch), by_transformers(engine.policy, batch), atol=1e-4, rtol=0
+    )
+
+
+def test_a_failing_worker_is_named_with_its_rank_and_its_error(engine: Engine) -> None:
+    with pytest.raises(WorkerError, match=r"rollout\.generate failed on rank \d[\s\S]*(ValueError|Error)"):
+        engine.rollout.generate([[1] * 500, [1] * 500], n=1)
