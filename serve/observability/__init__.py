@@ -1,1 +1,1 @@
-"""Logs and metrics: ``log_format``, ``metrics`` (what Prometheus is given), ``prometheus_counters`` (cheap to count)."""
+"""Logs and metrics: ``log_format``, ``metrics`` (for Prometheus), ``prometheus_counters`` (cheap where they are counted)."""
