@@ -31,6 +31,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from serve import sampler
 from serve.mapped import MappedFile
 from serve.shadow import Shadow, hashes, obstacle
 
@@ -125,6 +126,11 @@ class MillraceWorker:
 
     weight_transfer_engine: MappedWeights
     vllm_config: Any
+    model_runner: Any
+
+    def millrace_sampler(self) -> None:
+        """Answer each request with its own logprobs, whatever others of the same step ask for."""
+        sampler.install(self.model_runner)
 
     def millrace_adopt(self, parent: int) -> int:
         """Tie this process to the API process: die with it, leave Ctrl-C to it. Returns this process's id."""
