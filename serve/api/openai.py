@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+import orjson
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -306,7 +307,15 @@ class _Events(StreamingResponse):
         yield first
         async for chunk in chunks:
             self._note(chunk)
-            yield chunk
+            yield self._named(chunk)
+
+    def _named(self, chunk: str) -> str:
+        """A chunk; of an error of ours, which vLLM passes on as a bare text, with its type and field."""
+        problem = getattr(self.exchange.error, "problem", None)
+        if problem is None or not chunk.startswith(_ERROR):
+            return chunk
+        error = problem.openai_body()["error"] | {"code": problem.status}  # the stream's own status is 200
+        return f"data: {orjson.dumps({'error': error}).decode()}\n\n"
 
     def _note(self, chunk: str) -> None:
         """Take note of a stream's end: before it is sent, as a client that has it may be gone at once."""

@@ -11,6 +11,7 @@ import pytest
 from loadtests.tiny_model import CONTEXT
 from tests.serve.conftest import LiveServer
 
+OPENING_BRACE = 92  # its token
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PROMPTS: dict[str, dict[str, Any]] = {
     "/generate": {"prompt": "the mill"},
@@ -180,6 +181,27 @@ def test_fields_that_do_not_go_together_are_refused_by_name_and_without_a_traceb
     before = server.log.read_text().count("Traceback")
     assert refused_field(post(server, path, body | {"stream": stream})) == field
     assert server.log.read_text().count("Traceback") == before
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("structure", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"choice": ["{}"]}}, "structured_outputs"),
+    ],
+)
+def test_a_stream_that_breaks_after_its_first_tokens_names_the_field_as_a_whole_answer_does(
+    server: LiveServer, path: str, structure: dict[str, Any], field: str
+) -> None:
+    body = structure | {"allowed_token_ids": [OPENING_BRACE]}  # nothing can follow the first token
+    whole = post(server, path, body)
+    assert refused_field(whole) == field
+    streamed = post(server, path, body | {"stream": True})
+    assert streamed.status_code == 200, streamed.text
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert "choices" in events[0]
+    assert events[-1]["error"] == whole.json()["error"] | {"code": 400}
 
 
 @pytest.mark.parametrize("path", PROMPTS)
