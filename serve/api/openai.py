@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from feedback.ids import uuid7
 from serve.api.bounds import aside, check, is_large
+from serve.api.generate import session_of
 from serve.api.http import CLIENT_CLOSED_REQUEST, Problem, event_stream, json_response
 from serve.api.openai_request import CHAT, COMPLETION, Understood, refuse, understand, unfit
 from serve.engine import EngineError
@@ -130,9 +131,7 @@ async def _answer(request: Request, kind: Kind) -> Response:
     content = await server.bodies.read(request.receive)
     async with AsyncExitStack() as work:
         work.enter_context(server.admitted())
-        understood, body = await aside(
-            is_large(content), _understand, content, request.headers.get("x-session-id"), server, kind
-        )
+        understood, body = await aside(is_large(content), _understand, content, session_of(request, 400), server, kind)
         exchange = _begin(request, understood, body, server, kind)
         await work.enter_async_context(_limited(exchange))
         handlers = _handlers(server)

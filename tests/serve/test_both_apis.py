@@ -20,9 +20,12 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 
 
-def post(server: LiveServer, path: str, body: dict[str, Any] | bytes) -> httpx.Response:
+def post(
+    server: LiveServer, path: str, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None
+) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(PROMPTS[path] | {"max_tokens": 6} | body).encode()
-    return httpx.post(f"{server.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=60)
+    headers = {"content-type": "application/json"} | (headers or {})
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
 
 
 def refused_field(answer: httpx.Response) -> str | None:
@@ -147,6 +150,14 @@ def test_a_number_of_hundreds_of_digits_is_no_error_of_the_server(server: LiveSe
     ):
         answer = post(server, path, body)
         assert answer.status_code in (200, 400), (body, answer.text)
+
+
+@pytest.mark.parametrize("path", PROMPTS)
+def test_a_session_header_of_no_or_too_many_characters_is_refused_by_name(server: LiveServer, path: str) -> None:
+    for session_id in ("", "x" * 201):
+        for body in ({}, {"session_id": "of the body"}):
+            answer = post(server, path, body, {"X-Session-Id": session_id})
+            assert refused_field(answer) == "X-Session-Id"
 
 
 @pytest.mark.parametrize("stream", [False, True])
