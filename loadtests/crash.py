@@ -83,7 +83,7 @@ AT_A_TRACE_SHARE = 0.6
 COMMAND_TIMEOUT_S = 240
 OPEN_USERS = 6
 
-READY_TIMEOUT_S = 180
+READY_TIMEOUT_S = 600
 END_TIMEOUT_S = 30
 STOP_TIMEOUT_S = 120
 """For two servers at once that seal what they have, at the end of the test."""

@@ -14,7 +14,7 @@ from deploy.commands.common import pass_settings, table
 from deploy.config.root import Settings
 from deploy.config.sources import DEFAULT_FILE
 from deploy.loop import promotion
-from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore
+from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, RecordDamaged
 
 
 @click.command()
@@ -123,8 +123,11 @@ def history(settings: Settings, as_json: bool) -> None:
     store = PolicyStore(settings.path(settings.serve.policies))
     pointers = store.history()
     outcomes: dict[int, bool] = {}
-    for outcome in store.outcomes():  # of several servers, one that refuses a policy is enough
-        outcomes[outcome.generation] = outcomes.get(outcome.generation, True) and outcome.served
+    try:
+        for outcome in store.outcomes():  # of several servers, one that refuses a policy is enough
+            outcomes[outcome.generation] = outcomes.get(outcome.generation, True) and outcome.served
+    except RecordDamaged as error:
+        click.echo(f"whether they have served is not known: {error}", err=True)
     if as_json:
         moves = [asdict(pointer) | {"served": outcomes.get(pointer.generation)} for pointer in pointers]
         click.echo(json.dumps(moves, indent=2))

@@ -6,7 +6,7 @@ import os
 import pwd
 import socket
 
-from serve.policies.store import Pointer, PolicyStore
+from serve.policies.store import Pointer, PolicyStore, RecordDamaged
 
 
 class RolloutRefused(RuntimeError):
@@ -55,17 +55,22 @@ def rollback(
     """Point back at the policy that served before, or at ``to``.
 
     A policy that has not served, also one that the servers refused, is rolled back to by ``override`` only, as it would
-    be promoted. A second rollback goes further back, not forward again to what the first one left. ``expected``: the
-    move that is to be undone; the last one if not given.
+    be promoted. So is any if the record of what has served is damaged. A second rollback goes further back, not forward
+    again to what the first one left. ``expected``: the move that is to be undone; the last one if not given.
 
-    Raises RolloutRefused if there is nothing to go back to, and what ``promote`` raises.
+    Raises RolloutRefused if there is nothing to go back to or that can't be known, and what ``promote`` raises.
     """
     pointer = expected or store.serving()
     if pointer is None:
         raise RolloutRefused(f"nothing serves in {store.root}: there is nothing to roll back")
-    served = store.served()
-    target = to
+    target, served, damage = to, set[int](), None
+    try:
+        served = store.served()
+    except RecordDamaged as error:
+        damage = str(error)
     if target is None:
+        if damage is not None:
+            raise RolloutRefused(f"{damage}; or name the policy yourself: --to VERSION --override --why '...'")
         before = [version for version in _before(store.history()) if version in served]
         if not before:
             raise RolloutRefused(
@@ -79,7 +84,8 @@ def rollback(
     verdict: dict[str, object] = {"rollback_from": pointer.version}
     if target not in served:
         command = f"millrace rollback --to {target}"
-        verdict = _overridden(verdict, f"policy {target} has not served", command, override=override, why=why)
+        objection = damage or f"policy {target} has not served"
+        verdict = _overridden(verdict, objection, command, override=override, why=why)
     return store.promote(target, expected=pointer, who=who, why=why, verdict=verdict)
 
 

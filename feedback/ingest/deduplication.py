@@ -26,6 +26,7 @@ from deltalake import DeltaTable
 
 from feedback.ingest.id_index import SealedIds, content_columns, keys_and_contents, take_in
 from feedback.lake.delta_log import FEEDBACK_IDS
+from feedback.lake.erasure_registry import ALL_TIMES, erasures, matching
 from feedback.lake.tables import Lake, LakeConflictError, LakeError
 
 log = logging.getLogger(__name__)
@@ -115,6 +116,7 @@ def _in_lake(
     """Of the rows' keys those that the lake has, with what it says under them.
 
     The index nominates rows, and the lake is asked about those, so that no row is left out because an index is wrong.
+    A row that an unfinished erasure is about to remove does not count: what is said again under its id stays.
     """
     take_in(lake, journal_folder, snapshot)
     with closing(SealedIds(journal_folder)) as index:
@@ -123,13 +125,16 @@ def _in_lake(
     if not nominated:
         return {}
     asked = pa.table({"feedback_id": rows.column("feedback_id").take(nominated)})
+    leaving = erasures(lake, since=ALL_TIMES, pending=True)
 
     def look_up(connection: duckdb.DuckDBPyConnection) -> dict[bytes, bytes]:
         bounds = pc.min_max(asked["feedback_id"]).as_py()
         lake.add_view(connection, "near", snapshot, ("feedback_id", bounds["min"], bounds["max"]))
         connection.register("asked", asked)
-        found = connection.sql(f"SELECT {content_columns()} FROM near SEMI JOIN asked USING (feedback_id)")
-        return dict(pair for batch in found.to_arrow_reader(_BATCH_ROWS) for pair in keys_and_contents(batch))
+        found = connection.sql(f"SELECT {content_columns()}, created_at FROM near SEMI JOIN asked USING (feedback_id)")
+        batches = found.to_arrow_reader(_BATCH_ROWS)
+        staying = (batch.filter(pc.invert(matching("feedback", batch, leaving))) for batch in batches)
+        return dict(pair for batch in staying for pair in keys_and_contents(batch))
 
     try:
         found = lake.read(look_up, versions={"feedback": snapshot.version()}, tables=())

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+import orjson
 from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
@@ -22,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from feedback.ids import uuid7
 from serve.api.bounds import aside, check, is_large
 from serve.api.completions_request import CHAT, COMPLETION, Understood, refuse, understand, unfit
+from serve.api.generate import session_of
 from serve.http import CLIENT_CLOSED_REQUEST, Problem, event_stream, json_response
 from serve.vllm.engine import EngineError
 
@@ -129,9 +131,7 @@ async def _answer(request: Request, kind: Kind) -> Response:
     content = await server.bodies.read(request.receive)
     async with AsyncExitStack() as work:
         work.enter_context(server.admitted())
-        understood, body = await aside(
-            is_large(content), _understand, content, request.headers.get("x-session-id"), server, kind
-        )
+        understood, body = await aside(is_large(content), _understand, content, session_of(request, 400), server, kind)
         exchange = _begin(request, understood, body, server, kind)
         await work.enter_async_context(_limited(exchange))
         handlers = _handlers(server)
@@ -306,7 +306,15 @@ class _Events(StreamingResponse):
         yield first
         async for chunk in chunks:
             self._note(chunk)
-            yield chunk
+            yield self._named(chunk)
+
+    def _named(self, chunk: str) -> str:
+        """A chunk; of an error of ours, which vLLM passes on as a bare text, with its type and field."""
+        problem = getattr(self.exchange.error, "problem", None)
+        if problem is None or not chunk.startswith(_ERROR):
+            return chunk
+        error = problem.openai_body()["error"] | {"code": problem.status}  # the stream's own status is 200
+        return f"data: {orjson.dumps({'error': error}).decode()}\n\n"
 
     def _note(self, chunk: str) -> None:
         """Take note of a stream's end: before it is sent, as a client that has it may be gone at once."""

@@ -41,8 +41,8 @@ MAX_SEED: Final = 2**63 - 1 - 4096  # vLLM counts up from it for n > 1
 LEAST_TEMPERATURE: Final = 0.01  # vLLM takes what lies below for this
 SEVERAL_GREEDY: Final = "greedy responses (temperature 0) would all be the same; ask for 1"
 
-_LABEL_CHARACTERS = 200
-Label = Annotated[str, StringConstraints(min_length=1, max_length=_LABEL_CHARACTERS)]
+LABEL_CHARACTERS: Final = 200
+Label = Annotated[str, StringConstraints(min_length=1, max_length=LABEL_CHARACTERS)]
 
 
 def _greedy_or_warm(temperature: float) -> float:
@@ -223,8 +223,9 @@ async def generate(request: Request) -> Response:
     content = await server.bodies.read(request.receive)
     with ExitStack() as admitted:
         admitted.enter_context(server.admitted())
+        of_header = session_of(request, 422)
         body = await bounds.parse_body(content, GenerateIn)
-        session_id = body.session_id or session_of(request)
+        session_id = body.session_id or of_header
         asked = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
         bill = _Bill(server, principal, asked)
         await bill.pay()
@@ -277,13 +278,13 @@ def _tokens(generation: Generation) -> int:
     return sum(len(response.token_ids) for response in generation.responses)
 
 
-def session_of(request: Request) -> str | None:
-    """The session that a fleet's router goes by. Raises Problem 422."""
+def session_of(request: Request, status: int) -> str | None:
+    """The session of the header, which a fleet's router goes by. Raises Problem with ``status`` if it is no label."""
     for name, value in request.scope["headers"]:
         if name == b"x-session-id":
             session_id: str = value.decode("latin-1")
-            if not 1 <= len(session_id) <= _LABEL_CHARACTERS:
-                raise field_problem(422, "X-Session-Id", f"has {len(session_id)} characters, not 1 to 200")
+            if not 1 <= len(session_id) <= LABEL_CHARACTERS:
+                raise field_problem(status, "X-Session-Id", f"has {len(session_id)} characters, not 1 to 200")
             return session_id
     return None
 

@@ -47,6 +47,14 @@ _PARAMETERS: Final = {
         "description": "W3C trace context, kept with a traceparent.",
     },
 }
+_SESSION: Final = {
+    "name": "X-Session-Id",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "minLength": 1, "maxLength": generate.LABEL_CHARACTERS},
+    "description": "Your name for the conversation, if the body has no `session_id`. A fleet sends requests of one "
+    "session to the same replica.",
+}
 _HEADERS: Final = {
     "X-Request-Id": {"description": "The request's id.", "schema": {"type": "string"}},
     "traceresponse": {
@@ -88,7 +96,11 @@ def openapi(app: FastAPI) -> dict[str, Any]:
         _bound_generate(schemas["GenerateIn"]["properties"], server)
         schemas["FeedbackIn"]["oneOf"] = kinds_schema(server.kinds)
         schemas["FeedbackBatchIn"]["properties"]["feedback"]["items"] = _ITEMS
-        components |= {"securitySchemes": _SECURITY, "parameters": _PARAMETERS, "headers": _HEADERS}
+        components |= {
+            "securitySchemes": _SECURITY,
+            "parameters": _PARAMETERS | {"SessionId": _SESSION},
+            "headers": _HEADERS,
+        }
         for path, operations in schema["paths"].items():
             for operation in operations.values():
                 _complete(path, operation, needs_key=server.keyring.on)
@@ -131,6 +143,8 @@ def _complete(path: str, operation: dict[str, Any], *, needs_key: bool) -> None:
         for status, description in problems(401, 403, *(() if scope == "admin" else (429,))).items():
             responses.setdefault(str(status), {"description": description["description"]})
     operation.setdefault("parameters", []).extend({"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS)
+    if scope == "generate" and "requestBody" in operation:
+        operation["parameters"].append({"$ref": "#/components/parameters/SessionId"})
     is_openai = path.startswith(OPENAI)
     for status, response in responses.items():
         headers: dict[str, Any] = {name: {"$ref": f"#/components/headers/{name}"} for name in _HEADERS}

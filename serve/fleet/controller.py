@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -18,7 +18,7 @@ from serve.config import FleetConfig
 from serve.fleet.planner import NOTHING, next_step
 from serve.fleet.reports import Report, reports
 from serve.fleet.state import FleetError, FleetRecord, FleetState, Instant, Rollout, instant
-from serve.policies.store import Pointer, PolicyError, PolicyStore, StalePointer
+from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged, StalePointer
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ class Controller:
         self._clock = clock
         self._lock = -1
         self._recorded = 0  # the newest generation that this process knows to be on record as having served
+        self._damage: str | None = None  # what was last wrong with the record of what has served
         self._turn = threading.Lock()  # between the thread of ``run`` and the one that ends it
 
     def open(self) -> FleetState:
@@ -94,7 +95,7 @@ class Controller:
         if state is None or pointer is None:
             raise PolicyError(f"the fleet's record or the serving pointer is gone from {self.store.root}")
         told = reports(self.folder)
-        served = self.store.served() if state.rollout is not None else ()
+        served = self._served() if state.rollout is not None else ()
         step = next_step(state, pointer, told, served, self.config, self._clock())
         if step.said:
             log.info("%s", step.said)
@@ -105,6 +106,18 @@ class Controller:
         elif step.state is not None:
             self._keep(state, step.state)
         return step != NOTHING
+
+    def _served(self) -> Collection[int]:
+        """The policies that have served; none if that can't be read: then a rollback too is tried on a canary."""
+        try:
+            served = self.store.served()
+        except RecordDamaged as error:
+            if str(error) != self._damage:  # once, not at every step
+                log.error("which policies have served can't be read: %s", error)
+            self._damage = str(error)
+            return ()
+        self._damage = None
+        return served
 
     def _record_served(self, serving: Pointer, told: Sequence[Report]) -> None:
         """Put on record that the fleet serves what it is settled on, so that it can be rolled back to."""

@@ -42,6 +42,7 @@ __all__ = [
     "PolicyInvalid",
     "PolicyNotFound",
     "PolicyStore",
+    "RecordDamaged",
     "StalePointer",
 ]
 
@@ -49,6 +50,11 @@ MANIFEST: Final = "policy.json"
 GATE: Final = "gate.json"
 _HISTORY: Final = "history.jsonl"
 _OUTCOMES: Final = "outcomes.jsonl"
+_LOST_WITH: Final = {
+    _HISTORY: "A rollback without --to then passes over the policy that it named",
+    _OUTCOMES: "A policy of which nothing else says that it served is then rolled back to with --override only",
+}
+"""By the file what is no longer known when a line of it is removed."""
 _OWN: Final = frozenset({MANIFEST, GATE, f".{GATE}.new", ERASURES, f".{ERASURES}.new"})
 """The store's own files in a policy's folder."""
 _FOLDER: Final = re.compile(r"v(\d{6,})")
@@ -66,6 +72,10 @@ class PolicyCorrupt(PolicyError):
 
 class StalePointer(PolicyError):
     """The serving pointer is not what the caller expected: somebody moved it in between."""
+
+
+class RecordDamaged(PolicyError):
+    """A line of what is on record can't be read; the text names file and line, and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -354,20 +364,30 @@ class PolicyStore:
         return pointers
 
     def record_outcome(self, pointer: Pointer, *, served: bool, by: str) -> None:
-        """Put on record that a server serves what ``pointer`` names, or refused it; once for each move."""
+        """Put on record that a server serves what ``pointer`` names, or refused it; once for each move.
+
+        A record with a damaged line is gone on with behind it.
+        """
         outcome = Outcome(pointer.generation, pointer.version, served, _now(), by)
         with self._locked():
-            outcomes = self.outcomes()
+            try:
+                outcomes = self.outcomes()
+            except RecordDamaged:
+                self._append_line(_OUTCOMES, outcome)
+                return
             known = any((o.generation, o.served) == (outcome.generation, outcome.served) for o in outcomes)
             self._write_lines(_OUTCOMES, outcomes if known else [*outcomes, outcome])
 
     def outcomes(self) -> list[Outcome]:
-        """What came of the moves of the pointer, in the order in which it was reported."""
+        """What came of the moves of the pointer, in the order in which it was reported. Raises RecordDamaged."""
         outcomes = self._read_lines(_OUTCOMES, Outcome)
         return outcomes if outcomes is not None else _outcomes_of(self.history())
 
     def served(self) -> set[int]:
-        """The versions that have served. A move that any server refused is none by which a policy has."""
+        """The versions that have served. A move that any server refused is none by which a policy has.
+
+        Raises RecordDamaged.
+        """
         outcomes = self.outcomes()
         refused = {outcome.generation for outcome in outcomes if not outcome.served}
         return {outcome.version for outcome in outcomes if outcome.served and outcome.generation not in refused}
@@ -375,7 +395,7 @@ class PolicyStore:
     # Inside
 
     def _read_lines(self, name: str, kind: type[Record]) -> list[Record] | None:
-        """The records of a file of lines, None if there is no such file. Raises PolicyError if it is damaged."""
+        """The records of a file of lines, None if there is no such file. Raises RecordDamaged."""
         path = self.root / name
         try:
             lines = path.read_bytes().split(b"\n")
@@ -389,11 +409,23 @@ class PolicyStore:
                 records.append(kind(**json.loads(line)))
             except (ValueError, TypeError) as error:
                 if number < len(lines):  # a last line without its newline is a torn append; any other is damage
-                    raise PolicyError(f"{path}, line {number} is no {kind.__name__.lower()}: {error}") from error
+                    raise RecordDamaged(
+                        f"{path}, line {number} is no {kind.__name__.lower()} ({error}): restore the file from a "
+                        f"backup, or remove that line. {_LOST_WITH[name]}"
+                    ) from error
         return records
 
+    def _append_line(self, name: str, record: Pointer | Outcome) -> None:
+        """Add a record behind whatever the file ends with."""
+        path = self.root / name
+        torn = b"" if path.read_bytes().endswith(b"\n") else b"\n"
+        with path.open("ab") as file:
+            file.write(torn + _line(record))
+            file.flush()
+            os.fsync(file.fileno())
+
     def _write_lines(self, name: str, records: Sequence[Pointer | Outcome]) -> None:
-        lines = b"".join(json.dumps(asdict(record), ensure_ascii=False).encode() + b"\n" for record in records)
+        lines = b"".join(map(_line, records))
         path = self.root / name
         old = path.read_bytes() if path.exists() else b""
         if lines.startswith(old):
@@ -538,6 +570,10 @@ def _fsync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def _line(record: Pointer | Outcome) -> bytes:
+    return json.dumps(asdict(record), ensure_ascii=False).encode() + b"\n"
 
 
 def _now() -> str:

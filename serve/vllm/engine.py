@@ -122,6 +122,7 @@ class Engine:
         remaining = max(1.0, self.config.start_timeout_s - (time.monotonic() - started))
         async with asyncio.timeout(remaining):
             self.processes = await self._running.collective_rpc("millrace_adopt", args=(os.getpid(),))
+            await self._running.collective_rpc("millrace_sampler")
             await self._running.update_weight_version(str(policy.version))
             hashes = {path.name: policy.files[path.name]["sha256"] for path in policy.weight_files}
             await self._running.collective_rpc("millrace_serves", args=(hashes,))

@@ -142,6 +142,11 @@ def test_history_says_who_had_which_policy_serve_and_why(model: Path, capsys: py
     assert "it was worse" in third
     code, out, _ = run("history", "--home", "h", "--json", capsys=capsys)
     assert [(move["version"], move["served"]) for move in json.loads(out)] == [(1, True), (2, None), (1, None)]
+    with (store.root / "outcomes.jsonl").open("a") as outcomes:
+        outcomes.write("garbage\n")
+    code, out, err = run("history", "--home", "h", "--json", capsys=capsys)
+    assert (code, [move["served"] for move in json.loads(out)]) == (0, [None] * 3)
+    assert "outcomes.jsonl, line 2 is no outcome" in err
 
 
 def test_a_rollback_to_what_never_served_is_refused_and_its_override_is_in_the_history(

@@ -259,3 +259,46 @@ def test_outcomes_that_a_crash_tore_are_read_and_repaired(store: PolicyStore) ->
     follow(store)
     assert store.served() == {1, 2}
     assert len([json.loads(line) for line in file.read_text().splitlines()]) == 2
+
+
+def damage_outcomes(store: PolicyStore) -> str:
+    """Put a line that is no outcome between good ones; what errors call it."""
+    file = store.root / "outcomes.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*lines[:1], "{}garbage\n", *lines[1:]]))
+    return f"{file}, line 2 is no outcome"
+
+
+def test_a_damaged_record_of_what_has_served_keeps_only_rollbacks_and_tells_what_to_do(store: PolicyStore) -> None:
+    promotion.promote(store, 2, who="me", why="x", override=True)
+    follow(store)
+    where = damage_outcomes(store)
+    for to in (None, 1):
+        with pytest.raises(RolloutRefused) as refused:
+            promotion.rollback(store, who="me", why="x", to=to)
+        assert where in str(refused.value)
+        assert "remove that line" in str(refused.value)
+        assert "--override --why" in str(refused.value)
+    judge(store, 3, incumbent=2)
+    assert promote(store, 3) == 3
+    refuse(store)
+    assert pointer_of(store).version == 2
+    back = promotion.rollback(store, who="me", why="it must be", to=1, override=True)
+    assert back.verdict is not None
+    assert where in back.verdict["objection"]
+
+
+def test_what_is_reported_while_the_record_of_what_has_served_is_damaged_is_known_when_it_is_mended(
+    store: PolicyStore,
+) -> None:
+    damage_outcomes(store)
+    for version in (2, 3):
+        promotion.promote(store, version, who="me", why="x", override=True)
+        follow(store)
+    promotion.promote(store, 4, who="me", why="x", override=True)
+    refuse(store)
+    file = store.root / "outcomes.jsonl"
+    file.write_text(file.read_text().replace("{}garbage\n", ""))
+    assert store.served() == {1, 2, 3}
+    with pytest.raises(RolloutRefused, match="policy 4 has not served"):
+        promotion.rollback(store, who="me", why="x", to=4)

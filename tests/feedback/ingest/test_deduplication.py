@@ -18,6 +18,7 @@ from feedback.ingest.seal import seal
 from feedback.ingest.sealer_process import Sealer
 from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake, LakeConflictError
+from feedback.maintenance.erasure import Target, erase, finish_erasures
 from tests.object_store import serving
 
 
@@ -105,6 +106,25 @@ def test_no_row_is_left_out_because_the_index_is_wrong(folder, lake):
     journaled(folder, "one", vote("erased"), vote("kept"))
     seal(lake, folder)
     assert in_lake(lake) == [("erased", 1.0), ("kept", 1.0)]
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0])
+def test_feedback_that_is_said_again_while_an_erasure_runs_is_there_when_it_is_done(tmp_path, lake, monkeypatch, value):
+    """Another replica took it, whose ledger had not heard of the row that goes."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    put(lake, "feedback", [vote("f", source="eve"), vote("g", source="bob")])
+    with monkeypatch.context() as patch:
+        patch.setattr("feedback.erasure._rewrite_all", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            erase(lake, tmp_path / "one", Target(user="eve"))
+    for writer in ("two", "three"):  # the second finds what the first sealed, which stays
+        seal(lake, journaled(tmp_path / writer, writer, vote("f", value, source="eve"), vote("g", source="bob")))
+    assert in_lake(lake) == sorted([("f", 1.0), ("f", value), ("g", 1.0)])
+    assert finish_erasures(lake)["feedback"] == 1
+    assert in_lake(lake) == [("f", value), ("g", 1.0)]
 
 
 @pytest.fixture(scope="module")

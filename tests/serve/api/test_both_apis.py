@@ -11,6 +11,7 @@ import pytest
 from loadtests.tiny_model import CONTEXT
 from tests.serve.conftest import LiveServer
 
+OPENING_BRACE = 92  # its token
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 PROMPTS: dict[str, dict[str, Any]] = {
     "/generate": {"prompt": "the mill"},
@@ -19,9 +20,12 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 
 
-def post(server: LiveServer, path: str, body: dict[str, Any] | bytes) -> httpx.Response:
+def post(
+    server: LiveServer, path: str, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None
+) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(PROMPTS[path] | {"max_tokens": 6} | body).encode()
-    return httpx.post(f"{server.url}{path}", content=content, headers={"content-type": "application/json"}, timeout=60)
+    headers = {"content-type": "application/json"} | (headers or {})
+    return httpx.post(f"{server.url}{path}", content=content, headers=headers, timeout=60)
 
 
 def refused_field(answer: httpx.Response) -> str | None:
@@ -148,6 +152,14 @@ def test_a_number_of_hundreds_of_digits_is_no_error_of_the_server(server: LiveSe
         assert answer.status_code in (200, 400), (body, answer.text)
 
 
+@pytest.mark.parametrize("path", PROMPTS)
+def test_a_session_header_of_no_or_too_many_characters_is_refused_by_name(server: LiveServer, path: str) -> None:
+    for session_id in ("", "x" * 201):
+        for body in ({}, {"session_id": "of the body"}):
+            answer = post(server, path, body, {"X-Session-Id": session_id})
+            assert refused_field(answer) == "X-Session-Id"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("path", "body", "field"),
@@ -180,6 +192,27 @@ def test_fields_that_do_not_go_together_are_refused_by_name_and_without_a_traceb
     before = server.log.read_text().count("Traceback")
     assert refused_field(post(server, path, body | {"stream": stream})) == field
     assert server.log.read_text().count("Traceback") == before
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    ("structure", "field"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"choice": ["{}"]}}, "structured_outputs"),
+    ],
+)
+def test_a_stream_that_breaks_after_its_first_tokens_names_the_field_as_a_whole_answer_does(
+    server: LiveServer, path: str, structure: dict[str, Any], field: str
+) -> None:
+    body = structure | {"allowed_token_ids": [OPENING_BRACE]}  # nothing can follow the first token
+    whole = post(server, path, body)
+    assert refused_field(whole) == field
+    streamed = post(server, path, body | {"stream": True})
+    assert streamed.status_code == 200, streamed.text
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert "choices" in events[0]
+    assert events[-1]["error"] == whole.json()["error"] | {"code": 400}
 
 
 @pytest.mark.parametrize("path", PROMPTS)

@@ -33,7 +33,7 @@ def streamed(url: str, **body: Any) -> list[tuple[str, dict[str, Any]]]:
 
 
 def wait_for_row(server: Any, where: str) -> dict[str, Any]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if rows := server.rows("interactions", where):
             return rows[0]

@@ -70,3 +70,18 @@ def test_the_openapi_page_names_keys_scopes_and_their_errors_and_every_reference
         found = schema
         for part in reference.split("/"):
             found = found[part]
+
+
+def test_the_openapi_page_has_the_session_header_of_the_routes_that_generate_with_its_bounds(tmp_path: Path) -> None:
+    schema = page(tmp_path)
+    parameters = schema["components"]["parameters"]
+    by_route = {
+        path: {
+            parameters[item["$ref"].rpartition("/")[2]]["name"] for item in operation["parameters"] if "$ref" in item
+        }
+        for path, operations in schema["paths"].items()
+        for operation in operations.values()
+    }
+    generating = {"/generate", "/v1/completions", "/v1/chat/completions"}
+    assert {path for path, names in by_route.items() if "X-Session-Id" in names} == generating
+    assert parameters["SessionId"]["schema"] == {"type": "string", "minLength": 1, "maxLength": 200}

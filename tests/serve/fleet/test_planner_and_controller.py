@@ -671,3 +671,34 @@ def test_nobody_pays_for_what_is_not_used_there(module: str, unwanted: list[str]
     found = f"import sys, {module}; print([name for name in {unwanted!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def damage_outcomes(fleet: Fleet) -> Path:
+    file = fleet.store.root / "outcomes.jsonl"
+    file.write_text("{}garbage\n" + file.read_text())
+    return file
+
+
+def test_a_damaged_record_of_what_has_served_stops_no_rollout_and_is_told_of_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = damage_outcomes(fleet)
+    fleet.promote(2)
+    assert fleet.until_settled().serving.version == 2
+    assert [record.message.count(f"{file}, line 1") for record in caplog.records if record.levelname == "ERROR"] == [1]
+    fleet.promote(1, verdict={"rollback_from": 2})
+    assert "canary" in {phase for phase, _ in phases(fleet, 40)}  # nobody knows that it has served
+    assert fleet.versions == [1, 1, 1]
+    file.write_text(file.read_text().replace("{}garbage\n", ""))
+    assert fleet.store.served() == {1, 2}
+
+
+def test_a_damaged_record_of_what_has_served_keeps_no_bad_policy_from_being_undone(fleet: Fleet) -> None:
+    damage_outcomes(fleet)
+    fleet.replicas[1].bad = {2}
+    fleet.promote(2)
+    state = fleet.until_settled()
+    assert (state.serving.version, fleet.versions) == (1, [1, 1, 1])
+    fleet.replicas.append(fleet.join())
+    fleet.run(3)
+    assert fleet.versions == [1, 1, 1, 1]

@@ -1,0 +1,87 @@
+"""Logprobs of requests that share a step, each of which asks for others."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+
+from serve.vllm.sampler import PerRequestLogprobs
+from tests.serve.conftest import LiveServer
+
+VOCABULARY = 50
+
+
+def sample(logits: torch.Tensor, asked: dict[int, list[int]], most: int | None) -> LogprobsTensors:
+    """Greedily, one row a request; ``asked``: certain tokens by row; ``most``: likeliest ones, of any row."""
+    rows = len(logits)
+    metadata = SamplingMetadata(
+        temperature=None,
+        all_greedy=True,
+        all_random=False,
+        top_p=None,
+        top_k=None,
+        generators={},
+        max_num_logprobs=most,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=torch.zeros(rows),
+        presence_penalties=torch.zeros(rows),
+        repetition_penalties=torch.ones(rows),
+        output_token_ids=[[] for _ in range(rows)],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+        logprob_token_ids=asked,
+    )
+    tensors = PerRequestLogprobs("processed_logprobs")(logits.clone(), metadata).logprobs_tensors
+    assert tensors is not None
+    return tensors
+
+
+@pytest.mark.parametrize("asked", [{0: [7]}, {0: [7, 3], 2: [4, 4, 9, 0, 1, 2, 3, 5, 6, 8]}])
+@pytest.mark.parametrize("most", [1, 4, 20])
+def test_each_row_of_a_step_has_the_logprobs_that_its_request_asked_for(asked: dict[int, list[int]], most: int) -> None:
+    logits = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    logits[1, 0] = logits[3, 0] = 9.0  # they sample token 0
+    logits[3, 1:] = -math.inf
+    expected = logits.log_softmax(-1)
+    tensors = sample(logits, asked, most)
+    for row in range(4):
+        wanted = asked.get(row) or expected[row].topk(most).indices.tolist()
+        width = 1 + len(wanted)
+        tokens = tensors.logprob_token_ids[row, :width].tolist()
+        assert tokens[0] == expected[row].argmax()
+        assert row == 3 or tokens[1:] == wanted
+        torch.testing.assert_close(tensors.logprobs[row, :width], expected[row][tokens], rtol=0, atol=1e-5)
+        assert all(
+            value == expected[row, 0] for token, value in zip(tokens, tensors.logprobs[row], strict=False) if token == 0
+        )
+
+
+def test_a_request_for_certain_tokens_changes_no_logprob_of_another(server: LiveServer) -> None:
+    def ask(fields: dict[str, Any]) -> dict[str, Any]:
+        body = {"prompt": "the mill", "max_tokens": 200, "ignore_eos": True} | fields
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+
+    zeros = {"logit_bias": {"0": 100}, "logprobs": 3, "return_tokens_as_token_ids": True, "user": "token 0"}
+    certain = {"logprob_token_ids": [5, 6], "logprobs": 2}
+    with ThreadPoolExecutor(4) as threads:
+        choices = list(threads.map(ask, [certain, zeros, certain, zeros]))
+    for choice in choices[1::2]:
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx([0] * 200, abs=1e-3)
+        assert {len(likeliest) for likeliest in choice["logprobs"]["top_logprobs"]} == {3}
+    rows = server.rows("interactions", "\"user\" = 'token 0'")
+    assert [row["response_token_ids"] for row in rows] == [[0] * 200] * 2
+    for row in rows:
+        assert row["logprobs"] == pytest.approx([0] * 200, abs=1e-3)
