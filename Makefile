@@ -38,7 +38,7 @@ lint: setup docs ## style, types, the layers of the house, and the links of the 
 
 docs: setup      ## build the documentation in build/docs; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --quiet
-	@echo "open build/docs/index.html"
+	@echo "open build/docs/index.html; with a search box: $(BIN)/mkdocs serve"
 
 bench-capture: setup   ## measure the journal, the lake and scoring: about 4 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_capture $(ARGS)

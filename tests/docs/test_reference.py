@@ -90,6 +90,18 @@ def test_text_that_looks_like_markup_is_shown_as_it_stands_in_a_table(generate: 
     assert generate.cell("a <b> | c, and `d | e`") == r"a &lt;b&gt; \| c, and `d \| e`"
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "train/README.md"])
+def test_the_links_of_a_page_outside_the_documentation_lead_to_a_file_and_a_heading(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / name
+        assert file.exists(), f"{page} links to {target}"
+        headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^a-z0-9]+", "-", heading.lower()) for heading in headings}, target
+
+
 def test_the_documentation_builds_without_a_broken_link_and_fetches_nothing_from_another_host(tmp_path: Path) -> None:
     built = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
