@@ -230,7 +230,8 @@ def _http_page(document: Schema) -> Iterator[str]:
     yield "# HTTP API\n"
     yield (
         "A running server has the same as an OpenAPI document at `/openapi.json`, and as a page to try it on at "
-        "`/docs`. Bounds below are those of the default [limits](settings.md#serve.limits).\n"
+        "`/docs`. Bounds below are those of the default [limits](settings.md#serve.limits). In a body under "
+        "`/v1`, null in a field that is not required says the same as leaving it out.\n"
     )
     yield "| Route | Does |\n|---|---|"
     for method, path, operation in operations(document):
@@ -339,7 +340,7 @@ def type_of(part: Schema, schema: Schema) -> str:
     for key in ("anyOf", "oneOf", "allOf"):
         if key in part and "type" not in part:
             kinds = [type_of(one, schema) for one in part[key] if one.get("type") != "null"]
-            return ", or ".join(dict.fromkeys(kind for kind in kinds if kind)) + _or_null(part[key])
+            return "; or ".join(dict.fromkeys(kind for kind in kinds if kind)) + _or_null(part[key], schema)
     match part.get("type"):
         case "array":
             return f"list of {type_of(part.get('items', {}), schema) or 'any'}{_count(part)}"
@@ -377,8 +378,10 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:g}"
 
 
-def _or_null(parts: Iterable[Schema]) -> str:
-    return ", or null" if any(part.get("type") == "null" for part in parts) else ""
+def _or_null(parts: Iterable[Schema], schema: Schema) -> str:
+    """Of a setting, whether it may be null; in HTTP null says the same as leaving the field out."""
+    is_setting = "$defs" in schema
+    return "; or null" if is_setting and any(part.get("type") == "null" for part in parts) else ""
 
 
 def _branches(part: Schema, schema: Schema) -> Iterator[Schema]:
@@ -402,10 +405,10 @@ def _values(part: Schema) -> Schema | None:
 
 
 def _resolve(reference: str, schema: Schema) -> Schema:
-    found: Any = schema
+    found = schema
     for name in reference.removeprefix("#/").split("/"):
         found = found[name]
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _link(reference: str) -> str:
