@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import click
 import pytest
 from fastapi.routing import APIRoute
 
-from deploy import describe
+from deploy import config, describe
 from deploy.cli import millrace
 from deploy.config import Settings
 from feedback.config import FeedbackConfig
@@ -100,6 +101,47 @@ def test_the_links_of_a_page_outside_the_documentation_lead_to_a_file_and_a_head
         assert file.exists(), f"{page} links to {target}"
         headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else []
         assert not anchor or anchor in {re.sub(r"[^a-z0-9]+", "-", heading.lower()) for heading in headings}, target
+
+
+def blocks(*languages: str) -> Iterator[tuple[str, str]]:
+    """(page, text) of each block of code of these languages in the pages for users."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+            if language in languages:
+                yield page.name, block
+
+
+def test_every_example_of_settings_can_be_loaded(tmp_path: Path) -> None:
+    examples = list(blocks("yaml"))
+    assert len(examples) >= 10
+    for page, block in examples:
+        file = tmp_path / "millrace.yaml"
+        file.write_text(block)
+        try:
+            config.load(file, environment={})
+        except config.ConfigError as error:
+            pytest.fail(f"{page}: {error}\n{block}")
+
+
+def test_every_command_that_a_page_shows_is_there_with_its_options() -> None:
+    lines = [
+        (page, line)
+        for page, block in blocks("", "sh")
+        for line in re.findall(r"^millrace (?:\"[^\"]*\"|[^\n\"#<])*", block, re.MULTILINE)
+    ]
+    assert len(lines) > 20
+    for page, line in lines:
+        command: click.Command = millrace
+        words = shlex.split(line)[1:]
+        while isinstance(command, click.Group) and words and words[0] in command.commands:
+            command = command.commands[words.pop(0)]
+        known = {
+            name for option in [*millrace.params, *command.params] for name in (*option.opts, *option.secondary_opts)
+        }
+        for word in words:
+            if word.startswith("--") and word not in known:
+                assert describe.annotation_of(word.removeprefix("--"), Settings) is not None, f"{page}: {line}"
+        assert command is not millrace or "--print-config" in words, f"{page}: {line}"
 
 
 def test_the_documentation_builds_without_a_broken_link_and_fetches_nothing_from_another_host(tmp_path: Path) -> None:
