@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn crash-test fuzz format lock clean
+.PHONY: help setup demo test lint docs bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn crash-test fuzz format lock clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,11 +30,15 @@ JOBS ?= 2
 test: setup      ## run all tests
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-lint: setup      ## style, types, and the layers of the house
+lint: setup docs ## style, types, the layers of the house, and the links of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup      ## build the documentation in build/docs; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --quiet
+	@echo "open build/docs/index.html; with a search box: $(BIN)/mkdocs serve"
 
 bench-capture: setup   ## measure the journal, the lake and scoring: about 4 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_capture $(ARGS)
@@ -88,4 +92,4 @@ lock:            ## resolve pyproject.toml anew into the two locks (needs uv)
 	rm .overrides.txt .constraints.txt
 
 clean:           ## remove what the demo and the tests left; .venv stays
-	rm -rf runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf runs build/docs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
