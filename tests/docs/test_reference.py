@@ -16,8 +16,8 @@ import click
 import pytest
 from fastapi.routing import APIRoute
 
-from deploy.config import root, describe
 from deploy.cli import millrace
+from deploy.config import describe, root
 from deploy.config.root import Settings
 from feedback.config import FeedbackConfig
 from feedback.schema import TABLES
@@ -119,7 +119,7 @@ def test_every_example_of_settings_can_be_loaded(tmp_path: Path) -> None:
         file.write_text(block)
         try:
             root.load(file, environment={})
-        except config.ConfigError as error:
+        except root.ConfigError as error:
             pytest.fail(f"{page}: {error}\n{block}")
 
 
