@@ -71,7 +71,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class FunctionRule(Rule):
-    """A Python function; ``digest`` is that of the source file that defines it, or of what configures it."""
+    """A Python function; ``digest`` is that of its name and the source file that defines it, or of what configures it."""
 
     name: str
     function: Callable[[pa.Table], Sequence[float | None]]
@@ -257,7 +257,8 @@ def _source_digest(function: Callable[..., Any], name: str) -> str:
         raise RuleError(f"rule {name} has no source file, so its version can't be recorded: {error}") from error
     if source is None:
         raise RuleError(f"rule {name} has no source file, so its version can't be recorded")
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest()
+    # With the function's name: one file may define several.
+    return hashlib.sha256(Path(source).read_bytes() + b"\0" + name.partition(":")[2].encode()).hexdigest()
 
 
 def _sha256(text: str) -> str:

@@ -130,6 +130,12 @@ def test_a_rule_that_can_not_be_loaded_says_why(module, name, says):
         load_rule(name)
 
 
+def test_another_function_of_the_same_file_is_another_rule(module):
+    lengths, numpy = (load_rule(f"{module}:{name}").digest for name in ("lengths", "as_numpy"))
+    assert lengths != numpy
+    assert lengths == load_rule(f"{module}:lengths").digest
+
+
 def test_only_the_rows_that_a_rule_fails_on_go_without(module):
     values, reasons = load_rule(f"{module}:picky").by_row(batch("four", "bad", "five"))
     assert values == [1.0, None, 1.0]
