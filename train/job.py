@@ -25,7 +25,7 @@ from train.data.rewards import try_out
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
 from train.observe.hooks import RunInfo
-from train.observe.progress import Clock, progress_bar, say, say_step
+from train.observe.progress import StepTimer, progress_bar, say, say_step
 from train.observe.trackers import Watchers
 from train.run.erasures import Erasures
 from train.run.publish import publish
@@ -102,9 +102,9 @@ def train(
         start_groups(config, parent.path, seed=seed, reward=context.reward) as groups,
         progress_bar() as bar,
     ):
-        clock = Clock()
+        timer = StepTimer()
         checkpoints = Checkpoints(config.checkpoint, context, groups.trained, watchers.checkpoint)
-        flow = dataflow(Run(config, context, groups, data, seed, clock))
+        flow = dataflow(Run(config, context, groups, data, seed, timer))
         if begun.checkpoint is not None and progress is not None:
             for part, group in groups.trained.items():
                 group.load_checkpoint(begun.checkpoint, part=part)
@@ -116,9 +116,9 @@ def train(
         watchers.start()
         task = bar.add_task(context.run, total=config.steps, completed=first)
         for step in range(first, config.steps):
-            clock.start()
+            timer.start()
             metrics = flow.step(step)
-            metrics |= clock.laps(metrics["tokens"])
+            metrics |= timer.metrics(metrics["tokens"])
             history.append(metrics)
             watchers.step(step, metrics)
             bar.advance(task)

@@ -20,7 +20,7 @@ from train.data.rewards import Rewards
 from train.data.samples import Scored, TrainingData
 from train.dataflows.base import Run
 from train.dataflows.online import Online
-from train.observe.progress import Clock
+from train.observe.progress import StepTimer
 
 CONTEXT = JobContext(run="r", runs=Path(), policies=Path(), lake_uri="", reward={})
 
@@ -29,7 +29,7 @@ def online(prompts: int = 12, logged: list[list[Rollout]] | None = None, **setti
     config = TrainConfig.model_validate({"data": {"prompts_per_step": 4}, **settings})
     asked = Cycled([Prompt(None, None, [i]) for i in range(prompts)], config.data.fresh_prompts_per_step, "1")
     traffic = Cycled(logged or [], config.data.traffic_prompts_per_step, "1")
-    return Online(Run(config, CONTEXT, None, TrainingData(asked, traffic, "", 0, ""), 1, Clock()))  # type: ignore[arg-type]
+    return Online(Run(config, CONTEXT, None, TrainingData(asked, traffic, "", 0, ""), 1, StepTimer()))  # type: ignore[arg-type]
 
 
 def groups(*rewards: list[float], fresh: bool = True) -> list[Rollout]:

@@ -21,6 +21,7 @@ from transformers import (
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
+from train.model.mesh import Meshes
 
 SIZES = {
     "vocab_size": 67,
@@ -81,3 +82,9 @@ def whole(tensor: Any) -> torch.Tensor:
     """The values of a tensor or a DTensor; every rank must call it."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def own_part(batch: PackedBatch, meshes: Meshes) -> torch.Tensor:
+    """The sequences that dispatch gives to this rank: ranks that share sequences have the same."""
+    share = 1 if meshes.sp is None else meshes.sp.size()
+    return batch.balanced(torch.distributed.get_world_size() // share)[torch.distributed.get_rank() // share]

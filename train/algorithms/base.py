@@ -23,6 +23,11 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 taken, or of any other shape, of which the mean over all is."""
 
 
+def logged_values(value: Tensor, response_mask: Tensor) -> Tensor:
+    """[n]: what the mean of a logged tensor is taken over."""
+    return value[response_mask] if value.shape == response_mask.shape else value.flatten()
+
+
 class Algorithm:
     """Base of all algorithms."""
 

@@ -76,8 +76,7 @@ def _all_answers(_layout: Layout, answers: list[Any], _known: None) -> list[Any]
 def _split_by_tokens(layout: Layout, batch: PackedBatch) -> tuple[list[PackedBatch], list[torch.Tensor]]:
     share = layout.sequence_parallel_size
     parts = batch.balanced(layout.ranks // share)
-    starts, lengths = batch.cu_seqlens[:-1], batch.lengths
-    tokens = [torch.cat([torch.arange(int(starts[s]), int(starts[s] + lengths[s])) for s in part]) for part in parts]
+    tokens = [batch.token_index(part) for part in parts]
     selected = [batch.select(part) for part in parts]
     return [selected[rank // share] for rank in range(layout.ranks)], tokens
 

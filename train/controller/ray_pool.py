@@ -11,8 +11,10 @@ import torch
 
 from feedback.signals import held_back
 from train.controller.dispatch import NOT_CALLED, Layout
-from train.controller.rank import Workers, find_store, follows_from_another, join_ranks, load_class, open_store
+from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
+from train.controller.worker import Workers
 from train.controller.worker_group import WorkerError, WorkerGroup
+from train.import_object import import_object
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -110,7 +112,7 @@ class ResourcePool:
     def group(self, role: str, target: str, **options: Any) -> WorkerGroup:
         """Create the worker ``module:Class`` on every rank, with ``options`` to its constructor."""
         self._on_all(f"create {role}", "create", role, target, options)
-        return WorkerGroup(self, role, load_class(target))
+        return WorkerGroup(self, role, import_object(f"worker {role}", target))
 
     def start(self, role: str, method: str, arguments: list[Any], options: dict[str, Any]) -> RayCall:
         """Call a method with one argument a rank, and don't wait."""

@@ -23,8 +23,8 @@ class Groups:
     """What the dataflow calls.
 
     ``reference`` is None if nothing needs it, ``rollout`` if nothing is sampled, ``critic`` if the algorithm has none.
-    ``reward`` rewards rows of responses, here or on its pool; None if nothing is sampled. ``meeting`` is where weights
-    change pools, None if training and generation share one.
+    ``reward`` rewards rows of responses, here or on its pool; None if nothing is sampled. ``rendezvous`` is how the
+    pools of training and generation exchange weights, None if they share one.
     """
 
     actor: WorkerGroup
@@ -32,7 +32,7 @@ class Groups:
     reference: WorkerGroup | None
     rollout: WorkerGroup | None
     reward: Rewarding | None
-    meeting: Any
+    rendezvous: Any
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
@@ -41,17 +41,17 @@ class Groups:
 
     def sleep(self) -> None:
         """Leave the devices to training until ``reshard``: nothing is sampled before it."""
-        if self.rollout is not None and self.meeting is None:
+        if self.rollout is not None and self.rendezvous is None:
             self.rollout.sleep()
 
     def reshard(self) -> None:
         """Generate with the weights in training, as they are, from here on."""
         if self.rollout is None:
             return
-        if self.meeting is None:
+        if self.rendezvous is None:
             self.rollout.load_actor_weights()
         else:
-            results(self.actor.send_weights.start(self.meeting), self.rollout.receive_weights.start(self.meeting))
+            results(self.actor.send_weights.start(self.rendezvous), self.rollout.receive_weights.start(self.rendezvous))
 
 
 @contextmanager
@@ -69,7 +69,7 @@ def start_groups(
         WorkerError: the cluster has no room for a pool, or a worker did not start.
     """
     on, algorithm = config.placement, algorithms.load(config.algorithm)
-    apart = config.samples and on.rollout != on.actor
+    disaggregated = config.samples and on.rollout != on.actor
     # What can't be loaded fails before a worker starts.
     rewards = within(rewarding(reward), config.step_timeout_s) if config.samples else None
     with start_pools(config) as pools:
@@ -78,10 +78,12 @@ def start_groups(
                 "reward", "train.workers.reward:RewardWorker", reward=reward, timeout_s=config.step_timeout_s
             )
             rewards = partial(rewards_of, group, config.ranks_of(on.reward))
-        actor = "train.workers.disaggregated:SendingActor" if apart else "train.workers.actor:ActorWorker"
-        if not config.algorithm.trains_policy:
+        actor, rollout = "train.workers.actor:ActorWorker", "train.workers.rollout:RolloutWorker"
+        if disaggregated:
+            actor = "train.workers.disaggregated:SendingActor"
+            rollout = "train.workers.disaggregated:ReceivingRollout"
+        elif not config.algorithm.trains_policy:
             actor = "train.workers.scorer:ScorerWorker"
-        rollout = "train.workers.disaggregated:ReceivingRollout" if apart else "train.workers.rollout:RolloutWorker"
         common: dict[str, Any] = {"policy": policy, "config": config}
         trained = pools[on.actor].group("actor", actor, **common)
         groups = Groups(
@@ -94,7 +96,7 @@ def start_groups(
             else None,
             rollout=pools[on.rollout].group("rollout", rollout, **common, seed=seed) if config.samples else None,
             reward=rewards,
-            meeting=trained.meet(config.ranks_of(on.rollout)) if apart else None,
+            rendezvous=trained.open_rendezvous(config.ranks_of(on.rollout)) if disaggregated else None,
         )
         yield groups
 

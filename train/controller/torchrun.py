@@ -25,9 +25,11 @@ import torch.distributed as dist
 from serve.local_ray.cluster import LOOPBACK, loopback_sockets
 from train.config.training import TrainConfig
 from train.controller.dispatch import NOT_CALLED, Layout
-from train.controller.rank import Workers, find_store, follows_from_another, join_ranks, load_class, open_store
+from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
 from train.controller.torchrun_guard import end_with_parent
+from train.controller.worker import Workers
 from train.controller.worker_group import WorkerError, WorkerGroup
+from train.import_object import import_object
 
 _CAUSE_S = 5.0
 """How long rank 0 looks for the failure of another rank that its own seems to follow from."""
@@ -117,7 +119,7 @@ class TorchrunPool:
         """Create the worker ``module:Class`` on every rank, with ``options`` to its constructor."""
         everywhere: list[tuple[Any, ...] | None] = [(role, target, options)] * self.layout.ranks
         self._run(f"create {role}", "create", everywhere)
-        return WorkerGroup(self, role, load_class(target))
+        return WorkerGroup(self, role, import_object(f"worker {role}", target))
 
     def start(self, role: str, method: str, arguments: list[Any], options: dict[str, Any]) -> Finished:
         """Call a method with one argument a rank, and wait: this process computes its own share."""

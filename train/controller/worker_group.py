@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from train.controller.dispatch import Layout, Rule
-from train.controller.rank import Worker
+from train.controller.worker import Worker
 
 _TURN_S = 0.05
 _CAUSE_S = 10.0

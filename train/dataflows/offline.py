@@ -15,6 +15,7 @@ from torch import Tensor
 
 from feedback.lake.tables import Lake
 from train import algorithms
+from train.algorithms.base import logged_values
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.data.feedback_items import Item, OfflineData, pack
@@ -41,16 +42,16 @@ class Offline(Dataflow):
         return config.model_copy(update={"algorithm": algorithms.load(config.algorithm).settled(rewards)})
 
     def step(self, step: int) -> dict[str, float]:
-        config, actor, clock = self.run.config, self.run.groups.actor, self.run.clock
+        config, actor, timer = self.run.config, self.run.groups.actor, self.run.timer
         at_start = self.measure("held_out_at_start") if step == 0 else {}
         batch, minibatches, updates, before = self.packed(self.run.data.learned.at(step)), [], [], []
         for minibatch in batch.minibatches(config.minibatches):
             minibatches.append(self.with_mismatched(self.with_reference(minibatch)))
-            clock.lap("reference")
+            timer.record("reference")
             update, log_probs = actor.learn(minibatches[-1])
             updates.append(update)
             before.append(log_probs)
-            clock.lap("update")
+            timer.record("update")
         done = step + 1
         due = done % config.data.held_out_every_steps == 0 or done == config.steps
         return {
@@ -106,10 +107,9 @@ class Offline(Dataflow):
         loss, found = self.algorithm.loss(self.predicted(batch), batch)
         metrics = {f"{name}/loss": float(loss) / self.algorithm.count(batch)}
         for what, value in found.items():
-            counted = value[batch.response_mask] if value.shape == batch.response_mask.shape else value
-            if counted.numel():
-                metrics[f"{name}/{what}"] = float(counted.double().mean())
-        self.run.clock.lap("held_out")
+            if (values := logged_values(value, batch.response_mask)).numel():
+                metrics[f"{name}/{what}"] = float(values.double().mean())
+        self.run.timer.record("held_out")
         return metrics
 
 

@@ -67,7 +67,7 @@ class Online(Dataflow):
         fresh = self.fresh(step)
         drawn = self.select(fresh, self.logged(step, fresh))
         batch = PackedBatch.pack(drawn.rollouts) if drawn.rollouts else None
-        self.run.clock.lap("score")
+        self.run.timer.record("score")
         updates: list[dict[str, float]] = []
         if batch is not None and self.is_enough(batch):
             batch, updates = self.learn(step, self.values(self.log_probs(batch)))
@@ -83,21 +83,21 @@ class Online(Dataflow):
 
     def fresh(self, step: int) -> Scored:
         """Sample responses and reward them; more of them, where too few groups teach anything (dynamic sampling)."""
-        groups, clock, config = self.run.groups, self.run.clock, self.run.config
+        groups, timer, config = self.run.groups, self.run.timer, self.run.config
         if groups.rollout is None:
             return Scored()
         sampled = self.ahead if self.ahead is not None else self.generate(step, groups.rollout.generate)
-        clock.lap("generate")
+        timer.record("generate")
         if config.rollout.staleness > 0 and step + 1 < config.steps:
             groups.reshard()  # the next batch is sampled with the weights of now, while they are trained on this one
-            clock.lap("reshard")
+            timer.record("reshard")
             self.pending = self.generate(step + 1, groups.rollout.generate.start)
         scored = self.score(step, sampled)
         for again in range(1, config.algorithm.resample_rounds + 1):
             if self.informative(scored.rollouts).groups >= self.run.data.prompts.count:
                 break
             sampled = self.generate(step, groups.rollout.generate, again)
-            clock.lap("generate")
+            timer.record("generate")
             scored += self.score(step, sampled, again)
         if self.pending is None:
             groups.sleep()
@@ -138,7 +138,7 @@ class Online(Dataflow):
             batch = batch.with_(ref_log_probs=groups.reference.log_probs(batch))
         if config.old_log_probs_first:
             batch = batch.with_(old_log_probs=groups.actor.log_probs(batch))
-        self.run.clock.lap("log_probs")
+        self.run.timer.record("log_probs")
         return batch
 
     def values(self, batch: PackedBatch) -> PackedBatch:
@@ -148,7 +148,7 @@ class Online(Dataflow):
             return batch
         batch = batch.with_(values=critic.values(batch))
         batch = batch.with_(returns=self.algorithm.returns(batch))
-        self.run.clock.lap("values")
+        self.run.timer.record("values")
         return batch
 
     def learn(self, step: int, batch: PackedBatch) -> tuple[PackedBatch, list[dict[str, float]]]:
@@ -179,7 +179,7 @@ class Online(Dataflow):
             updates, batch = [update], batch.with_(old_log_probs=before)
         for update, pending in zip(updates, of_critic, strict=False):  # as many, or none without a critic
             update.update(pending.result())
-        self.run.clock.lap("update")
+        self.run.timer.record("update")
         return batch, updates
 
     def minibatches(self, batch: PackedBatch, step: int, epoch: int) -> list[PackedBatch]:
@@ -232,7 +232,7 @@ class Online(Dataflow):
             first_group=again * len(asked),
             greedy=self.algorithm.needs_greedy,
         )
-        self.run.clock.lap("score")
+        self.run.timer.record("score")
         if not scored.rollouts and not again:
             raise TrainingStopped(f"step {step + 1}: none of {scored.unrewarded} sampled responses was given a reward")
         return scored
@@ -245,8 +245,8 @@ class Online(Dataflow):
         """Generate with the weights as they are from here on; or have what was sampled ahead."""
         if self.pending is not None:
             self.ahead, self.pending = self.pending.result(), None
-            self.run.clock.lap("wait")
+            self.run.timer.record("wait")
         else:
             self.ahead = None
             self.run.groups.reshard()
-            self.run.clock.lap("reshard")
+            self.run.timer.record("reshard")

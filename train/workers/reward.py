@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from feedback.config import RuleConfig
 from train.controller.dispatch import by_rank, dispatch
-from train.controller.rank import Worker
+from train.controller.worker import Worker
 from train.data.rewards import Rewards, rewarding, within
 
 

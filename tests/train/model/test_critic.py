@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
-from tests.train.tiny_models import gpt2, gpt_neox, mixture, qwen3, some_batch, whole
+from tests.train.tiny_models import gpt2, gpt_neox, mixture, own_part, qwen3, some_batch, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch
 from train.checkpoint.files import begin_aside, make_whole
@@ -113,7 +113,7 @@ def an_update(rank: int, policy: Path, settings: dict[str, Any]) -> dict[str, An
 
     critic.optimizer.register_step_pre_hook(keep)
     batch = batch_to_learn()
-    part = batch.balanced(critic.meshes.dp_size)[critic.meshes.dp_rank]
+    part = own_part(batch, critic.meshes)
     mine = batch.select(part)
     before = critic.values(mine)
     return {
@@ -153,7 +153,7 @@ def pairs_learned(rank: int, policy: Path, settings: dict[str, Any]) -> dict[str
 
     scorer.optimizer.register_step_pre_hook(keep)
     batch = some_pairs()
-    part = batch.balanced(scorer.meshes.dp_size)[scorer.meshes.dp_rank]
+    part = own_part(batch, scorer.meshes)
     mine = batch.select(part)
     before = scorer.scores(mine)
     metrics, learned_from = scorer.learn(mine)

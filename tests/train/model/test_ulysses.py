@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
+from tests.train.tiny_models import own_part
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.sections import FsdpConfig
@@ -88,7 +89,7 @@ def scores(policy: Path, sp: int, dtype: torch.dtype = torch.float32, **options:
     meshes = make_meshes("cpu", ranks=RANKS, sequence_parallel_size=sp)
     model = build(policy, dtype=dtype, meshes=meshes, **options)
     whole = some_batch()
-    part = whole.balanced(meshes.dp_size)[meshes.dp_rank]
+    part = own_part(whole, meshes)
     batch = whole.select(part)
     log_probs, entropy = token_log_probs(model, batch)
     weights = torch.linspace(-1, 1, len(whole.tokens))[whole.token_index(part)]
