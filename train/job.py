@@ -16,12 +16,12 @@ from serve.policies.store import Policy, PolicyStore
 from train import dataflows
 from train.checkpoint.files import CheckpointError
 from train.checkpoint.random_state import random_state, seed_all, set_random_state
-from train.checkpoint.resume import Begun, Progress, begin, checkpoints_of, keep_start, made_by, only_run
+from train.checkpoint.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run, outcome_text
 from train.checkpoint.writer import Checkpoints
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
 from train.controller.role_groups import start_groups
-from train.data.rewards import try_out
+from train.data.rewards import check_reward
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
 from train.observe.hooks import RunInfo
@@ -29,7 +29,7 @@ from train.observe.progress import StepTimer, progress_bar, say, say_step
 from train.observe.trackers import Watchers
 from train.run.erasures import Erasures
 from train.run.publish import publish
-from train.run.reward_folder import publish_reward_model, reason_of
+from train.run.reward_folder import no_candidate_reason, publish_reward_model
 from train.run.unfinished import forget
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
@@ -63,7 +63,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         config = dataflow.settled(config, data)
         if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
             say(f"{context.run}: trying the reward on logged responses")
-            try_out(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
+            check_reward(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
         history = list(begun.progress.history) if begun.progress else []
         erasures = Erasures(lake, begun.start.lake_versions, config)
         try:
@@ -124,8 +124,8 @@ def train(
             bar.advance(task)
             say_step(context.run, step, config.steps, metrics)
             check_health(config, history)
-            erasures.look(context.run)
-            checkpoints.hear()
+            erasures.check_between_steps(context.run)
+            checkpoints.collect()
             if checkpoints.due(step + 1):
                 checkpoints.save(
                     Progress(
@@ -137,22 +137,22 @@ def train(
                         dataflow=flow.state(),
                     )
                 )
-        checkpoints.hear(wait=True)
-        made: dict[str, Any]
-        what = (parent, groups.actor, config, context, begun.start, history, data, erasures.check())
+        checkpoints.collect(wait=True)
+        outcome: dict[str, Any]
+        record = (parent, groups.actor, config, context, begun.start, history, data, erasures.check())
         if config.algorithm.trains_policy:
-            version = publish(store, *what).version
+            version = publish(store, *record).version
             erasures.settle(store, version)
-            made = {"candidate": version, "reason": None}
+            outcome = {"candidate": version, "reason": None}
         else:
-            folder = publish_reward_model(*what)
+            folder = publish_reward_model(*record)
             erasures.settle(store, folder)
-            made = {"candidate": None, "artifact": folder, "reason": reason_of(folder)}
+            outcome = {"candidate": None, "artifact": folder, "reason": no_candidate_reason(folder)}
         shutil.rmtree(checkpoints_of(context))  # the run is finished: its name gives this result from here on
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}
-        result = JobResult(run=context.run, **made, **last)
-        say(f"{context.run}: published {made_by(result)} in {seconds:.0f} s")
+        result = JobResult(run=context.run, **outcome, **last)
+        say(f"{context.run}: published {outcome_text(result)} in {seconds:.0f} s")
         watchers.end(result)
     return result
 
@@ -187,8 +187,8 @@ def read_data(
 
 
 def too_few(config: TrainConfig, context: JobContext, parent: Policy, data: Data) -> JobResult:
-    what = "items of feedback" if config.algorithm.is_offline else "prompts"
-    reason = f"{data.usable} usable {what}, fewer than train.data.min_prompts={config.data.min_prompts} ({data})"
+    unit = "items of feedback" if config.algorithm.is_offline else "prompts"
+    reason = f"{data.usable} usable {unit}, fewer than train.data.min_prompts={config.data.min_prompts} ({data})"
     return JobResult(
         run=context.run, candidate=None, parent=parent.version, steps=0, reason=reason, metrics={}, seconds=0.0
     )
@@ -212,6 +212,6 @@ def ended_early(
 
 
 def finished_before(context: JobContext, result: JobResult) -> JobResult:
-    say(f"{context.run}: was finished before, it published {made_by(result)}")
+    say(f"{context.run}: was finished before, it published {outcome_text(result)}")
     shutil.rmtree(checkpoints_of(context), ignore_errors=True)
     return result

@@ -64,7 +64,7 @@ class Algorithm:
         raise NotImplementedError
 
     def checked_advantages(self, batch: PackedBatch) -> Tensor:
-        """``advantages``. Raises ValueError if they are not one number a token."""
+        """``advantages``. Raises ValueError if they are not one number per token."""
         found = self.advantages(batch)
         if not isinstance(found, Tensor) or found.shape != batch.tokens.shape:
             what = (
@@ -72,7 +72,7 @@ class Algorithm:
             )
             raise ValueError(
                 f"train.algorithm.name={self.config.name}: advantages gave {what} for {len(batch.tokens)} tokens of "
-                f"{len(batch)} responses; it is one number a token, batch.per_token(…) of one a response"
+                f"{len(batch)} responses; it is one number per token, batch.per_token(…) of one per response"
             )
         return found
 

@@ -91,7 +91,7 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
             differences.append(f"train.steps is {config.steps}, and {progress.step} are done")
         begun = finished is not None or checkpoint is not None
         if differences and begun:
-            state = f"has {checkpoint}" if finished is None else f"published {made_by(finished)}"
+            state = f"has {checkpoint}" if finished is None else f"published {outcome_text(finished)}"
             raise CheckpointError(
                 f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
                 "what differs, or give the run another name (--run)"
@@ -187,7 +187,7 @@ def _parent(store: PolicyStore, context: JobContext) -> Policy:
     return store.get(pointer.version)
 
 
-def made_by(result: JobResult) -> str:
+def outcome_text(result: JobResult) -> str:
     """What came of a run, in words."""
     return f"policy {result.candidate}" if result.artifact is None else f"reward model {result.artifact}"
 

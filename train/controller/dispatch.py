@@ -39,7 +39,7 @@ class Layout:
 class Rule:
     """How one argument goes out to the ranks and how their answers come back as one.
 
-    ``split(layout, argument)`` → (one argument a rank or ``NOT_CALLED``, whatever ``join`` needs to know);
+    ``split(layout, argument)`` → (one argument per rank, or ``NOT_CALLED``, whatever ``join`` needs to know);
     ``join(layout, answers, known)`` → the answer.
     """
 

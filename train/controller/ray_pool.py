@@ -1,4 +1,4 @@
-"""A pool of ranks under Ray: a placement group, one actor process a rank."""
+"""A pool of ranks under Ray: a placement group, one actor process per rank."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class ResourcePool:
         return WorkerGroup(self, role, import_object(f"worker {role}", target))
 
     def start(self, role: str, method: str, arguments: list[Any], options: dict[str, Any]) -> RayCall:
-        """Call a method with one argument a rank, and don't wait."""
+        """Call a method with one argument per rank, and don't wait."""
         calls = enumerate(zip(self.hosts, arguments, strict=True))
         refs = {r: h.call.remote(role, method, a, options) for r, (h, a) in calls if a is not NOT_CALLED}
         return RayCall(self, f"{role}.{method}", refs)

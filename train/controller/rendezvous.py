@@ -20,7 +20,7 @@ def join_ranks(store: Store, rank: int, ranks: int, timeout_s: float) -> None:
 def open_store(address: str, timeout_s: float, port: int = 0) -> TCPStore:
     """A rendezvous store in this process, on any free port if ``port`` is 0; it lives as long as this object.
 
-    It listens on ``address`` alone. Left to itself a TCPStore listens on all addresses, and it asks nobody who he is.
+    It listens on ``address`` alone. A TCPStore alone listens on all addresses, and it authenticates nobody.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family) as listener:
@@ -41,7 +41,7 @@ def find_store(address: str, port: int, timeout_s: float) -> TCPStore:
 
 
 def follows_from_another(error: str) -> bool:
-    """Whether a failure is what a rank says when another one has gone: the cause is to be looked for there."""
+    """Whether a rank failed because another one has gone, so that the cause is to be looked for there."""
     return any(sign in error for sign in _LOST_PEER)
 
 
@@ -55,4 +55,4 @@ _LOST_PEER = (
     "remote process exited or there was a network error",
     "Timed out waiting",
 )
-"""As gloo, torch's TCPStore and NCCL say it."""
+"""Parts of the messages of gloo, torch's TCPStore and NCCL, none of which has a type of its own."""

@@ -15,7 +15,7 @@ from train.config.training import TrainConfig
 from train.controller import torchrun
 from train.controller.ray_pool import ResourcePool
 from train.controller.worker_group import Pool, WorkerGroup, results
-from train.data.rewards import Rewarding, rewarding, rewards_of, within
+from train.data.rewards import RewardFunction, load_reward_function, rewards_of, with_timeout
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Groups:
     critic: WorkerGroup | None
     reference: WorkerGroup | None
     rollout: WorkerGroup | None
-    reward: Rewarding | None
+    reward: RewardFunction | None
     rendezvous: Any
 
     @property
@@ -63,7 +63,7 @@ def start_groups(
     Args:
         policy: folder of the policy to start from.
         seed: of sampling.
-        reward: what rewards responses, as ``train.data.rewards.rewarding`` takes it.
+        reward: what rewards responses, as ``train.data.rewards.load_reward_function`` takes it.
 
     Raises:
         WorkerError: the cluster has no room for a pool, or a worker did not start.
@@ -71,7 +71,7 @@ def start_groups(
     on, algorithm = config.placement, algorithms.load(config.algorithm)
     disaggregated = config.samples and on.rollout != on.actor
     # What can't be loaded fails before a worker starts.
-    rewards = within(rewarding(reward), config.step_timeout_s) if config.samples else None
+    rewards = with_timeout(load_reward_function(reward), config.step_timeout_s) if config.samples else None
     with start_pools(config) as pools:
         if on.reward is not None:
             group = pools[on.reward].group(

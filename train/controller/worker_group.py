@@ -49,7 +49,7 @@ class Pool(Protocol):
         """Create the worker ``module:Class`` on every rank, with ``options`` to its constructor."""
 
     def start(self, role: str, method: str, arguments: list[Any], options: dict[str, Any]) -> Running:
-        """Call a method with one argument a rank, and don't wait."""
+        """Call a method with one argument per rank, and don't wait."""
 
 
 class Pending:

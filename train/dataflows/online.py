@@ -16,8 +16,9 @@ from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig, check_baseline
 from train.context import TrainingStopped
 from train.controller.worker_group import Pending
-from train.data.prompts import Informative
-from train.data.samples import Scored, TrainingData, regroup, score
+from train.data.prompts import TrainingData
+from train.data.samples import Informative, Scored, score
+from train.data.traffic import regroup
 from train.dataflows.base import Dataflow, Run
 from train.objectives.kl import adapted_coefficient
 from train.observe.health import Drawn, at_end, health
@@ -49,8 +50,8 @@ class Online(Dataflow):
     ) -> TrainingData:
         algorithm = algorithms.load(config.algorithm)
         check_baseline(config, compares_groups=algorithm.compares_groups, needs_greedy=algorithm.needs_greedy)
-        lone = config.algorithm.lone_baseline if algorithm.compares_groups else None
-        return TrainingData.of(lake, versions, config, policy, seed, lone)
+        singleton_baseline = config.algorithm.lone_baseline if algorithm.compares_groups else None
+        return TrainingData.of(lake, versions, config, policy, seed, singleton_baseline)
 
     def state(self) -> Any:
         return {
@@ -119,7 +120,7 @@ class Online(Dataflow):
         found = self.informative(rollouts)
         wanted = sorted({r.group for r in found.rollouts if r.fresh})[: self.run.data.prompts.count]
         kept = [r for r in found.rollouts if not r.fresh or r.group in wanted]
-        return Drawn(fresh, logged, kept, found.uninformative, found.lone)
+        return Drawn(fresh, logged, kept, found.uninformative, found.left_alone)
 
     def informative(self, rollouts: list[Rollout]) -> Informative:
         algorithm = self.run.config.algorithm
@@ -215,29 +216,29 @@ class Online(Dataflow):
     def generate(self, step: int, call: Callable[..., Any], again: int = 0) -> Any:
         """Sample for a step's prompts, of round ``again``; ``call`` is the rollout's ``generate``, or its ``start``."""
         return call(
-            [prompt.prompt_token_ids for prompt in self.asked(step, again)],
+            [prompt.prompt_token_ids for prompt in self.prompts_of(step, again)],
             n=self.run.config.algorithm.group_size,
             seed=seed_of(self.run.seed, step, again),
             greedy=self.algorithm.needs_greedy,
         )
 
     def score(self, step: int, sampled: Samples, again: int = 0) -> Scored:
-        config, asked, reward = self.run.config, self.asked(step, again), self.run.groups.reward
+        config, prompts, reward = self.run.config, self.prompts_of(step, again), self.run.groups.reward
         assert reward is not None
         scored = score(
-            asked,
+            prompts,
             sampled,
             reward,
             config,
-            first_group=again * len(asked),
+            first_group=again * len(prompts),
             greedy=self.algorithm.needs_greedy,
         )
         self.run.timer.record("score")
         if not scored.rollouts and not again:
-            raise TrainingStopped(f"step {step + 1}: none of {scored.unrewarded} sampled responses was given a reward")
+            raise TrainingStopped(f"step {step + 1}: none of {scored.unrewarded} sampled responses got a reward")
         return scored
 
-    def asked(self, step: int, again: int) -> list[Prompt]:
+    def prompts_of(self, step: int, again: int) -> list[Prompt]:
         """The prompts of a round of a step: a function of both alone. A round that isn't needed skips its own."""
         return self.run.data.prompts.at(step * (1 + self.run.config.algorithm.resample_rounds) + again)
 

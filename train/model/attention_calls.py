@@ -14,7 +14,7 @@ _CALL = 3000
 
 
 class Packing:
-    """Where the spans of a packed batch lie; made once a forward pass, used by every layer.
+    """Where the spans of a packed batch lie; made once per forward pass, used by every layer.
 
     Not a dataclass: FSDP2 takes those apart and builds them anew at each layer.
     """

@@ -227,22 +227,22 @@ _PROBES = (0.0, 1e-3, -1e-3, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0, 1e6, -1e6)
 
 
 def transform_of(probed: Tensor, name: str) -> LogitTransform:
-    """The transform that takes ``_PROBES`` to what the model made of them.
+    """The transform that takes ``_PROBES`` to the logits that the model returned for them.
 
     Raises:
         ValueError: no scale and soft cap do.
     """
     values = torch.tensor(_PROBES, dtype=torch.float64)
-    made = probed.detach().double().cpu().flatten()
-    if made.shape == values.shape:
-        scale = float(made[1] / values[1])
-        limit = float(made[-2])
+    observed = probed.detach().double().cpu().flatten()
+    if observed.shape == values.shape:
+        scale = float(observed[1] / values[1])
+        limit = float(observed[-2])
         for guess in (IDENTITY, LogitTransform(scale), LogitTransform(scale, limit)):
-            if torch.allclose(guess(values), made, rtol=1e-4, atol=1e-9):
+            if torch.allclose(guess(values), observed, rtol=1e-4, atol=1e-9):
                 return guess
     raise ValueError(
-        f"{name} does something to its logits that is neither a scale nor a soft cap: it made {made.tolist()} of "
-        f"{values.tolist()}; its log-probabilities cannot be taken tile by tile"
+        f"{name} does something to its logits that is neither a scale nor a soft cap: it turned "
+        f"{values.tolist()} into {observed.tolist()}; its log-probabilities cannot be taken tile by tile"
     )
 
 

@@ -239,7 +239,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_slice(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor, one slice a dimension."""
+    """Where this rank's part lies in the whole tensor, one slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

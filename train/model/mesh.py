@@ -61,7 +61,7 @@ def make_meshes(
 
 
 def shard_order(ranks: int, *, tensor_parallel_size: int = 1, replicas: int = 1) -> list[list[int]]:
-    """The global rank of each FSDP chunk, one list a replica.
+    """The global rank of each FSDP chunk, one list per replica.
 
     vLLM's external launcher gives global rank r the tensor-parallel rank r % t. Of n chunks, those from k·n/t to
     (k+1)·n/t lie inside slice k of a tensor cut in t, so they belong to ranks of tensor-parallel rank k: then what a

@@ -78,7 +78,7 @@ def adapted_coefficient(
 
     Args:
         coefficient: the weight in the step.
-        kl: what was measured in it, nats a token.
+        kl: what was measured in it, nats per token.
         minimum, maximum: bounds of what is returned.
 
     Returns:

@@ -51,7 +51,7 @@ class Drawn:
 
 
 def health(drawn: Drawn, batch: PackedBatch | None, updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What to watch of a step.
+    """The metrics to watch of a step.
 
     Rewards and lengths are those of all fresh responses or, if nothing is sampled, the logged ones. ``batch`` is what
     the ``updates`` learned from; without any, what they would give is not there.
@@ -68,7 +68,7 @@ def of_responses(drawn: Drawn) -> dict[str, float]:
     return {
         "reward": float(reward.mean()),
         "reward_std": float(reward.std()) if len(reward) > 1 else 0.0,
-        **{f"reward/{name}": sum(given) / len(given) for name, given in fresh.components.items() if given},
+        **{f"reward/{name}": sum(values) / len(values) for name, values in fresh.components.items() if values},
         **({"reward_traffic": sum(of_logged) / len(logged)} if fresh.rollouts and logged else {}),
         **({"overlong": sum(fresh.overlong) / len(fresh.overlong)} if any(fresh.overlong) else {}),
         ("response_length" if fresh.rollouts else "learned_length"): sum(len(r.response) for r in seen) / len(seen),
@@ -83,7 +83,7 @@ def of_responses(drawn: Drawn) -> dict[str, float]:
 
 
 def of_updates(batch: PackedBatch, updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What was learned from, and the means of the updates. KL and differences of logprobs are nats a token.
+    """What was learned from, and the means of the updates. KL and differences of logprobs are nats per token.
 
     ``kl_ref`` is KL(policy before the updates || reference), as ``kl_to_reference`` has it. ``kl_behaviour`` is
     KL(behaviour || policy before the updates), from tokens that the behaviour sampled.

@@ -1,4 +1,4 @@
-"""From a trained actor to a version in the policy store, once a run."""
+"""From a trained actor to a version in the policy store, once per run."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def result_of(context: JobContext, start: RunStart) -> JobResult | None:
         artifact=folder,
         parent=manifest["parent"],
         steps=manifest["metrics"]["steps"],
-        reason=reason_of(folder),
+        reason=no_candidate_reason(folder),
         metrics=manifest["metrics"]["last"],
         seconds=0.0,
     )
@@ -99,7 +99,7 @@ def folder_of(context: JobContext) -> Path:
     return context.folder / "reward_model"
 
 
-def reason_of(folder: Path) -> str:
+def no_candidate_reason(folder: Path) -> str:
     """Why there is no candidate."""
     return f"a reward model was trained, and no policy: {folder}"
 

@@ -57,7 +57,7 @@ def unfinished_runs(runs: Path) -> list[UnfinishedRun]:
 
 
 def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
-    """Remove what runs that nobody works on have kept of rows that have been erased since; their names.
+    """Remove what idle runs have kept of rows that have been erased since; their names.
 
     So does a run whose versions of the lake can't be read any more: it can't go on, and nobody can say what it holds.
     What one had published when it was killed, before it looked for erasures once more, is marked.
@@ -71,27 +71,27 @@ def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
         with _alone(folder) as alone:
             if not alone or not start.exists():
                 continue
-            begun = json.loads(start.read_text())
-            made = _made(store, folder, begun.get("id")) if (folder / "checkpoints").exists() else None
-            if (made is None and not any(kept(folder))) or not was_erased(lake, begun["lake_versions"]):
+            started = json.loads(start.read_text())
+            published = _published(store, folder, started.get("id")) if (folder / "checkpoints").exists() else None
+            if (published is None and not any(kept(folder))) or not was_erased(lake, started["lake_versions"]):
                 continue
-            if made is not None:
-                mark(store, made, "rows that it had read were erased before its run had ended")
+            if published is not None:
+                mark(store, published, "rows that it had read were erased before its run had ended")
             forget(folder)
             forgotten.append(folder.name)
     return forgotten
 
 
-def mark(store: PolicyStore, made: int | Path, why: str) -> None:
+def mark(store: PolicyStore, published: int | Path, why: str) -> None:
     """Record with a policy (its version) or a reward model (its folder) that its run had read what was erased; once."""
-    told = {"certainty": "yes", "why": why, "erasure": "in training"}
-    if isinstance(made, int):
-        store.record_erasure(made, **told)
+    record = {"certainty": "yes", "why": why, "erasure": "in training"}
+    if isinstance(published, int):
+        store.record_erasure(published, **record)
     else:
-        record_erasure(made, **told)
+        record_erasure(published, **record)
 
 
-def _made(store: PolicyStore, folder: Path, run_id: str | None) -> int | Path | None:
+def _published(store: PolicyStore, folder: Path, run_id: str | None) -> int | Path | None:
     """What a run of this id has published."""
     if run_id is None:
         return None

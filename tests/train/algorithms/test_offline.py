@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from job_home import make_home
+from job_home import job_context, make_home, metrics_of, results_of, run_jobs
 
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
@@ -107,43 +102,21 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def output(home: Path) -> str:
     """What the jobs printed, one after the other in one process; the one that is stopped is started again."""
     jobs = [job(home, name) for name in ("dpo", "dpo-stopped", "dpo-stopped", "kto", "sft", "own")]
-    (home / "jobs.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "PYTHONPATH": f"{home}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "offline_driver.py"), str(home / "jobs.json")],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed = process.communicate(timeout=800)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, printed
-    return printed
+    return run_jobs(home, jobs)
 
 
 def job(home: Path, name: str) -> dict[str, Any]:
-    context = {"run": name, "runs": str(home / "runs"), "policies": str(home / "policies"), "reward": {}}
-    return {"config": {**CONFIG, **JOBS[name]}, "context": {**context, "lake_uri": str(home / "lake")}}
-
-
-def metrics(home: Path, name: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return {"config": {**CONFIG, **JOBS[name]}, "context": job_context(home, name)}
 
 
 def candidate(home: Path, output: str, name: str) -> int:
-    results = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT")]
+    results = results_of(output)
     [version] = [result["candidate"] for result in results if result["run"] == name]
     return int(version)
 
 
 def test_dpo_raises_the_margin_of_pairs_that_it_never_learned_from(home: Path, output: str) -> None:
-    lines = metrics(home, "dpo")
+    lines = metrics_of(home, "dpo")
     first, last = lines[0], lines[-1]
     assert first["held_out_at_start/margin"] == 0.0  # the policy is its own reference
     assert first["held_out_at_start/loss"] == pytest.approx(0.6931, abs=1e-4)
@@ -156,23 +129,23 @@ def test_dpo_raises_the_margin_of_pairs_that_it_never_learned_from(home: Path, o
 
 
 def test_kto_with_adapters_makes_liked_responses_likelier_and_others_less(home: Path, output: str) -> None:
-    first, last = metrics(home, "kto")[0], metrics(home, "kto")[-1]
+    first, last = metrics_of(home, "kto")[0], metrics_of(home, "kto")[-1]
     assert last["held_out/loss"] < first["held_out_at_start/loss"]
     assert last["held_out/reward_desirable"] > 0 > last["held_out/reward_undesirable"]
-    assert all(line["z0"] >= 0 for line in metrics(home, "kto"))
+    assert all(line["z0"] >= 0 for line in metrics_of(home, "kto"))
     assert "24 thumbs down, 24 thumbs up" in output
     settled = PolicyStore(home / "policies").get(candidate(home, output, "kto")).lineage["train"]["algorithm"]
     assert (settled["desirable_weight"], settled["undesirable_weight"]) == (1.0, 1.0)
 
 
 def test_sft_makes_corrections_likelier_that_it_never_learned_from(home: Path, output: str) -> None:
-    first, last = metrics(home, "sft")[0], metrics(home, "sft")[-1]
+    first, last = metrics_of(home, "sft")[0], metrics_of(home, "sft")[-1]
     assert last["held_out/loss"] < 0.8 * first["held_out_at_start/loss"]
     assert "k2_ref" not in last  # neither the loss nor a bound needs the reference
 
 
 def test_an_algorithm_of_the_users_own_learns_from_feedback(home: Path, output: str) -> None:
-    first, last = metrics(home, "own")[0], metrics(home, "own")[-1]
+    first, last = metrics_of(home, "own")[0], metrics_of(home, "own")[-1]
     assert last["held_out/margin"] > first["held_out_at_start/margin"]
 
 
@@ -184,7 +157,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(home:
     assert through == again
     assert through != (home / "seed" / "model.safetensors").read_bytes()
     same = ("loss", "margin", "grad_norm", "k2_ref", "held_out/loss")
-    picked = [[{n: line.get(n) for n in same} for line in metrics(home, name)] for name in ("dpo", "dpo-stopped")]
+    picked = [[{n: line.get(n) for n in same} for line in metrics_of(home, name)] for name in ("dpo", "dpo-stopped")]
     assert picked[0] == picked[1]
 
 

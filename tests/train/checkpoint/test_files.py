@@ -101,19 +101,19 @@ def test_a_failed_save_is_told_and_a_second_in_a_row_ends_the_run(
     heard: list[int] = []
     all_ = checkpoints_of(tmp_path, heard, Group("disk full", None, "disk full", "disk gone"), every_steps=1)
     all_.save(progress(1))
-    all_.hear()
+    all_.collect()
     assert "the checkpoint after step 1 failed, the run goes on: a: disk full" in capsys.readouterr().out
     assert list((tmp_path / "r" / "checkpoints").iterdir()) == [], "what failed is not left"
     all_.save(progress(2))
-    all_.hear()
+    all_.collect()
     assert heard == [2]
     all_.save(progress(3))
-    all_.hear()
+    all_.collect()
     all_.save(progress(4))
     with pytest.raises(
         CheckpointError, match="no checkpoint could be saved, after step 3: a: disk full; after step 4: a: disk g"
     ):
-        all_.hear()
+        all_.collect()
 
 
 def test_a_checkpoint_is_there_only_when_all_its_parts_are_written(tmp_path: Path) -> None:
@@ -121,14 +121,14 @@ def test_a_checkpoint_is_there_only_when_all_its_parts_are_written(tmp_path: Pat
     slow = Group()
     all_ = checkpoints_of(tmp_path, heard, Group(None, None), slow, every_steps=1)
     all_.save(progress(1))
-    all_.hear()
+    all_.collect()
     all_.save(progress(2))
-    all_.hear()
+    all_.collect()
     assert checkpoints(tmp_path / "r" / "checkpoints") == []
     slow.errors = ["disk full", None]
-    all_.hear()
+    all_.collect()
     assert checkpoints(tmp_path / "r" / "checkpoints") == []
-    all_.hear()
+    all_.collect()
     [whole] = checkpoints(tmp_path / "r" / "checkpoints")
     assert heard == [2]
     assert torn(whole) is None

@@ -55,7 +55,7 @@ def in_a_rank(rank: int, folder: Path) -> None:
     )
     assert world_timeout() == timedelta(seconds=60)
     said = Said()
-    logging.getLogger("train.fsdp").addHandler(said)
+    logging.getLogger("train.model.fsdp").addHandler(said)
     found = {
         "meshes": {name: a_linear_layer(rank, sizes) for name, sizes in MESHES.items()},
         "models": {name: a_model(folder / name, mesh) for name, mesh in zip(MODELS, [*MESHES, "tp2"], strict=True)},

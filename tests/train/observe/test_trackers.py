@@ -135,7 +135,7 @@ def test_what_can_not_be_loaded_is_refused_with_the_setting(tmp_path: Path, give
 
 def test_a_function_that_gives_no_hook_is_refused(tmp_path: Path, heard: list[Any]) -> None:
     _, name = heard
-    with pytest.raises(HookError, match=rf"'{name}:no_hook' gave a int, not a train\.observe\.hooks\.Hook"):
+    with pytest.raises(HookError, match=rf"'{name}:no_hook' returned a int, not a train\.observe\.hooks\.Hook"):
         watchers(tmp_path, hooks=[f"{name}:no_hook"])
 
 
