@@ -108,18 +108,10 @@ def torchrun_command(
     ``file``: where torchrun keeps what a rendezvous needs; a temporary one by default.
     """
     ranks = config.ranks_of(config.placement.actor)
-    how = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", "0", "--local-addr", LOOPBACK]
-    # torchrun's own store would listen on all addresses; the ranks meet at the first of them instead.
-    how += [
-        "--rdzv-id",
-        uuid.uuid4().hex,
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-conf",
-        "store_type=file",
-        "--rdzv-endpoint",
-        file,
-    ]
+    how = ["--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0", f"--local-addr={LOOPBACK}"]
+    # torchrun's own store would listen on all addresses; the ranks' store is in the first of them instead.
+    how += [f"--rdzv-id={uuid.uuid4().hex}", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
+    how += [f"--rdzv-endpoint={file}"]
     return [sys.executable, "-m", torchrun, *how, "-m", "train.launch", "--launcher", "torchrun", str(spec)]
 
 

@@ -30,7 +30,7 @@ from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.observe.progress import say
 from train.run.erasures import Erasures
 from train.run.reward_folder import result_of
-from train.run.unfinished import LOCK, START, forget, was_erased
+from train.run.unfinished import LOCK, START, forget, policy_of_run, was_erased
 
 _LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
 
@@ -48,7 +48,7 @@ class Progress(BaseModel):
 
 @dataclass(frozen=True)
 class Begun:
-    """How a run begins. ``finished``: what came of it before; there is nothing left to do."""
+    """How a run begins. ``finished``: its result, if it has published before; there is nothing left to do."""
 
     start: RunStart
     parent: Policy
@@ -71,10 +71,10 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
     start = progress.start if progress is not None else _read_start(context)
     finished = None if start is None else _finished(store, context, start)
     if start is not None and finished is not None and checkpoints_of(context).exists():
-        made = finished.artifact if finished.candidate is None else finished.candidate
-        assert made is not None
+        published = finished.artifact if finished.candidate is None else finished.candidate
+        assert published is not None
         try:
-            Erasures(lake, start.lake_versions, config).settle(store, made)
+            Erasures(lake, start.lake_versions, config).settle(store, published)
         except RowsErased as erased:
             say(f"{context.run}: what it had published is withdrawn, and it begins anew: {erased}")
             forget(context.folder)
@@ -143,7 +143,7 @@ def checkpoints_of(context: JobContext) -> Path:
 
 
 def last_whole(context: JobContext) -> Path | None:
-    """The newest checkpoint whose files are all there; a torn one is told and passed over.
+    """The newest checkpoint whose files are all there; a torn one is reported and passed over.
 
     Raises:
         CheckpointError: there are some, and all are torn.
@@ -188,13 +188,13 @@ def _parent(store: PolicyStore, context: JobContext) -> Policy:
 
 
 def outcome_text(result: JobResult) -> str:
-    """What came of a run, in words."""
+    """What a run has published."""
     return f"policy {result.candidate}" if result.artifact is None else f"reward model {result.artifact}"
 
 
 def _finished(store: PolicyStore, context: JobContext, start: RunStart) -> JobResult | None:
-    """What came of this very run, if it came to its end."""
-    policy = _published(store, start)
+    """The result of this very run, if it has published."""
+    policy = policy_of_run(store, start.id)
     if policy is None:
         return result_of(context, start)
     assert policy.parent is not None
@@ -207,17 +207,6 @@ def _finished(store: PolicyStore, context: JobContext, start: RunStart) -> JobRe
         metrics=policy.metrics["last"],
         seconds=0.0,
     )
-
-
-def _published(store: PolicyStore, start: RunStart) -> Policy | None:
-    """The policy that this very run published."""
-    for version in reversed(store.versions()):
-        if version <= start.parent:
-            break
-        policy = store.get(version)
-        if policy.lineage.get("run_id") == start.id:
-            return policy
-    return None
 
 
 def _reward(context: JobContext) -> Any:

@@ -21,6 +21,7 @@ from train.config.training import TrainConfig
 from train.data.feedback_items import Item, OfflineData, pack
 from train.dataflows.base import Dataflow
 from train.objectives.kl import k2
+from train.observe.health import means
 
 
 class Offline(Dataflow):
@@ -131,15 +132,6 @@ def mismatched(batch: PackedBatch) -> PackedBatch | None:
         response = response[: longest - len(prompt)]
         rollouts.append(Rollout(prompt, response, [0.0] * len(response), 0.0, group=i))
     return PackedBatch.pack(rollouts)
-
-
-def means(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Of each number, over the updates that have it: a batch need not have thumbs of both kinds."""
-    found: dict[str, list[float]] = {}
-    for update in updates:
-        for name, value in update.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def k2_ref(minibatches: list[PackedBatch], before: list[Tensor]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -98,20 +98,29 @@ def of_updates(batch: PackedBatch, updates: Sequence[dict[str, float]]) -> dict[
         "kl_behaviour": float(k1(behaviour, old)[mask].mean()),
         **({"logprob_difference_mean": float(difference.mean())} if len(difference) else {}),
         **({"logprob_difference_max": float(difference.max())} if len(difference) else {}),
-        **({} if batch.values is None else {"explained_variance": explained(batch)}),
+        **explained(batch),
         "learned_responses": float(len(batch)),
         "tokens": float(len(batch.tokens)),
         "updates": float(len(updates)),
-        **{name: sum(update[name] for update in updates) / len(updates) for name in updates[0]},
+        **means(updates),
     }
 
 
-def explained(batch: PackedBatch) -> float:
-    """The critic's explained variance of the returns; see ``train.objectives.values.explained_variance``."""
-    assert batch.values is not None
-    assert batch.returns is not None
+def means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the updates that have it: a batch need not have thumbs of both kinds, say."""
+    found: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def explained(batch: PackedBatch) -> dict[str, float]:
+    """The critic's explained variance of the returns, if there is a critic."""
+    if batch.values is None or batch.returns is None:
+        return {}
     mask = batch.response_mask
-    return explained_variance(batch.values[mask], batch.returns[mask])
+    return {"explained_variance": explained_variance(batch.values[mask], batch.returns[mask])}
 
 
 def at_end(batch: PackedBatch, log_probs: Tensor) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
+from tests.train.ranks import run_ranks
 from tests.train.tiny_models import qwen3, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
@@ -193,12 +193,7 @@ def some_pairs() -> PackedBatch:
     return batch.with_(ref_log_probs=-4.0 * batch.response_mask)
 
 
-def in_a_rank(rank: int, folder: Path, settings: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=60)
-    )
+def in_a_rank(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     actor = ActorWorker(policy=folder / "policy", config=TrainConfig.model_validate(settings), peers={})
     kept: dict[str, torch.Tensor] = {}
 
@@ -209,9 +204,7 @@ def in_a_rank(rank: int, folder: Path, settings: dict[str, Any]) -> None:
     batch = some_pairs()
     part = batch.select(batch.balanced(RANKS)[rank])
     metrics, _ = actor.learn(part)
-    torch.save({"gradients": kept, "metrics": metrics, "groups": part.groups.tolist()}, folder / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return {"gradients": kept, "metrics": metrics, "groups": part.groups.tolist()}
 
 
 def test_pairs_stay_whole_on_two_ranks_and_in_micro_batches_and_give_the_gradient_of_a_plain_loop(
@@ -227,8 +220,7 @@ def test_pairs_stay_whole_on_two_ranks_and_in_micro_batches_and_give_the_gradien
         "algorithm": {"name": "dpo", "beta": 0.4, "label_smoothing": 0.1},
         "optimizer": {"max_grad_norm": 1e9},
     }
-    torch.multiprocessing.spawn(in_a_rank, (tmp_path, settings), nprocs=RANKS)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    ranks = run_ranks(RANKS, in_a_rank, tmp_path, settings)
     assert sorted(ranks[0]["groups"] + ranks[1]["groups"]) == [g for g in range(7) for _ in range(2)]
     assert not set(ranks[0]["groups"]) & set(ranks[1]["groups"])
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from job_home import job_context, make_home, metrics_of, run_jobs
+from job_home import job_context, make_home, metrics_of, results_of, run_jobs
 from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

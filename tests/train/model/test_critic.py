@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
+from tests.train.ranks import found_by, run_ranks
 from tests.train.tiny_models import gpt2, gpt_neox, mixture, own_part, qwen3, some_batch, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch
@@ -57,12 +57,7 @@ def some_pairs() -> PackedBatch:
 # ----------------------------------------------------------------------------------------------- in the ranks
 
 
-def in_a_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=60)
-    )
+def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     found = {
         "bodies": {name: of_a_body(folder / name) for name in BODIES},
         "updates": {name: an_update(rank, folder / "scored", cut) for name, cut in CUTS.items()},
@@ -73,9 +68,7 @@ def in_a_rank(rank: int, folder: Path) -> None:
         "pairs": {name: pairs_learned(rank, folder / "scored", cut) for name, cut in CUTS.items()},
         "checkpoint": gone_on(rank, folder / "qwen3", folder / "checkpoints"),
     }
-    torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def of_a_body(policy: Path) -> dict[str, Any]:
@@ -216,13 +209,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scored.save_pretrained(folder / "scored")
     config.vocab_size = 71
     config.save_pretrained(folder / "more tokens")
-    torch.multiprocessing.spawn(in_a_rank, (folder,), nprocs=RANKS)
+    run_ranks(RANKS, in_a_rank, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return found_by(RANKS, folder)
 
 
 def plain_values(model: Any, batch: PackedBatch) -> list[Tensor]:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from serve.policies.folder import safetensors_header
+from tests.train.ranks import found_by, run_ranks
 from tests.train.tiny_models import gpt_neox, llama, mixture, qwen3, some_batch, whole
 from train.algorithms import load
 from train.config.sections import FsdpConfig
@@ -47,12 +48,7 @@ CUTS: dict[str, dict[str, Any]] = {
 # ----------------------------------------------------------------------------------------------- in the ranks
 
 
-def in_a_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=60)
-    )
+def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     assert world_timeout() == timedelta(seconds=60)
     said = Said()
     logging.getLogger("train.model.fsdp").addHandler(said)
@@ -68,9 +64,7 @@ def in_a_rank(rank: int, folder: Path) -> None:
     }
     build(folder / "qwen3", dtype=torch.float32, options=FsdpConfig(cpu_offload=True, layers=["Qwen3DecoderLayer"]))
     found["said"] = said.messages
-    torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return found
 
 
 class Said(logging.Handler):
@@ -181,13 +175,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name == "misshapen":
             tensors["model.norm.weight"] = norm[:-1].clone()
         save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
-    torch.multiprocessing.spawn(in_a_rank, (folder,), nprocs=RANKS)
+    run_ranks(RANKS, in_a_rank, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return found_by(RANKS, folder)
 
 
 @pytest.mark.parametrize(("mesh", "chunk_of"), [("flat", [0, 1, 2, 3]), ("tp2", [0, 2, 1, 3]), ("hsdp", [0, 1, 0, 1])])
