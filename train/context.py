@@ -58,7 +58,7 @@ class JobContext(BaseModel):
 
 
 class JobResult(BaseModel):
-    """What came of a job; ``candidate`` is None when no policy was published, and ``reason`` says why.
+    """The result of a job; ``candidate`` is None when no policy was published, and ``reason`` says why.
 
     ``artifact``: the folder of a reward model, trained in place of a policy. ``stopped``: the run was ended for
     its health; if it was not and has no candidate, there was nothing to learn from.

@@ -38,7 +38,7 @@ __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
 def run(config: TrainConfig, context: JobContext) -> JobResult:
     """Train a candidate from the serving policy on what traffic brought. Needs an initialised Ray, or torchrun's ranks.
 
-    A run of the same name that was killed goes on from its last checkpoint; one that has published gives that again.
+    A run of the same name that was killed goes on from its last checkpoint; one that has published returns that policy.
 
     A run that is not well (train/observe/health.py), has nothing to learn from, or has learned from rows that were
     erased meanwhile (train/run/erasures.py), ends early: the result has no candidate, and the reason.
@@ -47,7 +47,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         train.controller.worker_group.WorkerError: a worker failed; nothing is published.
         train.checkpoint.files.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.observe.hooks.HookError: a hook or tracker of the config failed.
-        feedback.scoring.sources.rules.RuleError: the reward failed, or gave what is no reward.
+        feedback.scoring.sources.rules.RuleError: the reward failed, or returned what is no reward.
     """
     with only_run(context):
         store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
@@ -148,7 +148,7 @@ def train(
             folder = publish_reward_model(*record)
             erasures.settle(store, folder)
             outcome = {"candidate": None, "artifact": folder, "reason": no_candidate_reason(folder)}
-        shutil.rmtree(checkpoints_of(context))  # the run is finished: its name gives this result from here on
+        shutil.rmtree(checkpoints_of(context))  # the run is finished: its name returns this result from here on
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}
         result = JobResult(run=context.run, **outcome, **last)

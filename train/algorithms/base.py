@@ -32,7 +32,7 @@ class Algorithm:
     """Base of all algorithms."""
 
     needs_critic: ClassVar[bool] = False
-    """``advantages`` and ``returns`` read ``values`` of the batch, which a critic gives."""
+    """``advantages`` and ``returns`` read ``values`` of the batch, which a critic predicts."""
     needs_greedy: ClassVar[bool] = False
     """``advantages`` reads ``baselines`` of the batch: the reward of the greedy response to each prompt."""
     needs_reference: ClassVar[bool] = False

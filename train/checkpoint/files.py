@@ -19,7 +19,7 @@ FORMAT: Final = 2
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint can't be written, or can't be continued from; the text says why and what would do."""
+    """A checkpoint can't be written, or can't be continued from; the text says why and what to do."""
 
 
 def name_of(step: int) -> str:
@@ -92,7 +92,7 @@ def begin_aside(folder: Path, step: int, driver: str) -> Path:
 
 
 def make_whole(folder: Path, step: int) -> Path:
-    """Give what was written aside its plain name, which says that it is whole: the checkpoint.
+    """Rename the folder written aside to its final name, which means that it is complete; the checkpoint.
 
     Raises:
         OSError: the disk refuses.

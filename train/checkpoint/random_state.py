@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put the generators back to what ``random_state`` gave."""
+    """Restore what ``random_state`` returned."""
     version, python, gauss = state["python"]
     random.setstate((version, tuple(python), gauss))
     name, keys, at, has_gauss, cached = state["numpy"]

@@ -2,8 +2,8 @@
 
 A run is its name: its folder holds ``start.json`` (what it was started with) and ``checkpoints/``. The same name again,
 after a kill, goes on from the last whole checkpoint, reading the lake at the versions that the run read at its start.
-Once the run has published, its name gives that policy again and trains nothing. ``checkpoints/`` goes last: while it is
-there, nobody has looked yet for erasures that came while the run published.
+Once the run has published, its name returns that policy and trains nothing. ``checkpoints/`` goes last: while it is
+there, erasures that came while the run published are still to be looked for.
 """
 
 from __future__ import annotations

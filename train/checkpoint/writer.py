@@ -14,7 +14,7 @@ from train.context import JobContext
 from train.controller.worker_group import WorkerGroup
 from train.observe.progress import say
 
-FAILED_SAVES: Final = 2  # in a row, and the run ends: nobody wants to find out after a day that nothing was kept
+FAILED_SAVES: Final = 2  # in a row end the run, which would otherwise go on for hours without a checkpoint
 
 
 class Checkpoints:

@@ -18,7 +18,7 @@ GROUPED: Final = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce
 """Those of them that compare a response with the others to its prompt."""
 
 OFFLINE: Final = ("dpo", "kto", "sft", "reward_model")
-"""Algorithms that learn from what people said of responses; nothing is sampled."""
+"""Algorithms that learn from feedback; nothing is sampled."""
 
 
 class KlConfig(Section):
@@ -112,7 +112,7 @@ class CorrectionConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic, which says how good each token's position is (PPO)."""
+    """The critic, which estimates the value of the state before each token (PPO)."""
 
     model: Path | None = Field(
         None,

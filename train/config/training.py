@@ -153,7 +153,7 @@ class TrainConfig(TrainSection):
     def old_log_probs_first(self) -> bool:
         """Whether the policy's logprobs are computed before it learns.
 
-        An update's own forward pass gives them at no cost, unless there are several updates, it drops some of the
+        An update's own forward pass computes them at no cost, unless there are several updates, it drops some of the
         adapters' inputs, or the reward has the KL in it.
         """
         kl = self.algorithm.kl

@@ -12,7 +12,7 @@ from train.batch.packed import PackedBatch
 
 
 class _NotCalled:
-    """What ``split`` gives for a rank that the call does not go to; it then stands for that rank's answer too."""
+    """The argument of a rank that is not called, and its answer."""
 
     def __reduce__(self) -> str:
         return "NOT_CALLED"

@@ -158,7 +158,7 @@ class RayCall:
         self._answers: list[Any] = [NOT_CALLED] * pool.layout.ranks
 
     def advance(self, timeout_s: float) -> bool:
-        """Wait for more answers, at most so long; whether all are there. Raises WorkerError as soon as a rank fails."""
+        """Wait at most ``timeout_s`` for more answers; True if all are there. Raises WorkerError once a rank fails."""
         deadline = time.monotonic() + timeout_s
         while self._waiting:
             answered = self._next(deadline)

@@ -20,7 +20,7 @@ def join_ranks(store: Store, rank: int, ranks: int, timeout_s: float) -> None:
 def open_store(address: str, timeout_s: float, port: int = 0) -> TCPStore:
     """A rendezvous store in this process, on any free port if ``port`` is 0; it lives as long as this object.
 
-    It listens on ``address`` alone. A TCPStore alone listens on all addresses, and it authenticates nobody.
+    It listens on ``address`` alone. A TCPStore alone listens on all addresses, without authentication.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family) as listener:

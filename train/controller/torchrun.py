@@ -129,7 +129,7 @@ class TorchrunPool:
         return Finished(self._run(f"{role}.{method}", "call", calls))
 
     def serve(self) -> None:
-        """Answer rank 0's calls until it says that it is done. What fails here is raised, and ends the rank."""
+        """Answer rank 0's calls until it is done. Failures are raised, and end the rank."""
         while True:
             received: list[Any] = [None]
             dist.scatter_object_list(received, None, src=0, group=self._control)

@@ -1,4 +1,4 @@
-"""Calls from the driver: groups whose methods it calls, answers it waits for, failures it hears of."""
+"""Calls from the driver: worker groups, the answers that it waits for, and failures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Running(Protocol):
     """A call under way on the ranks of one pool."""
 
     def advance(self, timeout_s: float) -> bool:
-        """Wait for more answers, at most so long; whether all are there. Raises WorkerError as soon as a rank fails."""
+        """Wait at most ``timeout_s`` for more answers; True if all are there. Raises WorkerError once a rank fails."""
 
     def answers(self) -> list[Any]:
         """By rank, ``NOT_CALLED`` for a rank that was not; only when all are there."""
@@ -64,7 +64,7 @@ class Pending:
         return self.advance(0.0)
 
     def advance(self, timeout_s: float) -> bool:
-        """Wait for the answer, at most so long; whether it is there. Raises WorkerError as soon as a rank fails."""
+        """Wait at most ``timeout_s`` for the answer; True if it is there. Raises WorkerError once a rank fails."""
         return self._running.advance(timeout_s)
 
     def missing(self) -> list[int]:

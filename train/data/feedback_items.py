@@ -64,7 +64,7 @@ class OfflineData:
         Args:
             dataset: one of ``DATASETS``: pairs, with the chosen response first, of reward 1, and the rejected one of
                 reward 0; thumbs, of reward 1 if up and 0 if down; demonstrations, of reward 1.
-            make_reader: what gives the tokens of a response; ``Reader`` if None.
+            make_reader: creates the reader of responses; ``Reader`` if None.
 
         Raises:
             feedback.lake.tables.LakeError: it can't be read any more.
@@ -199,7 +199,7 @@ def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_ou
 
 
 def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
-    """Corrections; by ``algorithm.thumbs_up`` also responses that people liked and nobody corrected."""
+    """Corrections; by ``algorithm.thumbs_up`` also liked responses without a correction."""
     rows = _newest(datasets.demonstrations(lake, versions=versions), config, left_out)
     corrections: Rows = (("corrections", row, [(None, row["text"], 1.0)]) for row in rows)
     if not config.algorithm.thumbs_up:

@@ -92,7 +92,7 @@ class HeldOut:
             return None
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception:  # noqa: BLE001  a template is a program, which may raise anything; then nobody can ask so either
+        except Exception:  # noqa: BLE001  a template is a program, which may raise anything; then traffic can't have the item so either
             return None
 
     def _last_turn(self, text: str) -> str | None:

@@ -50,14 +50,14 @@ def load_reward_function(reward: str | Mapping[str, RuleConfig]) -> RewardFuncti
     """What rewards rows of responses, as ``feedback.scoring.sources.rules`` describes them.
 
     A reward of several rules is the mean, by their weights, of those that have one for the response. A rule that
-    fails, or gives what is no reward, is an error here: in scoring a response would go without, in training a batch
+    fails, or returns what is no reward, is an error here: in scoring a response would go without, in training a batch
     without rewards would be paid for and teach something else.
 
     Args:
         reward: a function by name, or rules by the name of their component.
 
     Raises:
-        feedback.scoring.sources.rules.RuleError: a rule can't be loaded; called, that it failed, or gave what is no
+        feedback.scoring.sources.rules.RuleError: a rule can't be loaded; called, that it failed, or returned what is no
             reward.
     """
     if isinstance(reward, str):
@@ -104,10 +104,10 @@ def with_timeout(reward: RewardFunction, timeout_s: float) -> RewardFunction:
 def check_reward(
     reward: str | Mapping[str, RuleConfig], lake: Lake, versions: Mapping[str, int], *, timeout_s: float
 ) -> None:
-    """Reward a few logged responses: what gives no reward ends the run here, before any model is loaded.
+    """Reward a few logged responses: a failing reward ends the run here, before any model is loaded.
 
     Raises:
-        feedback.scoring.sources.rules.RuleError: the reward failed, gave what is no reward, or took longer than
+        feedback.scoring.sources.rules.RuleError: the reward failed, returned what is no reward, or took longer than
             ``timeout_s``; the message names it.
     """
     read = {"interactions": versions["interactions"]}

@@ -23,8 +23,8 @@ from train.workers.rollout import Sample
 class Scored:
     """Responses that were sampled and rewarded.
 
-    ``rewards``: what each was rewarded, before its length cost anything. ``components``: what each rule gave, by name,
-    where it gave something. ``overlong``: what lengths cost. ``unrewarded``: responses without a reward.
+    ``rewards``: of each, before its length cost anything. ``components``: the values of each rule, by name,
+    where it has one. ``overlong``: what lengths cost. ``unrewarded``: responses without a reward.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)
@@ -114,7 +114,7 @@ def table_of(samples: Sequence[tuple[Prompt, Sample]]) -> pa.Table:
 
 
 def picked(rewards: Rewards, rows: Sequence[int]) -> dict[str, list[float]]:
-    """What each component gave to these rows, where it gave something."""
+    """The values of each component for these rows, where it has one."""
     return {
         name: [value for i in rows if (value := values[i]) is not None] for name, values in rewards.components.items()
     }

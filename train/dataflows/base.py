@@ -78,4 +78,4 @@ class Dataflow:
         return None
 
     def resume(self, state: Any) -> None:
-        """Go on after the step that gave ``state``; the workers have the weights that they had then."""
+        """Go on after the step that returned ``state``; the workers have the weights that they had then."""

@@ -1,7 +1,7 @@
-"""Learn from what people said of responses; nothing is sampled.
+"""Learn from feedback; nothing is sampled.
 
-Some of the items are held out. They are measured as the learned ones are, before the first step and after some: that is
-how one sees whether the policy learns what people want, or these items by heart.
+Some of the items are held out. They are measured as the learned ones are, before the first step and after some: that
+shows whether the policy learns what people want, or these items by heart.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def mismatched(batch: PackedBatch) -> PackedBatch | None:
 def k2_ref(minibatches: list[PackedBatch], before: list[Tensor]) -> dict[str, float]:
     """Half the squared log ratio of the policy to the reference, its mean over the tokens learned from.
 
-    It says how far the policy has moved on what it learns from, and is no estimate of its KL: nobody knows how likely
-    the tokens were to whom they are of (people write them, too), so they can't be weighed as the policy's own. Empty
+    It says how far the policy has moved on what it learns from, and is no estimate of its KL: the policy
+    that sampled the tokens is unknown (people write some), so they can't be weighed as the policy's own. Empty
     without a reference.
     """
     found = [

@@ -153,7 +153,7 @@ class Online(Dataflow):
         return batch
 
     def learn(self, step: int, batch: PackedBatch) -> tuple[PackedBatch, list[dict[str, float]]]:
-        """Advantages, then the updates: the batch with its old logprobs, and what each update gave."""
+        """Advantages, then the updates: the batch with its old logprobs, and the metrics of each update."""
         actor, critic, weight = self.run.groups.actor, self.run.groups.critic, self.algorithm.kl_coefficient
         batch = batch.with_(advantages=self.algorithm.checked_advantages(batch))
         if self.run.config.algorithm.mask_truncated:
@@ -175,7 +175,7 @@ class Online(Dataflow):
                 batch = batch.with_(old_log_probs=actor.log_probs(batch))
         elif batch.old_log_probs is not None:
             updates = [actor.update(minibatch, kl_coefficient=weight) for minibatch in minibatches]
-        else:  # the pass of the one update gives them at no cost
+        else:  # the only update computes them in its forward pass
             update, before = actor.learn(batch, kl_coefficient=weight)
             updates, batch = [update], batch.with_(old_log_probs=before)
         for update, pending in zip(updates, of_critic, strict=False):  # as many, or none without a critic
@@ -184,7 +184,7 @@ class Online(Dataflow):
         return batch, updates
 
     def minibatches(self, batch: PackedBatch, step: int, epoch: int) -> list[PackedBatch]:
-        """As many as the config says; fewer where what is left of the batch is too little for all ranks in each.
+        """As many as configured, or fewer where the batch is too small for all ranks to have a part of each.
 
         Groups are shuffled, by seed, step and epoch alone, so that a run that goes on has the same minibatches.
         """

@@ -75,7 +75,7 @@ class _Laid:
 def like_lengths(lengths: list[int], prefixes: list[int]) -> list[list[int]]:
     """Spans to compute in one call each, the longest first in each, all with prefixes of one length.
 
-    A span joins the one before it until what is computed in vain is worth a call.
+    A span joins the one before it until the wasted computation costs as much as a call.
     """
     calls: list[list[int]] = []
     waste = 0

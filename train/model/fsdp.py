@@ -78,7 +78,7 @@ def build(
         activation_checkpointing: recompute each layer's activations in the backward pass.
         lora: train adapters and nothing else.
         frozen: train nothing.
-        make: what gives the model of the policy's config.
+        make: builds the model from the policy's config.
         unstored: parameters that ``policy`` need not store; those that it does not stay on the meta device.
 
     Raises:
@@ -135,7 +135,7 @@ def skeleton(config: PretrainedConfig, make: Make = causal_lm) -> PreTrainedMode
 
 
 def decoder_layers(model: nn.Module, classes: list[str] | None) -> list[nn.Module]:
-    """The modules to shard by: of the classes named, or those that the model itself says not to split.
+    """The modules to shard by: of the classes named, or those that the model itself declares indivisible.
 
     Raises:
         ValueError: there is no such module; the message lists the classes that there are.
@@ -209,7 +209,7 @@ def outputs_at(
     places: Tensor,
     head: Callable[[Tensor, Tensor], AbstractContextManager[None]],
 ) -> Tensor:
-    """What the model's head gives at some places of a packed batch; attention never crosses sequences.
+    """The output of the model's head at some tokens of a packed batch; attention never crosses sequences.
 
     It runs as few rows as that takes (``train.batch.prompt_rows``). Under sequence parallelism every rank of a group
     passes the same batch, runs its slice of the rows, and gets the same answer.
@@ -217,8 +217,8 @@ def outputs_at(
     Args:
         places: int64 [K], K > 0: indices of tokens of the batch.
         head: called with which of the ``places`` lie in what this rank runs (int64 [k], indices of ``places``), and
-            where (int64 [k], on the device): a context within which ``model(…).logits`` is [k, …], what the head gives
-            there.
+            where (int64 [k], on the device): a context within which ``model(…).logits`` is [k, …], the head's
+            output there.
 
     Returns:
         [K, …], on the device of the model, with gradient.
@@ -302,7 +302,7 @@ def write_config(model: nn.Module, policy: Path, folder: Path, dtype: torch.dtyp
     """Leave the policy's config beside the weights: as it stands, or with another class and labels if those are new.
 
     Written anew by another transformers, the same settings have other names, and a running server would refuse them.
-    How the policy generates and its tokenizer are for whoever publishes to copy.
+    The generation config and the tokenizer are copied when the policy is published.
     """
     config = AutoConfig.from_pretrained(policy)
     architectures = [type(model).__name__.removeprefix("FSDP")]

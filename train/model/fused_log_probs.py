@@ -178,7 +178,7 @@ def _places(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
 def scored_by_head(model: nn.Module, positions: Tensor, targets: Tensor, temperatures: Tensor) -> Iterator[None]:
     """Within, ``model(…).logits`` is float32 [K, 2]: the log-probability of each target, and the entropy there.
 
-    The head hands the model known values for logits, and what the model makes of them says what it does to logits after
+    The head returns known values for logits; from what the model turns them into follows what it does to logits after
     the head: nothing, scale (Cohere, Granite) or cap them (Gemma). The log-probabilities take the place of those values
     before FSDP2 sees the model's output, while the head's weight is whole. A head that is not a plain ``nn.Linear``
     (one with LoRA) is called on a slice of the tokens at a time, and again in the backward pass.

@@ -37,7 +37,7 @@ class Erasures:
             rows = self._since.rows()
         except LogGoneError as error:
             raise RowsErased(
-                f"nobody can say whether rows that it had read have been erased ({error}): a run must end within "
+                f"whether rows that it had read have been erased is unknown ({error}): a run must end within "
                 "feedback.lake.vacuum_hours"
             ) from error
         if rows and self._refuse:

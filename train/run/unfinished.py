@@ -59,7 +59,7 @@ def unfinished_runs(runs: Path) -> list[UnfinishedRun]:
 def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
     """Remove what idle runs have kept of rows that have been erased since; their names.
 
-    So does a run whose versions of the lake can't be read any more: it can't go on, and nobody can say what it holds.
+    So does a run whose versions of the lake can't be read any more: it can't go on, and what it holds is unknown.
     What one had published when it was killed, before it looked for erasures once more, is marked.
 
     Raises:
@@ -111,7 +111,7 @@ def _published(store: PolicyStore, folder: Path, run_id: str | None) -> int | Pa
 
 
 def was_erased(lake: Lake, versions: dict[str, int], *, unknown: bool = True) -> bool:
-    """Whether rows that the lake had at these versions have been erased since; ``unknown`` if nobody can say."""
+    """Whether rows that the lake had at these versions have been erased since; ``unknown`` if the log is gone."""
     try:
         return bool(ErasedSince(lake, versions).rows())
     except LogGoneError:
@@ -131,7 +131,7 @@ def kept(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Hold a run's lock; whether nobody else does."""
+    """Hold a run's lock; False if another process has it."""
     with (folder / LOCK).open("a") as lock:
         yield try_lock(lock.fileno())
 

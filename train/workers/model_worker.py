@@ -143,7 +143,7 @@ def forward_per_token(
     micro_batch_tokens: int,
     per_token: Callable[[nn.Module, PackedBatch], Tensor],
 ) -> Tensor:
-    """What ``per_token`` gives, float32 [T], without gradient, in as many micro-batches on every rank."""
+    """The output of ``per_token``, float32 [T], without gradient, in as many micro-batches on every rank."""
     model.eval()
     result = torch.zeros(len(batch.tokens))
     with torch.no_grad():
