@@ -15,7 +15,7 @@ from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyStore
 from train import dataflows
 from train.checkpoint.files import CheckpointError
-from train.checkpoint.random_state import random_state, seed_all, set_random_state
+from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
 from train.checkpoint.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run, outcome_text
 from train.checkpoint.writer import Checkpoints
 from train.config.training import TrainConfig
@@ -54,7 +54,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         begun = begin(config, context, store, lake)
         if begun.finished is not None:
             return finished_before(context, begun.finished)
-        seed = config.seed * 1_000_003 + begun.parent.version
+        seed = numbered_seed(config.seed, begun.parent.version)
         dataflow = dataflows.load(config)
         keep_start(context, begun.start)  # before it reads: by this an erasure knows that it may have
         data = read_data(dataflow, config, context, lake, begun, seed)

@@ -49,6 +49,11 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def numbered_seed(seed: int, number: int) -> int:
+    """A seed for each number of a policy, a step or a rank."""
+    return seed * 1_000_003 + number
+
+
 def seed_of(*numbers: int) -> int:
     """A seed of 62 bits for what these numbers name, so that there is room to add to it."""
     return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()) >> 2

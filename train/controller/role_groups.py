@@ -13,7 +13,7 @@ from feedback.config import RuleConfig
 from train import algorithms
 from train.config.training import TrainConfig
 from train.controller import torchrun
-from train.controller.ray_pool import ResourcePool
+from train.controller.ray_pool import ResourcePool, gpus_per_rank
 from train.controller.worker_group import Pool, WorkerGroup, results
 from train.data.rewards import RewardFunction, load_reward_function, rewards_of, with_timeout
 
@@ -107,10 +107,7 @@ def start_pools(config: TrainConfig) -> Generator[dict[str, Pool]]:
     if config.launcher == "torchrun":
         yield dict.fromkeys(config.placement.pools, torchrun.pool())
         return
-    import ray
-
-    ranks = sum(config.ranks_of(name) for name in config.placement.pools)
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= ranks else 0
+    gpus = gpus_per_rank(sum(config.ranks_of(name) for name in config.placement.pools))
     with ExitStack() as stack:
         pools: dict[str, Pool] = {}
         for name, pool in config.placement.pools.items():

@@ -11,7 +11,7 @@ from train.controller.dispatch import Layout, Rule
 from train.controller.worker import Worker
 
 _TURN_S = 0.05
-_CAUSE_S = 10.0
+CAUSE_S = 10.0
 """How long to look for the cause elsewhere when what failed says only that another process has gone."""
 
 
@@ -113,7 +113,7 @@ def _cause_among(others: list[Pending]) -> Generator[None]:
     try:
         yield
     except WorkerError as error:
-        deadline = time.monotonic() + _CAUSE_S
+        deadline = time.monotonic() + CAUSE_S
         while error.consequence and others and time.monotonic() < deadline:
             for other in list(others):
                 try:
