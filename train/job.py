@@ -14,7 +14,7 @@ from typing import Any
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyStore
 from train import dataflows
-from train.checkpoint.files import CheckpointError
+from train.checkpoint.layout import CheckpointError
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
 from train.checkpoint.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run, outcome_text
 from train.checkpoint.writer import Checkpoints
@@ -45,7 +45,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
 
     Raises:
         train.controller.worker_group.WorkerError: a worker failed; nothing is published.
-        train.checkpoint.files.CheckpointError: the run can't go on from what there is of it, or can't save.
+        train.checkpoint.layout.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.observe.hooks.HookError: a hook or tracker of the config failed.
         feedback.scoring.sources.rules.RuleError: the reward failed, or returned what is no reward.
     """

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from feedback.files import try_lock
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
-from train.checkpoint.files import CheckpointError, checkpoints, remove_unfinished, torn, write_synced
+from train.checkpoint.layout import CheckpointError, checkpoints, remove_unfinished, torn, write_synced
 from train.config.resume_settings import differing_settings
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from train.checkpoint.files import CheckpointError, aside_of, begin_aside, make_whole, prune
+from train.checkpoint.layout import CheckpointError, aside_of, begin_aside, make_whole, prune
 from train.checkpoint.resume import Progress, checkpoints_of
 from train.config.sections import CheckpointConfig
 from train.context import JobContext

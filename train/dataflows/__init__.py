@@ -1,4 +1,7 @@
-"""Dataflows: what one step of a run does with the worker groups. This file imports no torch."""
+"""Dataflows: what one step of a run does with the worker groups. This file imports no torch.
+
+``base``; ``online`` (responses and rewards), ``offline`` (feedback), ``reward_training`` (a reward model).
+"""
 
 from __future__ import annotations
 
@@ -25,5 +28,5 @@ def load(config: TrainConfig) -> type[Dataflow]:
 def built_in(config: TrainConfig) -> str:
     """Millrace's own dataflow for the config's algorithm, as ``module:class``."""
     if not config.algorithm.trains_policy:
-        return "train.dataflows.reward_model:RewardModelTraining"
+        return "train.dataflows.reward_training:RewardModelTraining"
     return "train.dataflows.offline:Offline" if config.algorithm.is_offline else "train.dataflows.online:Online"

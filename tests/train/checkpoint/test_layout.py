@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from train.checkpoint import files
 from train.checkpoint.dcp import Saved
-from train.checkpoint.files import CheckpointError, checkpoints, name_of, prune, remove_unfinished, require_room, torn
+from train.checkpoint.layout import (
+    CheckpointError,
+    begin_aside,
+    checkpoints,
+    make_whole,
+    name_of,
+    prune,
+    remove_unfinished,
+    require_room,
+    torn,
+)
 from train.checkpoint.random_state import random_state, seed_all, seed_of, set_random_state
 from train.checkpoint.resume import Progress
 from train.checkpoint.writer import Checkpoints
@@ -40,10 +49,10 @@ def test_too_small_a_disk_is_told_with_both_sizes_and_what_would_do(tmp_path: Pa
 
 
 def test_a_checkpoint_of_another_format_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.begin_aside(tmp_path, 1, "{}")
-    whole = files.make_whole(tmp_path, 1)
+    begin_aside(tmp_path, 1, "{}")
+    whole = make_whole(tmp_path, 1)
     assert torn(whole) is None
-    monkeypatch.setattr(files, "FORMAT", 3)
+    monkeypatch.setattr("train.checkpoint.layout.FORMAT", 3)
     assert torn(whole) == "whole.json is of format 2, this version reads format 3"
 
 
