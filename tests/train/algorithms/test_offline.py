@@ -15,7 +15,7 @@ from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
 from tests.train.ranks import run_ranks
-from tests.train.tiny_models import qwen3, whole
+from tests.train.tiny_models import plain_log_probs, qwen3, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
@@ -225,13 +225,8 @@ def test_pairs_stay_whole_on_two_ranks_and_in_micro_batches_and_give_the_gradien
     assert not set(ranks[0]["groups"]) & set(ranks[1]["groups"])
 
     batch = some_pairs()
-    rows = [batch.select([s]) for s in range(len(batch))]
-    log_probs = []
-    for row in rows:
-        logits = model(input_ids=row.tokens[None]).logits[0, :-1].log_softmax(-1)
-        log_probs.append(torch.cat([torch.zeros(1), logits.gather(-1, row.tokens[1:, None])[:, 0]]) * row.response_mask)
     algorithm = load(TrainConfig.model_validate(settings).algorithm)
-    loss, found = algorithm.loss(torch.cat(log_probs), batch)
+    loss, found = algorithm.loss(plain_log_probs(model, batch), batch)
     (loss / 7).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ranks[0]["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6)

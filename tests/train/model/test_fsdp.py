@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from serve.policies.folder import safetensors_header
 from tests.train.ranks import found_by, run_ranks
-from tests.train.tiny_models import gpt_neox, llama, mixture, qwen3, some_batch, whole
+from tests.train.tiny_models import gpt_neox, llama, mixture, plain_log_probs, qwen3, some_batch, whole
 from train.algorithms import load
 from train.config.sections import FsdpConfig
 from train.config.training import TrainConfig
@@ -250,13 +250,7 @@ def expected(folder: Path) -> dict[str, Any]:
     """Loss and gradients of the whole batch, one sequence at a time, in a model that is not sharded."""
     batch = some_batch()
     model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
-    pieces = []
-    for s in range(len(batch)):
-        start, end = int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1])
-        tokens = batch.tokens[start:end]
-        log_probs = torch.log_softmax(model(tokens[None]).logits[0], -1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        pieces.append(torch.cat([torch.zeros(1), log_probs]))
-    log_probs = torch.cat(pieces) * batch.response_mask
+    log_probs = plain_log_probs(model, batch)
     algorithm = load(TrainConfig().algorithm)
     loss = algorithm.loss(log_probs, batch)[0] / algorithm.count(batch)
     loss.backward()

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
 from tests.train.ranks import found_by, run_ranks
-from tests.train.tiny_models import gpt2, qwen3, whole
+from tests.train.tiny_models import gpt2, plain_log_probs, qwen3, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.sections import LoraConfig
@@ -127,15 +126,8 @@ def found(folder: Path) -> list[dict[str, Any]]:
 
 
 def by_transformers(model: Any, batch: PackedBatch) -> torch.Tensor:
-    """float32 [T]: logprobs of the response tokens, one sequence at a time."""
-    result = torch.zeros(len(batch.tokens))
-    for s in range(len(batch)):
-        start, end = int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1])
-        with torch.no_grad():
-            log_probs = log_softmax(model(batch.tokens[None, start:end]).logits[0].float(), -1)
-        for t in range(start + int(batch.prompt_lengths[s]), end):
-            result[t] = log_probs[t - start - 1, batch.tokens[t]]
-    return result
+    with torch.no_grad():
+        return plain_log_probs(model, batch)
 
 
 @pytest.mark.parametrize("name", MODELS)
