@@ -26,8 +26,8 @@ def import_object(setting: str, name: str, kind: str = "class") -> Any:
 
 
 def import_subclass(setting: str, name: str, base: type[_Base]) -> type[_Base]:
-    """The class that ``setting`` names. Raises as ``import_object``, and if it is no subclass of ``base``."""
+    """The class that ``setting`` names. Raises as ``import_object``, and if it is not a subclass of ``base``."""
     found = import_object(setting, name)
     if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{setting}={name!r} is no subclass of {base.__module__}.{base.__name__}")
+        raise ValueError(f"{setting}={name!r} is not a subclass of {base.__module__}.{base.__name__}")
     return found

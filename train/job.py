@@ -47,7 +47,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         train.controller.worker_group.WorkerError: a worker failed; nothing is published.
         train.checkpoint.layout.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.observe.hooks.HookError: a hook or tracker of the config failed.
-        feedback.scoring.sources.rules.RuleError: the reward failed, or returned what is no reward.
+        feedback.scoring.sources.rules.RuleError: the reward failed, or returned something else than rewards.
     """
     with only_run(context):
         store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)

@@ -229,8 +229,8 @@ class AlgorithmConfig(Section):
         own = FUNCTION.fullmatch(self.name) is not None
         if not own and self.name not in (*ONLINE, *OFFLINE):
             raise ValueError(
-                f"train.algorithm.name={self.name!r} is no algorithm; use one of {', '.join((*ONLINE, *OFFLINE))}, or "
-                "'module:class'"
+                f"train.algorithm.name={self.name!r} is not an algorithm; use 'module:class', or one of "
+                f"{', '.join((*ONLINE, *OFFLINE))}"
             )
         for name, readers in READ_BY.items():
             value, usual = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)

@@ -47,7 +47,7 @@ class PlacementConfig(Section):
         for role, pool in self.roles.items():
             if pool not in self.pools:
                 raise ValueError(
-                    f"train.placement.{role}={pool} is no pool; set it to one of train.placement.pools: "
+                    f"train.placement.{role}={pool} is not a pool; set it to one of train.placement.pools: "
                     f"{', '.join(self.pools)}"
                 )
         if idle := set(self.pools) - set(self.roles.values()):

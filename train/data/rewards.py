@@ -47,11 +47,11 @@ ORDER BY created_at DESC, response_id LIMIT 4
 
 
 def load_reward_function(reward: str | Mapping[str, RuleConfig]) -> RewardFunction:
-    """What rewards rows of responses, as ``feedback.scoring.sources.rules`` describes them.
+    """The function that rewards rows of responses, as ``feedback.scoring.sources.rules`` describes them.
 
     A reward of several rules is the mean, by their weights, of those that have one for the response. A rule that
-    fails, or returns what is no reward, is an error here: in scoring a response would go without, in training a batch
-    without rewards would be paid for and teach something else.
+    fails, or returns something else than rewards, is an error here. Scoring leaves such a response without a reward;
+    in training a batch would be paid for and teach something else.
 
     Args:
         reward: a function by name, or rules by the name of their component.
@@ -107,8 +107,8 @@ def check_reward(
     """Reward a few logged responses: a failing reward ends the run here, before any model is loaded.
 
     Raises:
-        feedback.scoring.sources.rules.RuleError: the reward failed, returned what is no reward, or took longer than
-            ``timeout_s``; the message names it.
+        feedback.scoring.sources.rules.RuleError: the reward failed, returned something else than rewards, or took
+            longer than ``timeout_s``; the message names it.
     """
     read = {"interactions": versions["interactions"]}
     rows = lake.read(lambda views: views.sql(CHECKED_RESPONSES).to_arrow_table(), versions=read, tables=read)

@@ -422,7 +422,7 @@ def test_ppos_returns_are_discounted_td_errors_plus_values_and_its_advantages_ar
             {"placement": {"pools": {"all": {}, "own": {}}, "critic": "own"}},
             r"train\.placement\.critic=own: grpo has no critic",
         ),
-        ({"algorithm": {"name": "ppo"}, "placement": {"critic": "own"}}, r"train\.placement\.critic=own is no pool"),
+        ({"algorithm": {"name": "ppo"}, "placement": {"critic": "own"}}, r"train\.placement\.critic=own is not a pool"),
     ],
 )
 def test_a_critic_that_can_not_be_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
