@@ -1,4 +1,4 @@
-"""What a training job is given, and what comes of it."""
+"""Input and result of a training job."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class JobContext(BaseModel):
 
 
 class JobResult(BaseModel):
-    """What came of a job; ``candidate`` is None when no policy was published, and ``reason`` says why.
+    """The result of a job; ``candidate`` is None when no policy was published, and ``reason`` says why.
 
-    ``artifact``: the folder of what was made in place of a policy, a reward model. ``stopped``: the run was ended for
-    its health; if it was not, and made nothing, there was nothing to learn from.
+    ``artifact``: the folder of a reward model, trained in place of a policy. ``stopped``: the run was ended for
+    its health; if it was not and has no candidate, there was nothing to learn from.
     """
 
     run: str

@@ -14,22 +14,22 @@ from typing import Any
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyStore
 from train import dataflows
-from train.checkpoint.files import CheckpointError
-from train.checkpoint.random_state import random_state, seed_all, set_random_state
-from train.checkpoint.resume import Begun, Progress, begin, checkpoints_of, keep_start, made_by, only_run
+from train.checkpoint.layout import CheckpointError
+from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
+from train.checkpoint.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run, outcome_text
 from train.checkpoint.writer import Checkpoints
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
 from train.controller.role_groups import start_groups
-from train.data.rewards import try_out
+from train.data.rewards import check_reward
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
 from train.observe.hooks import RunInfo
-from train.observe.progress import Clock, progress_bar, say, say_step
+from train.observe.progress import StepTimer, progress_bar, say, say_step
 from train.observe.trackers import Watchers
 from train.run.erasures import Erasures
 from train.run.publish import publish
-from train.run.reward_folder import publish_reward_model, reason_of
+from train.run.reward_folder import no_candidate_reason, publish_reward_model
 from train.run.unfinished import forget
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
@@ -38,23 +38,23 @@ __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
 def run(config: TrainConfig, context: JobContext) -> JobResult:
     """Train a candidate from the serving policy on what traffic brought. Needs an initialised Ray, or torchrun's ranks.
 
-    A run of the same name that was killed goes on from its last checkpoint; one that has published gives that again.
+    A run of the same name that was killed goes on from its last checkpoint; one that has published returns that policy.
 
     A run that is not well (train/observe/health.py), has nothing to learn from, or has learned from rows that were
     erased meanwhile (train/run/erasures.py), ends early: the result has no candidate, and the reason.
 
     Raises:
         train.controller.worker_group.WorkerError: a worker failed; nothing is published.
-        train.checkpoint.files.CheckpointError: the run can't go on from what there is of it, or can't save.
+        train.checkpoint.layout.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.observe.hooks.HookError: a hook or tracker of the config failed.
-        feedback.scoring.sources.rules.RuleError: the reward failed, or gave what is no reward.
+        feedback.scoring.sources.rules.RuleError: the reward failed, or returned something else than rewards.
     """
     with only_run(context):
         store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
         begun = begin(config, context, store, lake)
         if begun.finished is not None:
             return finished_before(context, begun.finished)
-        seed = config.seed * 1_000_003 + begun.parent.version
+        seed = numbered_seed(config.seed, begun.parent.version)
         dataflow = dataflows.load(config)
         keep_start(context, begun.start)  # before it reads: by this an erasure knows that it may have
         data = read_data(dataflow, config, context, lake, begun, seed)
@@ -63,7 +63,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         config = dataflow.settled(config, data)
         if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
             say(f"{context.run}: trying the reward on logged responses")
-            try_out(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
+            check_reward(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
         history = list(begun.progress.history) if begun.progress else []
         erasures = Erasures(lake, begun.start.lake_versions, config)
         try:
@@ -102,9 +102,9 @@ def train(
         start_groups(config, parent.path, seed=seed, reward=context.reward) as groups,
         progress_bar() as bar,
     ):
-        clock = Clock()
+        timer = StepTimer()
         checkpoints = Checkpoints(config.checkpoint, context, groups.trained, watchers.checkpoint)
-        flow = dataflow(Run(config, context, groups, data, seed, clock))
+        flow = dataflow(Run(config, context, groups, data, seed, timer))
         if begun.checkpoint is not None and progress is not None:
             for part, group in groups.trained.items():
                 group.load_checkpoint(begun.checkpoint, part=part)
@@ -116,16 +116,16 @@ def train(
         watchers.start()
         task = bar.add_task(context.run, total=config.steps, completed=first)
         for step in range(first, config.steps):
-            clock.start()
+            timer.start()
             metrics = flow.step(step)
-            metrics |= clock.laps(metrics["tokens"])
+            metrics |= timer.metrics(metrics["tokens"])
             history.append(metrics)
             watchers.step(step, metrics)
             bar.advance(task)
             say_step(context.run, step, config.steps, metrics)
             check_health(config, history)
-            erasures.look(context.run)
-            checkpoints.hear()
+            erasures.check_between_steps(context.run)
+            checkpoints.collect()
             if checkpoints.due(step + 1):
                 checkpoints.save(
                     Progress(
@@ -137,22 +137,22 @@ def train(
                         dataflow=flow.state(),
                     )
                 )
-        checkpoints.hear(wait=True)
-        made: dict[str, Any]
-        what = (parent, groups.actor, config, context, begun.start, history, data, erasures.check())
+        checkpoints.collect(wait=True)
+        outcome: dict[str, Any]
+        record = (parent, groups.actor, config, context, begun.start, history, data, erasures.check())
         if config.algorithm.trains_policy:
-            version = publish(store, *what).version
+            version = publish(store, *record).version
             erasures.settle(store, version)
-            made = {"candidate": version, "reason": None}
+            outcome = {"candidate": version, "reason": None}
         else:
-            folder = publish_reward_model(*what)
+            folder = publish_reward_model(*record)
             erasures.settle(store, folder)
-            made = {"candidate": None, "artifact": folder, "reason": reason_of(folder)}
-        shutil.rmtree(checkpoints_of(context))  # the run is finished: its name gives this result from here on
+            outcome = {"candidate": None, "artifact": folder, "reason": no_candidate_reason(folder)}
+        shutil.rmtree(checkpoints_of(context))  # the run is finished: its name returns this result from here on
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}
-        result = JobResult(run=context.run, **made, **last)
-        say(f"{context.run}: published {made_by(result)} in {seconds:.0f} s")
+        result = JobResult(run=context.run, **outcome, **last)
+        say(f"{context.run}: published {outcome_text(result)} in {seconds:.0f} s")
         watchers.end(result)
     return result
 
@@ -187,8 +187,8 @@ def read_data(
 
 
 def too_few(config: TrainConfig, context: JobContext, parent: Policy, data: Data) -> JobResult:
-    what = "items of feedback" if config.algorithm.is_offline else "prompts"
-    reason = f"{data.usable} usable {what}, fewer than train.data.min_prompts={config.data.min_prompts} ({data})"
+    unit = "items of feedback" if config.algorithm.is_offline else "prompts"
+    reason = f"{data.usable} usable {unit}, fewer than train.data.min_prompts={config.data.min_prompts} ({data})"
     return JobResult(
         run=context.run, candidate=None, parent=parent.version, steps=0, reason=reason, metrics={}, seconds=0.0
     )
@@ -212,6 +212,6 @@ def ended_early(
 
 
 def finished_before(context: JobContext, result: JobResult) -> JobResult:
-    say(f"{context.run}: was finished before, it published {made_by(result)}")
+    say(f"{context.run}: was finished before, it published {outcome_text(result)}")
     shutil.rmtree(checkpoints_of(context), ignore_errors=True)
     return result

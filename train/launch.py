@@ -36,7 +36,7 @@ _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class JobError(RuntimeError):
-    """The job failed; the message says why, and where all that it said is."""
+    """The job failed; the message says why, and where its output is."""
 
 
 def run_job(config: TrainConfig, context: JobContext) -> JobResult:
@@ -86,7 +86,7 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
         process = subprocess.Popen(command, stderr=output, env=variables)
         try:
             code = process.wait()
-        except BaseException:  # whoever stops waiting for the job wants no candidate of it
+        except BaseException:  # nobody waits for its candidate any more
             process.terminate()
             try:
                 process.wait(_STOP_S)
@@ -94,7 +94,9 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
                 process.kill()
             raise
     if code:
-        why = told(context) or f"torchrun ended with {code}, and its output with:\n{log.read_text()[-4000:].rstrip()}"
+        why = (
+            error_of(context) or f"torchrun ended with {code}, and its output with:\n{log.read_text()[-4000:].rstrip()}"
+        )
         raise JobError(f"{context.run} failed; all of its output is in {log}\n{why}")
 
 
@@ -103,21 +105,13 @@ def torchrun_command(
 ) -> list[str]:
     """``torchrun``: the module to run; ``train.controller.torchrun_guard`` ends with the process that starts it.
 
-    ``file``: where torchrun keeps what a rendezvous needs; a temporary one if not given.
+    ``file``: where torchrun keeps what a rendezvous needs; a temporary one by default.
     """
     ranks = config.ranks_of(config.placement.actor)
-    how = ["--nnodes", "1", "--nproc-per-node", str(ranks), "--max-restarts", "0", "--local-addr", LOOPBACK]
-    # torchrun's own store would listen on all addresses; the ranks meet at the first of them instead.
-    how += [
-        "--rdzv-id",
-        uuid.uuid4().hex,
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-conf",
-        "store_type=file",
-        "--rdzv-endpoint",
-        file,
-    ]
+    how = ["--nnodes=1", f"--nproc-per-node={ranks}", "--max-restarts=0", f"--local-addr={LOOPBACK}"]
+    # torchrun's own store would listen on all addresses; the ranks' store is in the first of them instead.
+    how += [f"--rdzv-id={uuid.uuid4().hex}", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
+    how += [f"--rdzv-endpoint={file}"]
     return [sys.executable, "-m", torchrun, *how, "-m", "train.launch", "--launcher", "torchrun", str(spec)]
 
 
@@ -138,7 +132,7 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
     try:
         follow(client, job_id, context)
     except BaseException:
-        client.stop_job(job_id)  # whoever stops waiting for the job wants no candidate of it
+        client.stop_job(job_id)  # nobody waits for its candidate any more
         raise
 
 
@@ -154,7 +148,7 @@ def follow(client: Any, job_id: str, context: JobContext) -> None:
             return
         if status.is_terminal():
             message = client.get_job_info(job_id).message
-            why = told(context) or f"{message}\n{logs[-2000:].rstrip()}"
+            why = error_of(context) or f"{message}\n{logs[-2000:].rstrip()}"
             raise JobError(f"{context.run} failed; Ray job {job_id} ended as {status}\n{why}")
         time.sleep(1.0)
 
@@ -162,7 +156,7 @@ def follow(client: Any, job_id: str, context: JobContext) -> None:
 def main() -> None:
     """Entry point of a job: ``python -m train.launch [--launcher ray|torchrun] SPEC.json``."""
     try:
-        be_job()
+        run_from_command_line()
     except BaseException:
         if not teardown_is_skipped():
             raise
@@ -170,18 +164,18 @@ def main() -> None:
         end_process(1)
 
 
-def be_job() -> None:
+def run_from_command_line() -> None:
     """Run the job that the command line names, or a rank of it."""
     parser = argparse.ArgumentParser(prog="python -m train.launch", description="Run a training job from its file.")
     parser.add_argument(
-        "--launcher", choices=["ray", "torchrun"], help="what runs the ranks; the job's own if not given"
+        "--launcher", choices=["ray", "torchrun"], help="what runs the ranks; by default the job's own setting"
     )
     parser.add_argument("spec", type=Path, metavar="SPEC.json", help="the job: {config, context}")
     arguments = parser.parse_args()
     config, context = read(arguments.spec, arguments.launcher)
     sys.path[:0] = context.python_path
     if config.launcher == "torchrun":
-        as_rank(config, context, arguments.spec)
+        run_as_rank(config, context, arguments.spec)
         return
     import ray
 
@@ -189,14 +183,14 @@ def be_job() -> None:
     run_spec(config, context)
 
 
-def as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
+def run_as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
     """Be one rank of the job; several without torchrun around them are started by it."""
     ranks = config.ranks_of(config.placement.actor)
     if "RANK" not in os.environ and ranks > 1:
         command = torchrun_command(config, spec)
         os.execve(command[0], command, {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets()})
     layout = Layout(ranks, **sizes(config, config.placement.actor))
-    record(torchrun.be_rank)(config, layout, environment(config), partial(run_spec, config, context))
+    record(torchrun.run_rank)(config, layout, environment(config), partial(run_spec, config, context))
 
 
 def run_spec(config: TrainConfig, context: JobContext) -> None:
@@ -216,14 +210,14 @@ def error_file(context: JobContext) -> Path:
     return context.folder / "error.txt"
 
 
-def told(context: JobContext) -> str | None:
-    """What the driver of the job failed by; None if it could not say."""
+def error_of(context: JobContext) -> str | None:
+    """What the driver of the job failed by; None if it left no message."""
     file = error_file(context)
     return file.read_text() if file.exists() else None
 
 
 def read(spec: Path, launcher: str | None = None) -> tuple[TrainConfig, JobContext]:
-    """A job's file; ``launcher`` in place of its own if given."""
+    """A job's file; ``launcher`` replaces its own."""
     job = json.loads(spec.read_text())
     if launcher is not None:
         job["config"]["launcher"] = launcher

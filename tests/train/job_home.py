@@ -1,8 +1,14 @@
-"""A home that training jobs can run in: a tiny policy, a lake with prompts, a user's reward and hook."""
+"""A home that training jobs can run in: a tiny policy, a lake with prompts, a user's reward and hook; and the jobs."""
 
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +24,7 @@ from feedback.journal.codec import to_batch
 from feedback.lake.tables import Lake
 from feedback.schema import TABLES
 from serve.policies.store import PolicyStore
+from tests.paths import ROOT
 
 USERS_CODE = """
 import random
@@ -46,8 +53,11 @@ class Diary(Hook):
 """
 
 
-def make_home(root: Path) -> None:
-    """A policy store whose policy serves, a lake with prompts, and a user's module."""
+def make_home(root: Path, prepare: Callable[[Path], None] = lambda seed: None) -> None:
+    """A policy store whose policy serves, a lake with prompts, and a user's module.
+
+    ``prepare`` changes the folder of the policy before it is published.
+    """
     tokenizer = make_tokenizer()
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
@@ -56,6 +66,7 @@ def make_home(root: Path) -> None:
     config = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **special, **heads)
     Qwen3ForCausalLM(config).save_pretrained(root / "seed")
     tokenizer.save_pretrained(root / "seed")
+    prepare(root / "seed")
     store = PolicyStore(root / "policies")
     policy = store.publish(root / "seed", parent=None, lineage={}, metrics={})
     store.promote(policy.version, who="test", why="test", expected=None)
@@ -91,3 +102,41 @@ def row(number: str, prompt: str, token_ids: list[int]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_batches([to_batch(rows, TABLES["interactions"])])
+
+
+def job_context(home: Path, run: str, **others: Any) -> dict[str, Any]:
+    """The context of a job that samples nothing."""
+    folders = {"runs": str(home / "runs"), "policies": str(home / "policies"), "lake_uri": str(home / "lake")}
+    return {"run": run, "reward": {}, **folders, **others}
+
+
+def run_jobs(home: Path, jobs: list[dict[str, Any]]) -> str:
+    """What jobs, {config, context} each, printed when they ran one after the other in one process."""
+    (home / "jobs.json").write_text(json.dumps(jobs))
+    tests = ROOT / "tests" / "train"
+    process = subprocess.Popen(
+        [sys.executable, str(tests / "single_rank_driver.py"), str(home / "jobs.json")],
+        env={**os.environ, "PYTHONPATH": f"{home}:{ROOT}:{tests}", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        printed = process.communicate(timeout=800)[0]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert process.returncode == 0, printed
+    return printed
+
+
+def results_of(printed: str) -> list[dict[str, Any]]:
+    """The results that ``run_jobs`` printed."""
+    return [json.loads(line.removeprefix("RESULT ")) for line in printed.splitlines() if line.startswith("RESULT ")]
+
+
+def metrics_of(home: Path, run: str) -> list[dict[str, float]]:
+    """The metrics of a run's steps."""
+    return [json.loads(line) for line in (home / "runs" / run / "metrics.jsonl").read_text().splitlines()]

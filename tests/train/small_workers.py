@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from train.controller.dispatch import by_rank, dispatch, per_token, to_all, to_all_gathered, to_first
-from train.controller.rank import Worker
+from train.controller.worker import Worker
 
 
 class Small(Worker):

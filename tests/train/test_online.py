@@ -15,12 +15,12 @@ from feedback.datasets import Prompt
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.context import JobContext
-from train.data.prompts import Cycled
+from train.data.prompts import Cycled, TrainingData
 from train.data.rewards import Rewards
-from train.data.samples import Scored, TrainingData
+from train.data.samples import Scored
 from train.dataflows.base import Run
 from train.dataflows.online import Online
-from train.observe.progress import Clock
+from train.observe.progress import StepTimer
 
 CONTEXT = JobContext(run="r", runs=Path(), policies=Path(), lake_uri="", reward={})
 
@@ -29,7 +29,7 @@ def online(prompts: int = 12, logged: list[list[Rollout]] | None = None, **setti
     config = TrainConfig.model_validate({"data": {"prompts_per_step": 4}, **settings})
     asked = Cycled([Prompt(None, None, [i]) for i in range(prompts)], config.data.fresh_prompts_per_step, "1")
     traffic = Cycled(logged or [], config.data.traffic_prompts_per_step, "1")
-    return Online(Run(config, CONTEXT, None, TrainingData(asked, traffic, "", 0, ""), 1, Clock()))  # type: ignore[arg-type]
+    return Online(Run(config, CONTEXT, None, TrainingData(asked, traffic, "", 0, ""), 1, StepTimer()))  # type: ignore[arg-type]
 
 
 def groups(*rewards: list[float], fresh: bool = True) -> list[Rollout]:
@@ -42,14 +42,14 @@ def numbers(prompts: list[Prompt]) -> list[int]:
 
 def test_further_rounds_of_a_step_ask_other_prompts_and_the_same_ones_when_the_run_goes_on() -> None:
     flow = online(algorithm={"resample_rounds": 2})
-    rounds = [numbers(flow.asked(5, again)) for again in range(3)]
+    rounds = [numbers(flow.prompts_of(5, again)) for again in range(3)]
     assert sorted(chain(*rounds)) == list(range(12))
-    assert rounds == [numbers(online(algorithm={"resample_rounds": 2}).asked(5, again)) for again in range(3)]
+    assert rounds == [numbers(online(algorithm={"resample_rounds": 2}).prompts_of(5, again)) for again in range(3)]
 
 
 def test_with_no_further_rounds_every_prompt_is_asked_before_any_comes_again() -> None:
     flow = online()
-    assert sorted(chain(*(numbers(flow.asked(step, 0)) for step in range(3)))) == list(range(12))
+    assert sorted(chain(*(numbers(flow.prompts_of(step, 0)) for step in range(3)))) == list(range(12))
 
 
 def test_groups_that_teach_nothing_and_those_beyond_the_wanted_are_left_out() -> None:

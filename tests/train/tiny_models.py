@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
+from train.model.mesh import Meshes
 
 SIZES = {
     "vocab_size": 67,
@@ -81,3 +83,19 @@ def whole(tensor: Any) -> torch.Tensor:
     """The values of a tensor or a DTensor; every rank must call it."""
     tensor = tensor.detach()
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def own_part(batch: PackedBatch, meshes: Meshes) -> torch.Tensor:
+    """The sequences that dispatch gives to this rank: ranks that share sequences have the same."""
+    share = 1 if meshes.sp is None else meshes.sp.size()
+    return batch.balanced(torch.distributed.get_world_size() // share)[torch.distributed.get_rank() // share]
+
+
+def plain_log_probs(model: Any, batch: PackedBatch) -> torch.Tensor:
+    """[T]: logprobs of the response tokens by transformers' own forward pass, one sequence at a time, with gradient."""
+    found = []
+    for start, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+        tokens = batch.tokens[start:end]
+        log_probs = model(tokens[None]).logits[0, :-1].float().log_softmax(-1)
+        found.append(torch.cat([torch.zeros(1), log_probs.gather(1, tokens[1:, None])[:, 0]]))
+    return torch.cat(found) * batch.response_mask

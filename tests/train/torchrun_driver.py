@@ -16,7 +16,7 @@ def main(folder: Path, what: str) -> None:
     config = TrainConfig.model_validate(
         {"ranks": 2, "launcher": "torchrun", "start_timeout_s": 100, "step_timeout_s": 100}
     )
-    torchrun.be_rank(config, Layout(2), {}, partial(drive, folder, what))
+    torchrun.run_rank(config, Layout(2), {}, partial(drive, folder, what))
 
 
 def drive(folder: Path, what: str) -> None:

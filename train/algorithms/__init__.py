@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from train.import_object import NamesNothingError, load_named
+from train.import_object import import_subclass
 
 if TYPE_CHECKING:
     from train.algorithms.base import Algorithm
@@ -35,19 +35,13 @@ def load(config: AlgorithmConfig) -> Algorithm:
         ValueError: it names none, one that learns from feedback where the config has it otherwise, or one without a
             clip where the clip is to be the correction.
     """
-    module, _, name = ALGORITHMS.get(config.name, config.name).partition(":")
-    setting = f"train.algorithm.name={config.name!r}"
-    if not name:
-        raise ValueError(f"{setting} is no algorithm; use one of {', '.join(ALGORITHMS)}, or 'module:class'")
-    try:
-        algorithm = load_named(module, name)
-    except NamesNothingError as error:
-        raise ValueError(f"{setting}: {error}") from error
     from train.algorithms.base import Algorithm
 
-    if not (isinstance(algorithm, type) and issubclass(algorithm, Algorithm)):
-        raise ValueError(f"{setting} is no subclass of train.algorithms.base.Algorithm")
+    algorithm = import_subclass("train.algorithm.name", ALGORITHMS.get(config.name, config.name), Algorithm)
     if algorithm.dataset is not None and not config.is_offline:
-        raise ValueError(f"{setting} learns from feedback ({algorithm.dataset}); set train.algorithm.offline to true")
+        raise ValueError(
+            f"train.algorithm.name={config.name!r} learns from feedback ({algorithm.dataset}); set "
+            "train.algorithm.offline to true"
+        )
     config.check_proximal(clips=algorithm.clips)
     return algorithm(config)

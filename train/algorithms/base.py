@@ -23,11 +23,16 @@ Loss = tuple[Tensor, dict[str, Tensor]]
 taken, or of any other shape, of which the mean over all is."""
 
 
+def logged_values(value: Tensor, response_mask: Tensor) -> Tensor:
+    """[n]: what the mean of a logged tensor is taken over."""
+    return value[response_mask] if value.shape == response_mask.shape else value.flatten()
+
+
 class Algorithm:
     """Base of all algorithms."""
 
     needs_critic: ClassVar[bool] = False
-    """``advantages`` and ``returns`` read ``values`` of the batch, which a critic gives."""
+    """``advantages`` and ``returns`` read ``values`` of the batch, which a critic predicts."""
     needs_greedy: ClassVar[bool] = False
     """``advantages`` reads ``baselines`` of the batch: the reward of the greedy response to each prompt."""
     needs_reference: ClassVar[bool] = False
@@ -59,7 +64,7 @@ class Algorithm:
         raise NotImplementedError
 
     def checked_advantages(self, batch: PackedBatch) -> Tensor:
-        """``advantages``. Raises ValueError if they are not one number a token."""
+        """``advantages``. Raises ValueError if they are not one number per token."""
         found = self.advantages(batch)
         if not isinstance(found, Tensor) or found.shape != batch.tokens.shape:
             what = (
@@ -67,7 +72,7 @@ class Algorithm:
             )
             raise ValueError(
                 f"train.algorithm.name={self.config.name}: advantages gave {what} for {len(batch.tokens)} tokens of "
-                f"{len(batch)} responses; it is one number a token, batch.per_token(…) of one a response"
+                f"{len(batch)} responses; it is one number per token, batch.per_token(…) of one per response"
             )
         return found
 

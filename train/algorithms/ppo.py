@@ -1,6 +1,6 @@
 """PPO: proximal policy optimisation (arXiv 1707.06347), with generalised advantage estimation (arXiv 1506.02438).
 
-A critic says how good the state before each token is. A token's advantage is how much better things went from there
+A critic predicts the value of the state before each token. A token's advantage is how much better things went
 than the critic expected, by GAE with gamma and lambda, whitened over the batch; it weighs the token in PPO's clipped
 objective. The critic learns the return, which is the advantage, before whitening, plus the value. The reward comes with
 the last token; with ``kl.placement: reward``, and k1 as estimator, each token's reward is less by its KL to the parent,

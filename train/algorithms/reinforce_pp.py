@@ -2,7 +2,7 @@
 
 A token's advantage is the response's reward less the KL of the tokens from it to the end (k1), discounted by gamma per
 token (1 by default), normalised over the whole batch, not within a prompt's group. It weighs the token in PPO's clipped
-objective. One response a prompt will do.
+objective. One response per prompt will do.
 
 With baseline, several responses to a prompt are sampled and their mean reward is taken from each, then all is
 normalised over the batch; the KL is in the loss (k2).

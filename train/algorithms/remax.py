@@ -1,6 +1,6 @@
 """ReMax (arXiv 2310.10505).
 
-REINFORCE with the reward of the greedy response to the same prompt as the baseline: one more response a prompt, and no
+REINFORCE whose baseline is the reward of the greedy response to the same prompt: one more response per prompt, and no
 critic. The log-probability of a response is the sum over its tokens.
 """
 

@@ -23,7 +23,7 @@ from train.batch.prompt_rows import families
 class Rollout:
     """One response and what it was worth.
 
-    ``log_probs``: nats, of the behaviour policy, one a response token. ``truncated``: it ended at the longest length.
+    ``log_probs``: nats, of the behaviour policy, one per response token. ``truncated``: it ended at the longest length.
     ``fresh``: sampled by this run. ``baseline``: reward of the greedy response to its prompt, where that is asked for.
     """
 
@@ -44,7 +44,7 @@ _EVEN: Final = 1.02
 PER_SEQUENCE: Final = frozenset(
     ("prompt_lengths", "temperatures", "rewards", "groups", "truncated", "fresh", "baselines")
 )
-"""Fields of a batch with one value a sequence."""
+"""Fields of a batch with one value per sequence."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def balance(lengths: list[int], parts: int) -> list[list[int]]:
 
 
 def fill(lengths: list[int], budget: int, at_least: int = 1) -> list[list[int]]:
-    """Group sequences to at most ``budget`` tokens a group, in as few groups as best fit finds, of about equal size.
+    """Group sequences to at most ``budget`` tokens per group, in as few groups as best fit finds, of about equal size.
 
     The longest sequence that is left goes where it leaves least room (best fit decreasing, which needs at most 11/9 of
     the fewest groups there can be, and 4 more: Johnson et al., SIAM J. Comput. 3, 1974). As many groups are then

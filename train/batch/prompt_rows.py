@@ -1,4 +1,4 @@
-"""Which rows a model is run on: a prompt that several sequences share is one, and what nobody reads is none.
+"""Which rows a model is run on: a prompt that several sequences share is computed once, what is not read not at all.
 
 What a causal model makes of a token depends on the tokens before it alone. So the tokens of a prompt are computed once
 for all responses to it, each of which attends to them and to itself (as in arXiv 2506.05433), and the tokens after the

@@ -1,6 +1,6 @@
 """The part of a checkpoint that is one model in training with its optimizer: sharded, written in the background.
 
-It is a folder, ``actor`` or ``critic``, in that of the checkpoint (train/checkpoint/files.py): the shards
+It is a folder, ``actor`` or ``critic``, in that of the checkpoint (train/checkpoint/layout.py): the shards
 (torch.distributed.checkpoint: it loads on any number of ranks) and ``rank-0003.json`` of each rank, its random and
 schedule state. What the training process does after ``Saver.start`` returned does not change what is written. The
 driver makes the checkpoint whole when all its parts are written (train/checkpoint/resume.py).
@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from train.checkpoint.files import CheckpointError, require_room, step_of, torn, write_synced
-from train.checkpoint.random_state import random_state, seed_all, set_random_state
+from train.checkpoint.layout import CheckpointError, require_room, step_of, torn, write_synced
+from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
 
 _FAILURES: Final = (OSError, RuntimeError, CheckpointException)
 _SPARE: Final = 1.05  # metadata and alignment, beside the tensors themselves
@@ -67,7 +67,7 @@ class Saver:
     ) -> None:
         """Copy the state aside and write it to ``folder`` in the background; first waits for a running save.
 
-        How it ended, failures of the copy included, is told by ``ended``.
+        How it ended, failures of the copy included, is returned by ``ended``.
 
         Args:
             folder: of this part; it is made.
@@ -77,7 +77,7 @@ class Saver:
         started = time.monotonic()
         try:
             written = self._stage(folder, model, optimizer, schedule)
-        except _FAILURES as error:  # told by ended(); the driver decides what it means
+        except _FAILURES as error:  # returned by ended(); the driver decides what it means
             self._ended.append(Saved(step, time.monotonic() - started, _say(error)))
             return
         self._running = self._thread.submit(self._finish, written, step, started)
@@ -136,7 +136,7 @@ class Saver:
         error = None
         try:
             written.result(self._timeout_s)
-        except _FAILURES as failure:  # told by ended()
+        except _FAILURES as failure:  # returned by ended()
             error = _say(failure)
         return Saved(step, time.monotonic() - started, error)
 
@@ -177,7 +177,7 @@ def load(
     if mine.exists():
         set_random_state(kept["random"])
     else:
-        seed_all(step_of(checkpoint) * 1_000_003 + rank)
+        seed_all(numbered_seed(step_of(checkpoint), rank))
 
 
 # --------------------------------------------------------------------------------------------------------- state

@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put the generators back to what ``random_state`` gave."""
+    """Restore what ``random_state`` returned."""
     version, python, gauss = state["python"]
     random.setstate((version, tuple(python), gauss))
     name, keys, at, has_gauss, cached = state["numpy"]
@@ -47,6 +47,11 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def numbered_seed(seed: int, number: int) -> int:
+    """A seed for each number of a policy, a step or a rank."""
+    return seed * 1_000_003 + number
 
 
 def seed_of(*numbers: int) -> int:

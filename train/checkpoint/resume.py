@@ -2,8 +2,8 @@
 
 A run is its name: its folder holds ``start.json`` (what it was started with) and ``checkpoints/``. The same name again,
 after a kill, goes on from the last whole checkpoint, reading the lake at the versions that the run read at its start.
-Once the run has published, its name gives that policy again and trains nothing. ``checkpoints/`` goes last: while it is
-there, nobody has looked yet for erasures that came while the run published.
+Once the run has published, its name returns that policy and trains nothing. ``checkpoints/`` goes last: while it is
+there, erasures that came while the run published are still to be looked for.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pydantic import BaseModel
 from feedback.files import try_lock
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
-from train.checkpoint.files import CheckpointError, checkpoints, remove_unfinished, torn, write_synced
+from train.checkpoint.layout import CheckpointError, checkpoints, remove_unfinished, torn, write_synced
 from train.config.resume_settings import differing_settings
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.observe.progress import say
 from train.run.erasures import Erasures
 from train.run.reward_folder import result_of
-from train.run.unfinished import LOCK, START, forget, was_erased
+from train.run.unfinished import LOCK, START, forget, policy_of_run, was_erased
 
 _LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
 
@@ -48,7 +48,7 @@ class Progress(BaseModel):
 
 @dataclass(frozen=True)
 class Begun:
-    """How a run begins. ``finished``: what came of it before; there is nothing left to do."""
+    """How a run begins. ``finished``: its result, if it has published before; there is nothing left to do."""
 
     start: RunStart
     parent: Policy
@@ -71,10 +71,10 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
     start = progress.start if progress is not None else _read_start(context)
     finished = None if start is None else _finished(store, context, start)
     if start is not None and finished is not None and checkpoints_of(context).exists():
-        made = finished.artifact if finished.candidate is None else finished.candidate
-        assert made is not None
+        published = finished.artifact if finished.candidate is None else finished.candidate
+        assert published is not None
         try:
-            Erasures(lake, start.lake_versions, config).settle(store, made)
+            Erasures(lake, start.lake_versions, config).settle(store, published)
         except RowsErased as erased:
             say(f"{context.run}: what it had published is withdrawn, and it begins anew: {erased}")
             forget(context.folder)
@@ -91,7 +91,7 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
             differences.append(f"train.steps is {config.steps}, and {progress.step} are done")
         begun = finished is not None or checkpoint is not None
         if differences and begun:
-            state = f"has {checkpoint}" if finished is None else f"published {made_by(finished)}"
+            state = f"has {checkpoint}" if finished is None else f"published {outcome_text(finished)}"
             raise CheckpointError(
                 f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
                 "what differs, or give the run another name (--run)"
@@ -143,7 +143,7 @@ def checkpoints_of(context: JobContext) -> Path:
 
 
 def last_whole(context: JobContext) -> Path | None:
-    """The newest checkpoint whose files are all there; a torn one is told and passed over.
+    """The newest checkpoint whose files are all there; a torn one is reported and passed over.
 
     Raises:
         CheckpointError: there are some, and all are torn.
@@ -187,14 +187,14 @@ def _parent(store: PolicyStore, context: JobContext) -> Policy:
     return store.get(pointer.version)
 
 
-def made_by(result: JobResult) -> str:
-    """What came of a run, in words."""
+def outcome_text(result: JobResult) -> str:
+    """What a run has published."""
     return f"policy {result.candidate}" if result.artifact is None else f"reward model {result.artifact}"
 
 
 def _finished(store: PolicyStore, context: JobContext, start: RunStart) -> JobResult | None:
-    """What came of this very run, if it came to its end."""
-    policy = _published(store, start)
+    """The result of this very run, if it has published."""
+    policy = policy_of_run(store, start.id)
     if policy is None:
         return result_of(context, start)
     assert policy.parent is not None
@@ -207,17 +207,6 @@ def _finished(store: PolicyStore, context: JobContext, start: RunStart) -> JobRe
         metrics=policy.metrics["last"],
         seconds=0.0,
     )
-
-
-def _published(store: PolicyStore, start: RunStart) -> Policy | None:
-    """The policy that this very run published."""
-    for version in reversed(store.versions()):
-        if version <= start.parent:
-            break
-        policy = store.get(version)
-        if policy.lineage.get("run_id") == start.id:
-            return policy
-    return None
 
 
 def _reward(context: JobContext) -> Any:

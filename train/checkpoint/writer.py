@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from train.checkpoint.files import CheckpointError, aside_of, begin_aside, make_whole, prune
+from train.checkpoint.layout import CheckpointError, aside_of, begin_aside, make_whole, prune
 from train.checkpoint.resume import Progress, checkpoints_of
 from train.config.sections import CheckpointConfig
 from train.context import JobContext
 from train.controller.worker_group import WorkerGroup
 from train.observe.progress import say
 
-FAILED_SAVES: Final = 2  # in a row, and the run ends: nobody wants to find out after a day that nothing was kept
+FAILED_SAVES: Final = 2  # in a row end the run, which would otherwise go on for hours without a checkpoint
 
 
 class Checkpoints:
@@ -45,7 +45,7 @@ class Checkpoints:
         return self._config.every_steps is not None and step % self._config.every_steps == 0
 
     def save(self, progress: Progress) -> None:
-        """Start a checkpoint; the next step need not wait for it. Raises as ``hear``."""
+        """Start a checkpoint; the next step need not wait for it. Raises as ``collect``."""
         try:
             aside = begin_aside(self._folder, progress.step, progress.model_dump_json())
         except OSError as error:
@@ -53,9 +53,9 @@ class Checkpoints:
         for part, group in self._parts.items():
             group.save_checkpoint(aside / part, step=progress.step)
         if not self._config.asynchronous:
-            self.hear(wait=True)
+            self.collect(wait=True)
 
-    def hear(self, *, wait: bool = False) -> None:
+    def collect(self, *, wait: bool = False) -> None:
         """Make whole what all groups have written since the last time; ``wait`` for a save that is under way.
 
         Raises:

@@ -18,7 +18,7 @@ GROUPED: Final = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce
 """Those of them that compare a response with the others to its prompt."""
 
 OFFLINE: Final = ("dpo", "kto", "sft", "reward_model")
-"""Algorithms that learn from what people said of responses; nothing is sampled."""
+"""Algorithms that learn from feedback; nothing is sampled."""
 
 
 class KlConfig(Section):
@@ -95,7 +95,7 @@ class CorrectionConfig(Section):
     max_staleness: int | None = Field(
         None,
         ge=0,
-        description="Logged responses of policies further than so many versions from the parent are left out; of "
+        description="Logged responses of policies more than this many versions from the parent are left out; of "
         "several policies the furthest counts. Unset: all are learned from.",
     )
 
@@ -112,7 +112,7 @@ class CorrectionConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic, which says how good each token's position is (PPO)."""
+    """The critic, which estimates the value of the state before each token (PPO)."""
 
     model: Path | None = Field(
         None,
@@ -123,7 +123,7 @@ class CriticConfig(Section):
         1e-5, gt=0, description="Peak learning rate; how it is reached, and all else, is as train.optimizer says."
     )
     warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns.")
-    gamma: float = Field(1.0, gt=0, le=1, description="Discount a token.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(0.95, ge=0, le=1, description="Lambda of GAE.")
     value_clip: float | None = Field(
         0.2, gt=0, description="A value moves by no more from the old one, in the reward's unit; null: no clip."
@@ -216,28 +216,28 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_the_algorithm_has_it(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        defaults = DEFAULTS.get(str(given.get("name")), {})
-        if given.get("resample_rounds") not in (None, 0, "0"):
+    def _as_the_algorithm_has_it(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        defaults = DEFAULTS.get(str(values.get("name")), {})
+        if values.get("resample_rounds") not in (None, 0, "0"):
             defaults = {**defaults, "filter_groups": True}
-        return _merged(defaults, given)
+        return _merged(defaults, values)
 
     @model_validator(mode="after")
     def _named_and_read(self) -> AlgorithmConfig:
         own = FUNCTION.fullmatch(self.name) is not None
         if not own and self.name not in (*ONLINE, *OFFLINE):
             raise ValueError(
-                f"train.algorithm.name={self.name!r} is no algorithm; use one of {', '.join((*ONLINE, *OFFLINE))}, or "
-                "'module:class'"
+                f"train.algorithm.name={self.name!r} is not an algorithm; use 'module:class', or one of "
+                f"{', '.join((*ONLINE, *OFFLINE))}"
             )
         for name, readers in READ_BY.items():
             value, usual = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
             if not own and self.name not in readers and value != usual:
-                given = _changed(name, value, usual)
+                changed = _changed(name, value, usual)
                 do = f"{', '.join(readers)} {'does' if len(readers) == 1 else 'do'}" if readers else "your own may"
-                raise ValueError(f"{given}: {self.name} does not read it ({do}); take it out, or set another name")
+                raise ValueError(f"{changed}: {self.name} does not read it ({do}); take it out, or set another name")
         if self.name in ONLINE:
             self.check_proximal(clips=self.name in _CLIPPED)
         return self
@@ -301,10 +301,10 @@ def _changed(name: str, value: Any, usual: Any) -> str:
     return ", ".join(f"train.algorithm.{name}.{inner}={v}" for inner, v in differ)
 
 
-def _merged(defaults: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What is given, and the defaults where nothing is, in sections too."""
-    both = {k for k, v in defaults.items() if isinstance(v, dict) and isinstance(given.get(k), dict)}
-    return {**defaults, **given, **{k: _merged(defaults[k], given[k]) for k in both}}
+def _merged(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """``values``, and the defaults of what they leave unset, in sections too."""
+    both = {k for k, v in defaults.items() if isinstance(v, dict) and isinstance(values.get(k), dict)}
+    return {**defaults, **values, **{k: _merged(defaults[k], values[k]) for k in both}}
 
 
 _KL_IN_THE_REWARD: Final = {"placement": "reward", "estimator": "k1"}
@@ -346,5 +346,5 @@ READ_BY: Final[dict[str, tuple[str, ...]]] = {
     "thumbs_up": ("sft",),
     **dict.fromkeys(("offline", "options"), ()),
 }
-"""Which algorithms read a setting. One that differs from its default, and isn't read, is refused: whoever set it would
+"""Which algorithms read a setting. One that differs from its default, and isn't read, is refused: its user would
 think that it does something."""

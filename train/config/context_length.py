@@ -15,7 +15,7 @@ def longest_context(rollout: RolloutConfig, policy: Path) -> int:
     """Tokens that prompt and response may have together: the setting's, or the model's own.
 
     Raises:
-        ValueError: the setting is more than the model has, or neither says a number.
+        ValueError: the setting is more than the model has, or neither has a number.
     """
     model = _of_model(policy)
     length = rollout.max_model_len or model

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from feedback.settings_base import Section
 
+Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
+"""Of Ray's placement groups."""
+
 
 class PoolConfig(Section):
     """Processes, one a rank, on devices of their own."""
@@ -17,7 +20,7 @@ class PoolConfig(Section):
     gpus: int | None = Field(
         None, ge=0, description="GPUs of each; if unset, one where the cluster has enough for every rank, else none."
     )
-    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+    strategy: Strategy = Field(
         "PACK", description="Ray's placement: PACK on few machines, SPREAD on many; STRICT_ is one, or all different."
     )
 
@@ -29,7 +32,7 @@ class PlacementConfig(Section):
     actor: str = Field("all", description="Pool of the policy in training.")
     critic: str | None = Field(None, description="Pool of the critic (ppo); the actor's if unset.")
     reference: str = Field("all", description="Pool of the frozen parent policy, which KL is measured to.")
-    rollout: str = Field("all", description="Pool that generates. Apart from the actor's, weights are sent to it.")
+    rollout: str = Field("all", description="Pool that generates. If it is not the actor's, weights are sent to it.")
     reward: str | None = Field(None, description="Pool that rewards fresh responses; the driver itself if unset.")
 
     @property
@@ -44,7 +47,7 @@ class PlacementConfig(Section):
         for role, pool in self.roles.items():
             if pool not in self.pools:
                 raise ValueError(
-                    f"train.placement.{role}={pool} is no pool; set it to one of train.placement.pools: "
+                    f"train.placement.{role}={pool} is not a pool; set it to one of train.placement.pools: "
                     f"{', '.join(self.pools)}"
                 )
         if idle := set(self.pools) - set(self.roles.values()):

@@ -29,7 +29,7 @@ class FsdpConfig(TrainSection):
     """How the weights in training are spread over the ranks."""
 
     layers: list[str] | None = Field(
-        None, description="Classes of the modules to shard by; those that the model itself says not to split if unset."
+        None, description="Classes of the modules to shard by; if unset, those that the model declares indivisible."
     )
     replicas: int = Field(
         1, ge=1, description="Groups of ranks that each hold the whole model, in shards (HSDP); divides train.ranks."
@@ -115,7 +115,7 @@ class DataConfig(TrainSection):
 
     exclude_suites: list[Path] = Field(
         [],
-        description="Suites, as evaluation.suite, whose prompts nothing is learned from, whoever asks them; "
+        description="Suites, as evaluation.suite, whose prompts nothing is learned from, also in traffic; "
         "evaluation.suite is always one.",
     )
     held_out_share: float = Field(

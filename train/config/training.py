@@ -51,7 +51,7 @@ class TrainConfig(TrainSection):
     )
     launcher: Literal["ray", "torchrun"] = Field(
         "ray",
-        description="What starts the workers. torchrun: one process a rank on this machine, without Ray; all workers "
+        description="What starts the workers. torchrun: one process per rank on this machine, without Ray; all workers "
         "share them.",
     )
     placement: PlacementConfig = Field(
@@ -71,7 +71,9 @@ class TrainConfig(TrainSection):
         "token, passes this.",
     )
     min_entropy: float | None = Field(
-        None, gt=0, description="Stop, and publish nothing, when the policy's mean entropy (nats a token) falls below."
+        None,
+        gt=0,
+        description="Stop, and publish nothing, when the policy's mean entropy (nats per token) falls below.",
     )
     max_length_growth: float | None = Field(
         10.0,
@@ -149,9 +151,9 @@ class TrainConfig(TrainSection):
 
     @property
     def old_log_probs_first(self) -> bool:
-        """Whether the policy's logprobs are asked for before it learns.
+        """Whether the policy's logprobs are computed before it learns.
 
-        An update's own forward pass gives them at no cost, unless there are several updates, it drops some of the
+        An update's own forward pass computes them at no cost, unless there are several updates, it drops some of the
         adapters' inputs, or the reward has the KL in it.
         """
         kl = self.algorithm.kl
@@ -300,7 +302,7 @@ def _nothing_is_sampled(config: TrainConfig) -> None:
         why = f"train.algorithm.name={config.algorithm.name} learns from feedback, and samples nothing"
     else:
         why = f"train.data.traffic_share={config.data.traffic_share:g} learns from logged responses alone"
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         f"train.{section}.{name}": getattr(part, name)
         for section, names in SAMPLING.items()
         for part in (getattr(config, section),)
@@ -309,16 +311,16 @@ def _nothing_is_sampled(config: TrainConfig) -> None:
     }
     on = config.placement
     if on.rollout not in (on.actor, on.reference):
-        given["train.placement.rollout"] = on.rollout
+        settings["train.placement.rollout"] = on.rollout
     if on.reward is not None:
-        given["train.placement.reward"] = on.reward
+        settings["train.placement.reward"] = on.reward
     if config.algorithm.is_offline and config.data.traffic_share > 0:
-        given["train.data.traffic_share"] = config.data.traffic_share
+        settings["train.data.traffic_share"] = config.data.traffic_share
     for name in ("resample_rounds", "overlong_buffer"):
-        if getattr(config.algorithm, name) > 0 and config.algorithm.name != "dapo":  # which has them unless told not to
-            given[f"train.algorithm.{name}"] = getattr(config.algorithm, name)
-    if given:
-        raise ValueError(f"{why}; take out {', '.join(f'{name}={value}' for name, value in given.items())}")
+        if getattr(config.algorithm, name) > 0 and config.algorithm.name != "dapo":  # which has them by default
+            settings[f"train.algorithm.{name}"] = getattr(config.algorithm, name)
+    if settings:
+        raise ValueError(f"{why}; take out {', '.join(f'{name}={value}' for name, value in settings.items())}")
 
 
 def _critic_suits(config: TrainConfig) -> None:
@@ -335,8 +337,8 @@ def _critic_suits(config: TrainConfig) -> None:
 
 
 def _no_policy_is_trained(config: TrainConfig) -> None:
-    for setting, given in (("train.lora", config.lora), ("train.max_kl", config.max_kl)):
-        if given is not None:
+    for setting, value in (("train.lora", config.lora), ("train.max_kl", config.max_kl)):
+        if value is not None:
             raise ValueError(
                 f"{setting} is set, and train.algorithm.name={config.algorithm.name} trains no policy: a reward model "
                 f"trains all its weights, and has no KL; set {setting} to null"

@@ -1,6 +1,6 @@
 """The single controller: worker groups, called as if each were one object.
 
-The driver holds the dataflow. A group is SPMD: one worker a rank. The groups of one pool share its processes, and so
+The driver holds the dataflow. A group is SPMD: one worker per rank. The groups of one pool share its processes, and so
 their devices. A rule on each worker method says how its arguments are split over the ranks and its results joined::
 
     class ActorWorker(Worker):
@@ -13,6 +13,7 @@ their devices. A rule on each worker method says how its arguments are split ove
     pending = actor.log_probs.start(batch)          # the same without waiting
     log_probs = pending.result(timeout_s=60)
 
-Ranks are reached through Ray (``ResourcePool``) or torch.distributed (train/controller/torchrun.py); rules and groups
-don't know.
+Read ``worker_group`` (calls from the driver), ``dispatch`` (the rules), ``worker`` (what runs in a rank) and
+``role_groups`` (the groups of a job). Ranks are reached through Ray (``ray_pool``) or torch.distributed (``torchrun``);
+rules and groups don't know. ``rendezvous``: how ranks find each other.
 """

@@ -12,7 +12,7 @@ from train.batch.packed import PackedBatch
 
 
 class _NotCalled:
-    """What ``split`` gives for a rank that the call does not go to; it then stands for that rank's answer too."""
+    """The argument of a rank that is not called, and its answer."""
 
     def __reduce__(self) -> str:
         return "NOT_CALLED"
@@ -39,7 +39,7 @@ class Layout:
 class Rule:
     """How one argument goes out to the ranks and how their answers come back as one.
 
-    ``split(layout, argument)`` → (one argument a rank or ``NOT_CALLED``, whatever ``join`` needs to know);
+    ``split(layout, argument)`` → (one argument per rank, or ``NOT_CALLED``, whatever ``join`` needs to know);
     ``join(layout, answers, known)`` → the answer.
     """
 
@@ -76,8 +76,7 @@ def _all_answers(_layout: Layout, answers: list[Any], _known: None) -> list[Any]
 def _split_by_tokens(layout: Layout, batch: PackedBatch) -> tuple[list[PackedBatch], list[torch.Tensor]]:
     share = layout.sequence_parallel_size
     parts = batch.balanced(layout.ranks // share)
-    starts, lengths = batch.cu_seqlens[:-1], batch.lengths
-    tokens = [torch.cat([torch.arange(int(starts[s]), int(starts[s] + lengths[s])) for s in part]) for part in parts]
+    tokens = [batch.token_index(part) for part in parts]
     selected = [batch.select(part) for part in parts]
     return [selected[rank // share] for rank in range(layout.ranks)], tokens
 

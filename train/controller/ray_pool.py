@@ -1,27 +1,25 @@
-"""A pool of ranks under Ray: a placement group, one actor process a rank."""
+"""A pool of ranks under Ray: a placement group, one actor process per rank."""
 
 from __future__ import annotations
 
 import os
 import time
 from multiprocessing import resource_tracker
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from feedback.signals import held_back
+from train.config.placement import Strategy
 from train.controller.dispatch import NOT_CALLED, Layout
-from train.controller.rank import Workers, find_store, follows_from_another, join_ranks, load_class, open_store
-from train.controller.worker_group import WorkerError, WorkerGroup
+from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
+from train.controller.worker import Workers
+from train.controller.worker_group import CAUSE_S, WorkerError, WorkerGroup
+from train.import_object import import_object
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
     from torch.distributed import TCPStore
-
-Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-
-_CAUSE_S = 10.0
-"""How long to wait for the failure that another rank's failure follows from."""
 
 
 class Host(Workers):
@@ -32,13 +30,13 @@ class Host(Workers):
         # Ray shows a rank its own GPU alone, which is then number 0 to it.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0" if gpus else str(rank))
         torch.set_num_threads(threads)
-        with held_back():  # starting the tracker, as vLLM would, unblocks what is held back from Ray's processes
+        with held_back():  # starting the tracker, as vLLM would, unblocks signals that are blocked in Ray's processes
             resource_tracker.ensure_running()
         self.rank, self.ranks = rank, ranks
         self.store: TCPStore | None = None
 
     def open_store(self, timeout_s: float) -> tuple[str, int]:
-        """Where the ranks meet: at this one, on the address that it has in Ray."""
+        """Open the store of the rendezvous in this rank, on its address in Ray."""
         import ray
 
         address = ray.util.get_node_ip_address()
@@ -88,7 +86,7 @@ class ResourcePool:
         self.call_timeout_s, self.start_timeout_s = call_timeout_s, start_timeout_s
         self._failure: WorkerError | None = None
         if gpus is None:
-            gpus = 1 if ray.cluster_resources().get("GPU", 0) >= ranks else 0
+            gpus = gpus_per_rank(ranks)
         self.hosts: list[Any] = []
         self._place = reserve(
             name, ranks, {"CPU": threads, **({"GPU": gpus} if gpus else {})}, strategy, start_timeout_s
@@ -110,10 +108,10 @@ class ResourcePool:
     def group(self, role: str, target: str, **options: Any) -> WorkerGroup:
         """Create the worker ``module:Class`` on every rank, with ``options`` to its constructor."""
         self._on_all(f"create {role}", "create", role, target, options)
-        return WorkerGroup(self, role, load_class(target))
+        return WorkerGroup(self, role, import_object(f"worker {role}", target))
 
     def start(self, role: str, method: str, arguments: list[Any], options: dict[str, Any]) -> RayCall:
-        """Call a method with one argument a rank, and don't wait."""
+        """Call a method with one argument per rank, and don't wait."""
         calls = enumerate(zip(self.hosts, arguments, strict=True))
         refs = {r: h.call.remote(role, method, a, options) for r, (h, a) in calls if a is not NOT_CALLED}
         return RayCall(self, f"{role}.{method}", refs)
@@ -156,7 +154,7 @@ class RayCall:
         self._answers: list[Any] = [NOT_CALLED] * pool.layout.ranks
 
     def advance(self, timeout_s: float) -> bool:
-        """Wait for more answers, at most so long; whether all are there. Raises WorkerError as soon as a rank fails."""
+        """Wait at most ``timeout_s`` for more answers; True if all are there. Raises WorkerError once a rank fails."""
         deadline = time.monotonic() + timeout_s
         while self._waiting:
             answered = self._next(deadline)
@@ -194,8 +192,8 @@ class RayCall:
         return rank, None
 
     def _cause(self, rank: int, error: Exception) -> WorkerError:
-        """The failure to tell of: this one, or the one in another rank that it follows from, if that comes in time."""
-        deadline = time.monotonic() + _CAUSE_S
+        """The failure to report: this one, or the one in another rank that it follows from, if that comes in time."""
+        deadline = time.monotonic() + CAUSE_S
         while is_consequence(error) and self._waiting:
             answered = self._next(deadline)
             if answered is None:
@@ -206,14 +204,21 @@ class RayCall:
 
 
 def is_consequence(error: Exception) -> bool:
-    """Whether a rank failed only for want of another; one that died is always a cause."""
+    """Whether a rank failed only because another one has gone; one that died is always a cause."""
     import ray
 
     return isinstance(error, ray.exceptions.RayTaskError) and follows_from_another(str(error))
 
 
+def gpus_per_rank(ranks: int) -> int:
+    """One where the cluster has as many GPUs as ranks, else none."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0) >= ranks)
+
+
 def reserve(name: str, ranks: int, each: dict[str, float], strategy: Strategy, timeout_s: float) -> PlacementGroup:
-    """Room for the ranks, once the cluster has it. Raises WorkerError if it has not in time, saying what it has."""
+    """A placement group for the ranks, once the cluster has room. Raises WorkerError if it has none in time."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
 

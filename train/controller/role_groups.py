@@ -13,9 +13,9 @@ from feedback.config import RuleConfig
 from train import algorithms
 from train.config.training import TrainConfig
 from train.controller import torchrun
-from train.controller.ray_pool import ResourcePool
+from train.controller.ray_pool import ResourcePool, gpus_per_rank
 from train.controller.worker_group import Pool, WorkerGroup, results
-from train.data.rewards import Rewarding, rewarding, rewards_of, within
+from train.data.rewards import RewardFunction, load_reward_function, rewards_of, with_timeout
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,16 @@ class Groups:
     """What the dataflow calls.
 
     ``reference`` is None if nothing needs it, ``rollout`` if nothing is sampled, ``critic`` if the algorithm has none.
-    ``reward`` rewards rows of responses, here or on its pool; None if nothing is sampled. ``meeting`` is where weights
-    change pools, None if training and generation share one.
+    ``reward`` rewards rows of responses, here or on its pool; None if nothing is sampled. ``rendezvous`` is how the
+    pools of training and generation exchange weights, None if they share one.
     """
 
     actor: WorkerGroup
     critic: WorkerGroup | None
     reference: WorkerGroup | None
     rollout: WorkerGroup | None
-    reward: Rewarding | None
-    meeting: Any
+    reward: RewardFunction | None
+    rendezvous: Any
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
@@ -41,17 +41,17 @@ class Groups:
 
     def sleep(self) -> None:
         """Leave the devices to training until ``reshard``: nothing is sampled before it."""
-        if self.rollout is not None and self.meeting is None:
+        if self.rollout is not None and self.rendezvous is None:
             self.rollout.sleep()
 
     def reshard(self) -> None:
         """Generate with the weights in training, as they are, from here on."""
         if self.rollout is None:
             return
-        if self.meeting is None:
+        if self.rendezvous is None:
             self.rollout.load_actor_weights()
         else:
-            results(self.actor.send_weights.start(self.meeting), self.rollout.receive_weights.start(self.meeting))
+            results(self.actor.send_weights.start(self.rendezvous), self.rollout.receive_weights.start(self.rendezvous))
 
 
 @contextmanager
@@ -63,25 +63,27 @@ def start_groups(
     Args:
         policy: folder of the policy to start from.
         seed: of sampling.
-        reward: what rewards responses, as ``train.data.rewards.rewarding`` takes it.
+        reward: what rewards responses, as ``train.data.rewards.load_reward_function`` takes it.
 
     Raises:
         WorkerError: the cluster has no room for a pool, or a worker did not start.
     """
     on, algorithm = config.placement, algorithms.load(config.algorithm)
-    apart = config.samples and on.rollout != on.actor
+    disaggregated = config.samples and on.rollout != on.actor
     # What can't be loaded fails before a worker starts.
-    rewards = within(rewarding(reward), config.step_timeout_s) if config.samples else None
+    rewards = with_timeout(load_reward_function(reward), config.step_timeout_s) if config.samples else None
     with start_pools(config) as pools:
         if on.reward is not None:
             group = pools[on.reward].group(
                 "reward", "train.workers.reward:RewardWorker", reward=reward, timeout_s=config.step_timeout_s
             )
             rewards = partial(rewards_of, group, config.ranks_of(on.reward))
-        actor = "train.workers.disaggregated:SendingActor" if apart else "train.workers.actor:ActorWorker"
-        if not config.algorithm.trains_policy:
+        actor, rollout = "train.workers.actor:ActorWorker", "train.workers.rollout:RolloutWorker"
+        if disaggregated:
+            actor = "train.workers.disaggregated:SendingActor"
+            rollout = "train.workers.disaggregated:ReceivingRollout"
+        elif not config.algorithm.trains_policy:
             actor = "train.workers.scorer:ScorerWorker"
-        rollout = "train.workers.disaggregated:ReceivingRollout" if apart else "train.workers.rollout:RolloutWorker"
         common: dict[str, Any] = {"policy": policy, "config": config}
         trained = pools[on.actor].group("actor", actor, **common)
         groups = Groups(
@@ -94,7 +96,7 @@ def start_groups(
             else None,
             rollout=pools[on.rollout].group("rollout", rollout, **common, seed=seed) if config.samples else None,
             reward=rewards,
-            meeting=trained.meet(config.ranks_of(on.rollout)) if apart else None,
+            rendezvous=trained.open_rendezvous(config.ranks_of(on.rollout)) if disaggregated else None,
         )
         yield groups
 
@@ -105,10 +107,7 @@ def start_pools(config: TrainConfig) -> Generator[dict[str, Pool]]:
     if config.launcher == "torchrun":
         yield dict.fromkeys(config.placement.pools, torchrun.pool())
         return
-    import ray
-
-    ranks = sum(config.ranks_of(name) for name in config.placement.pools)
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= ranks else 0
+    gpus = gpus_per_rank(sum(config.ranks_of(name) for name in config.placement.pools))
     with ExitStack() as stack:
         pools: dict[str, Pool] = {}
         for name, pool in config.placement.pools.items():

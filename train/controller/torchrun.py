@@ -1,4 +1,4 @@
-"""The ranks under torchrun, without Ray: one process a rank, of which rank 0 is the driver too.
+"""The ranks under torchrun, without Ray: one process per rank, of which rank 0 is the driver too.
 
 The driver's dataflow runs in rank 0 alone; the other ranks wait for calls. A call goes out, and its answers come back,
 over a gloo group that nothing else uses. That every rank ran the dataflow in lockstep would need no messages, but then
@@ -25,9 +25,11 @@ import torch.distributed as dist
 from serve.local_ray.cluster import LOOPBACK, loopback_sockets
 from train.config.training import TrainConfig
 from train.controller.dispatch import NOT_CALLED, Layout
-from train.controller.rank import Workers, find_store, follows_from_another, join_ranks, load_class, open_store
+from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
 from train.controller.torchrun_guard import end_with_parent
+from train.controller.worker import Workers
 from train.controller.worker_group import WorkerError, WorkerGroup
+from train.import_object import import_object
 
 _CAUSE_S = 5.0
 """How long rank 0 looks for the failure of another rank that its own seems to follow from."""
@@ -42,8 +44,8 @@ def pool() -> TorchrunPool:
     return _pool
 
 
-def be_rank(config: TrainConfig, layout: Layout, environment: dict[str, str], driver: Callable[[], None]) -> None:
-    """Be a rank until the driver, which runs in rank 0, is done. What fails is raised, and is to end the process."""
+def run_rank(config: TrainConfig, layout: Layout, environment: dict[str, str], driver: Callable[[], None]) -> None:
+    """Run a rank until the driver, which runs in rank 0, is done. Failures are raised, and must end the process."""
     joined = join(config, layout, environment)
     try:
         if joined.rank == 0:
@@ -60,7 +62,7 @@ def be_rank(config: TrainConfig, layout: Layout, environment: dict[str, str], dr
 
 
 def rendezvous_store(rank: int, timeout_s: float) -> dist.Store:
-    """Where the ranks meet: at the first, at the address in the environment; or where somebody's own torchrun says."""
+    """The store of the rendezvous: in rank 0, at the address in the environment, or that of the user's own torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
         return store
@@ -69,7 +71,7 @@ def rendezvous_store(rank: int, timeout_s: float) -> dist.Store:
 
 
 class Failures:
-    """What ended a rank, for rank 0 to tell of."""
+    """What ended a rank, for rank 0 to report."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = dist.PrefixStore("failures", store)
@@ -79,20 +81,20 @@ class Failures:
         self._store.set(str(rank), traceback.format_exc())
 
     def cause(self, ranks: int) -> tuple[int, str] | None:
-        """A rank that failed by itself, and its traceback, once one has said so; None if none does."""
+        """A rank that failed by itself, and its traceback, once there is one; None if none comes in time."""
         deadline = time.monotonic() + _CAUSE_S
         while True:
-            told = {r: self._store.get(str(r)).decode() for r in range(1, ranks) if self._store.check([str(r)])}
-            for rank, text in told.items():
+            reported = {r: self._store.get(str(r)).decode() for r in range(1, ranks) if self._store.check([str(r)])}
+            for rank, text in reported.items():
                 if not follows_from_another(text):
                     return rank, text
-            if len(told) == ranks - 1 or time.monotonic() > deadline:
+            if len(reported) == ranks - 1 or time.monotonic() > deadline:
                 return None
             time.sleep(0.05)
 
 
 class TorchrunPool:
-    """All ranks of a torchrun; made by each of them. Rank 0 calls, the others ``serve``."""
+    """All ranks of a torchrun; each of them creates one. Rank 0 calls, the others ``serve``."""
 
     def __init__(self, config: TrainConfig, layout: Layout) -> None:
         self.layout = layout
@@ -117,17 +119,17 @@ class TorchrunPool:
         """Create the worker ``module:Class`` on every rank, with ``options`` to its constructor."""
         everywhere: list[tuple[Any, ...] | None] = [(role, target, options)] * self.layout.ranks
         self._run(f"create {role}", "create", everywhere)
-        return WorkerGroup(self, role, load_class(target))
+        return WorkerGroup(self, role, import_object(f"worker {role}", target))
 
     def start(self, role: str, method: str, arguments: list[Any], options: dict[str, Any]) -> Finished:
-        """Call a method with one argument a rank, and wait: this process computes its own share."""
+        """Call a method with one argument per rank, and wait: this process computes its own share."""
         calls: list[tuple[Any, ...] | None] = [
             None if a is NOT_CALLED else (role, method, a, options) for a in arguments
         ]
         return Finished(self._run(f"{role}.{method}", "call", calls))
 
     def serve(self) -> None:
-        """Answer rank 0's calls until it says that it is done. What fails here is raised, and ends the rank."""
+        """Answer rank 0's calls until it is done. Failures are raised, and end the rank."""
         while True:
             received: list[Any] = [None]
             dist.scatter_object_list(received, None, src=0, group=self._control)

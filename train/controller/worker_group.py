@@ -1,4 +1,4 @@
-"""Calls from the driver: groups whose methods it calls, answers it waits for, failures it hears of."""
+"""Calls from the driver: worker groups, the answers that it waits for, and failures."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from train.controller.dispatch import Layout, Rule
-from train.controller.rank import Worker
+from train.controller.worker import Worker
 
 _TURN_S = 0.05
-_CAUSE_S = 10.0
+CAUSE_S = 10.0
 """How long to look for the cause elsewhere when what failed says only that another process has gone."""
 
 
@@ -30,7 +30,7 @@ class Running(Protocol):
     """A call under way on the ranks of one pool."""
 
     def advance(self, timeout_s: float) -> bool:
-        """Wait for more answers, at most so long; whether all are there. Raises WorkerError as soon as a rank fails."""
+        """Wait at most ``timeout_s`` for more answers; True if all are there. Raises WorkerError once a rank fails."""
 
     def answers(self) -> list[Any]:
         """By rank, ``NOT_CALLED`` for a rank that was not; only when all are there."""
@@ -49,7 +49,7 @@ class Pool(Protocol):
         """Create the worker ``module:Class`` on every rank, with ``options`` to its constructor."""
 
     def start(self, role: str, method: str, arguments: list[Any], options: dict[str, Any]) -> Running:
-        """Call a method with one argument a rank, and don't wait."""
+        """Call a method with one argument per rank, and don't wait."""
 
 
 class Pending:
@@ -64,7 +64,7 @@ class Pending:
         return self.advance(0.0)
 
     def advance(self, timeout_s: float) -> bool:
-        """Wait for the answer, at most so long; whether it is there. Raises WorkerError as soon as a rank fails."""
+        """Wait at most ``timeout_s`` for the answer; True if it is there. Raises WorkerError once a rank fails."""
         return self._running.advance(timeout_s)
 
     def missing(self) -> list[int]:
@@ -113,7 +113,7 @@ def _cause_among(others: list[Pending]) -> Generator[None]:
     try:
         yield
     except WorkerError as error:
-        deadline = time.monotonic() + _CAUSE_S
+        deadline = time.monotonic() + CAUSE_S
         while error.consequence and others and time.monotonic() < deadline:
             for other in list(others):
                 try:

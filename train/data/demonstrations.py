@@ -1,4 +1,4 @@
-"""What people wrote in place of a response, as the token ids that the policy would have sampled for it."""
+"""Demonstrations: what people wrote in place of a response, as the tokens that the policy would have sampled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class UnfitTextError(ValueError):
     """A text can't be a response; the message says why, in a few words that are the same for all such texts."""
 
 
-class Writer:
+class DemonstrationTokenizer:
     """Tokenises texts with the policy's own tokenizer and ends them as the policy ends its responses.
 
     The answer to chat messages is what the chat template makes of it, after the prompt and up to the token that ends
@@ -34,10 +34,10 @@ class Writer:
         """The response's tokens, the one that ends it included.
 
         Args:
-            text: what was written.
-            prompt: the text that ``prompt_token_ids`` came of, if there is one. Some tokenizers begin every text with a
+            text: the demonstration.
+            prompt: the text of ``prompt_token_ids``, if there is one. Some tokenizers begin every text with a
                 space that does not belong in the middle of one; the text is therefore tokenised where it stands.
-            messages: JSON of the chat messages that the prompt was made of, if it was.
+            messages: JSON of the chat messages of the prompt, if it has any.
 
         Raises:
             UnfitTextError: it holds special tokens, with which a text could say where a turn ends and who speaks next,
@@ -84,7 +84,7 @@ class Writer:
         """The token that ends a text."""
         if self.tokenizer.eos_token_id is None:
             raise ValueError(
-                f"the tokenizer in {self.policy} has no EOS token, so that nothing could end what people wrote; set "
+                f"the tokenizer in {self.policy} has no EOS token, so nothing could end a demonstration; set "
                 "eos_token in its tokenizer_config.json"
             )
         return int(self.tokenizer.eos_token_id)

@@ -22,7 +22,7 @@ from feedback.lake.tables import Lake
 from train.batch.packed import PackedBatch, Rollout
 from train.config.context_length import longest_context
 from train.config.training import TrainConfig
-from train.data.demonstrations import UnfitTextError, Writer
+from train.data.demonstrations import DemonstrationTokenizer, UnfitTextError
 from train.data.held_out import HELD_OUT, HeldOut
 from train.data.prompts import Cycled
 
@@ -44,7 +44,7 @@ class OfflineData:
 
     learned: Cycled
     held_out: list[Item]
-    kinds: dict[str, int]  # items by what they were made of
+    kinds: dict[str, int]  # items by kind of feedback
     left_out: dict[str, int]  # feedback and items, by reason
     digest: str
 
@@ -64,7 +64,7 @@ class OfflineData:
         Args:
             dataset: one of ``DATASETS``: pairs, with the chosen response first, of reward 1, and the rejected one of
                 reward 0; thumbs, of reward 1 if up and 0 if down; demonstrations, of reward 1.
-            make_reader: what gives the tokens of a response; ``Reader`` if None.
+            make_reader: creates the reader of responses; ``Reader`` if None.
 
         Raises:
             feedback.lake.tables.LakeError: it can't be read any more.
@@ -77,7 +77,7 @@ class OfflineData:
         items: list[Item] = []
         prompts: list[tuple[int, ...]] = []
         for kind, row, responses in DATASETS[dataset](lake, versions, config, left_out):
-            if suites.asks(row):
+            if suites.contains(row):
                 left_out[HELD_OUT] += 1
                 continue
             try:
@@ -148,7 +148,7 @@ def split(
 
 
 class Reader:
-    """Makes rows of the datasets to items of a policy."""
+    """Turns rows of the datasets into items of a policy."""
 
     def __init__(self, policy: Path, config: TrainConfig) -> None:
         from transformers import AutoConfig
@@ -158,8 +158,8 @@ class Reader:
         self.vocabulary = AutoConfig.from_pretrained(policy).get_text_config().vocab_size
 
     @cached_property
-    def writer(self) -> Writer:
-        return Writer(self.policy)
+    def demonstrations(self) -> DemonstrationTokenizer:
+        return DemonstrationTokenizer(self.policy)
 
     def item(self, row: Mapping[str, Any], responses: list[Response]) -> Item:
         """Raises UnfitTextError if a response can't be learned from; the message is the reason to count it by."""
@@ -168,8 +168,9 @@ class Reader:
     def _rollout(self, row: Mapping[str, Any], token_ids: list[int] | None, text: str, reward: float) -> Rollout:
         prompt = row["prompt_token_ids"]
         if token_ids is None:
-            asked = {"prompt": row["prompt"], "prompt_token_ids": prompt, "messages": row["messages"]}
-            token_ids = self.writer.token_ids(text, **asked)
+            token_ids = self.demonstrations.token_ids(
+                text, prompt=row["prompt"], prompt_token_ids=prompt, messages=row["messages"]
+            )
         if not prompt or not token_ids:
             raise UnfitTextError(EMPTY)
         if len(prompt) + len(token_ids) > self.longest:
@@ -182,7 +183,7 @@ class Reader:
 # ---------------------------------------------------------------------------------------------- the datasets' rows
 
 Rows = Iterator[tuple[str, dict[str, Any], list[Response]]]
-"""(what the row was made of, the row, its responses), oldest first."""
+"""(kind of feedback, the row, its responses), oldest first."""
 
 
 def pairs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
@@ -198,11 +199,11 @@ def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_ou
 
 
 def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
-    """Corrections; by ``algorithm.thumbs_up`` also responses that people liked and nobody corrected."""
+    """Corrections; by ``algorithm.thumbs_up`` also liked responses without a correction."""
     rows = _newest(datasets.demonstrations(lake, versions=versions), config, left_out)
-    written: Rows = (("corrections", row, [(None, row["text"], 1.0)]) for row in rows)
+    corrections: Rows = (("corrections", row, [(None, row["text"], 1.0)]) for row in rows)
     if not config.algorithm.thumbs_up:
-        yield from written
+        yield from corrections
         return
     corrected = {row["response_id"] for row in rows}
     liked = (
@@ -210,7 +211,7 @@ def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig,
         for item in thumbs(lake, versions, config, left_out)
         if item[1]["desirable"] and item[1]["response_id"] not in corrected
     )
-    both = sorted([*written, *liked], key=lambda item: item[1]["created_at"])
+    both = sorted([*corrections, *liked], key=lambda item: item[1]["created_at"])
     older = max(0, len(both) - config.data.max_prompts)
     left_out[OLD] += older
     yield from both[older:]

@@ -1,9 +1,9 @@
-"""The prompts that policies are judged by, which nothing is learned from: traffic may ask them too.
+"""The prompts that policies are judged by, which nothing is learned from, even if traffic has them too.
 
 A prompt of traffic is that of a suite's item if its token ids are, or its text in normal form (case, white space,
 invisible characters and compatibility forms of Unicode don't count), whichever way either came: as text, as messages,
-or rendered by the chat template already. Of messages, the system's don't count; a conversation that asks an item in any
-of its turns asks it.
+or rendered by the chat template already. Of messages, the system's don't count; a conversation with an item in any
+of its turns has that prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HeldOut:
         """Raises SuiteError if a suite can't be read."""
         return cls(tuple(item for path in suites for item in Suite.load(path).items), policy)
 
-    def asks(self, row: Mapping[str, Any]) -> bool:
+    def contains(self, row: Mapping[str, Any]) -> bool:
         """Whether a row's prompt is that of an item.
 
         Args:
@@ -92,20 +92,20 @@ class HeldOut:
             return None
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception:  # noqa: BLE001  a template is a program, which may raise anything; then nobody can ask so either
+        except Exception:  # noqa: BLE001  a template is a program, which may raise anything; then traffic can't have the item so either
             return None
 
     def _last_turn(self, text: str) -> str | None:
-        """What the user says last in a prompt that was rendered before it came; None if it was not."""
+        """The user's last message in a prompt that the client has rendered; None if it has not."""
         before, after = self._turn
         if not before or not after or not text.endswith(after):
             return None
-        _, found, said = text.removesuffix(after).rpartition(before)
-        return said if found else None
+        _, found, last = text.removesuffix(after).rpartition(before)
+        return last if found else None
 
     @cached_property
     def _turn(self) -> tuple[str, str]:
-        """What the chat template puts before and after what the user says last, wherever in a conversation that is."""
+        """What the chat template puts before and after the user's last message, wherever in a conversation that is."""
         user, other = {"role": "user", "content": _SENTINEL}, {"role": "user", "content": "a"}
         alone, later = self._render([user]), self._render([other, {"role": "assistant", "content": "b"}, user])
         if alone is None or later is None or _SENTINEL not in alone or _SENTINEL not in later:
@@ -126,7 +126,7 @@ class HeldOut:
 
 
 def normal(text: str) -> str:
-    """A text without what does not change what it asks."""
+    """A text without what does not change its meaning."""
     seen = "".join(character for character in text if unicodedata.category(character) != "Cf")
     folded = unicodedata.normalize("NFKC", seen).casefold()
     return " ".join(unicodedata.normalize("NFKC", folded).split())
@@ -141,15 +141,15 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """What a message says; what is no text in it, such as an image or a call of a tool, as JSON."""
+    """The text of a message; what is no text in it, such as an image or a call of a tool, as JSON."""
     content = message.get("content")
-    texts = [_said(part) for part in (content if isinstance(content, list) else [content or ""])]
+    texts = [_part_text(part) for part in (content if isinstance(content, list) else [content or ""])]
     if calls := message.get("tool_calls"):
         texts.append(json.dumps(calls, sort_keys=True))
     return "\n".join(texts)
 
 
-def _said(part: Any) -> str:
+def _part_text(part: Any) -> str:
     if isinstance(part, str):
         return part
     text = part.get("text") if isinstance(part, Mapping) else None

@@ -21,7 +21,7 @@ Values = list[float | None]
 
 @dataclass(frozen=True)
 class Rewards:
-    """One reward, or None, a response; and, by name, what each component of it said."""
+    """One reward or None per response, and by name the values of each component."""
 
     values: Values
     components: dict[str, Values] = field(default_factory=dict)
@@ -36,9 +36,9 @@ class Rewards:
         )
 
 
-Rewarding = Callable[[pa.Table], Rewards]
+RewardFunction = Callable[[pa.Table], Rewards]
 
-TRIED: Final = f"""
+CHECKED_RESPONSES: Final = f"""
 SELECT {", ".join(COLUMNS)} FROM interactions
 WHERE status = 'complete' AND len(response_token_ids) > 0
 ORDER BY created_at DESC, response_id LIMIT 4
@@ -46,19 +46,19 @@ ORDER BY created_at DESC, response_id LIMIT 4
 """The responses that a reward is tried out on: the last ones."""
 
 
-def rewarding(reward: str | Mapping[str, RuleConfig]) -> Rewarding:
-    """What rewards rows of responses, as ``feedback.scoring.sources.rules`` describes them.
+def load_reward_function(reward: str | Mapping[str, RuleConfig]) -> RewardFunction:
+    """The function that rewards rows of responses, as ``feedback.scoring.sources.rules`` describes them.
 
     A reward of several rules is the mean, by their weights, of those that have one for the response. A rule that
-    fails, or gives what is no reward, is an error here: in scoring a response would go without, in training a batch
-    without rewards would be paid for and teach something else.
+    fails, or returns something else than rewards, is an error here. Scoring leaves such a response without a reward;
+    in training a batch would be paid for and teach something else.
 
     Args:
         reward: a function by name, or rules by the name of their component.
 
     Raises:
-        feedback.scoring.sources.rules.RuleError: a rule can't be loaded; called, that it failed, or gave what is no
-        reward.
+        feedback.scoring.sources.rules.RuleError: a rule can't be loaded; called, that it failed, or returned what is no
+            reward.
     """
     if isinstance(reward, str):
         function = load_reward(reward)
@@ -68,13 +68,12 @@ def rewarding(reward: str | Mapping[str, RuleConfig]) -> Rewarding:
     return lambda rows: weighted_mean(rules, rows)
 
 
-def within(reward: Rewarding, timeout_s: float) -> Rewarding:
+def with_timeout(reward: RewardFunction, timeout_s: float) -> RewardFunction:
     """``reward``, waited for no longer than ``timeout_s``, which is train.step_timeout_s.
 
     Raises, when called:
-        feedback.scoring.sources.rules.RuleError: it took longer. Its thread goes on as long as this process does, which
-        has to
-            be ended without waiting for it (``feedback.process_exit``).
+        feedback.scoring.sources.rules.RuleError: it took longer. Its thread goes on as
+            long as this process does, which has to be ended without waiting for it (``feedback.process_exit``).
     """
 
     def limited(rows: pa.Table) -> Rewards:
@@ -89,47 +88,46 @@ def within(reward: Rewarding, timeout_s: float) -> Rewarding:
         thread = Thread(target=answer, name="reward", daemon=True)
         thread.start()
         try:
-            given = answers.get(timeout=timeout_s)
+            result = answers.get(timeout=timeout_s)
         except Empty:
             skip_teardown("a reward function still runs")
             raise RuleError(
                 f"the reward of {rows.num_rows} responses took longer than train.step_timeout_s={timeout_s:g} s"
             ) from None
-        if isinstance(given, BaseException):
-            raise given
-        return given
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     return limited
 
 
-def try_out(
+def check_reward(
     reward: str | Mapping[str, RuleConfig], lake: Lake, versions: Mapping[str, int], *, timeout_s: float
 ) -> None:
-    """Reward a few logged responses: what gives no reward ends the run here, before any model is loaded.
+    """Reward a few logged responses: a failing reward ends the run here, before any model is loaded.
 
     Raises:
-        feedback.scoring.sources.rules.RuleError: the reward failed, gave what is no reward, or took longer than
-        ``timeout_s``;
-            the message names it.
+        feedback.scoring.sources.rules.RuleError: the reward failed, returned something else than rewards, or took
+            longer than ``timeout_s``; the message names it.
     """
     read = {"interactions": versions["interactions"]}
-    rows = lake.read(lambda views: views.sql(TRIED).to_arrow_table(), versions=read, tables=read)
+    rows = lake.read(lambda views: views.sql(CHECKED_RESPONSES).to_arrow_table(), versions=read, tables=read)
     try:
-        within(rewarding(reward), timeout_s)(rows)
+        with_timeout(load_reward_function(reward), timeout_s)(rows)
     except RuleError as error:
         setting = f"train.reward={reward}" if isinstance(reward, str) else "feedback.scoring.rules"
-        raise RuleError(f"{setting}: {error}. A reward gives one number a response, or None for no reward") from error
+        raise RuleError(f"{setting}: {error}. A reward gives one number per response, or None for no reward") from error
 
 
 def weighted_mean(rules: Sequence[tuple[Rule, float]], rows: pa.Table) -> Rewards:
-    """The mean of what the rules say of each row, by their weights; a rule that says nothing of it has none."""
+    """The mean by weight of the values that the rules give to each row; a rule without one for a row does not count."""
     components = {rule.name: rule(rows) for rule, _ in rules}
     weights = {rule.name: weight for rule, weight in rules}
     values: Values = []
     for row in range(len(rows)):
-        said = [(weights[name], value) for name, of in components.items() if (value := of[row]) is not None]
-        total = sum(weight for weight, _ in said)
-        values.append(sum(weight * value for weight, value in said) / total if said else None)
+        scored = [(weights[name], value) for name, of in components.items() if (value := of[row]) is not None]
+        total = sum(weight for weight, _ in scored)
+        values.append(sum(weight * value for weight, value in scored) / total if scored else None)
     return Rewards(values, components)
 
 

@@ -1,119 +1,30 @@
-"""What a run of responses learns from, and how samples become rollouts with rewards."""
+"""Samples with their rewards, and those of them that an algorithm learns from."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import pyarrow as pa
 import torch
 
-from feedback.datasets import Prompt, prompts, rollouts
-from feedback.lake.tables import Lake
-from serve.policies.store import MANIFEST
+from feedback.datasets import Prompt
 from train.batch.packed import Rollout
-from train.config.context_length import longest_context, longest_prompt
 from train.config.training import TrainConfig
-from train.data.held_out import HELD_OUT, HeldOut
-from train.data.prompts import Cycled, Traffic
-from train.data.rewards import Rewarding, Rewards
+from train.data.rewards import RewardFunction, Rewards
+from train.data.traffic import differ
 from train.objectives.shaping import soft_overlong_punishment
 from train.workers.rollout import Sample
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """Prompts, and logged responses to the same prompt each, in the order in which a run's steps draw them."""
-
-    prompts: Cycled
-    traffic: Cycled
-    said: str  # of how much there is, and what was left out and why
-    left_out: int  # logged responses that can't be learned from
-    digest: str  # of all of it
-
-    @classmethod
-    def of(
-        cls,
-        lake: Lake,
-        versions: Mapping[str, int],
-        config: TrainConfig,
-        policy: Path,
-        seed: int,
-        lone: Literal["batch", "leave_out"] | None = None,
-    ) -> TrainingData:
-        """What the lake held at these versions.
-
-        Args:
-            policy: folder of the parent, in the policy store.
-            lone: as of ``Traffic.of``.
-
-        Raises:
-            feedback.lake.tables.LakeError: it can't be read any more.
-            evaluation.suites.suite.SuiteError: a suite whose prompts are to be left out can't be read.
-            ValueError: train.rollout leaves no room for a prompt in the model's context.
-        """
-        data, held_out = config.data, HeldOut.load(config.data.exclude_suites, policy)
-        asked: list[Prompt] = []
-        if data.fresh_prompts_per_step:  # as many more as a suite that traffic asks could take the places of
-            asked = prompts(lake, versions=versions, limit=data.max_prompts + len(held_out.items))
-        kept = [p for p in asked if not held_out.asks(vars(p))]
-        allowed, judged = kept[: data.max_prompts], len(asked) - len(kept)
-        longest = longest_prompt(config.rollout, policy) if allowed else 0
-        usable = [p for p in allowed if len(p.prompt_token_ids) <= longest]
-        traffic = Traffic()
-        if data.traffic_prompts_per_step:
-            traffic = read_traffic(lake, versions, config, policy, lone, held_out)
-        fresh = ""
-        if data.fresh_prompts_per_step:
-            fresh = f"{len(usable)} prompts ({len(allowed) - len(usable)} too long, {judged} {HELD_OUT})"
-        content = repr([p.prompt_token_ids for p in usable]) + repr(traffic.groups)
-        return cls(
-            prompts=Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts"),
-            traffic=Cycled(traffic.groups, min(data.traffic_prompts_per_step, len(traffic.groups)), f"{seed}:traffic"),
-            said=", ".join(part for part in (fresh, str(traffic) if data.traffic_prompts_per_step else "") if part),
-            left_out=sum(traffic.left_out.values()),
-            digest=hashlib.sha256(content.encode()).hexdigest(),
-        )
-
-    @property
-    def usable(self) -> int:
-        """Prompts that there are: to sample responses for or, if none are sampled, with logged ones."""
-        return len(self.prompts.items) if self.prompts.count else len(self.traffic.items)
-
-    def __str__(self) -> str:
-        return self.said
-
-
-def read_traffic(
-    lake: Lake,
-    versions: Mapping[str, int],
-    config: TrainConfig,
-    policy: Path,
-    lone: Literal["batch", "leave_out"] | None,
-    held_out: HeldOut,
-) -> Traffic:
-    """The logged responses that a run from ``policy`` can learn from."""
-    return Traffic.of(
-        rollouts(lake, versions=versions),
-        parent=json.loads((policy / MANIFEST).read_bytes())["version"],
-        max_staleness=config.algorithm.correction.max_staleness,
-        longest=longest_context(config.rollout, policy),
-        lone=lone,
-        filter_groups=lone is not None and config.algorithm.filter_groups,
-        held_out=held_out,
-    )
 
 
 @dataclass(frozen=True)
 class Scored:
     """Responses that were sampled and rewarded.
 
-    ``rewards``: what each was rewarded, before its length cost anything. ``components``: what each rule gave, by name,
-    where it gave something. ``overlong``: what lengths cost. ``unrewarded``: responses without a reward.
+    ``rewards``: of each, before its length cost anything. ``components``: the values of each rule, by name,
+    where it has one. ``overlong``: what lengths cost. ``unrewarded``: responses without a reward.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)
@@ -134,15 +45,15 @@ class Scored:
 
 
 def score(
-    asked: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     sampled: Sequence[Sequence[Sample]],
-    reward: Rewarding,
+    reward: RewardFunction,
     config: TrainConfig,
     *,
     first_group: int = 0,
     greedy: bool = False,
 ) -> Scored:
-    """Reward the samples, and shape the rewards by length; one group a prompt.
+    """Reward the samples, and shape the rewards by length; one group per prompt.
 
     Args:
         sampled: of each prompt. A sample that has no reward is left out.
@@ -150,7 +61,7 @@ def score(
         greedy: the last sample of each prompt is the greedy one. Its reward is the others' baseline; without it the
             others are left out too.
     """
-    flat = [(group, prompt, sample) for group, prompt in enumerate(asked) for sample in sampled[group]]
+    flat = [(group, prompt, sample) for group, prompt in enumerate(prompts) for sample in sampled[group]]
     rewards = reward(table_of([(prompt, sample) for _, prompt, sample in flat]))
     overlong = soft_overlong_punishment(
         torch.tensor([len(sample.token_ids) for _, _, sample in flat]),
@@ -203,12 +114,49 @@ def table_of(samples: Sequence[tuple[Prompt, Sample]]) -> pa.Table:
 
 
 def picked(rewards: Rewards, rows: Sequence[int]) -> dict[str, list[float]]:
-    """What each component gave to these rows, where it gave something."""
+    """The values of each component for these rows, where it has one."""
     return {
         name: [value for i in rows if (value := values[i]) is not None] for name, values in rewards.components.items()
     }
 
 
-def regroup(groups: list[list[Rollout]], *, first_group: int) -> list[Rollout]:
-    """Logged groups as rollouts, numbered on from the fresh ones."""
-    return [replace(rollout, group=first_group + i) for i, group in enumerate(groups) for rollout in group]
+@dataclass(frozen=True)
+class Informative:
+    """What an algorithm that compares a group learns from, of some rollouts, and how many teach it nothing.
+
+    Nothing is learned from if no group, and no two lone responses, have different rewards.
+    """
+
+    rollouts: list[Rollout]
+    groups: int  # with different rewards, that are in ``rollouts``
+    uninformative: int  # groups whose rewards are all equal
+    left_alone: int  # responses left out for want of any to compare them with
+
+    @classmethod
+    def of(
+        cls, rollouts: list[Rollout], singleton_baseline: Literal["batch", "leave_out"], *, filter_groups: bool = False
+    ) -> Informative:
+        """Pick them.
+
+        Logged responses that are alone in their group are compared with each other, or left out. A fresh one is alone
+        only because the others of its group got no reward; it is left out: the mean reward of other prompts is no
+        baseline for it.
+
+        Args:
+            filter_groups: groups with equal rewards are left out.
+        """
+        by_group: dict[int, list[Rollout]] = defaultdict(list)
+        for rollout in rollouts:
+            by_group[rollout.group].append(rollout)
+        several = [group for group in by_group.values() if len(group) > 1]
+        different = [group for group in several if differ(group)]
+        alone = [group[0] for group in by_group.values() if len(group) == 1]
+        logged = [rollout for rollout in alone if not rollout.fresh]
+        compared = logged if singleton_baseline == "batch" and logged and differ(logged) else []
+        kept = different if filter_groups else several
+        return cls(
+            rollouts=[r for group in kept for r in group] + compared if different or compared else [],
+            groups=len(different),
+            uninformative=len(several) - len(different),
+            left_alone=len(alone) - len(compared),
+        )

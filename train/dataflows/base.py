@@ -16,7 +16,7 @@ from train import algorithms
 from train.config.training import TrainConfig
 from train.context import JobContext
 from train.controller.role_groups import Groups
-from train.observe.progress import Clock
+from train.observe.progress import StepTimer
 
 
 class Data(Protocol):
@@ -36,14 +36,14 @@ class Data(Protocol):
 
 @dataclass
 class Run:
-    """What a dataflow works with. ``clock`` takes the laps of a step."""
+    """What a dataflow works with. ``timer`` measures the parts of a step."""
 
     config: TrainConfig
     context: JobContext
     groups: Groups
     data: Any
     seed: int
-    clock: Clock
+    timer: StepTimer
 
 
 class Dataflow:
@@ -78,4 +78,4 @@ class Dataflow:
         return None
 
     def resume(self, state: Any) -> None:
-        """Go on after the step that gave ``state``; the workers have the weights that they had then."""
+        """Go on after the step that returned ``state``; the workers have the weights that they had then."""

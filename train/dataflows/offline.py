@@ -1,7 +1,7 @@
-"""Learn from what people said of responses; nothing is sampled.
+"""Learn from feedback; nothing is sampled.
 
-Some of the items are held out. They are measured as the learned ones are, before the first step and after some: that is
-how one sees whether the policy learns what people want, or these items by heart.
+Some of the items are held out. They are measured as the learned ones are, before the first step and after some: that
+shows whether the policy learns what people want, or these items by heart.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from feedback.lake.tables import Lake
 from train import algorithms
+from train.algorithms.base import logged_values
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.data.feedback_items import Item, OfflineData, pack
 from train.dataflows.base import Dataflow
 from train.objectives.kl import k2
+from train.observe.health import means
 
 
 class Offline(Dataflow):
@@ -41,16 +43,16 @@ class Offline(Dataflow):
         return config.model_copy(update={"algorithm": algorithms.load(config.algorithm).settled(rewards)})
 
     def step(self, step: int) -> dict[str, float]:
-        config, actor, clock = self.run.config, self.run.groups.actor, self.run.clock
+        config, actor, timer = self.run.config, self.run.groups.actor, self.run.timer
         at_start = self.measure("held_out_at_start") if step == 0 else {}
         batch, minibatches, updates, before = self.packed(self.run.data.learned.at(step)), [], [], []
         for minibatch in batch.minibatches(config.minibatches):
             minibatches.append(self.with_mismatched(self.with_reference(minibatch)))
-            clock.lap("reference")
+            timer.record("reference")
             update, log_probs = actor.learn(minibatches[-1])
             updates.append(update)
             before.append(log_probs)
-            clock.lap("update")
+            timer.record("update")
         done = step + 1
         due = done % config.data.held_out_every_steps == 0 or done == config.steps
         return {
@@ -106,10 +108,9 @@ class Offline(Dataflow):
         loss, found = self.algorithm.loss(self.predicted(batch), batch)
         metrics = {f"{name}/loss": float(loss) / self.algorithm.count(batch)}
         for what, value in found.items():
-            counted = value[batch.response_mask] if value.shape == batch.response_mask.shape else value
-            if counted.numel():
-                metrics[f"{name}/{what}"] = float(counted.double().mean())
-        self.run.clock.lap("held_out")
+            if (values := logged_values(value, batch.response_mask)).numel():
+                metrics[f"{name}/{what}"] = float(values.double().mean())
+        self.run.timer.record("held_out")
         return metrics
 
 
@@ -133,20 +134,11 @@ def mismatched(batch: PackedBatch) -> PackedBatch | None:
     return PackedBatch.pack(rollouts)
 
 
-def means(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Of each number, over the updates that have it: a batch need not have thumbs of both kinds."""
-    found: dict[str, list[float]] = {}
-    for update in updates:
-        for name, value in update.items():
-            found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
-
-
 def k2_ref(minibatches: list[PackedBatch], before: list[Tensor]) -> dict[str, float]:
     """Half the squared log ratio of the policy to the reference, its mean over the tokens learned from.
 
-    It says how far the policy has moved on what it learns from, and is no estimate of its KL: nobody knows how likely
-    the tokens were to whom they are of (people write them, too), so they can't be weighed as the policy's own. Empty
+    It says how far the policy has moved on what it learns from, and is no estimate of its KL: the policy
+    that sampled the tokens is unknown (people write some), so they can't be weighed as the policy's own. Empty
     without a reference.
     """
     found = [

@@ -16,8 +16,9 @@ from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig, check_baseline
 from train.context import TrainingStopped
 from train.controller.worker_group import Pending
-from train.data.prompts import Informative
-from train.data.samples import Scored, TrainingData, regroup, score
+from train.data.prompts import TrainingData
+from train.data.samples import Informative, Scored, score
+from train.data.traffic import regroup
 from train.dataflows.base import Dataflow, Run
 from train.objectives.kl import adapted_coefficient
 from train.observe.health import Drawn, at_end, health
@@ -49,8 +50,8 @@ class Online(Dataflow):
     ) -> TrainingData:
         algorithm = algorithms.load(config.algorithm)
         check_baseline(config, compares_groups=algorithm.compares_groups, needs_greedy=algorithm.needs_greedy)
-        lone = config.algorithm.lone_baseline if algorithm.compares_groups else None
-        return TrainingData.of(lake, versions, config, policy, seed, lone)
+        singleton_baseline = config.algorithm.lone_baseline if algorithm.compares_groups else None
+        return TrainingData.of(lake, versions, config, policy, seed, singleton_baseline)
 
     def state(self) -> Any:
         return {
@@ -67,7 +68,7 @@ class Online(Dataflow):
         fresh = self.fresh(step)
         drawn = self.select(fresh, self.logged(step, fresh))
         batch = PackedBatch.pack(drawn.rollouts) if drawn.rollouts else None
-        self.run.clock.lap("score")
+        self.run.timer.record("score")
         updates: list[dict[str, float]] = []
         if batch is not None and self.is_enough(batch):
             batch, updates = self.learn(step, self.values(self.log_probs(batch)))
@@ -83,21 +84,21 @@ class Online(Dataflow):
 
     def fresh(self, step: int) -> Scored:
         """Sample responses and reward them; more of them, where too few groups teach anything (dynamic sampling)."""
-        groups, clock, config = self.run.groups, self.run.clock, self.run.config
+        groups, timer, config = self.run.groups, self.run.timer, self.run.config
         if groups.rollout is None:
             return Scored()
         sampled = self.ahead if self.ahead is not None else self.generate(step, groups.rollout.generate)
-        clock.lap("generate")
+        timer.record("generate")
         if config.rollout.staleness > 0 and step + 1 < config.steps:
             groups.reshard()  # the next batch is sampled with the weights of now, while they are trained on this one
-            clock.lap("reshard")
+            timer.record("reshard")
             self.pending = self.generate(step + 1, groups.rollout.generate.start)
         scored = self.score(step, sampled)
         for again in range(1, config.algorithm.resample_rounds + 1):
             if self.informative(scored.rollouts).groups >= self.run.data.prompts.count:
                 break
             sampled = self.generate(step, groups.rollout.generate, again)
-            clock.lap("generate")
+            timer.record("generate")
             scored += self.score(step, sampled, again)
         if self.pending is None:
             groups.sleep()
@@ -119,7 +120,7 @@ class Online(Dataflow):
         found = self.informative(rollouts)
         wanted = sorted({r.group for r in found.rollouts if r.fresh})[: self.run.data.prompts.count]
         kept = [r for r in found.rollouts if not r.fresh or r.group in wanted]
-        return Drawn(fresh, logged, kept, found.uninformative, found.lone)
+        return Drawn(fresh, logged, kept, found.uninformative, found.left_alone)
 
     def informative(self, rollouts: list[Rollout]) -> Informative:
         algorithm = self.run.config.algorithm
@@ -138,7 +139,7 @@ class Online(Dataflow):
             batch = batch.with_(ref_log_probs=groups.reference.log_probs(batch))
         if config.old_log_probs_first:
             batch = batch.with_(old_log_probs=groups.actor.log_probs(batch))
-        self.run.clock.lap("log_probs")
+        self.run.timer.record("log_probs")
         return batch
 
     def values(self, batch: PackedBatch) -> PackedBatch:
@@ -148,11 +149,11 @@ class Online(Dataflow):
             return batch
         batch = batch.with_(values=critic.values(batch))
         batch = batch.with_(returns=self.algorithm.returns(batch))
-        self.run.clock.lap("values")
+        self.run.timer.record("values")
         return batch
 
     def learn(self, step: int, batch: PackedBatch) -> tuple[PackedBatch, list[dict[str, float]]]:
-        """Advantages, then the updates: the batch with its old logprobs, and what each update gave."""
+        """Advantages, then the updates: the batch with its old logprobs, and the metrics of each update."""
         actor, critic, weight = self.run.groups.actor, self.run.groups.critic, self.algorithm.kl_coefficient
         batch = batch.with_(advantages=self.algorithm.checked_advantages(batch))
         if self.run.config.algorithm.mask_truncated:
@@ -174,16 +175,16 @@ class Online(Dataflow):
                 batch = batch.with_(old_log_probs=actor.log_probs(batch))
         elif batch.old_log_probs is not None:
             updates = [actor.update(minibatch, kl_coefficient=weight) for minibatch in minibatches]
-        else:  # the pass of the one update gives them at no cost
+        else:  # the only update computes them in its forward pass
             update, before = actor.learn(batch, kl_coefficient=weight)
             updates, batch = [update], batch.with_(old_log_probs=before)
         for update, pending in zip(updates, of_critic, strict=False):  # as many, or none without a critic
             update.update(pending.result())
-        self.run.clock.lap("update")
+        self.run.timer.record("update")
         return batch, updates
 
     def minibatches(self, batch: PackedBatch, step: int, epoch: int) -> list[PackedBatch]:
-        """As many as the config says; fewer where what is left of the batch is too little for all ranks in each.
+        """As many as configured, or fewer where the batch is too small for all ranks to have a part of each.
 
         Groups are shuffled, by seed, step and epoch alone, so that a run that goes on has the same minibatches.
         """
@@ -215,29 +216,29 @@ class Online(Dataflow):
     def generate(self, step: int, call: Callable[..., Any], again: int = 0) -> Any:
         """Sample for a step's prompts, of round ``again``; ``call`` is the rollout's ``generate``, or its ``start``."""
         return call(
-            [prompt.prompt_token_ids for prompt in self.asked(step, again)],
+            [prompt.prompt_token_ids for prompt in self.prompts_of(step, again)],
             n=self.run.config.algorithm.group_size,
             seed=seed_of(self.run.seed, step, again),
             greedy=self.algorithm.needs_greedy,
         )
 
     def score(self, step: int, sampled: Samples, again: int = 0) -> Scored:
-        config, asked, reward = self.run.config, self.asked(step, again), self.run.groups.reward
+        config, prompts, reward = self.run.config, self.prompts_of(step, again), self.run.groups.reward
         assert reward is not None
         scored = score(
-            asked,
+            prompts,
             sampled,
             reward,
             config,
-            first_group=again * len(asked),
+            first_group=again * len(prompts),
             greedy=self.algorithm.needs_greedy,
         )
-        self.run.clock.lap("score")
+        self.run.timer.record("score")
         if not scored.rollouts and not again:
-            raise TrainingStopped(f"step {step + 1}: none of {scored.unrewarded} sampled responses was given a reward")
+            raise TrainingStopped(f"step {step + 1}: none of {scored.unrewarded} sampled responses got a reward")
         return scored
 
-    def asked(self, step: int, again: int) -> list[Prompt]:
+    def prompts_of(self, step: int, again: int) -> list[Prompt]:
         """The prompts of a round of a step: a function of both alone. A round that isn't needed skips its own."""
         return self.run.data.prompts.at(step * (1 + self.run.config.algorithm.resample_rounds) + again)
 
@@ -245,8 +246,8 @@ class Online(Dataflow):
         """Generate with the weights as they are from here on; or have what was sampled ahead."""
         if self.pending is not None:
             self.ahead, self.pending = self.pending.result(), None
-            self.run.clock.lap("wait")
+            self.run.timer.record("wait")
         else:
             self.ahead = None
             self.run.groups.reshard()
-            self.run.clock.lap("reshard")
+            self.run.timer.record("reshard")

@@ -14,7 +14,7 @@ _CALL = 3000
 
 
 class Packing:
-    """Where the spans of a packed batch lie; made once a forward pass, used by every layer.
+    """Where the spans of a packed batch lie; made once per forward pass, used by every layer.
 
     Not a dataclass: FSDP2 takes those apart and builds them anew at each layer.
     """
@@ -75,7 +75,7 @@ class _Laid:
 def like_lengths(lengths: list[int], prefixes: list[int]) -> list[list[int]]:
     """Spans to compute in one call each, the longest first in each, all with prefixes of one length.
 
-    A span joins the one before it until what is computed in vain is worth a call.
+    A span joins the one before it until the wasted computation costs as much as a call.
     """
     calls: list[list[int]] = []
     waste = 0

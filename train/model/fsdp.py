@@ -48,8 +48,8 @@ Make = Callable[[PretrainedConfig], PreTrainedModel]
 
 def causal_lm(config: PretrainedConfig) -> PreTrainedModel:
     """A body with its projection to the vocabulary."""
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    return made
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
 
 
 def build(
@@ -78,7 +78,7 @@ def build(
         activation_checkpointing: recompute each layer's activations in the backward pass.
         lora: train adapters and nothing else.
         frozen: train nothing.
-        make: what gives the model of the policy's config.
+        make: builds the model from the policy's config.
         unstored: parameters that ``policy`` need not store; those that it does not stay on the meta device.
 
     Raises:
@@ -105,7 +105,7 @@ def build(
         apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
     offload = options.cpu_offload and device.type != "cpu"
     if options.cpu_offload and not offload:
-        say(f"train.fsdp.cpu_offload does nothing: the compute device is {device}")
+        log_once(f"train.fsdp.cpu_offload does nothing: the compute device is {device}")
     how: dict[str, Any] = {
         "mesh": meshes.fsdp,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
@@ -135,7 +135,7 @@ def skeleton(config: PretrainedConfig, make: Make = causal_lm) -> PreTrainedMode
 
 
 def decoder_layers(model: nn.Module, classes: list[str] | None) -> list[nn.Module]:
-    """The modules to shard by: of the classes named, or those that the model itself says not to split.
+    """The modules to shard by: of the classes named, or those that the model itself declares indivisible.
 
     Raises:
         ValueError: there is no such module; the message lists the classes that there are.
@@ -144,39 +144,39 @@ def decoder_layers(model: nn.Module, classes: list[str] | None) -> list[nn.Modul
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
     missing = wanted - {type(module).__name__ for module in layers}
     if not layers or (classes is not None and missing):
-        asked = f"of class {', '.join(sorted(missing))}" if missing else "that it says not to split"
+        which = f"of class {', '.join(sorted(missing))}" if missing else "that it declares indivisible"
         there = sorted({type(module).__name__ for module in model.modules()})
         raise ValueError(
-            f"{type(model).__name__} has no modules {asked} to shard by; set train.fsdp.layers to the class of its "
+            f"{type(model).__name__} has no modules {which} to shard by; set train.fsdp.layers to the class of its "
             f"decoder layers, out of: {', '.join(there)}"
         )
     return layers
 
 
-def choose_attention(model: PreTrainedModel, asked: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Set the implementation of attention, and say which it is.
+def choose_attention(model: PreTrainedModel, requested: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Set the implementation of attention, and log which it is.
 
     Raises:
-        ValueError: the model does not have the one that is asked for.
+        ValueError: the model does not have the requested one.
     """
     flash = device.type == "cuda" and dtype != torch.float32
-    if asked != "auto":
-        model.set_attn_implementation(asked)
+    if requested != "auto":
+        model.set_attn_implementation(requested)
     elif not use_packed_attention(model) and flash and is_flash_attn_2_available():
         model.set_attn_implementation("flash_attention_2")
     chosen = model.config._attn_implementation
-    if asked not in ("auto", chosen):
+    if requested not in ("auto", chosen):
         raise ValueError(
-            f"train.fsdp.attention={asked!r} is not for {type(model).__name__}; it kept {chosen!r}: use auto"
+            f"train.fsdp.attention={requested!r} is not for {type(model).__name__}; it kept {chosen!r}: use auto"
         )
     if chosen == IMPLEMENTATION:
         chosen += f" ({'flash attention' if flash else 'SDPA'}, sequence by sequence)"
-    say(f"attention of {type(model).__name__}: {chosen}")
+    log_once(f"attention of {type(model).__name__}: {chosen}")
 
 
 @cache
-def say(message: str) -> None:
-    """Log it, once, on rank 0."""
+def log_once(message: str) -> None:
+    """Log a message on rank 0, the first time that it comes."""
     if torch.distributed.get_rank() == 0:
         log.warning(message)
 
@@ -209,7 +209,7 @@ def outputs_at(
     places: Tensor,
     head: Callable[[Tensor, Tensor], AbstractContextManager[None]],
 ) -> Tensor:
-    """What the model's head gives at some places of a packed batch; attention never crosses sequences.
+    """The output of the model's head at some tokens of a packed batch; attention never crosses sequences.
 
     It runs as few rows as that takes (``train.batch.prompt_rows``). Under sequence parallelism every rank of a group
     passes the same batch, runs its slice of the rows, and gets the same answer.
@@ -217,8 +217,8 @@ def outputs_at(
     Args:
         places: int64 [K], K > 0: indices of tokens of the batch.
         head: called with which of the ``places`` lie in what this rank runs (int64 [k], indices of ``places``), and
-            where (int64 [k], on the device): a context within which ``model(…).logits`` is [k, …], what the head gives
-            there.
+            where (int64 [k], on the device): a context within which ``model(…).logits`` is [k, …], the head's
+            output there.
 
     Returns:
         [K, …], on the device of the model, with gradient.
@@ -268,11 +268,11 @@ def export(
     0 holds one file's worth of them.
 
     Args:
-        model: what ``build(policy, …)`` made.
+        model: from ``build(policy, …)``.
         policy: where the model came from; its config and types are kept.
         folder: exists; what is in it stays.
         file_bytes: size of one file of weights; a tensor that is larger has its own.
-        unstored: what ``build`` was given; these are written under the names that they have in the model.
+        unstored: as of ``build``; these are written under the names that they have in the model.
 
     Raises:
         ValueError: a weight has no name in the policy, so that nothing could load what would be written.
@@ -291,7 +291,7 @@ def export(
         if writer is not None:
             writer.add(name, tensor.to(dtypes.get(name, common)))
     if unwritten:
-        say(f"not of {type(model).__name__}, so left out: {', '.join(sorted(unwritten))}")
+        log_once(f"not of {type(model).__name__}, so left out: {', '.join(sorted(unwritten))}")
     if writer is not None:
         writer.finish()
         write_config(model, policy, folder, common)
@@ -302,7 +302,7 @@ def write_config(model: nn.Module, policy: Path, folder: Path, dtype: torch.dtyp
     """Leave the policy's config beside the weights: as it stands, or with another class and labels if those are new.
 
     Written anew by another transformers, the same settings have other names, and a running server would refuse them.
-    How the policy generates and its tokenizer are for whoever publishes to copy.
+    The generation config and the tokenizer are copied when the policy is published.
     """
     config = AutoConfig.from_pretrained(policy)
     architectures = [type(model).__name__.removeprefix("FSDP")]

@@ -178,7 +178,7 @@ def _places(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
 def scored_by_head(model: nn.Module, positions: Tensor, targets: Tensor, temperatures: Tensor) -> Iterator[None]:
     """Within, ``model(…).logits`` is float32 [K, 2]: the log-probability of each target, and the entropy there.
 
-    The head hands the model known values for logits, and what the model makes of them says what it does to logits after
+    The head returns known values for logits; from what the model turns them into follows what it does to logits after
     the head: nothing, scale (Cohere, Granite) or cap them (Gemma). The log-probabilities take the place of those values
     before FSDP2 sees the model's output, while the head's weight is whole. A head that is not a plain ``nn.Linear``
     (one with LoRA) is called on a slice of the tokens at a time, and again in the backward pass.
@@ -227,22 +227,22 @@ _PROBES = (0.0, 1e-3, -1e-3, 0.5, -0.5, 3.0, -3.0, 40.0, -40.0, 1e6, -1e6)
 
 
 def transform_of(probed: Tensor, name: str) -> LogitTransform:
-    """The transform that takes ``_PROBES`` to what the model made of them.
+    """The transform that takes ``_PROBES`` to the logits that the model returned for them.
 
     Raises:
         ValueError: no scale and soft cap do.
     """
     values = torch.tensor(_PROBES, dtype=torch.float64)
-    made = probed.detach().double().cpu().flatten()
-    if made.shape == values.shape:
-        scale = float(made[1] / values[1])
-        limit = float(made[-2])
+    observed = probed.detach().double().cpu().flatten()
+    if observed.shape == values.shape:
+        scale = float(observed[1] / values[1])
+        limit = float(observed[-2])
         for guess in (IDENTITY, LogitTransform(scale), LogitTransform(scale, limit)):
-            if torch.allclose(guess(values), made, rtol=1e-4, atol=1e-9):
+            if torch.allclose(guess(values), observed, rtol=1e-4, atol=1e-9):
                 return guess
     raise ValueError(
-        f"{name} does something to its logits that is neither a scale nor a soft cap: it made {made.tolist()} of "
-        f"{values.tolist()}; its log-probabilities cannot be taken tile by tile"
+        f"{name} does something to its logits that is neither a scale nor a soft cap: it turned "
+        f"{values.tolist()} into {observed.tolist()}; its log-probabilities cannot be taken tile by tile"
     )
 
 

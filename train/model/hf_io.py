@@ -79,7 +79,7 @@ def stored_tensors(model: nn.Module, parameters: Iterator[tuple[str, Tensor]]) -
     """
     keys: dict[str, list[str]] = model.checkpoint_keys
     for name, tensor in parameters:
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = whole_tensor(tensor)
         if keys.get(name):
             yield from ((key, whole) for key in keys[name])
         else:
@@ -233,8 +233,13 @@ def as_parameter(local: Tensor, *, like: DTensor) -> nn.Parameter:
     return nn.Parameter(whole, requires_grad=like.requires_grad)
 
 
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """All of a tensor's values, gathered if it is sharded; every rank must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def own_slice(tensor: Tensor) -> tuple[slice, ...]:
-    """Where this rank's part lies in the whole tensor, one slice a dimension."""
+    """Where this rank's part lies in the whole tensor, one slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.config.sections import LoraConfig
-from train.model.hf_io import ADAPTER, as_parameter, held, own_slice, plain_name
+from train.model.hf_io import ADAPTER, as_parameter, held, own_slice, plain_name, whole_tensor
 
 NAME = "default"
 
@@ -98,7 +98,7 @@ def plain_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def merged(layer: nn.Module, weight: Tensor) -> Tensor:
     """W + s · B A, sharded as ``weight``; computed in float32."""
-    a, b = (whole(getattr(layer, side)[NAME].weight).float() for side in ("lora_A", "lora_B"))
+    a, b = (whole_tensor(getattr(layer, side)[NAME].weight).float() for side in ("lora_A", "lora_B"))
     scale: float = layer.scaling[NAME]
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     rows, columns = own_slice(weight)
@@ -126,17 +126,19 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def export_adapter(model: nn.Module, config: LoraConfig, policy: Path, folder: Path) -> None:
     """Write the adapter to ``folder`` in peft's format (safetensors, float32); every rank must call it."""
     tensors = {
-        "base_model.model." + plain_name(name).replace(f".{NAME}.", "."): whole(parameter.detach()).cpu().contiguous()
+        "base_model.model." + plain_name(name).replace(f".{NAME}.", "."): whole_tensor(parameter.detach())
+        .cpu()
+        .contiguous()
         for name, parameter in held(model)
         if ADAPTER in name
     }
     if torch.distributed.get_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        written = peft_config(config)
-        written.base_model_name_or_path = str(policy)
-        written.inference_mode = True
-        written.save_pretrained(folder)
+        exported = peft_config(config)
+        exported.base_model_name_or_path = str(policy)
+        exported.inference_mode = True
+        exported.save_pretrained(folder)
 
 
 def peft_config(config: LoraConfig) -> Any:
@@ -149,7 +151,3 @@ def peft_config(config: LoraConfig) -> Any:
         lora_dropout=config.dropout,
         target_modules=config.target_modules,
     )
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

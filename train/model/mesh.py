@@ -12,19 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Meshes:
-    """The place of this rank.
-
-    ``fsdp``: the mesh that FSDP2 shards over: ("shard",), or ("replicate", "shard") with replicas. ``sp``: the ranks
-    that share this rank's sequences (Ulysses), None for one. A batch is split over ``dp_size`` parts; this rank has
-    part ``dp_rank``, and all ranks of one sequence-parallel group have the same.
-    """
+    """``fsdp``: the mesh that FSDP2 shards over: ("shard",), or ("replicate", "shard") with replicas. ``sp``: the ranks
+    that share this rank's sequences (Ulysses), None for one."""
 
     fsdp: DeviceMesh
     sp: ProcessGroup | None
-    dp_rank: int
-    dp_size: int
-    sp_rank: int
-    sp_size: int
 
 
 def make_meshes(
@@ -49,11 +41,10 @@ def make_meshes(
     """
     world = torch.distributed.get_world_size()
     if ranks != world:
-        raise ValueError(f"a mesh of {ranks} ranks was asked for, and the job has {world}; they must be equal")
+        raise ValueError(f"a mesh of {ranks} ranks does not fit a job of {world}; the numbers must be equal")
     order = shard_order(ranks, tensor_parallel_size=tensor_parallel_size, replicas=replicas)
     if sequence_parallel_size < 1 or ranks % sequence_parallel_size:
         raise ValueError(f"sequence_parallel_size={sequence_parallel_size} does not divide {ranks} ranks")
-    rank = torch.distributed.get_rank()
     shard = own_group(order)
     if replicas == 1:
         fsdp = DeviceMesh.from_group(shard, device_type, mesh_dim_names=("shard",))
@@ -66,15 +57,11 @@ def make_meshes(
     return Meshes(
         fsdp=fsdp,
         sp=own_group([list(range(first, first + sp)) for first in range(0, ranks, sp)]) if sp > 1 else None,
-        dp_rank=rank // sp,
-        dp_size=ranks // sp,
-        sp_rank=rank % sp,
-        sp_size=sp,
     )
 
 
 def shard_order(ranks: int, *, tensor_parallel_size: int = 1, replicas: int = 1) -> list[list[int]]:
-    """The global rank of each FSDP chunk, one list a replica.
+    """The global rank of each FSDP chunk, one list per replica.
 
     vLLM's external launcher gives global rank r the tensor-parallel rank r % t. Of n chunks, those from k·n/t to
     (k+1)·n/t lie inside slice k of a tensor cut in t, so they belong to ranks of tensor-parallel rank k: then what a

@@ -7,7 +7,7 @@ can be loaded by it. The head is one linear layer without bias, and is computed 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,16 +95,13 @@ def sequence_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
     return outputs_at(model, batch, batch.cu_seqlens[1:] - 1, lambda _, places: read_by_head(model, places)).cpu()
 
 
-def read_by_head(model: nn.Module, places: Tensor) -> AbstractContextManager[None]:
+@contextmanager
+def read_by_head(model: nn.Module, places: Tensor) -> Iterator[None]:
     """Within, ``model(…).logits`` is float32 [K]: what the head makes of the hidden states at ``places``, int64 [K].
 
     FSDP2 sees the model's output only after it was put in place, and while the head's weight is whole.
     """
-    return _read_by_head(model, head_of(model), places)
-
-
-@contextmanager
-def _read_by_head(model: nn.Module, head: nn.Linear, places: Tensor) -> Iterator[None]:
+    head = head_of(model)
     seen: list[Tensor] = []
 
     def read(hidden: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.tensor import Shard
 
-_WRAPPERS = re.compile(r"(_checkpoint_wrapped_module|base_model\.model|base_layer)\.")
+from train.model.hf_io import plain_name
 
 
 def placement_for(model: nn.Module, shards: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -23,24 +23,16 @@ def placement_for(model: nn.Module, shards: int) -> Callable[[nn.Parameter], Sha
         model: a Hugging Face model, before ``fully_shard``; with or without wrappers around its layers.
         shards: size of the shard dimension of the FSDP mesh.
     """
-    rows = [_pattern(name) for name, style in _tensor_parallel_plan(model).items() if style == "rowwise"]
+    plan: dict[str, str] = getattr(model, "tp_plan", None) or {}  # model.layers.*.mlp.down_proj -> rowwise
+    rows = [_pattern(name) for name, style in plan.items() if style == "rowwise"]
     chosen = {
         parameter
         for name, parameter in model.named_parameters()
         if parameter.ndim == 2
         and parameter.shape[1] % shards == 0
-        and any(pattern.fullmatch(_WRAPPERS.sub("", name)) for pattern in rows)
+        and any(pattern.fullmatch(plain_name(name)) for pattern in rows)
     }
     return lambda parameter: Shard(1) if parameter in chosen else None
-
-
-def _tensor_parallel_plan(model: nn.Module) -> dict[str, str]:
-    """Layer pattern -> style, of the whole model: ``model.layers.*.mlp.down_proj`` -> ``rowwise``."""
-    for candidate in (model, getattr(getattr(model, "base_model", None), "model", None)):  # bare, or inside peft's
-        plan = getattr(candidate, "tp_plan", None)
-        if plan:
-            return dict(plan)
-    return {}
 
 
 def _pattern(layer: str) -> re.Pattern[str]:

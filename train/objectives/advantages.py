@@ -12,7 +12,7 @@ from torch import Tensor
 from train.batch.packed import PackedBatch
 from train.objectives.kl import ESTIMATORS
 
-# ----------------------------------------------------------------------------------------------- one a response
+# ------------------------------------------------------------------------------------------------- per response
 
 
 def group_relative(rewards: Tensor, groups: Tensor, *, normalise_by_std: bool) -> Tensor:
@@ -57,7 +57,7 @@ def response_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator:
     return batch.response_sums(token_rewards(batch, kl_coefficient, estimator))
 
 
-# -------------------------------------------------------------------------------------------------- one a token
+# ---------------------------------------------------------------------------------------------------- per token
 
 
 def token_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator: str = "k1") -> Tensor:
@@ -82,7 +82,7 @@ def token_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator: st
 
 
 def returns_to_go(token_rewards: Tensor, batch: PackedBatch, gamma: float = 1.0) -> Tensor:
-    """The rewards from each token to the end of its response, discounted by gamma a token. [T] → [T], 0 at prompts."""
+    """Rewards from each token to the end of its response, discounted by gamma per token. [T] → [T], 0 at prompts."""
     start, end = batch.cu_seqlens[:-1] + batch.prompt_lengths, batch.cu_seqlens[1:]
     returns = torch.zeros_like(token_rewards)
     returns[end - 1] = token_rewards[end - 1]

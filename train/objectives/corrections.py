@@ -17,7 +17,7 @@ Weights = tuple[Tensor, dict[str, Tensor]]
 
 
 def importance_weights(old_log_probs: Tensor, batch: PackedBatch, config: CorrectionConfig) -> Weights:
-    """The weight of each token's loss, a KL in it included: the ratio of old to behaviour, bounded as the config says.
+    """The weight of each token's loss, a KL in it included: the ratio of old to behaviour, bounded by the config.
 
     - truncate: min(ratio, cap) (truncated importance sampling; E. Ionides, 2008).
     - mask: the ratio where it is within floor and cap, else 0 (masked importance sampling).

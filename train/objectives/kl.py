@@ -21,7 +21,7 @@ from typing import Final
 from torch import Tensor
 
 LARGEST_LOG_RATIO: Final = 20.0
-"""Nats. Of two policies that are further apart at a token, an exponential says nothing any more, and would overflow."""
+"""Nats. Of two policies that are further apart at a token, an exponential is meaningless, and would overflow."""
 
 LARGEST_K3_LOG_RATIO: Final = 7.0
 """Nats. Where the reference is more than this much likelier, k3 goes on along its tangent: the gradient of a single
@@ -78,7 +78,7 @@ def adapted_coefficient(
 
     Args:
         coefficient: the weight in the step.
-        kl: what was measured in it, nats a token.
+        kl: what was measured in it, nats per token.
         minimum, maximum: bounds of what is returned.
 
     Returns:

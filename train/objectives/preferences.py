@@ -15,7 +15,7 @@ def pairs(batch: PackedBatch) -> tuple[Tensor, Tensor]:
         (chosen, rejected): int64 [P], by group.
 
     Raises:
-        ValueError: a group is no such pair.
+        ValueError: a group is not such a pair.
     """
     by_group = batch.groups.argsort(stable=True)
     better = batch.rewards[by_group] > 0.5

@@ -31,7 +31,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that says the same of everything.
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that predicts the same value everywhere.
 
     Args:
         values, returns: float [N], of the response tokens of a whole batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -51,7 +51,7 @@ class Drawn:
 
 
 def health(drawn: Drawn, batch: PackedBatch | None, updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What to watch of a step.
+    """The metrics to watch of a step.
 
     Rewards and lengths are those of all fresh responses or, if nothing is sampled, the logged ones. ``batch`` is what
     the ``updates`` learned from; without any, what they would give is not there.
@@ -68,7 +68,7 @@ def of_responses(drawn: Drawn) -> dict[str, float]:
     return {
         "reward": float(reward.mean()),
         "reward_std": float(reward.std()) if len(reward) > 1 else 0.0,
-        **{f"reward/{name}": sum(given) / len(given) for name, given in fresh.components.items() if given},
+        **{f"reward/{name}": sum(values) / len(values) for name, values in fresh.components.items() if values},
         **({"reward_traffic": sum(of_logged) / len(logged)} if fresh.rollouts and logged else {}),
         **({"overlong": sum(fresh.overlong) / len(fresh.overlong)} if any(fresh.overlong) else {}),
         ("response_length" if fresh.rollouts else "learned_length"): sum(len(r.response) for r in seen) / len(seen),
@@ -83,7 +83,7 @@ def of_responses(drawn: Drawn) -> dict[str, float]:
 
 
 def of_updates(batch: PackedBatch, updates: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What was learned from, and the means of the updates. KL and differences of logprobs are nats a token.
+    """What was learned from, and the means of the updates. KL and differences of logprobs are nats per token.
 
     ``kl_ref`` is KL(policy before the updates || reference), as ``kl_to_reference`` has it. ``kl_behaviour`` is
     KL(behaviour || policy before the updates), from tokens that the behaviour sampled.
@@ -98,20 +98,29 @@ def of_updates(batch: PackedBatch, updates: Sequence[dict[str, float]]) -> dict[
         "kl_behaviour": float(k1(behaviour, old)[mask].mean()),
         **({"logprob_difference_mean": float(difference.mean())} if len(difference) else {}),
         **({"logprob_difference_max": float(difference.max())} if len(difference) else {}),
-        **({} if batch.values is None else {"explained_variance": explained(batch)}),
+        **explained(batch),
         "learned_responses": float(len(batch)),
         "tokens": float(len(batch.tokens)),
         "updates": float(len(updates)),
-        **{name: sum(update[name] for update in updates) / len(updates) for name in updates[0]},
+        **means(updates),
     }
 
 
-def explained(batch: PackedBatch) -> float:
-    """The critic's explained variance of the returns; see ``train.objectives.values.explained_variance``."""
-    assert batch.values is not None
-    assert batch.returns is not None
+def means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the updates that have it: a batch need not have thumbs of both kinds, say."""
+    found: dict[str, list[float]] = {}
+    for update in updates:
+        for name, value in update.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def explained(batch: PackedBatch) -> dict[str, float]:
+    """The critic's explained variance of the returns, if there is a critic."""
+    if batch.values is None or batch.returns is None:
+        return {}
     mask = batch.response_mask
-    return explained_variance(batch.values[mask], batch.returns[mask])
+    return {"explained_variance": explained_variance(batch.values[mask], batch.returns[mask])}
 
 
 def at_end(batch: PackedBatch, log_probs: Tensor) -> dict[str, float]:

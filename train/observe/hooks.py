@@ -7,7 +7,7 @@ slow one makes the run slow; one that raises ends the run, with an error that na
     class Alerts(Hook):
         def on_step(self, step, metrics):
             if metrics["reward"] < 0.1:
-                tell_somebody(f"{self.run.name}: reward {metrics['reward']:.2f} at step {step}")
+                notify(f"{self.run.name}: reward {metrics['reward']:.2f} at step {step}")
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from train.config.training import TrainConfig
-from train.import_object import NamesNothingError, load_named
+from train.import_object import import_object
 
 if TYPE_CHECKING:
     from train.context import JobResult
@@ -61,16 +61,13 @@ class Hook:
 
 
 def load_function(setting: str, name: str) -> Callable[[RunInfo], Any]:
-    """What ``module:function`` names. Raises HookError that says which setting names nothing that can be called."""
-    module, _, attribute = name.partition(":")
-    if not module or not attribute:
-        raise HookError(f"{setting}: {name!r} does not name a function; write 'module:function'")
+    """What ``setting`` names as ``module:function``. Raises HookError if that can't be called."""
     try:
-        function = load_named(module, attribute)
-    except NamesNothingError as error:
-        raise HookError(f"{setting}: {name!r}: {error}") from error
+        function = import_object(setting, name, "function")
+    except ValueError as error:
+        raise HookError(str(error)) from error
     if not callable(function):
-        raise HookError(f"{setting}: {name!r} is a {type(function).__name__}, not a function or class")
+        raise HookError(f"{setting}={name!r} is a {type(function).__name__}, not a function or class")
     return function
 
 

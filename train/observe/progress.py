@@ -1,4 +1,4 @@
-"""What a run tells the user as it goes: a bar on a terminal, plain lines without one; and the clock of its steps."""
+"""What a run prints as it goes: a bar on a terminal, plain lines without one; and the timer of its steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def say(text: str) -> None:
 
 
 def say_step(run: str, step: int, steps: int, m: dict[str, float]) -> None:
-    """One line of a step: of what is worth a look, what there is."""
+    """Print one line of a step, where there is no bar."""
     if not sys.stderr.isatty():
         numbers = " ".join(text.format(m[name]) for name, text in _SHOWN.items() if name in m)
         say(f"{run}: step {step + 1}/{steps} {numbers}")
@@ -52,27 +52,29 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
 
-class Clock:
-    """Laps of one step, in seconds; of one name they add up."""
+class StepTimer:
+    """The seconds that the parts of a step take."""
 
     def __init__(self) -> None:
         self.start()
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._start = self._last = time.monotonic()
-        self._laps: dict[str, float] = {}
+        self._parts: dict[str, float] = {}
 
-    def lap(self, name: str) -> None:
+    def record(self, name: str) -> None:
+        """Add the time since the last record to a part."""
         now = time.monotonic()
-        self._laps[name] = self._laps.get(name, 0.0) + now - self._last
+        self._parts[name] = self._parts.get(name, 0.0) + now - self._last
         self._last = now
 
-    def laps(self, tokens: float) -> dict[str, float]:
+    def metrics(self, tokens: float) -> dict[str, float]:
+        """What to log of the step, which computed ``tokens`` tokens."""
         total = self._last - self._start
         return {
             "time": time.time(),
             "seconds": total,
             "tokens_per_s": tokens / total,
-            **{f"seconds_{name}": value for name, value in self._laps.items()},
+            **{f"seconds_{name}": value for name, value in self._parts.items()},
         }

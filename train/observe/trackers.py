@@ -1,4 +1,4 @@
-"""Where a run's numbers go: ``metrics.jsonl``, one line a step; TensorBoard; and what ``train.observe.trackers`` names.
+"""Where a run's metrics go: ``metrics.jsonl``, a line per step; TensorBoard; and what ``train.observe.trackers`` names.
 
 ``train.trackers: ["my_package.tracking:Wandb"]`` calls ``my_package.tracking.Wandb(run)`` once, before any worker
 starts; it returns a ``Tracker``.
@@ -76,12 +76,12 @@ class Watchers:
         """Load what the config names. Raises HookError."""
         config = run.config
         self._result: JobResult | None = None
-        self._hooks: list[tuple[str, Hook]] = [(n, _made("train.hooks", n, Hook, run)) for n in config.hooks]
+        self._hooks: list[tuple[str, Hook]] = [(n, _load("train.hooks", n, Hook, run)) for n in config.hooks]
         self._trackers: list[tuple[str, Tracker]] = [
             ("metrics.jsonl", JsonLines(run, history)),
             ("tensorboard", TensorBoard(run)),
         ]
-        self._trackers += [(n, _made("train.trackers", n, Tracker, run)) for n in config.trackers]
+        self._trackers += [(n, _load("train.trackers", n, Tracker, run)) for n in config.trackers]
 
     def start(self) -> None:
         for name, hook in self._hooks:
@@ -102,7 +102,7 @@ class Watchers:
                 hook.on_checkpoint(steps, folder)
 
     def end(self, result: JobResult) -> None:
-        """The run published; the hooks hear of it when the context is left."""
+        """The run published; hooks get the result when the context is left."""
         self._result = result
 
     def __enter__(self) -> Watchers:
@@ -129,16 +129,18 @@ class Watchers:
                 error.add_note(str(note))
 
 
-_Made = TypeVar("_Made", Hook, Tracker)
+_Observer = TypeVar("_Observer", Hook, Tracker)
 
 
-def _made(setting: str, name: str, kind: type[_Made], run: RunInfo) -> _Made:
+def _load(setting: str, name: str, kind: type[_Observer], run: RunInfo) -> _Observer:
     function = load_function(setting, name)
-    with named(setting, name, "its making"):
-        made = function(run)
-    if not isinstance(made, kind):
-        raise HookError(f"{setting}: {name!r} gave a {type(made).__name__}, not a {kind.__module__}.{kind.__name__}")
-    return made
+    with named(setting, name, "its constructor"):
+        observer = function(run)
+    if not isinstance(observer, kind):
+        raise HookError(
+            f"{setting}: {name!r} returned a {type(observer).__name__}, not a {kind.__module__}.{kind.__name__}"
+        )
+    return observer
 
 
 def _line(step: int, metrics: Mapping[str, float]) -> str:

@@ -1,4 +1,4 @@
-"""Erasures that come while a run trains: rows that it has learned from are gone, and what it makes must not hold them.
+"""Erasures while a run trains: rows that it has learned from are gone, and what it publishes must not hold them.
 
 A run may not publish unseen by an erasure. The run publishes and then looks for erasures; an erasure removes the rows
 and then looks for policies: whichever is second sees the other.
@@ -20,61 +20,61 @@ from train.run.unfinished import mark
 
 
 class Erasures:
-    """Those of rows that the lake had at a run's versions, made since."""
+    """Erasures, since a run started, of rows that the lake had at its versions."""
 
     def __init__(self, lake: Lake, versions: Mapping[str, int], config: TrainConfig) -> None:
         self._since = ErasedSince(lake, versions)
         self._refuse = config.erased_rows == "refuse"
 
     def check(self) -> dict[str, int]:
-        """How many rows, by table, where that is only to be marked.
+        """How many rows, by table, if they are only to be marked.
 
         Raises:
-            RowsErased: there are some, and train.erased_rows says refuse; or nobody can say.
+            RowsErased: there are some and train.erased_rows is refuse, or the log no longer tells.
             feedback.lake.tables.LakeError: the lake can't be read.
         """
         try:
             rows = self._since.rows()
         except LogGoneError as error:
             raise RowsErased(
-                f"nobody can say whether rows that it had read have been erased ({error}): a run must end within "
+                f"whether rows that it had read have been erased is unknown ({error}): a run must end within "
                 "feedback.lake.vacuum_hours"
             ) from error
         if rows and self._refuse:
             raise RowsErased(
-                f"rows that it had read were erased meanwhile ({told(rows)}), so nothing is published "
+                f"rows that it had read were erased meanwhile ({counts_text(rows)}), so nothing is published "
                 "(train.erased_rows=refuse); the next run learns without them"
             )
         return rows
 
-    def settle(self, store: PolicyStore, made: int | Path) -> None:
-        """``check`` behind publishing, for erasures that saw no policy yet: what was made is marked, or withdrawn.
+    def settle(self, store: PolicyStore, published: int | Path) -> None:
+        """``check`` after publishing, for erasures that saw no policy yet: what was published is marked or withdrawn.
 
         Args:
-            made: the policy's version, or the reward model's folder.
+            published: the policy's version, or the reward model's folder.
 
         Raises:
-            RowsErased: it is withdrawn.
+            RowsErased: it was withdrawn.
             serve.policies.store.PolicyError: it is marked, and can't be withdrawn: it serves.
         """
         try:
             if rows := self.check():
-                mark(store, made, f"erased while it was trained: {told(rows)}")
+                mark(store, published, f"erased while it was trained: {counts_text(rows)}")
         except RowsErased as erased:
-            mark(store, made, str(erased))  # first: it may serve
-            if isinstance(made, int):
-                store.withdraw(made)
+            mark(store, published, str(erased))  # first: it may serve
+            if isinstance(published, int):
+                store.withdraw(published)
             else:
-                shutil.rmtree(made)
+                shutil.rmtree(published)
             raise
 
-    def look(self, run: str) -> None:
-        """``check`` between two steps, so that nothing is trained in vain; a lake that can't be read is asked later."""
+    def check_between_steps(self, run: str) -> None:
+        """``check``, so that no further step is wasted; an unreadable lake is only logged."""
         try:
             self.check()
         except (LakeError, OSError) as error:
-            say(f"{run}: whether rows were erased is asked again later: {error}")
+            say(f"{run}: whether rows were erased will be checked again later: {error}")
 
 
-def told(rows: Mapping[str, int]) -> str:
+def counts_text(rows: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {table}" for table, count in rows.items())

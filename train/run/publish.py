@@ -1,9 +1,10 @@
-"""From a trained actor to a version in the policy store, once a run."""
+"""From a trained actor to a version in the policy store, once per run."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from serve.policies import probe
@@ -36,11 +37,7 @@ def publish(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     actor.export(folder)
-    weights = {p.name for p in parent.path.glob("*.safetensors*")}
-    for name in parent.files:
-        if name not in weights and not (folder / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(parent.path / name, folder / name)
+    copy_missing_files(parent, folder)
     lineage: dict[str, Any] = {
         **context.lineage,
         "run": context.run,
@@ -63,3 +60,12 @@ def publish(
     )
     shutil.rmtree(folder)
     return policy
+
+
+def copy_missing_files(parent: Policy, folder: Path, leave_out: Collection[str] = ()) -> None:
+    """Copy to ``folder`` the files of the parent that it does not have, but no weights and none named ``leave_out``."""
+    weights = {path.name for path in parent.path.glob("*.safetensors*")}
+    for name in parent.files:
+        if name not in weights and Path(name).name not in leave_out and not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(parent.path / name, folder / name)

@@ -10,19 +10,18 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from feedback.files import fsync_path
 from serve.policies.store import Policy
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RunStart
 from train.controller.worker_group import WorkerGroup
-
-if TYPE_CHECKING:
-    from train.dataflows.base import Data
+from train.dataflows.base import Data
+from train.run.publish import copy_missing_files
 
 _MANIFEST: Final = "training.json"
-_NOT_OF_IT: Final = ("*.safetensors*", "config.json", "generation_config.json", "policy.json")
+_OF_A_POLICY: Final = ("config.json", "generation_config.json", "policy.json")
 
 
 def publish_reward_model(
@@ -44,14 +43,11 @@ def publish_reward_model(
     """
     final = folder_of(context)
     aside, old = final.with_name(".reward_model.new"), final.with_name(".reward_model.old")
-    for rubbish in (aside, old):
-        shutil.rmtree(rubbish, ignore_errors=True)
+    for left in (aside, old):
+        shutil.rmtree(left, ignore_errors=True)
     aside.mkdir(parents=True)
     scorer.export(aside)
-    for name in parent.files:
-        if not any(Path(name).match(pattern) for pattern in _NOT_OF_IT) and not (aside / name).exists():
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(parent.path / name, aside / name)
+    copy_missing_files(parent, aside, _OF_A_POLICY)
     read_as_trained(aside)
     manifest: dict[str, Any] = {
         "run": context.run,
@@ -64,7 +60,7 @@ def publish_reward_model(
     if erased:
         manifest["lineage"]["erased_rows"] = dict(erased)
     (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in [*(path for path in aside.rglob("*")), aside]:
+    for path in [*aside.rglob("*"), aside]:
         fsync_path(path)
     if final.exists():
         final.rename(old)
@@ -75,7 +71,7 @@ def publish_reward_model(
 
 
 def result_of(context: JobContext, start: RunStart) -> JobResult | None:
-    """What came of this very run, if its reward model is there."""
+    """The result of this very run, if its reward model is there."""
     folder = folder_of(context)
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
@@ -89,7 +85,7 @@ def result_of(context: JobContext, start: RunStart) -> JobResult | None:
         artifact=folder,
         parent=manifest["parent"],
         steps=manifest["metrics"]["steps"],
-        reason=reason_of(folder),
+        reason=no_candidate_reason(folder),
         metrics=manifest["metrics"]["last"],
         seconds=0.0,
     )
@@ -99,7 +95,7 @@ def folder_of(context: JobContext) -> Path:
     return context.folder / "reward_model"
 
 
-def reason_of(folder: Path) -> str:
+def no_candidate_reason(folder: Path) -> str:
     """Why there is no candidate."""
     return f"a reward model was trained, and no policy: {folder}"
 

@@ -18,7 +18,7 @@ from typing import Final
 from feedback.files import try_lock
 from feedback.lake.table_changes import ErasedSince, LogGoneError
 from feedback.lake.tables import Lake
-from serve.policies.store import PolicyStore, record_erasure
+from serve.policies.store import Policy, PolicyStore, record_erasure
 
 START: Final = "start.json"
 LOCK: Final = ".lock"
@@ -57,9 +57,9 @@ def unfinished_runs(runs: Path) -> list[UnfinishedRun]:
 
 
 def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
-    """Remove what runs that nobody works on have kept of rows that have been erased since; their names.
+    """Remove what idle runs have kept of rows that have been erased since; their names.
 
-    So does a run whose versions of the lake can't be read any more: it can't go on, and nobody can say what it holds.
+    So does a run whose versions of the lake can't be read any more: it can't go on, and what it holds is unknown.
     What one had published when it was killed, before it looked for erasures once more, is marked.
 
     Raises:
@@ -71,33 +71,38 @@ def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
         with _alone(folder) as alone:
             if not alone or not start.exists():
                 continue
-            begun = json.loads(start.read_text())
-            made = _made(store, folder, begun.get("id")) if (folder / "checkpoints").exists() else None
-            if (made is None and not any(kept(folder))) or not was_erased(lake, begun["lake_versions"]):
+            started = json.loads(start.read_text())
+            published = _published(store, folder, started.get("id")) if (folder / "checkpoints").exists() else None
+            if (published is None and not any(kept(folder))) or not was_erased(lake, started["lake_versions"]):
                 continue
-            if made is not None:
-                mark(store, made, "rows that it had read were erased before its run had ended")
+            if published is not None:
+                mark(store, published, "rows that it had read were erased before its run had ended")
             forget(folder)
             forgotten.append(folder.name)
     return forgotten
 
 
-def mark(store: PolicyStore, made: int | Path, why: str) -> None:
+def mark(store: PolicyStore, published: int | Path, why: str) -> None:
     """Record with a policy (its version) or a reward model (its folder) that its run had read what was erased; once."""
-    told = {"certainty": "yes", "why": why, "erasure": "in training"}
-    if isinstance(made, int):
-        store.record_erasure(made, **told)
+    record = {"certainty": "yes", "why": why, "erasure": "in training"}
+    if isinstance(published, int):
+        store.record_erasure(published, **record)
     else:
-        record_erasure(made, **told)
+        record_erasure(published, **record)
 
 
-def _made(store: PolicyStore, folder: Path, run_id: str | None) -> int | Path | None:
+def policy_of_run(store: PolicyStore, run_id: str) -> Policy | None:
+    """The policy that the run of this id has published."""
+    policies = (store.get(version) for version in reversed(store.versions()))
+    return next((policy for policy in policies if policy.lineage.get("run_id") == run_id), None)
+
+
+def _published(store: PolicyStore, folder: Path, run_id: str | None) -> int | Path | None:
     """What a run of this id has published."""
     if run_id is None:
         return None
-    for version in reversed(store.versions()):
-        if store.get(version).lineage.get("run_id") == run_id:
-            return version
+    if (policy := policy_of_run(store, run_id)) is not None:
+        return policy.version
     model = folder / "reward_model"
     try:
         return model if json.loads((model / "training.json").read_bytes())["run_id"] == run_id else None
@@ -106,7 +111,7 @@ def _made(store: PolicyStore, folder: Path, run_id: str | None) -> int | Path | 
 
 
 def was_erased(lake: Lake, versions: dict[str, int], *, unknown: bool = True) -> bool:
-    """Whether rows that the lake had at these versions have been erased since; ``unknown`` if nobody can say."""
+    """Whether rows that the lake had at these versions have been erased since; ``unknown`` if the log is gone."""
     try:
         return bool(ErasedSince(lake, versions).rows())
     except LogGoneError:
@@ -126,7 +131,7 @@ def kept(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[bool]:
-    """Hold a run's lock; whether nobody else does."""
+    """Hold a run's lock; False if another process has it."""
     with (folder / LOCK).open("a") as lock:
         yield try_lock(lock.fileno())
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from train.algorithms.base import Loss
@@ -19,14 +18,7 @@ class ActorWorker(TrainedWorker):
     """One FSDP rank of the policy in training, with its optimizer."""
 
     def build(self) -> nn.Module:
-        return build(
-            self.policy,
-            dtype=getattr(torch, self.config.dtype),
-            meshes=self.meshes,
-            options=self.config.fsdp,
-            activation_checkpointing=self.config.activation_checkpointing,
-            lora=self.config.lora,
-        )
+        return build(self.policy, lora=self.config.lora, **self.build_options)
 
     @dispatch(per_token)
     def log_probs(self, batch: PackedBatch) -> Tensor:
@@ -47,25 +39,22 @@ class ActorWorker(TrainedWorker):
         """``update``, and what ``log_probs`` would have given before it, at no cost: float32 [T]."""
         if kl_coefficient is not None:
             self.algorithm.kl_coefficient = kl_coefficient
-        before = torch.zeros(len(batch.tokens))
 
-        def loss_of(micro: PackedBatch, sequences: Tensor) -> Loss:
+        def loss_of(micro: PackedBatch) -> tuple[Loss, Tensor]:
             log_probs, entropy = token_log_probs(self.model, micro)
-            if len(sequences):
-                before[batch.token_index(sequences)] = log_probs.detach()
             loss, health = self.algorithm.loss(log_probs, micro.with_(entropy=entropy))
             if loss.shape != ():
                 raise ValueError(
                     f"train.algorithm.name={self.config.algorithm.name}: loss gave a tensor of shape "
                     f"{list(loss.shape)}; it is the sum over the micro-batch, without dimensions"
                 )
-            return loss, {"entropy": entropy, **health}
+            return (loss, {"entropy": entropy, **health}), log_probs
 
-        return self.take_step(batch, loss_of, self.algorithm.count(batch)), before
+        return self.take_step(batch, loss_of, self.algorithm.count(batch))
 
     @dispatch(to_all)
     def export(self, folder: Path) -> None:
-        """Write the weights to ``folder`` as a Hugging Face model, and beside it, if asked, the ``adapter``."""
+        """Write a Hugging Face model to ``folder``; beside it ``adapter``, with ``train.lora.publish_adapter``."""
         export(self.model, self.policy, folder)
         if self.config.lora is not None and self.config.lora.publish_adapter:
             export_adapter(self.model, self.config.lora, self.policy, folder.with_name("adapter"))

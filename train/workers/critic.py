@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
 from train.algorithms.base import Loss
 from train.batch.packed import PackedBatch
 from train.controller.dispatch import by_tokens, dispatch, per_token
-from train.model.fsdp import say
+from train.model.fsdp import log_once
 from train.model.scalar_head import build_with_scalar_head, token_values
 from train.objectives.values import value_loss
 from train.workers.model_worker import TrainedWorker, forward_per_token
@@ -25,17 +24,11 @@ class CriticWorker(TrainedWorker):
 
     def build(self) -> nn.Module:
         if self.config.lora is not None:
-            say("train.lora is of the policy; the critic trains all its weights")
+            log_once("train.lora is of the policy; the critic trains all its weights")
         model = self.config.algorithm.critic.model
         if model is not None:
             require_same_tokens(model, self.policy)
-        return build_with_scalar_head(
-            model or self.policy,
-            dtype=getattr(torch, self.config.dtype),
-            meshes=self.meshes,
-            options=self.config.fsdp,
-            activation_checkpointing=self.config.activation_checkpointing,
-        )
+        return build_with_scalar_head(model or self.policy, **self.build_options)
 
     @property
     def learning_rate(self) -> float:
@@ -56,30 +49,31 @@ class CriticWorker(TrainedWorker):
         Returns:
             value_loss, value_clip_fraction, critic_grad_norm, critic_learning_rate.
         """
-        found = self.take_step(batch, self._loss, float(batch.response_mask.sum()))
+        metrics, _ = self.take_step(batch, self._loss, float(batch.response_mask.sum()))
         return {
-            "value_loss": found["loss"],
-            "value_clip_fraction": found["clipped"],
-            "critic_grad_norm": found["grad_norm"],
-            "critic_learning_rate": found["learning_rate"],
+            "value_loss": metrics["loss"],
+            "value_clip_fraction": metrics["clipped"],
+            "critic_grad_norm": metrics["grad_norm"],
+            "critic_learning_rate": metrics["learning_rate"],
         }
 
-    def _loss(self, micro: PackedBatch, _: Tensor) -> Loss:
+    def _loss(self, micro: PackedBatch) -> tuple[Loss, Tensor]:
         assert micro.values is not None
         assert micro.returns is not None
         clip = self.config.algorithm.critic.value_clip
-        loss, clipped = value_loss(token_values(self.model, micro), micro.values, micro.returns, clip=clip)
-        return (loss * micro.response_mask).sum(), {"clipped": clipped.float()}
+        values = token_values(self.model, micro)
+        loss, clipped = value_loss(values, micro.values, micro.returns, clip=clip)
+        return ((loss * micro.response_mask).sum(), {"clipped": clipped.float()}), values
 
 
 def require_same_tokens(model: Path, policy: Path) -> None:
     """Raise ValueError if the critic would start from a model that reads other tokens than the policy writes."""
     if not (model / "config.json").is_file():
-        raise ValueError(f"train.algorithm.critic.model={model} is no model's folder: it has no config.json")
+        raise ValueError(f"train.algorithm.critic.model={model} is not a model: it has no config.json")
     try:
         known, needed = (AutoConfig.from_pretrained(folder).get_text_config().vocab_size for folder in (model, policy))
     except (OSError, ValueError) as error:
-        raise ValueError(f"train.algorithm.critic.model={model} can't be read as a model's folder: {error}") from error
+        raise ValueError(f"train.algorithm.critic.model={model} can't be read as a model: {error}") from error
     if known != needed:
         raise ValueError(
             f"train.algorithm.critic.model={model} has {known} tokens, and the policy {needed}; use a reward model "

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.distributed import TCPStore
 
 from train.controller.dispatch import dispatch, to_all, to_first
-from train.controller.rank import find_store, open_store
+from train.controller.rendezvous import find_store, open_store
 from train.model.hf_io import stored_tensors
 from train.model.lora import plain_parameters
 from train.weight_sync.gather import load_whole
@@ -21,8 +19,8 @@ from train.workers.rollout import RolloutWorker
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the actor's rank 0 and all ``receivers`` meet."""
+class Rendezvous:
+    """The store through which the actor's rank 0 and all ``receivers`` find each other."""
 
     address: str
     port: int
@@ -36,25 +34,26 @@ class SendingActor(ActorWorker):
     stream: WeightStream | None = None
 
     @dispatch(to_first)
-    def meet(self, receivers: int) -> Meeting:
-        """Open the meeting point."""
+    def open_rendezvous(self, receivers: int) -> Rendezvous:
+        """Open the store on this rank."""
         address = os.environ["MASTER_ADDR"]
         self.store = open_store(address, self.config.step_timeout_s)
-        return Meeting(address, self.store.port, receivers)
+        return Rendezvous(address, self.store.port, receivers)
 
     @dispatch(to_all)
-    def send_weights(self, meeting: Meeting) -> None:
+    def send_weights(self, rendezvous: Rendezvous) -> None:
         """Send the weights as they are; the receivers must call ``receive_weights`` meanwhile."""
         weights = stored_tensors(self.model, plain_parameters(self.model))
         with torch.no_grad():
             if self.rank == 0:
                 if self.stream is None:
                     assert self.store is not None
-                    self.stream = WeightStream(self.store, 0, meeting.receivers + 1, self.config.step_timeout_s)
+                    self.stream = WeightStream(self.store, 0, rendezvous.receivers + 1, self.config.step_timeout_s)
                 bucket = self.config.rollout.reshard_bucket_bytes // 2
                 self.stream.send(weights, getattr(torch, self.config.dtype), bucket)
             else:
-                take_part(weights)
+                for _ in weights:  # takes part in the collectives that gather each tensor
+                    pass
 
 
 class ReceivingRollout(RolloutWorker):
@@ -63,16 +62,10 @@ class ReceivingRollout(RolloutWorker):
     stream: WeightStream | None = None
 
     @dispatch(to_all)
-    def receive_weights(self, meeting: Meeting) -> None:
+    def receive_weights(self, rendezvous: Rendezvous) -> None:
         """Take over the weights that the actor sends."""
         if self.stream is None:
             timeout_s = self.config.step_timeout_s
-            store = find_store(meeting.address, meeting.port, timeout_s)
-            self.stream = WeightStream(store, self.rank + 1, meeting.receivers + 1, timeout_s)
+            store = find_store(rendezvous.address, rendezvous.port, timeout_s)
+            self.stream = WeightStream(store, self.rank + 1, rendezvous.receivers + 1, timeout_s)
         load_whole(self.llm, self.stream.receive())
-
-
-def take_part(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Have each tensor gathered, one at a time, as the rank that keeps it does."""
-    for _ in weights:
-        pass

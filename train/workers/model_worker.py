@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from train import algorithms
-from train.algorithms.base import Loss
+from train.algorithms.base import Loss, logged_values
 from train.batch.packed import PackedBatch
 from train.checkpoint.dcp import Saved, Saver, load
 from train.config.training import TrainConfig
 from train.controller.dispatch import dispatch, to_all
-from train.controller.rank import Worker
+from train.controller.worker import Worker
 from train.model.fsdp import require_gradient_sync
+from train.model.hf_io import whole_tensor
 from train.model.mesh import Meshes, make_meshes
 
-MicroLoss = Callable[[PackedBatch, Tensor], Loss]
-"""Of a micro-batch and the indices of its sequences in the batch (int64 [n]): its loss, and what to log. Where there
-are no indices the micro-batch stands for nothing: it is run so that this rank takes part in the others' collectives."""
+MicroLoss = Callable[[PackedBatch], tuple[Loss, Tensor]]
+"""Of a micro-batch: its loss with what to log, and the model's output that the loss is of, float32 [T]."""
 
 
 class TrainedWorker(Worker):
@@ -51,11 +51,21 @@ class TrainedWorker(Worker):
         raise NotImplementedError
 
     @property
+    def build_options(self) -> dict[str, Any]:
+        """The arguments of ``train.model.fsdp.build`` that every model in training has."""
+        return {
+            "dtype": getattr(torch, self.config.dtype),
+            "meshes": self.meshes,
+            "options": self.config.fsdp,
+            "activation_checkpointing": self.config.activation_checkpointing,
+        }
+
+    @property
     def learning_rate(self) -> float:
-        """The peak one."""
+        """Peak learning rate."""
         return self.config.optimizer.learning_rate
 
-    def take_step(self, batch: PackedBatch, loss_of: MicroLoss, count: float) -> dict[str, float]:
+    def take_step(self, batch: PackedBatch, loss_of: MicroLoss, count: float) -> tuple[dict[str, float], Tensor]:
         """One optimizer step on the batch; every rank must call it.
 
         Args:
@@ -63,36 +73,39 @@ class TrainedWorker(Worker):
             count: this rank's share of what the sum is divided by.
 
         Returns:
-            The loss, the means of what ``loss_of`` logs, grad_norm before clipping, and the learning rate. If the norm
-            is not finite the weights are as they were, and ``train.observe.health.check_health`` ends the run.
+            (metrics, output): the loss, the means of what ``loss_of`` logs, grad_norm before clipping, and the learning
+            rate; and the model's output before the step, float32 [T]. If the norm is not finite the weights are as they
+            were, and ``train.observe.health.check_health`` ends the run.
         """
         total = all_sum(torch.tensor(count, dtype=torch.float64))
         micro_batches = equal_count(batch, self.config.micro_batch_tokens)
         means = Means()
+        before = torch.zeros(len(batch.tokens))
         self.model.train()
-        for i, sequences in enumerate(micro_batches):
+        for i, (sequences, micro) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
             require_gradient_sync(self.model, last or self.config.fsdp.reduce_every_micro_batch)
-            micro = batch.select(sequences if len(sequences) else batch.units()[0])
             counts = len(sequences) > 0
-            loss, health = loss_of(micro, sequences)
+            (loss, health), output = loss_of(micro)
+            if counts:
+                before[batch.token_index(sequences)] = output.detach()
             means.add(health, micro.response_mask, counts=counts)
             means.add_to("loss", loss.detach() * float(counts), 0.0)
             # FSDP averages gradients over ranks; the sum over all of them is wanted.
             (loss * float(counts) / total * self.world_size).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.max_grad_norm)
-        grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        grad_norm = float(whole_tensor(norm))
         if math.isfinite(grad_norm):
             self.optimizer.step()
         self.optimizer.zero_grad()
         rate = self.schedule.get_last_lr()[0]
         self.schedule.step()
         means.add_to("loss", torch.zeros(()), float(total) / self.world_size)
-        return {**means.over_ranks(), "grad_norm": grad_norm, "learning_rate": rate}
+        return {**means.over_ranks(), "grad_norm": grad_norm, "learning_rate": rate}, before
 
     @dispatch(to_all)
     def save_checkpoint(self, folder: Path, *, step: int) -> None:
-        """Start to write this part of the checkpoint of the run's ``step`` to ``folder``; ``saved`` tells the end."""
+        """Start to write this part of the checkpoint of ``step`` to ``folder``; ``saved`` returns how that ended."""
         self.saver.start(folder, step, self.model, self.optimizer, self.schedule)
 
     @dispatch(to_all)
@@ -106,7 +119,7 @@ class TrainedWorker(Worker):
         load(checkpoint, part, self.model, self.optimizer, self.schedule)
 
     def _meshes(self) -> Meshes:
-        """Those of a worker in training in the same process, if there is one: process groups are not for nothing."""
+        """Those of a worker in training in the same process, if there is one: process groups cost memory."""
         beside = [w.meshes for w in self.peers.values() if isinstance(w, TrainedWorker)]
         return beside[0] if beside else meshes_of(self.config, self.world_size)
 
@@ -130,26 +143,31 @@ def forward_per_token(
     micro_batch_tokens: int,
     per_token: Callable[[nn.Module, PackedBatch], Tensor],
 ) -> Tensor:
-    """What ``per_token`` gives, float32 [T], without gradient, in as many micro-batches on every rank."""
+    """The output of ``per_token``, float32 [T], without gradient, in as many micro-batches on every rank."""
     model.eval()
     result = torch.zeros(len(batch.tokens))
     with torch.no_grad():
-        for sequences in equal_count(batch, micro_batch_tokens):
-            values = per_token(model, batch.select(sequences if len(sequences) else batch.units()[0]))
+        for sequences, micro in equal_count(batch, micro_batch_tokens):
+            values = per_token(model, micro)
             if len(sequences):
                 result[batch.token_index(sequences)] = values
     return result
 
 
-def equal_count(batch: PackedBatch, tokens: int) -> list[Tensor]:
+def equal_count(batch: PackedBatch, tokens: int) -> list[tuple[Tensor, PackedBatch]]:
     """Micro-batches of ``tokens`` tokens at most, as many on every rank: each pass is a collective under FSDP.
 
-    A rank that needs fewer makes smaller ones. Empty ones are added only where there are not enough sequences.
+    A rank that needs fewer makes smaller ones. Where it has not enough sequences for that, it repeats some in
+    micro-batches that must not count: only their collectives matter.
+
+    Returns:
+        (indices of its sequences in the batch, int64 [n], n = 0 if it must not count; the micro-batch) of each.
     """
     count = torch.tensor(len(batch.micro_batches(tokens)))
     torch.distributed.all_reduce(count, torch.distributed.ReduceOp.MAX)
-    micro_batches = batch.micro_batches(tokens, at_least=int(count))
-    return micro_batches + [torch.empty(0, dtype=torch.int64)] * (int(count) - len(micro_batches))
+    groups = batch.micro_batches(tokens, at_least=int(count))
+    idle = (torch.empty(0, dtype=torch.int64), batch.select(batch.units()[0]))
+    return [(group, batch.select(group)) for group in groups] + [idle] * (int(count) - len(groups))
 
 
 class Means:
@@ -159,10 +177,9 @@ class Means:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, values: dict[str, Tensor], response_mask: Tensor, *, counts: bool) -> None:
-        """Take in tensors: of one of the mask's shape its response tokens, of another one all; or their names alone."""
+        """Add what ``train.algorithms.base.logged_values`` takes of each; only the names unless it ``counts``."""
         for name, value in values.items():
-            taken = value.detach()
-            taken = taken[response_mask] if taken.shape == response_mask.shape else taken.flatten()
+            taken = logged_values(value.detach(), response_mask)
             taken = taken if counts else taken[:0]
             self.add_to(name, taken.double().sum(), float(taken.numel()))
 

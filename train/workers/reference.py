@@ -12,7 +12,7 @@ from torch import Tensor
 from train.batch.packed import PackedBatch
 from train.config.training import TrainConfig
 from train.controller.dispatch import dispatch, per_token
-from train.controller.rank import Worker
+from train.controller.worker import Worker
 from train.model.fsdp import build
 from train.model.lora import adapters_off
 from train.workers.actor import ActorWorker, forward_log_probs

@@ -8,8 +8,8 @@ import pyarrow as pa
 
 from feedback.config import RuleConfig
 from train.controller.dispatch import by_rank, dispatch
-from train.controller.rank import Worker
-from train.data.rewards import Rewards, rewarding, within
+from train.controller.worker import Worker
+from train.data.rewards import Rewards, load_reward_function, with_timeout
 
 
 class RewardWorker(Worker):
@@ -17,7 +17,7 @@ class RewardWorker(Worker):
 
     def __init__(self, *, reward: str | dict[str, RuleConfig], timeout_s: float, **peers: Any) -> None:
         super().__init__(**peers)
-        self.reward = within(rewarding(reward), timeout_s)
+        self.reward = with_timeout(load_reward_function(reward), timeout_s)
 
     @dispatch(by_rank)
     def rewards(self, tables: list[pa.Table]) -> list[Rewards]:

@@ -15,7 +15,7 @@ from serve.vllm.prefill import prefill_arguments
 from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig
 from train.controller.dispatch import by_engine, dispatch, to_all
-from train.controller.rank import Worker
+from train.controller.worker import Worker
 from train.weight_sync.gather import gather
 from train.weight_sync.sync import HandOver
 from train.workers.engine_log import quieten

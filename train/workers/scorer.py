@@ -19,13 +19,7 @@ class ScorerWorker(TrainedWorker):
     """One FSDP rank of the reward model in training: the policy's body with a head of one output."""
 
     def build(self) -> nn.Module:
-        return build_with_scalar_head(
-            self.policy,
-            dtype=getattr(torch, self.config.dtype),
-            meshes=self.meshes,
-            options=self.config.fsdp,
-            activation_checkpointing=self.config.activation_checkpointing,
-        )
+        return build_with_scalar_head(self.policy, **self.build_options)
 
     @dispatch(per_token)
     def scores(self, batch: PackedBatch) -> Tensor:
@@ -35,15 +29,12 @@ class ScorerWorker(TrainedWorker):
     @dispatch(answer_and_per_token)
     def learn(self, batch: PackedBatch) -> tuple[dict[str, float], Tensor]:
         """One optimizer step on the batch, with the algorithm's loss over all ranks; and ``scores`` before it."""
-        before = torch.zeros(len(batch.tokens))
 
-        def loss_of(micro: PackedBatch, sequences: Tensor) -> Loss:
+        def loss_of(micro: PackedBatch) -> tuple[Loss, Tensor]:
             scores = scores_at_the_end(self.model, micro)
-            if len(sequences):
-                before[batch.token_index(sequences)] = scores.detach()
-            return self.algorithm.loss(scores, micro)
+            return self.algorithm.loss(scores, micro), scores
 
-        return self.take_step(batch, loss_of, self.algorithm.count(batch)), before
+        return self.take_step(batch, loss_of, self.algorithm.count(batch))
 
     @dispatch(to_all)
     def export(self, folder: Path) -> None:

@@ -30,7 +30,7 @@ from serve.local_ray.cluster import local_ray
 from serve.policies.store import PolicyStore
 from train.config.training import TrainConfig
 from train.context import JobContext
-from train.data.samples import TrainingData
+from train.data.prompts import TrainingData
 from train.observe.hooks import Hook
 
 SPLIT: Final = {"pools": {"training": {}, "generation": {}}, "actor": "training", "reference": "training"}

@@ -212,14 +212,14 @@ def test_a_command_ends_although_a_reward_that_it_gave_up_hangs() -> None:
         import pyarrow as pa
         from feedback.process_exit import end_process
         from feedback.scoring.sources.rules import RuleError
-        from train.data.rewards import within
+        from train.data.rewards import with_timeout
 
         def hang(rows):
             with ThreadPoolExecutor(1) as pool:  # whose threads Python waits for when it ends
                 pool.submit(threading.Event().wait).result()
 
         try:
-            within(hang, 0.1)(pa.table({"response": ["x"]}))
+            with_timeout(hang, 0.1)(pa.table({"response": ["x"]}))
         except RuleError as error:
             print(error)
             end_process(1)

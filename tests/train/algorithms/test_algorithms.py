@@ -24,7 +24,7 @@ from train.algorithms.base import PolicyGradient
 from train.batch.packed import PackedBatch, Rollout
 from train.config.algorithms import GROUPED, ONLINE
 from train.config.training import TrainConfig
-from train.data.prompts import Informative
+from train.data.samples import Informative
 from train.objectives.losses import AGGREGATIONS as AGGREGATIONS_BY_NAME
 
 MAX_TOKENS = 7

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from job_home import make_home
+from job_home import job_context, make_home, metrics_of, results_of, run_jobs
 
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
-from tests.train.tiny_models import qwen3, whole
+from tests.train.ranks import run_ranks
+from tests.train.tiny_models import plain_log_probs, qwen3, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
@@ -107,43 +102,21 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def output(home: Path) -> str:
     """What the jobs printed, one after the other in one process; the one that is stopped is started again."""
     jobs = [job(home, name) for name in ("dpo", "dpo-stopped", "dpo-stopped", "kto", "sft", "own")]
-    (home / "jobs.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "PYTHONPATH": f"{home}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "offline_driver.py"), str(home / "jobs.json")],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed = process.communicate(timeout=800)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, printed
-    return printed
+    return run_jobs(home, jobs)
 
 
 def job(home: Path, name: str) -> dict[str, Any]:
-    context = {"run": name, "runs": str(home / "runs"), "policies": str(home / "policies"), "reward": {}}
-    return {"config": {**CONFIG, **JOBS[name]}, "context": {**context, "lake_uri": str(home / "lake")}}
-
-
-def metrics(home: Path, name: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return {"config": {**CONFIG, **JOBS[name]}, "context": job_context(home, name)}
 
 
 def candidate(home: Path, output: str, name: str) -> int:
-    results = [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT")]
+    results = results_of(output)
     [version] = [result["candidate"] for result in results if result["run"] == name]
     return int(version)
 
 
 def test_dpo_raises_the_margin_of_pairs_that_it_never_learned_from(home: Path, output: str) -> None:
-    lines = metrics(home, "dpo")
+    lines = metrics_of(home, "dpo")
     first, last = lines[0], lines[-1]
     assert first["held_out_at_start/margin"] == 0.0  # the policy is its own reference
     assert first["held_out_at_start/loss"] == pytest.approx(0.6931, abs=1e-4)
@@ -156,23 +129,23 @@ def test_dpo_raises_the_margin_of_pairs_that_it_never_learned_from(home: Path, o
 
 
 def test_kto_with_adapters_makes_liked_responses_likelier_and_others_less(home: Path, output: str) -> None:
-    first, last = metrics(home, "kto")[0], metrics(home, "kto")[-1]
+    first, last = metrics_of(home, "kto")[0], metrics_of(home, "kto")[-1]
     assert last["held_out/loss"] < first["held_out_at_start/loss"]
     assert last["held_out/reward_desirable"] > 0 > last["held_out/reward_undesirable"]
-    assert all(line["z0"] >= 0 for line in metrics(home, "kto"))
+    assert all(line["z0"] >= 0 for line in metrics_of(home, "kto"))
     assert "24 thumbs down, 24 thumbs up" in output
     settled = PolicyStore(home / "policies").get(candidate(home, output, "kto")).lineage["train"]["algorithm"]
     assert (settled["desirable_weight"], settled["undesirable_weight"]) == (1.0, 1.0)
 
 
 def test_sft_makes_corrections_likelier_that_it_never_learned_from(home: Path, output: str) -> None:
-    first, last = metrics(home, "sft")[0], metrics(home, "sft")[-1]
+    first, last = metrics_of(home, "sft")[0], metrics_of(home, "sft")[-1]
     assert last["held_out/loss"] < 0.8 * first["held_out_at_start/loss"]
     assert "k2_ref" not in last  # neither the loss nor a bound needs the reference
 
 
 def test_an_algorithm_of_the_users_own_learns_from_feedback(home: Path, output: str) -> None:
-    first, last = metrics(home, "own")[0], metrics(home, "own")[-1]
+    first, last = metrics_of(home, "own")[0], metrics_of(home, "own")[-1]
     assert last["held_out/margin"] > first["held_out_at_start/margin"]
 
 
@@ -184,7 +157,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(home:
     assert through == again
     assert through != (home / "seed" / "model.safetensors").read_bytes()
     same = ("loss", "margin", "grad_norm", "k2_ref", "held_out/loss")
-    picked = [[{n: line.get(n) for n in same} for line in metrics(home, name)] for name in ("dpo", "dpo-stopped")]
+    picked = [[{n: line.get(n) for n in same} for line in metrics_of(home, name)] for name in ("dpo", "dpo-stopped")]
     assert picked[0] == picked[1]
 
 
@@ -220,12 +193,7 @@ def some_pairs() -> PackedBatch:
     return batch.with_(ref_log_probs=-4.0 * batch.response_mask)
 
 
-def in_a_rank(rank: int, folder: Path, settings: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=60)
-    )
+def in_a_rank(rank: int, folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     actor = ActorWorker(policy=folder / "policy", config=TrainConfig.model_validate(settings), peers={})
     kept: dict[str, torch.Tensor] = {}
 
@@ -236,9 +204,7 @@ def in_a_rank(rank: int, folder: Path, settings: dict[str, Any]) -> None:
     batch = some_pairs()
     part = batch.select(batch.balanced(RANKS)[rank])
     metrics, _ = actor.learn(part)
-    torch.save({"gradients": kept, "metrics": metrics, "groups": part.groups.tolist()}, folder / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return {"gradients": kept, "metrics": metrics, "groups": part.groups.tolist()}
 
 
 def test_pairs_stay_whole_on_two_ranks_and_in_micro_batches_and_give_the_gradient_of_a_plain_loop(
@@ -254,19 +220,13 @@ def test_pairs_stay_whole_on_two_ranks_and_in_micro_batches_and_give_the_gradien
         "algorithm": {"name": "dpo", "beta": 0.4, "label_smoothing": 0.1},
         "optimizer": {"max_grad_norm": 1e9},
     }
-    torch.multiprocessing.spawn(in_a_rank, (tmp_path, settings), nprocs=RANKS)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    ranks = run_ranks(RANKS, in_a_rank, tmp_path, settings)
     assert sorted(ranks[0]["groups"] + ranks[1]["groups"]) == [g for g in range(7) for _ in range(2)]
     assert not set(ranks[0]["groups"]) & set(ranks[1]["groups"])
 
     batch = some_pairs()
-    rows = [batch.select([s]) for s in range(len(batch))]
-    log_probs = []
-    for row in rows:
-        logits = model(input_ids=row.tokens[None]).logits[0, :-1].log_softmax(-1)
-        log_probs.append(torch.cat([torch.zeros(1), logits.gather(-1, row.tokens[1:, None])[:, 0]]) * row.response_mask)
     algorithm = load(TrainConfig.model_validate(settings).algorithm)
-    loss, found = algorithm.loss(torch.cat(log_probs), batch)
+    loss, found = algorithm.loss(plain_log_probs(model, batch), batch)
     (loss / 7).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ranks[0]["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6)

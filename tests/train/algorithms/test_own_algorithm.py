@@ -5,10 +5,7 @@ All but one learn from logged responses alone, so that they start no engine.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
 import threading
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import torch
-from job_home import make_home, row
+from job_home import job_context, make_home, metrics_of, results_of, row, run_jobs
 from safetensors.torch import load_file
 
 from feedback.config import LakeConfig, RuleConfig
@@ -33,7 +30,7 @@ from train.batch.packed import PackedBatch, Rollout
 from train.config.algorithms import AlgorithmConfig
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult
-from train.data.rewards import Rewards, try_out, within
+from train.data.rewards import Rewards, check_reward, with_timeout
 from train.launch import JobError, run_job
 
 HERE = ROOT / "tests" / "train"
@@ -85,8 +82,7 @@ class Ran:
     output: str
 
     def metrics(self, run: str) -> list[dict[str, float]]:
-        lines = (self.root / "runs" / run / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return metrics_of(self.root, run)
 
     def weights(self, run: str) -> dict[str, Any]:
         return load_file(self.root / "policies" / f"v{self.results[run].candidate:06d}" / "model.safetensors")
@@ -98,26 +94,15 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     make_home(root)
     log_responses(root)
     (root / "mine.py").write_text("\n\n".join(documented()))
-    places = {"runs": str(root / "runs"), "policies": str(root / "policies"), "lake_uri": str(root / "lake")}
     jobs = [
         {
             "config": {**BASE, "algorithm": ALGORITHMS.get(run, {"name": "grpo"}), **MORE.get(run, {})},
-            "context": {"run": run, **places, "reward": RULES if run == "sampled" else {}, "parent": 1},
+            "context": job_context(root, run, reward=RULES if run == "sampled" else {}, parent=1),
         }
         for run in RUNS
     ]
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    path = f"{ROOT}:{HERE}:{root}"
-    done = subprocess.run(
-        [sys.executable, str(HERE / "own_driver.py"), str(root / "jobs.json")],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    return Ran(root, {r.run: r for r in map(JobResult.model_validate_json, lines)}, done.stdout)
+    printed = run_jobs(root, jobs)
+    return Ran(root, {r.run: r for r in map(JobResult.model_validate, results_of(printed))}, printed)
 
 
 def documented() -> list[str]:
@@ -242,9 +227,9 @@ def test_a_reward_that_is_none_is_told_before_any_model_is_loaded(ran: Ran, monk
     monkeypatch.syspath_prepend(ran.root)
     lake = Lake(str(ran.root / "lake"), LakeConfig())
     with pytest.raises(RuleError, match=r"train\.reward=no_reward:reward: rule .* returned 1 values for 4 rows"):
-        try_out("no_reward:reward", lake, lake.versions(), timeout_s=30)
+        check_reward("no_reward:reward", lake, lake.versions(), timeout_s=30)
     with pytest.raises(RuleError, match=r"feedback\.scoring\.rules: rule mine returned 1 values for 4 rows"):
-        try_out({"mine": RuleConfig(function="no_reward:reward")}, lake, lake.versions(), timeout_s=30)
+        check_reward({"mine": RuleConfig(function="no_reward:reward")}, lake, lake.versions(), timeout_s=30)
 
 
 HANGS = """
@@ -286,7 +271,7 @@ def test_a_reward_that_does_not_answer_ends_with_the_setting_that_bounds_it() ->
         return Rewards([])
 
     with pytest.raises(RuleError, match=r"the reward of 3 responses took longer than train\.step_timeout_s=0\.1 s"):
-        within(sleeps, 0.1)(pa.table({"response": ["a", "b", "c"]}))
+        with_timeout(sleeps, 0.1)(pa.table({"response": ["a", "b", "c"]}))
     never.set()
 
 
@@ -295,7 +280,7 @@ def test_what_a_reward_raises_is_raised_as_it_is() -> None:
         raise ArithmeticError("no reward today")
 
     with pytest.raises(ArithmeticError, match="no reward today"):
-        within(fails, 10)(pa.table({"response": ["a"]}))
+        with_timeout(fails, 10)(pa.table({"response": ["a"]}))
 
 
 def test_advantages_of_another_shape_are_refused_by_the_name_of_the_algorithm() -> None:

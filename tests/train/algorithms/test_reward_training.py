@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pytest
 import torch
-from job_home import make_home
+from job_home import job_context, make_home, metrics_of, results_of, run_jobs
 from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -94,40 +90,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def output(home: Path) -> str:
     """What the jobs printed: one left alone, one that is stopped and started again, and the first once more."""
     jobs = [job(home, "whole"), *[job(home, "stopped", hooks=["stop_once:StopOnce"])] * 2, job(home, "whole")]
-    (home / "jobs.json").write_text(json.dumps(jobs))
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "offline_driver.py"), str(home / "jobs.json")],
-        env={**os.environ, "PYTHONPATH": f"{home}:{ROOT}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed = process.communicate(timeout=800)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, printed
-    return printed
+    return run_jobs(home, jobs)
 
 
 def job(home: Path, name: str, **changes: Any) -> dict[str, Any]:
-    context = {"run": name, "runs": str(home / "runs"), "policies": str(home / "policies"), "reward": {}}
-    return {"config": {**CONFIG, **changes}, "context": {**context, "lake_uri": str(home / "lake")}}
-
-
-def metrics(home: Path, name: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (home / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-
-
-def results(output: str) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix("RESULT ")) for line in output.splitlines() if line.startswith("RESULT")]
+    return {"config": {**CONFIG, **changes}, "context": job_context(home, name)}
 
 
 def test_it_tells_pairs_apart_that_it_never_learned_from(home: Path, output: str) -> None:
-    first, last = metrics(home, "whole")[0], metrics(home, "whole")[-1]
+    first, last = metrics_of(home, "whole")[0], metrics_of(home, "whole")[-1]
     assert first["held_out_at_start/loss"] == pytest.approx(math.log(2)), "a head of zeros prefers nothing"
     assert first["held_out_at_start/accuracy"] == 0.5
     assert last["held_out/accuracy"] >= 0.8
@@ -137,7 +108,7 @@ def test_it_tells_pairs_apart_that_it_never_learned_from(home: Path, output: str
 
 
 def test_it_publishes_no_policy_and_says_where_the_reward_model_is(home: Path, output: str) -> None:
-    whole, stopped, again = results(output)
+    whole, stopped, again = results_of(output)
     assert [result["candidate"] for result in (whole, stopped, again)] == [None] * 3
     assert whole["artifact"] == str(home / "runs" / "whole" / "reward_model")
     assert f"a reward model was trained, and no policy: {whole['artifact']}" == whole["reason"]
@@ -146,7 +117,7 @@ def test_it_publishes_no_policy_and_says_where_the_reward_model_is(home: Path, o
 
 
 def test_a_finished_run_gives_its_reward_model_again(output: str) -> None:
-    whole, _, again = results(output)
+    whole, _, again = results_of(output)
     assert again["artifact"] == whole["artifact"]
     assert again["metrics"] == whole["metrics"]
     assert "whole: was finished before, it published reward model" in output
@@ -171,7 +142,7 @@ def test_scoring_gives_each_response_what_training_measured(home: Path, output: 
     held_out = [[ids.prompt + ids.response for ids in pair] for pair in data.held_out]  # type: ignore[attr-defined]
     with torch.no_grad():
         scores = torch.tensor([[float(model(torch.tensor([ids])).logits) for ids in pair] for pair in held_out])
-    measured = metrics(home, "whole")[-1]
+    measured = metrics_of(home, "whole")[-1]
     assert float((scores[:, 0] - scores[:, 1]).mean()) == pytest.approx(measured["held_out/margin"], abs=1e-4)
     assert float(scores[:, 0].mean()) == pytest.approx(measured["held_out/reward_chosen"], abs=1e-4)
 

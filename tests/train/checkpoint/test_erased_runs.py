@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job_home import make_home
+from job_home import job_context, make_home, results_of, run_jobs
 
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
@@ -121,29 +118,13 @@ def fill(lake: Lake) -> None:
 def results(home: Path) -> list[dict[str, Any]]:
     """What came of the jobs, one after the other in one process."""
     jobs = [{"config": {**CONFIG, **config}, "context": context(home, name)} for name, config in JOBS]
-    (home / "jobs.json").write_text(json.dumps(jobs))
-    process = subprocess.Popen(
-        [sys.executable, str(HERE / "offline_driver.py"), str(home / "jobs.json")],
-        env={**os.environ, "PYTHONPATH": f"{home}:{ROOT}", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        printed = process.communicate(timeout=600)[0]
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    assert process.returncode == 0, printed
+    printed = run_jobs(home, jobs)
     print(printed)
-    return [json.loads(line.removeprefix("RESULT ")) for line in printed.splitlines() if line.startswith("RESULT ")]
+    return results_of(printed)
 
 
 def context(home: Path, name: str) -> dict[str, Any]:
-    places = {"runs": str(home / "runs"), "policies": str(home / "policies"), "lake_uri": str(home / "lake")}
-    return {"run": name, "reward": {}, "parent": 1, **places}
+    return job_context(home, name, parent=1)
 
 
 def policy_of(home: Path, result: dict[str, Any]) -> Policy:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -10,22 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
-import pyarrow as pa
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from job_home import job_context, make_home
 
-from deploy.examples.demo.seed import make_tokenizer
-from deploy.examples.demo.task import items
-from feedback.config import LakeConfig
-from feedback.journal.codec import to_batch
-from feedback.lake.tables import Lake
-from feedback.schema import TABLES
 from serve.policies.store import PolicyStore
 from serve.swap.compatibility import require_swappable
 from tests.paths import ROOT
@@ -142,12 +132,13 @@ def test_a_whole_job_runs_on_one_rank_without_torchrun_around_it_and_without_ray
     assert torch.cuda.is_available() or "LD_PRELOAD" in os.environ or warned, "of this somebody can"
 
 
-def as_a_hub_has_it(folder: Path, *, ends: list[int]) -> None:
+def as_a_hub_has_it(folder: Path) -> None:
     """With the config of an older transformers, two tokens that end a response, and a template for tools."""
     config = json.loads((folder / "config.json").read_text())
     config["torch_dtype"] = config.pop("dtype")
     config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
     (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "4.43.1"}))
+    ends = [config["eos_token_id"], config["pad_token_id"]]
     generation = {"eos_token_id": ends, "do_sample": True, "temperature": 0.6}
     (folder / "generation_config.json").write_text(json.dumps(generation))
     (folder / "additional_chat_templates").mkdir()
@@ -156,22 +147,7 @@ def as_a_hub_has_it(folder: Path, *, ends: list[int]) -> None:
 
 def write_job(root: Path) -> Path:
     """A policy that serves, a lake with prompts, and a job on them."""
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    model = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **special, **heads)
-    Qwen3ForCausalLM(model).save_pretrained(root / "seed")
-    tokenizer.save_pretrained(root / "seed")
-    as_a_hub_has_it(root / "seed", ends=[tokenizer.eos_token_id, tokenizer.pad_token_id])
-    store = PolicyStore(root / "policies")
-    policy = store.publish(root / "seed", parent=None, lineage={}, metrics={})
-    store.promote(policy.version, who="test", why="test", expected=None)
-    lake = Lake(str(root / "lake"), LakeConfig())
-    lake.create()
-    rows = [row(str(i), x.prompt, tokenizer(x.prompt).input_ids) for i, x in enumerate(itertools.islice(items(1), 6))]
-    lake.append("interactions", table(rows))
+    make_home(root, as_a_hub_has_it)
     (root / "by_length.py").write_text(
         "def reward(rows): return [-float(len(r)) for r in rows['response'].to_pylist()]"
     )
@@ -185,42 +161,8 @@ def write_job(root: Path) -> Path:
         "start_timeout_s": 200,
         "step_timeout_s": 100,
     }
-    context = {
-        "run": "r",
-        "runs": str(root / "runs"),
-        "policies": str(root / "policies"),
-        "lake_uri": str(root / "lake"),
-        "reward": "by_length:reward",
-        "python_path": [str(root)],
-    }
+    context = job_context(root, "r", reward="by_length:reward", python_path=[str(root)])
     spec = root / "runs" / "r" / "job.json"
     spec.parent.mkdir(parents=True)
     spec.write_text(json.dumps({"config": config, "context": context}))
     return spec
-
-
-def row(number: str, prompt: str, token_ids: list[int]) -> dict[str, Any]:
-    return {
-        "response_id": number,
-        "request_id": f"r{number}",
-        "tenant": "default",
-        "endpoint": "generate",
-        "replica": "replica-0",
-        "created_at": datetime(2026, 3, 1, 12, tzinfo=UTC),
-        "completed_at": datetime(2026, 3, 1, 12, tzinfo=UTC),
-        "prompt": prompt,
-        "prompt_token_ids": token_ids,
-        "response": "x",
-        "response_token_ids": [4],
-        "logprobs": [-0.25],
-        "policy_spans": [{"start": 0, "policy_version": 1}],
-        "sampling": {"temperature": 1.0, "max_tokens": 8, "n": 1, "stop": []},
-        "finish_reason": "stop",
-        "status": "complete",
-        "timings": {"queue_ms": 0.5, "first_token_ms": 3.0, "total_ms": 9.0},
-        "metadata": {},
-    }
-
-
-def table(rows: list[dict[str, Any]]) -> pa.Table:
-    return pa.Table.from_batches([to_batch(rows, TABLES["interactions"])])

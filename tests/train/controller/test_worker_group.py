@@ -172,9 +172,9 @@ def test_a_pool_that_has_no_room_says_what_was_asked_and_what_there_is() -> None
 
 def test_a_placement_that_can_not_be_is_refused_with_its_setting() -> None:
     for placement, message in (
-        ({"actor": "b"}, "train.placement.actor=b is no pool"),
+        ({"actor": "b"}, "train.placement.actor=b is not a pool"),
         ({"pools": {"all": {}, "b": {}}}, "pools has b, and no role is on it"),
-        ({**SPLIT, "pools": {"training": {}, "generation": {"ranks": 3}}}, "rollout=all is no pool"),
+        ({**SPLIT, "pools": {"training": {}, "generation": {"ranks": 3}}}, "rollout=all is not a pool"),
         (
             {**SPLIT, "pools": {"training": {}, "generation": {"ranks": 3}}, "rollout": "generation"},
             "tensor_parallel_size=2 does not divide train.placement.pools.generation.ranks=3",

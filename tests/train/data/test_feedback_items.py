@@ -19,7 +19,7 @@ from feedback.lake.tables import Lake
 from tests.feedback.feedback_rows import interaction, put, said
 from train.batch.packed import Rollout
 from train.config.training import TrainConfig
-from train.data.demonstrations import UnfitTextError, Writer
+from train.data.demonstrations import DemonstrationTokenizer, UnfitTextError
 from train.data.feedback_items import OfflineData, pack, split
 
 EOS = 1  # of the demo's tokenizer
@@ -221,10 +221,10 @@ ASKED: dict[str, Any] = {"prompt": "c<end>:", "prompt_token_ids": [6, 2, 7]}
 MESSAGES = '[{"role": "user", "content": "c"}]'
 
 
-def chat_policy(folder: Path, template: str) -> Writer:
+def chat_policy(folder: Path, template: str) -> DemonstrationTokenizer:
     tokenizer_of(eos_token="<eos>", chat_template=template).save_pretrained(folder)
     GenerationConfig(eos_token_id=[1, 2]).save_pretrained(folder)
-    return Writer(folder)
+    return DemonstrationTokenizer(folder)
 
 
 def test_the_answer_to_messages_ends_with_the_token_that_the_template_ends_a_turn_with(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_without_a_generation_config_a_response_ends_by_the_tokens_that_config_j
 ) -> None:
     tokenizer_of(eos_token="<eos>", chat_template=TEMPLATE).save_pretrained(tmp_path)
     Qwen3Config(eos_token_id=[1, 2]).save_pretrained(tmp_path)
-    assert Writer(tmp_path).token_ids("ab", **ASKED, messages=MESSAGES) == [4, 5, 2]
+    assert DemonstrationTokenizer(tmp_path).token_ids("ab", **ASKED, messages=MESSAGES) == [4, 5, 2]
 
 
 def test_what_the_template_puts_before_an_answer_and_the_policy_therefore_samples_is_part_of_it(
@@ -270,7 +270,7 @@ def test_a_text_that_the_template_fails_on_is_left_out(tmp_path: Path) -> None:
 
 def test_a_tokenizer_that_begins_texts_with_a_space_puts_none_inside_a_text(tmp_path: Path) -> None:
     tokenizer_of(normalizers.Prepend("▁"), eos_token="<eos>").save_pretrained(tmp_path)
-    writer = Writer(tmp_path)
+    writer = DemonstrationTokenizer(tmp_path)
     assert writer.token_ids("b", prompt="a", prompt_token_ids=[3, 4], messages=None) == [5, 1]
     assert writer.token_ids("b", prompt=None, prompt_token_ids=[3, 4], messages=None) == [3, 5, 1]  # no text
 
@@ -278,10 +278,10 @@ def test_a_tokenizer_that_begins_texts_with_a_space_puts_none_inside_a_text(tmp_
 def test_a_text_that_speaks_for_the_next_turn_is_refused(tmp_path: Path) -> None:
     tokenizer_of(eos_token="<eos>").save_pretrained(tmp_path)
     with pytest.raises(UnfitTextError, match="special"):
-        Writer(tmp_path).token_ids("a<end>b", prompt="c", prompt_token_ids=[6], messages=None)
+        DemonstrationTokenizer(tmp_path).token_ids("a<end>b", prompt="c", prompt_token_ids=[6], messages=None)
 
 
 def test_a_policy_without_eos_can_not_learn_from_texts_and_the_error_says_what_would_do(tmp_path: Path) -> None:
     tokenizer_of().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no EOS token.*set eos_token"):
-        Writer(tmp_path).token_ids("a", prompt="c", prompt_token_ids=[6], messages=None)
+        DemonstrationTokenizer(tmp_path).token_ids("a", prompt="c", prompt_token_ids=[6], messages=None)

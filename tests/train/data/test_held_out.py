@@ -123,25 +123,25 @@ OTHERS = {
 
 @pytest.mark.parametrize("how", ASKS)
 def test_a_prompt_of_a_suite_is_known_in_every_form(how: str, suite: Path, policy: Path) -> None:
-    assert HeldOut.load([suite], policy).asks(ASKS[how])
+    assert HeldOut.load([suite], policy).contains(ASKS[how])
 
 
 @pytest.mark.parametrize("how", OTHERS)
 def test_another_prompt_is_not_taken_for_one(how: str, suite: Path, policy: Path) -> None:
-    assert not HeldOut.load([suite], policy).asks(OTHERS[how])
+    assert not HeldOut.load([suite], policy).contains(OTHERS[how])
 
 
 @pytest.mark.parametrize("template", [None, "{{ messages[-1]['content'] }}", "{{ raise_exception('no') }}"])
 def test_a_tokenizer_without_a_template_of_turns_will_do(template: str | None, tmp_path: Path, suite: Path) -> None:
     make_tokenizer(template).save_pretrained(tmp_path)
     held_out = HeldOut.load([suite], tmp_path)
-    assert held_out.asks(ASKS["in other case and spacing"])
-    assert held_out.asks(ASKS["as messages with a system's"])
-    assert not held_out.asks(OTHERS["another text"])
+    assert held_out.contains(ASKS["in other case and spacing"])
+    assert held_out.contains(ASKS["as messages with a system's"])
+    assert not held_out.contains(OTHERS["another text"])
 
 
 def test_without_a_suite_nothing_is_held_out(policy: Path) -> None:
-    assert not HeldOut.load([], policy).asks(text(ITEM))
+    assert not HeldOut.load([], policy).contains(text(ITEM))
 
 
 def test_an_image_is_part_of_what_is_asked() -> None:
@@ -193,7 +193,7 @@ def test_no_response_is_sampled_for_a_prompt_of_the_suite(lake: Lake, policy: Pa
         assert str(data) == f"3 prompts (0 too long, {len(distinct)} {HELD_OUT})"
     else:
         held_out = HeldOut.load([suite], policy)
-        assert not any(held_out.asks(vars(prompt)) for prompt in data.prompts.items)
+        assert not any(held_out.contains(vars(prompt)) for prompt in data.prompts.items)
     assert read(lake, policy, [], "grpo").usable == len(distinct) + 3
 
 
@@ -233,10 +233,10 @@ def test_a_run_ends_before_it_begins_if_its_suite_can_not_be_read(lake: Lake, po
 )
 def test_a_message_of_any_form_is_compared_and_ends_no_run(content: Any, policy: Path, suite: Path) -> None:
     row = {"prompt_token_ids": [1, 2], "prompt": None, "messages": json.dumps([{"role": "user", "content": content}])}
-    assert not HeldOut.load([suite], policy).asks(row)
+    assert not HeldOut.load([suite], policy).contains(row)
 
 
 def test_an_item_is_found_beside_a_part_that_is_no_text(policy: Path, suite: Path) -> None:
     turns = [{"role": "user", "content": [{"type": "refusal", "text": 5}]}, {"role": "user", "content": ITEM}]
     row = {"prompt_token_ids": [1, 2], "prompt": None, "messages": json.dumps(turns)}
-    assert HeldOut.load([suite], policy).asks(row)
+    assert HeldOut.load([suite], policy).contains(row)

@@ -16,19 +16,10 @@ from feedback.datasets import Prompt
 from feedback.scoring.sources.rules import RuleError
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
-from train.data.prompts import (
-    ALL_EQUAL,
-    ALONE,
-    BELOW_FULL_SUPPORT,
-    STALE,
-    TOO_LONG,
-    UNKNOWN_POLICY,
-    Cycled,
-    Informative,
-    Traffic,
-)
-from train.data.rewards import Rewards, rewarding
-from train.data.samples import score
+from train.data.prompts import Cycled
+from train.data.rewards import Rewards, load_reward_function
+from train.data.samples import Informative, score
+from train.data.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, STALE, TOO_LONG, UNKNOWN_POLICY, Traffic
 from train.objectives.advantages import group_relative
 from train.workers.rollout import Sample
 
@@ -60,11 +51,11 @@ def prompts_of(traffic: Traffic) -> list[list[int]]:
 
 def test_where_responses_are_compared_groups_with_equal_rewards_are_left_out_on_request_and_counted() -> None:
     rows = table(row([1], 0.0), row([1], 1.0), row([2], 1.0), row([2], 1.0), row([3], None), row([3], 1.0))
-    traffic = Traffic.of(rows, lone="leave_out", filter_groups=True)
+    traffic = Traffic.of(rows, singleton_baseline="leave_out", filter_groups=True)
     assert prompts_of(traffic) == [[1]]
     assert traffic.left_out == {ALL_EQUAL: 2, ALONE: 1}
-    assert prompts_of(Traffic.of(rows, lone="batch", filter_groups=True)) == [[1], [3]]
-    assert prompts_of(Traffic.of(rows, lone="leave_out")) == [[1], [2]]
+    assert prompts_of(Traffic.of(rows, singleton_baseline="batch", filter_groups=True)) == [[1], [3]]
+    assert prompts_of(Traffic.of(rows, singleton_baseline="leave_out")) == [[1], [2]]
 
 
 def test_a_logged_response_that_ended_at_its_longest_length_is_truncated() -> None:
@@ -80,7 +71,7 @@ def test_where_each_response_teaches_by_itself_none_is_left_out_for_its_group() 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}, {"temperature": 0.0}])
 def test_rows_sampled_below_full_support_are_refused_and_counted(cut: dict[str, float]) -> None:
-    traffic = Traffic.of(table(row([1], 0.0), row([1], 1.0, **cut)), lone="leave_out")
+    traffic = Traffic.of(table(row([1], 0.0), row([1], 1.0, **cut)), singleton_baseline="leave_out")
     assert traffic.groups == []
     assert traffic.left_out[BELOW_FULL_SUPPORT] == 1
     assert "left out: 1 alone for their prompt, 1 sampled below full support" in str(traffic)
@@ -93,7 +84,7 @@ def test_rows_whose_distribution_was_changed_otherwise_are_refused_but_not_for_a
     schema = pa.Table.from_pylist(rows[:1]).schema
     at = schema.get_field_index("metadata")
     schema = schema.set(at, pa.field("metadata", pa.map_(pa.string(), pa.string())))
-    traffic = Traffic.of(pa.Table.from_pylist(rows, schema=schema), lone="leave_out")
+    traffic = Traffic.of(pa.Table.from_pylist(rows, schema=schema), singleton_baseline="leave_out")
     assert prompts_of(traffic) == [[2]]
     assert traffic.left_out == {BELOW_FULL_SUPPORT: 1, ALONE: 1}
 
@@ -149,10 +140,10 @@ def test_groups_with_equal_rewards_are_counted_and_on_request_left_out() -> None
     drawn = rollouts([0.0, 1.0], [1.0, 1.0], [0.0, 0.0, 0.5])
     found = Informative.of(drawn, "batch", filter_groups=True)
     assert rewards_of(found) == [0.0, 1.0, 0.0, 0.0, 0.5]
-    assert (found.groups, found.uninformative, found.lone) == (2, 1, 0)
+    assert (found.groups, found.uninformative, found.left_alone) == (2, 1, 0)
     kept = Informative.of(drawn, "batch")
     assert kept.rollouts == drawn
-    assert (kept.groups, kept.uninformative, kept.lone) == (2, 1, 0)
+    assert (kept.groups, kept.uninformative, kept.left_alone) == (2, 1, 0)
 
 
 def test_where_no_group_has_different_rewards_nothing_is_learned_from() -> None:
@@ -167,20 +158,20 @@ def test_a_fresh_response_whose_companions_got_no_reward_is_compared_with_no_oth
     ]
     found = Informative.of(drawn, "batch")
     assert rewards_of(found) == [0.0, 1.0, 0.25, 0.75]
-    assert found.lone == 2
+    assert found.left_alone == 2
 
 
 def test_lone_responses_are_compared_with_each_other_or_left_out_and_counted() -> None:
     drawn = rollouts([0.0, 1.0], [0.25], [0.75])
     assert rewards_of(Informative.of(drawn, "batch")) == [0.0, 1.0, 0.25, 0.75]
     left = Informative.of(drawn, "leave_out")
-    assert (rewards_of(left), left.lone) == ([0.0, 1.0], 2)
+    assert (rewards_of(left), left.left_alone) == ([0.0, 1.0], 2)
 
 
 @pytest.mark.parametrize("lone", [[[0.5]], [[0.5], [0.5]]])
 def test_lone_responses_with_nothing_to_tell_them_apart_never_get_a_silent_zero(lone: list[list[float]]) -> None:
     found = Informative.of(rollouts([0.0, 1.0], *lone), "batch")
-    assert (rewards_of(found), found.lone) == ([0.0, 1.0], len(lone))
+    assert (rewards_of(found), found.left_alone) == ([0.0, 1.0], len(lone))
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4), min_size=1, max_size=6))
@@ -212,7 +203,7 @@ def config(**settings: Any) -> TrainConfig:
 
 def test_rewards_come_by_component_and_as_their_weighted_mean() -> None:
     rules = {"long": {"sql": "length(response)", "weight": 3.0}, "exact": {"ready": "exact_match"}}
-    reward = rewarding({name: RuleConfig.model_validate(rule) for name, rule in rules.items()})
+    reward = load_reward_function({name: RuleConfig.model_validate(rule) for name, rule in rules.items()})
     scored = score(PROMPTS, [[sample("4"), sample("five")], [sample("x")]], reward, config())
     assert scored.components == {"exact": [1.0, 0.0], "long": [1.0, 4.0, 1.0]}
     assert [r.reward for r in scored.rollouts] == [1.0, 3.0, 1.0], "(3 + 1) / 4, 12 / 4; and no answer is known to b"
@@ -259,10 +250,10 @@ def test_a_reward_that_is_none_is_an_error_that_names_the_function_also_as_one_o
     sys.modules.pop("d_bad_rewards", None)
     sampled = [[sample("a")], [sample("b")]]
     with pytest.raises(RuleError, match=message):
-        score(PROMPTS, sampled, rewarding("d_bad_rewards:reward"), config())
+        score(PROMPTS, sampled, load_reward_function("d_bad_rewards:reward"), config())
     rules = {"mine": RuleConfig(function="d_bad_rewards:reward"), "one": RuleConfig(sql="1")}
     with pytest.raises(RuleError, match=message.replace(r"d_bad_rewards:\w+", "mine")):
-        score(PROMPTS, sampled, rewarding(rules), config())
+        score(PROMPTS, sampled, load_reward_function(rules), config())
 
 
 # --------------------------------------------------------------------------------------------------------- prompts

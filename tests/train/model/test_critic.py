@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
-from tests.train.tiny_models import gpt2, gpt_neox, mixture, qwen3, some_batch, whole
+from tests.train.ranks import found_by, run_ranks
+from tests.train.tiny_models import gpt2, gpt_neox, mixture, own_part, qwen3, some_batch, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch
-from train.checkpoint.files import begin_aside, make_whole
+from train.checkpoint.layout import begin_aside, make_whole
 from train.config.algorithms import AlgorithmConfig
 from train.config.training import TrainConfig
 from train.model.fsdp import export
@@ -57,12 +57,7 @@ def some_pairs() -> PackedBatch:
 # ----------------------------------------------------------------------------------------------- in the ranks
 
 
-def in_a_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=60)
-    )
+def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     found = {
         "bodies": {name: of_a_body(folder / name) for name in BODIES},
         "updates": {name: an_update(rank, folder / "scored", cut) for name, cut in CUTS.items()},
@@ -73,9 +68,7 @@ def in_a_rank(rank: int, folder: Path) -> None:
         "pairs": {name: pairs_learned(rank, folder / "scored", cut) for name, cut in CUTS.items()},
         "checkpoint": gone_on(rank, folder / "qwen3", folder / "checkpoints"),
     }
-    torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def of_a_body(policy: Path) -> dict[str, Any]:
@@ -113,7 +106,7 @@ def an_update(rank: int, policy: Path, settings: dict[str, Any]) -> dict[str, An
 
     critic.optimizer.register_step_pre_hook(keep)
     batch = batch_to_learn()
-    part = batch.balanced(critic.meshes.dp_size)[critic.meshes.dp_rank]
+    part = own_part(batch, critic.meshes)
     mine = batch.select(part)
     before = critic.values(mine)
     return {
@@ -153,7 +146,7 @@ def pairs_learned(rank: int, policy: Path, settings: dict[str, Any]) -> dict[str
 
     scorer.optimizer.register_step_pre_hook(keep)
     batch = some_pairs()
-    part = batch.balanced(scorer.meshes.dp_size)[scorer.meshes.dp_rank]
+    part = own_part(batch, scorer.meshes)
     mine = batch.select(part)
     before = scorer.scores(mine)
     metrics, learned_from = scorer.learn(mine)
@@ -216,13 +209,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     scored.save_pretrained(folder / "scored")
     config.vocab_size = 71
     config.save_pretrained(folder / "more tokens")
-    torch.multiprocessing.spawn(in_a_rank, (folder,), nprocs=RANKS)
+    run_ranks(RANKS, in_a_rank, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return found_by(RANKS, folder)
 
 
 def plain_values(model: Any, batch: PackedBatch) -> list[Tensor]:
@@ -429,7 +422,7 @@ def test_ppos_returns_are_discounted_td_errors_plus_values_and_its_advantages_ar
             {"placement": {"pools": {"all": {}, "own": {}}, "critic": "own"}},
             r"train\.placement\.critic=own: grpo has no critic",
         ),
-        ({"algorithm": {"name": "ppo"}, "placement": {"critic": "own"}}, r"train\.placement\.critic=own is no pool"),
+        ({"algorithm": {"name": "ppo"}, "placement": {"critic": "own"}}, r"train\.placement\.critic=own is not a pool"),
     ],
 )
 def test_a_critic_that_can_not_be_is_refused_by_name(settings: dict[str, Any], named: str) -> None:

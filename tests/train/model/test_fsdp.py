@@ -17,7 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from serve.policies.folder import safetensors_header
-from tests.train.tiny_models import gpt_neox, llama, mixture, qwen3, some_batch, whole
+from tests.train.ranks import found_by, run_ranks
+from tests.train.tiny_models import gpt_neox, llama, mixture, plain_log_probs, qwen3, some_batch, whole
 from train.algorithms import load
 from train.config.sections import FsdpConfig
 from train.config.training import TrainConfig
@@ -47,15 +48,10 @@ CUTS: dict[str, dict[str, Any]] = {
 # ----------------------------------------------------------------------------------------------- in the ranks
 
 
-def in_a_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=60)
-    )
+def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     assert world_timeout() == timedelta(seconds=60)
     said = Said()
-    logging.getLogger("train.fsdp").addHandler(said)
+    logging.getLogger("train.model.fsdp").addHandler(said)
     found = {
         "meshes": {name: a_linear_layer(rank, sizes) for name, sizes in MESHES.items()},
         "models": {name: a_model(folder / name, mesh) for name, mesh in zip(MODELS, [*MESHES, "tp2"], strict=True)},
@@ -68,9 +64,7 @@ def in_a_rank(rank: int, folder: Path) -> None:
     }
     build(folder / "qwen3", dtype=torch.float32, options=FsdpConfig(cpu_offload=True, layers=["Qwen3DecoderLayer"]))
     found["said"] = said.messages
-    torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return found
 
 
 class Said(logging.Handler):
@@ -97,7 +91,6 @@ def a_linear_layer(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
         "forward": out.detach().T,
         "gathered": layer.weight.full_tensor().detach(),
         "gradient": layer.weight.grad.full_tensor(),
-        "place": (meshes.dp_rank, meshes.dp_size, meshes.sp_rank, meshes.sp_size),
         "sp": torch.distributed.get_process_group_ranks(meshes.sp),
         "timeout": meshes.sp._get_backend(torch.device("cpu")).options._timeout,
     }
@@ -182,13 +175,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if name == "misshapen":
             tensors["model.norm.weight"] = norm[:-1].clone()
         save_file(tensors, folder / name / "model.safetensors", metadata={"format": "pt"})
-    torch.multiprocessing.spawn(in_a_rank, (folder,), nprocs=RANKS)
+    run_ranks(RANKS, in_a_rank, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return found_by(RANKS, folder)
 
 
 @pytest.mark.parametrize(("mesh", "chunk_of"), [("flat", [0, 1, 2, 3]), ("tp2", [0, 2, 1, 3]), ("hsdp", [0, 1, 0, 1])])
@@ -207,7 +200,6 @@ def test_each_rank_has_its_chunk_and_a_layer_computes_as_a_whole_one(
 def test_a_sequence_parallel_group_is_consecutive_ranks_with_the_jobs_timeout(found: list[dict[str, Any]]) -> None:
     for rank, ranks_own in enumerate(found):
         seen = ranks_own["meshes"]["flat"]
-        assert seen["place"] == (rank // 2, 2, rank % 2, 2)
         assert seen["sp"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert seen["timeout"] == timedelta(seconds=60)
 
@@ -258,13 +250,7 @@ def expected(folder: Path) -> dict[str, Any]:
     """Loss and gradients of the whole batch, one sequence at a time, in a model that is not sharded."""
     batch = some_batch()
     model = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float32)
-    pieces = []
-    for s in range(len(batch)):
-        start, end = int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1])
-        tokens = batch.tokens[start:end]
-        log_probs = torch.log_softmax(model(tokens[None]).logits[0], -1)[:-1].gather(1, tokens[1:, None])[:, 0]
-        pieces.append(torch.cat([torch.zeros(1), log_probs]))
-    log_probs = torch.cat(pieces) * batch.response_mask
+    log_probs = plain_log_probs(model, batch)
     algorithm = load(TrainConfig().algorithm)
     loss = algorithm.loss(log_probs, batch)[0] / algorithm.count(batch)
     loss.backward()

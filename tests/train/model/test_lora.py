@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.nn.functional import log_softmax
 from transformers import AutoModelForCausalLM
 
-from tests.train.tiny_models import gpt2, qwen3, whole
+from tests.train.ranks import found_by, run_ranks
+from tests.train.tiny_models import gpt2, plain_log_probs, qwen3, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.sections import LoraConfig
@@ -46,21 +45,14 @@ def some_batch() -> PackedBatch:
 # ----------------------------------------------------------------------------------------------- in the ranks
 
 
-def in_a_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=60)
-    )
+def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {name: a_run(rank, folder / name) for name in MODELS}
     found["first values"] = {
         name: first_values(folder / "qwen3", **sizes)
         for name, sizes in {"in two shards": {}, "whole on each": {"replicas": 2}}.items()
     }
     found["refusals"] = {target: refusal(folder / "qwen3", target) for target in ("nothing_like_it", "lm_head", "norm")}
-    torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def a_run(rank: int, policy: Path) -> dict[str, Any]:
@@ -124,25 +116,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     for name, make in MODELS.items():
         make().save_pretrained(folder / name)
-    torch.multiprocessing.spawn(in_a_rank, (folder,), nprocs=RANKS)
+    run_ranks(RANKS, in_a_rank, folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
+    return found_by(RANKS, folder)
 
 
 def by_transformers(model: Any, batch: PackedBatch) -> torch.Tensor:
-    """float32 [T]: logprobs of the response tokens, one sequence at a time."""
-    result = torch.zeros(len(batch.tokens))
-    for s in range(len(batch)):
-        start, end = int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1])
-        with torch.no_grad():
-            log_probs = log_softmax(model(batch.tokens[None, start:end]).logits[0].float(), -1)
-        for t in range(start + int(batch.prompt_lengths[s]), end):
-            result[t] = log_probs[t - start - 1, batch.tokens[t]]
-    return result
+    with torch.no_grad():
+        return plain_log_probs(model, batch)
 
 
 @pytest.mark.parametrize("name", MODELS)

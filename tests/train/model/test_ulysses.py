@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ from pydantic import ValidationError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GptOssConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
+from tests.train.ranks import run_ranks
+from tests.train.tiny_models import own_part
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.sections import FsdpConfig
@@ -62,12 +63,7 @@ def some_batch() -> PackedBatch:
 # ----------------------------------------------------------------------------------------------- in the ranks
 
 
-def in_a_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(str(folder / "store"), RANKS)
-    torch.distributed.init_process_group(
-        "gloo", rank=rank, world_size=RANKS, store=store, timeout=timedelta(seconds=60)
-    )
+def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
     found = {
         "scores": {(kind, sp): scores(folder / kind, sp) for kind, sp in [*CASES, *((kind, 1) for kind in MODELS)]},
         "bfloat16": {sp: scores(folder / "grouped queries", sp, dtype=torch.bfloat16) for sp in (1, 4)},
@@ -78,9 +74,7 @@ def in_a_rank(rank: int, folder: Path) -> None:
         "refused heads": refusal(folder / "six heads", {}),
         "refused attention": refusal(folder / "sinks", {"attention": "eager"}),
     }
-    torch.save(found, folder / f"{rank}.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return found
 
 
 def scores(policy: Path, sp: int, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
@@ -88,7 +82,7 @@ def scores(policy: Path, sp: int, dtype: torch.dtype = torch.float32, **options:
     meshes = make_meshes("cpu", ranks=RANKS, sequence_parallel_size=sp)
     model = build(policy, dtype=dtype, meshes=meshes, **options)
     whole = some_batch()
-    part = whole.balanced(meshes.dp_size)[meshes.dp_rank]
+    part = own_part(whole, meshes)
     batch = whole.select(part)
     log_probs, entropy = token_log_probs(model, batch)
     weights = torch.linspace(-1, 1, len(whole.tokens))[whole.token_index(part)]
@@ -172,8 +166,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             for parameter in model.parameters():
                 parameter.normal_(0, 0.2)
         model.save_pretrained(folder / kind)
-    torch.multiprocessing.spawn(in_a_rank, args=(folder,), nprocs=RANKS)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(RANKS)]
+    return run_ranks(RANKS, in_a_rank, folder)
 
 
 def joined(ranks: list[dict[str, Any]], name: str) -> Tensor:

@@ -41,7 +41,7 @@ def tensors(pairs: Rewards) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([r for _, r in pairs]), torch.tensor([g for g, _ in pairs])
 
 
-# ----------------------------------------------------------------------------------------------- one a response
+# ------------------------------------------------------------------------------------------------- per response
 
 
 @given(REWARDS, st.booleans())
@@ -113,7 +113,7 @@ def test_the_greedy_responses_reward_is_the_baseline_of_remax() -> None:
     assert greedy_baseline(torch.tensor([1.0, 0.0]), torch.tensor([0.25, 0.5])).tolist() == [0.75, -0.5]
 
 
-# -------------------------------------------------------------------------------------------------- one a token
+# ---------------------------------------------------------------------------------------------------- per token
 
 
 @given(batches(), st.sampled_from([0.0, 0.3]))

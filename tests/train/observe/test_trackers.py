@@ -120,22 +120,22 @@ def test_a_hook_that_fails_at_the_end_does_not_hide_why_the_run_failed(tmp_path:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("no_colon", "'no_colon' does not name a function; write 'module:function'"),
+        ("no_colon", "'no_colon' names no function; write 'module:function'"),
         ("no_such_module_at_all:f", "the module can't be imported: No module named 'no_such_module_at_all'"),
         ("json:no_such", "the module json has no 'no_such'"),
         ("json:__name__", "'json:__name__' is a str, not a function or class"),
     ],
 )
 def test_what_can_not_be_loaded_is_refused_with_the_setting(tmp_path: Path, given: str, message: str) -> None:
-    with pytest.raises(HookError, match=f"train.trackers: .*{message}"):
+    with pytest.raises(HookError, match=f"train.trackers=.*{message}"):
         load_function("train.trackers", given)
-    with pytest.raises(HookError, match=f"train.hooks: .*{message}"):
+    with pytest.raises(HookError, match=f"train.hooks=.*{message}"):
         watchers(tmp_path, hooks=[given])
 
 
 def test_a_function_that_gives_no_hook_is_refused(tmp_path: Path, heard: list[Any]) -> None:
     _, name = heard
-    with pytest.raises(HookError, match=rf"'{name}:no_hook' gave a int, not a train\.hooks\.Hook"):
+    with pytest.raises(HookError, match=rf"'{name}:no_hook' returned a int, not a train\.observe\.hooks\.Hook"):
         watchers(tmp_path, hooks=[f"{name}:no_hook"])
 
 

@@ -16,6 +16,7 @@ from deploy.examples.demo.seed import make_model, make_tokenizer
 from deploy.examples.demo.task import items
 from serve.policies.folder import safetensors_header
 from tests.paths import ROOT
+from tests.train.tiny_models import plain_log_probs
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
@@ -93,16 +94,9 @@ def pack(asked: list[list[int]], sampled: list[list[Sample]]) -> PackedBatch:
 
 
 def by_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:
-    """float32 [T]: logprobs of the response tokens, one sequence at a time, in one process."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    result = torch.zeros(len(batch.tokens))
-    for s in range(len(batch)):
-        start, end = int(batch.cu_seqlens[s]), int(batch.cu_seqlens[s + 1])
-        with torch.no_grad():
-            log_probs = torch.log_softmax(model(batch.tokens[None, start:end]).logits[0], -1)
-        for t in range(start + int(batch.prompt_lengths[s]), end):
-            result[t] = log_probs[t - start - 1, batch.tokens[t]]
-    return result
+    with torch.no_grad():
+        return plain_log_probs(model, batch)
 
 
 def test_sharded_packed_logprobs_are_those_of_the_whole_model(engine: Engine) -> None:

@@ -11,9 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from train.checkpoint import files
 from train.checkpoint.dcp import Saved
-from train.checkpoint.files import CheckpointError, checkpoints, name_of, prune, remove_unfinished, require_room, torn
+from train.checkpoint.layout import (
+    CheckpointError,
+    begin_aside,
+    checkpoints,
+    make_whole,
+    name_of,
+    prune,
+    remove_unfinished,
+    require_room,
+    torn,
+)
 from train.checkpoint.random_state import random_state, seed_all, seed_of, set_random_state
 from train.checkpoint.resume import Progress
 from train.checkpoint.writer import Checkpoints
@@ -40,10 +49,10 @@ def test_too_small_a_disk_is_told_with_both_sizes_and_what_would_do(tmp_path: Pa
 
 
 def test_a_checkpoint_of_another_format_is_not_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.begin_aside(tmp_path, 1, "{}")
-    whole = files.make_whole(tmp_path, 1)
+    begin_aside(tmp_path, 1, "{}")
+    whole = make_whole(tmp_path, 1)
     assert torn(whole) is None
-    monkeypatch.setattr(files, "FORMAT", 3)
+    monkeypatch.setattr("train.checkpoint.layout.FORMAT", 3)
     assert torn(whole) == "whole.json is of format 2, this version reads format 3"
 
 
@@ -101,19 +110,19 @@ def test_a_failed_save_is_told_and_a_second_in_a_row_ends_the_run(
     heard: list[int] = []
     all_ = checkpoints_of(tmp_path, heard, Group("disk full", None, "disk full", "disk gone"), every_steps=1)
     all_.save(progress(1))
-    all_.hear()
+    all_.collect()
     assert "the checkpoint after step 1 failed, the run goes on: a: disk full" in capsys.readouterr().out
     assert list((tmp_path / "r" / "checkpoints").iterdir()) == [], "what failed is not left"
     all_.save(progress(2))
-    all_.hear()
+    all_.collect()
     assert heard == [2]
     all_.save(progress(3))
-    all_.hear()
+    all_.collect()
     all_.save(progress(4))
     with pytest.raises(
         CheckpointError, match="no checkpoint could be saved, after step 3: a: disk full; after step 4: a: disk g"
     ):
-        all_.hear()
+        all_.collect()
 
 
 def test_a_checkpoint_is_there_only_when_all_its_parts_are_written(tmp_path: Path) -> None:
@@ -121,14 +130,14 @@ def test_a_checkpoint_is_there_only_when_all_its_parts_are_written(tmp_path: Pat
     slow = Group()
     all_ = checkpoints_of(tmp_path, heard, Group(None, None), slow, every_steps=1)
     all_.save(progress(1))
-    all_.hear()
+    all_.collect()
     all_.save(progress(2))
-    all_.hear()
+    all_.collect()
     assert checkpoints(tmp_path / "r" / "checkpoints") == []
     slow.errors = ["disk full", None]
-    all_.hear()
+    all_.collect()
     assert checkpoints(tmp_path / "r" / "checkpoints") == []
-    all_.hear()
+    all_.collect()
     [whole] = checkpoints(tmp_path / "r" / "checkpoints")
     assert heard == [2]
     assert torn(whole) is None

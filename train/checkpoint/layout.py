@@ -2,7 +2,7 @@
 
 ``checkpoints/step-00000012`` is one that was whole when it got its name: ``driver.json`` (train/checkpoint/resume.py),
 a folder for each model in training (train/checkpoint/dcp.py), and ``whole.json``, which names every file with its size.
-``.step-00000012.new`` is being written, ``.step-00000012.old`` removed; after a kill either is rubbish.
+``.step-00000012.new`` is being written, ``.step-00000012.old`` removed; after a kill either can be removed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from feedback.files import private
+from feedback.files import fsync_path, private
 
 FORMAT: Final = 2
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint can't be written, or can't be continued from; the text says why and what would do."""
+    """A checkpoint can't be written, or can't be continued from; the text says why and what to do."""
 
 
 def name_of(step: int) -> str:
@@ -56,10 +56,14 @@ def torn(checkpoint: Path) -> str | None:
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the ``keep`` newest checkpoints, each by renaming it aside first, so that none is ever partial."""
     for old in checkpoints(folder)[keep:]:
-        aside = old.with_name(f".{old.name}.old")
-        shutil.rmtree(aside, ignore_errors=True)
-        old.rename(aside)
-        shutil.rmtree(aside)
+        _remove(old)
+
+
+def _remove(checkpoint: Path) -> None:
+    aside = checkpoint.with_name(f".{checkpoint.name}.old")
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+    shutil.rmtree(aside)
 
 
 def remove_unfinished(folder: Path) -> list[str]:
@@ -88,7 +92,7 @@ def begin_aside(folder: Path, step: int, driver: str) -> Path:
 
 
 def make_whole(folder: Path, step: int) -> Path:
-    """Give what was written aside its plain name, which says that it is whole: the checkpoint.
+    """Rename the folder written aside to its final name, which means that it is complete; the checkpoint.
 
     Raises:
         OSError: the disk refuses.
@@ -98,14 +102,11 @@ def make_whole(folder: Path, step: int) -> Path:
     files = {path.relative_to(aside).as_posix(): path.stat().st_size for path in inside if path.is_file()}
     write_synced(aside / "whole.json", json.dumps({"format": FORMAT, "files": files}, indent=1))
     for directory in [path for path in inside if path.is_dir()] + [aside]:
-        _fsync(directory)
-    if final.exists():  # of the same step, by a run that was begun again with other settings
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
-        shutil.rmtree(old)
+        fsync_path(directory)
+    if final.exists():  # of the same step, by a run that was started again with other settings
+        _remove(final)
     aside.rename(final)
-    _fsync(folder)
+    fsync_path(folder)
     return final
 
 
@@ -124,11 +125,3 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

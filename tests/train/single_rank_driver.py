@@ -1,4 +1,4 @@
-"""Runs jobs one after the other in this process, as its only rank: ``python offline_driver.py JOBS.json``.
+"""Runs jobs one after the other in this process, as its only rank: ``python single_rank_driver.py JOBS.json``.
 
 The file is a list of {config, context}. Results, and the errors of hooks, are printed as lines.
 """
@@ -22,7 +22,7 @@ from train.observe.hooks import HookError
 def main(file: Path) -> None:
     jobs = json.loads(file.read_text())
     config = TrainConfig.model_validate(jobs[0]["config"])
-    torchrun.be_rank(config, Layout(1), environment(config), partial(drive, jobs))
+    torchrun.run_rank(config, Layout(1), environment(config), partial(drive, jobs))
 
 
 def drive(jobs: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """Train a reward model on pairs of a better and a worse response; nothing is sampled and no policy is trained.
 
 A response is read as scoring will read it (feedback/scoring/sources/reward_model.py): by its text and that of its
-prompt, in the chat template or as a pair. So what the model learned is what it says of traffic.
+prompt, in the chat template or as a pair. So it reads traffic as it has learned.
 """
 
 from __future__ import annotations

@@ -1,0 +1,169 @@
+"""Logged responses that a run learns from, and why others are left out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from feedback.datasets import rollouts
+from feedback.lake.tables import Lake
+from serve.policies.store import MANIFEST
+from train.batch.packed import Rollout
+from train.config.context_length import longest_context
+from train.config.training import TrainConfig
+from train.data.held_out import HELD_OUT, HeldOut
+
+BELOW_FULL_SUPPORT: Final = "sampled below full support"
+STALE: Final = "of a policy too far from the parent"
+UNKNOWN_POLICY: Final = "of an unknown policy"
+TOO_LONG: Final = "longer than the context"
+ALONE: Final = "alone for their prompt"
+ALL_EQUAL: Final = "in groups with equal rewards"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Logged responses by prompt, with the rewards that scoring gave them.
+
+    ``groups``: the responses to one prompt each, oldest first; a group of one is a response without company.
+    ``left_out``: how many responses were, by reason.
+    """
+
+    groups: list[list[Rollout]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        rows: pa.Table,
+        *,
+        parent: int | None = None,
+        max_staleness: int | None = None,
+        longest: int | None = None,
+        singleton_baseline: Literal["batch", "leave_out"] | None = None,
+        filter_groups: bool = False,
+        held_out: HeldOut | None = None,
+    ) -> Traffic:
+        """Group the rows of ``feedback.datasets.rollouts``.
+
+        A response's policy, of several the one furthest from ``parent``, may be ``max_staleness`` versions from it.
+
+        Args:
+            longest: tokens that prompt and response may have together; any number if None.
+            singleton_baseline: ``algorithm.lone_baseline``, where responses are compared with their group. None: they
+                are not compared.
+            filter_groups: ``algorithm.filter_groups``: groups of equal rewards are left out.
+            held_out: the prompts that policies are judged by; responses to them are left out.
+        """
+        by_prompt: dict[tuple[int, ...], list[Rollout]] = defaultdict(list)
+        left_out: Counter[str] = Counter()
+        for row in rows.to_pylist():
+            if row["reward"] is None or not row["response_token_ids"]:
+                continue
+            judged = held_out is not None and held_out.contains(row)
+            if problem := HELD_OUT if judged else _unusable(row, parent, max_staleness, longest):
+                left_out[problem] += 1
+                continue
+            prompt = list(row["prompt_token_ids"])
+            by_prompt[tuple(prompt)].append(
+                Rollout(
+                    prompt=prompt,
+                    response=list(row["response_token_ids"]),
+                    log_probs=list(row["logprobs"]),
+                    reward=float(row["reward"]),
+                    group=0,
+                    temperature=float(row["sampling"]["temperature"]),
+                    truncated=row["finish_reason"] == "length",
+                    fresh=False,
+                )
+            )
+        kept = []
+        for group in by_prompt.values():
+            if singleton_baseline == "leave_out" and len(group) == 1:
+                left_out[ALONE] += 1
+            elif filter_groups and len(group) > 1 and not differ(group):
+                left_out[ALL_EQUAL] += len(group)
+            else:
+                kept.append(group)
+        return cls(kept, dict(left_out))
+
+    def __str__(self) -> str:
+        singletons = sum(len(group) == 1 for group in self.groups)
+        text = f"{len(self.groups) - singletons} groups and {singletons} lone responses of traffic"
+        if not self.left_out:
+            return text
+        return f"{text} (left out: {', '.join(f'{count} {why}' for why, count in sorted(self.left_out.items()))})"
+
+
+def _unusable(row: dict[str, Any], parent: int | None, max_staleness: int | None, longest: int | None) -> str | None:
+    """Why a logged response can't be learned from; None if it can."""
+    if not full_support(row["sampling"]) or not _as_trained(dict(row["metadata"] or ())):
+        return BELOW_FULL_SUPPORT
+    if parent is not None and max_staleness is not None:
+        versions = [span["policy_version"] for span in row["policy_spans"] or ()]
+        if not versions or None in versions:
+            return UNKNOWN_POLICY
+        if max(abs(parent - version) for version in versions) > max_staleness:
+            return STALE
+    if longest is not None and len(row["prompt_token_ids"]) + len(row["response_token_ids"]) > longest:
+        return TOO_LONG
+    return None
+
+
+def full_support(sampling: dict[str, Any]) -> bool:
+    """Whether the logprobs of this sampling are those of the whole softmax, so that a ratio to them is unbiased.
+
+    Below full support (top-p, top-k, min-p, greedy) a captured logprob is that of a distribution without the tokens
+    that were cut off. Tokens that the policy would sample, and the behaviour never could, then have no weight that
+    makes up for them: importance sampling needs a behaviour that is positive wherever the policy is.
+    """
+    return (
+        sampling["temperature"] > 0
+        and (sampling["top_p"] is None or sampling["top_p"] >= 1)
+        and (sampling["top_k"] is None or sampling["top_k"] <= 0)
+        and not sampling["min_p"]
+    )
+
+
+def _as_trained(metadata: dict[str, str]) -> bool:
+    """Whether nothing else (penalties, biases, a grammar …) changed the distribution that was sampled from."""
+    further = json.loads(metadata.get("millrace:sampling", "{}"))
+    return further.keys() <= {"stop_token_ids"}
+
+
+def differ(group: list[Rollout]) -> bool:
+    """Whether not all rewards are equal, as a batch holds them: float32."""
+    rewards = np.array([rollout.reward for rollout in group], np.float32)
+    return bool((rewards != rewards[0]).any())
+
+
+def read_traffic(
+    lake: Lake,
+    versions: Mapping[str, int],
+    config: TrainConfig,
+    policy: Path,
+    singleton_baseline: Literal["batch", "leave_out"] | None,
+    held_out: HeldOut,
+) -> Traffic:
+    """The logged responses that a run from ``policy`` can learn from."""
+    return Traffic.of(
+        rollouts(lake, versions=versions),
+        parent=json.loads((policy / MANIFEST).read_bytes())["version"],
+        max_staleness=config.algorithm.correction.max_staleness,
+        longest=longest_context(config.rollout, policy),
+        singleton_baseline=singleton_baseline,
+        filter_groups=singleton_baseline is not None and config.algorithm.filter_groups,
+        held_out=held_out,
+    )
+
+
+def regroup(groups: list[list[Rollout]], *, first_group: int) -> list[Rollout]:
+    """Logged groups as rollouts, numbered on from the fresh ones."""
+    return [replace(rollout, group=first_group + i) for i, group in enumerate(groups) for rollout in group]
