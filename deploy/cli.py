@@ -21,6 +21,7 @@ from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
 from deploy.supervise.children import Stopped
 from feedback.process_exit import end_process
+from feedback.user_code import search_last
 
 
 class LazyCommands(UserDict[str, Any]):
@@ -107,9 +108,7 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
     if print_config:
         click.echo(describe.to_yaml(settings, comments=True), nl=False)
         ctx.exit(0)
-    # A user's own functions (module:name in the settings) are looked for where the command is run.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    search_last([Path.cwd()])
     ctx.obj = settings
 
 

@@ -98,16 +98,8 @@ class Child:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [
-                    *(
-                        sys.executable,
-                        "-m",
-                        "deploy.supervise.subreaper",
-                        "--parent",
-                        str(os.getpid()),
-                        "--grace",
-                        str(grace),
-                    ),
-                    *("--", *command),
+                    *(sys.executable, "-P", "-m", "deploy.supervise.subreaper"),
+                    *("--parent", str(os.getpid()), "--grace", str(grace), "--", *command),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -194,7 +186,7 @@ class _Follower:
 
 def millrace(*arguments: str | Path) -> list[str]:
     """The command line that runs this installation's CLI."""
-    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
+    return [sys.executable, "-P", "-m", "deploy.cli", *map(str, arguments)]
 
 
 def _python_path(environment: Mapping[str, str]) -> str:

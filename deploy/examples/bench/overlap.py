@@ -174,7 +174,6 @@ def make_run(arguments: argparse.Namespace) -> None:
             object_store_memory=256 * 2**20,
             log_to_driver=False,
             logging_level="ERROR",
-            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
         ):
             begun, erasures = Begun(start, parent), Erasures(Lake(folder, LakeConfig()), start.lake_versions, config)
             train(Online, config, context, store, begun, data_of(arguments), seed=1, history=[], erasures=erasures)
