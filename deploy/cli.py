@@ -1,6 +1,6 @@
 """The command ``millrace``.
 
-Settings can be given anywhere on the line as dotted options (``millrace up --serve.port 8001``). What fails is one
+Settings can stand anywhere on the line as dotted options (``millrace up --serve.port 8001``). What fails is one
 line on stderr: exit code 2 for a wrong command or configuration, 1 for everything else, 128 + n after signal n.
 `train` ends with 3 where there was nothing to learn from.
 """
@@ -25,7 +25,7 @@ from feedback.user_code import search_last
 
 
 class LazyCommands(UserDict[str, Any]):
-    """Commands by name; each is imported, as module:attribute, when it is asked for."""
+    """Commands by name; each is imported, as module:attribute, on first use."""
 
     def __getitem__(self, name: str) -> click.Command:
         module, _, attribute = self.data[name].partition(":")
@@ -60,9 +60,9 @@ class Millrace(click.Group):
     """A group whose options may stand before or after the command, with the settings among them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        rest, given, options = _split(args)
+        rest, general, options = _split(args)
         ctx.meta["millrace.options"] = options
-        return super().parse_args(ctx, given + rest)
+        return super().parse_args(ctx, general + rest)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
@@ -98,7 +98,7 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
     millrace init --model NAME_OR_FOLDER    make it policy 1
     millrace up                             serve it, and turn the loop on a schedule
 
-    The settings below can be given as options anywhere on the line (--serve.port 8001), in the environment
+    The settings below can be options anywhere on the line (--serve.port 8001), in the environment
     (MILLRACE__SERVE__PORT=8001) or in a YAML file (serve: {port: 8001}); this is also their order, highest first.
     """
     if ctx.invoked_subcommand is None and not print_config:
@@ -194,7 +194,7 @@ def _settings_by_section() -> list[tuple[str, list[tuple[str, str]]]]:
     sections: dict[str, list[tuple[str, str]]] = {}
     for setting in describe.settings_of(Settings):
         top = setting.key.split(".")[0] if "." in setting.key else ""
-        default = "must be given" if setting.required else f"default: {describe.show(setting.default)}"
+        default = "required" if setting.required else f"default: {describe.show(setting.default)}"
         text = setting.description.replace("`", "")
         sections.setdefault(top, []).append((f"--{setting.key}", f"{text} [{default}]"))
     return [(_title(top, Settings.model_fields.get(top)), rows) for top, rows in sections.items()]

@@ -59,7 +59,7 @@ def examine(settings: Settings) -> list[Check]:
     for name, make in makers:
         try:
             checks += make()
-        except Exception as error:  # noqa: BLE001  a doctor who faints at one symptom helps nobody: it is a finding
+        except Exception as error:  # noqa: BLE001  a failing check is a finding; the others go on
             checks.append(Check(name, "bad", f"could not be checked: {type(error).__name__}: {error}"))
     return checks
 
@@ -263,12 +263,12 @@ def _keys(settings: Settings) -> Iterable[Check]:
             return
         off = "serve.auth is off: everybody who reaches the server may do everything"
         none = "none: the server listens on loopback only"
-        advice = "right if something before the server checks who asks" if keyring.off else ""
+        advice = "right only behind something that authenticates requests" if keyring.off else ""
         yield Check("keys", "warn" if keyring.off else "ok", off if keyring.off else none, advice)
     elif not active:
-        yield Check("keys", "warn", f"{len(found)} in {keyring.path}, none is good", "make one: `millrace keys create`")
+        yield Check("keys", "warn", f"{len(found)} in {keyring.path}, none active", "make one: `millrace keys create`")
     else:
-        yield Check("keys", "ok", f"{active} of {len(found)} in {keyring.path} are good")
+        yield Check("keys", "ok", f"{active} of {len(found)} in {keyring.path} are active")
 
 
 def _home(settings: Settings) -> Iterable[Check]:
@@ -301,7 +301,7 @@ def _loop(settings: Settings) -> Iterable[Check]:
     idle = records.without_candidate(settings)
     if len(idle) >= IDLE_CYCLES:
         found = f"the last {len(idle)} cycles that trained published nothing; the last one: {idle[-1].reason}"
-        yield Check("training", "warn", found, "put right what it says: until then nothing is learned")
+        yield Check("training", "warn", found, "fix what it says: until then nothing is learned")
 
 
 def _nearest_folder(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""report, doctor: what people look at."""
+"""report, doctor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 
 @click.command()
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to write it; home/report.html if not given."
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to write it; home/report.html by default."
 )
 @click.option("--title", default="Millrace", show_default=True, help="The page's title.")
 @pass_settings

@@ -54,7 +54,7 @@ def score(settings: Settings, json_out: Path | None) -> None:
         if result.scored:
             click.echo(f"  {name}: {count}" + (f", missing: {'; '.join(reasons)}{more}" if reasons else ""))
     if result.retried:
-        click.echo(f"  the next run asks again about {result.retried}")
+        click.echo(f"  the next run retries {result.retried}")
     hand_on(
         {
             "scored": result.scored,
@@ -76,17 +76,17 @@ def _scoring_progress() -> Iterator[Callable[[str, int, int], None]]:
     """What scoring calls as it goes: a bar on a terminal, a line every few seconds without one."""
     from train.observe.progress import progress_bar
 
-    said = time.monotonic()
+    printed = time.monotonic()
     tasks: dict[str, TaskID] = {}
     with progress_bar() as bar:
 
         def progress(what: str, done: int, total: int) -> None:
-            nonlocal said
+            nonlocal printed
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=total)
             bar.update(tasks[what], completed=done, total=total)
-            if bar.disable and time.monotonic() - said >= _LINE_SECONDS:
-                said = time.monotonic()
+            if bar.disable and time.monotonic() - printed >= _LINE_SECONDS:
+                printed = time.monotonic()
                 click.echo(f"{what}: {done} of {total} responses")
 
         yield progress
@@ -109,7 +109,7 @@ def run_name(_: click.Context, __: click.Parameter, name: str | None) -> str | N
     callback=run_name,
     help="Name of the run: its folder under train.runs. One that was killed goes on from its last checkpoint.",
 )
-@click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one if not given.")
+@click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one by default.")
 @json_out
 @pass_settings
 def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> int:
@@ -137,17 +137,17 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
             reward=reward_of(settings),
             parent=parent,
             python_path=[str(Path.cwd())],
-            lineage=lineage.of(settings),
+            lineage=lineage.current(settings),
         )
         if not resolved.evaluation.suite.is_file():
             click.echo(f"there is no evaluation.suite {resolved.evaluation.suite}: no prompts are kept out of training")
         result = run_job(settings.training(), context)
     hand_on(result.model_dump(mode="json"), json_out)
-    return say_what_came_of(result)
+    return print_result(result)
 
 
-def say_what_came_of(result: JobResult) -> int:
-    """One line on a run's end, and the exit code that `train` has for it."""
+def print_result(result: JobResult) -> int:
+    """Print the end of a run; the exit code of `train`."""
     if result.artifact is not None:
         click.echo(
             f"{result.run}: reward model {result.artifact}, from policy {result.parent}, {result.steps} steps, "
@@ -169,13 +169,11 @@ def say_what_came_of(result: JobResult) -> int:
 
 @click.command()
 @click.argument("candidate", type=int, required=False)
-@click.option(
-    "--incumbent", type=int, metavar="VERSION", help="Compare with this policy; the serving one if not given."
-)
+@click.option("--incumbent", type=int, metavar="VERSION", help="Compare with this policy; the serving one by default.")
 @json_out
 @pass_settings
 def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
-    """Compare policy CANDIDATE (the newest if not given) with the one that serves, and ask the gate."""
+    """Compare policy CANDIDATE (by default the newest) with the one that serves, and apply the gate."""
     from deploy.loop.preflight import judging_problems
     from evaluation.evaluate import evaluate as compare
     from evaluation.gate import decide

@@ -96,7 +96,7 @@ def promote(settings: Settings, version: int, why: str | None, override: bool, w
     pointer = promotion.promote(
         store, version, who=promotion.person(), why=why or "promoted by hand", override=override
     )
-    _follow(settings, store, pointer, wait=wait)
+    _wait(settings, store, pointer, wait=wait)
 
 
 @click.command()
@@ -112,14 +112,14 @@ def rollback(settings: Settings, to: int | None, why: str | None, override: bool
     pointer = promotion.rollback(
         store, who=promotion.person(), why=why or "rolled back by hand", to=to, override=override
     )
-    _follow(settings, store, pointer, wait=wait)
+    _wait(settings, store, pointer, wait=wait)
 
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @pass_settings
 def history(settings: Settings, as_json: bool) -> None:
-    """List which policy was to serve when and whether it did, who made it so, why, by which verdict; newest last."""
+    """List the promotions and rollbacks: when, by whom, why, by which verdict, and whether they served; newest last."""
     store = PolicyStore(settings.path(settings.serve.policies))
     pointers = store.history()
     outcomes: dict[int, bool] = {}
@@ -163,7 +163,7 @@ def _verdict(pointer: Pointer) -> str:
     return back or (f"{verdict['verdict']} against {verdict.get('incumbent')}" if "verdict" in verdict else "-")
 
 
-def _follow(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: bool) -> None:
+def _wait(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: bool) -> None:
     from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 
     before = f" (before: {pointer.previous})" if pointer.previous is not None else ""

@@ -104,7 +104,7 @@ def sql(
 @_sealed_only
 @pass_settings
 def stats(settings: Settings, as_json: bool, orphans: bool, limit: int, sealed_only: bool) -> None:
-    """Show how much is in the lake, how much feedback, the rewards by policy, the lag, and what is amiss."""
+    """Show how much is in the lake, how much feedback, the rewards by policy, the lag, and anomalies."""
     lake, journal_folder = _lake(settings)
     journal = None if sealed_only else journal_folder
 

@@ -32,7 +32,7 @@ def gather(
 ) -> ReportData:
     """What ``evaluation.report.page.build`` needs.
 
-    totals: counts by name, beside those that the lake gives. stages: seconds by name; the cycles' own if not given.
+    totals: counts by name, beside those that the lake gives. stages: seconds by name, by default the cycles' own.
     Raises ReportError, and what reading the lake and the policy store raises. What there is none of stays empty.
     """
     resolved = settings.resolved()
@@ -146,13 +146,13 @@ def _totals(connection: Any) -> dict[str, Any]:
     requests, responses, tokens = connection.execute(
         "SELECT count(DISTINCT request_id), count(*), coalesce(sum(len(response_token_ids)), 0) FROM interactions"
     ).fetchone()
-    (said,) = connection.execute("SELECT count(*) FROM feedback").fetchone()
+    (feedback,) = connection.execute("SELECT count(*) FROM feedback").fetchone()
     (rewarded,) = connection.execute("SELECT count(*) FROM current_rewards WHERE reward IS NOT NULL").fetchone()
     return {
         "requests": requests,
         "responses": responses,
         "response_tokens": int(tokens),
-        "feedback": said,
+        "feedback": feedback,
         "responses_with_reward": rewarded,
     }
 

@@ -49,7 +49,7 @@ class StageKilled(StageFailed):
 def run_cycle(settings: Settings, number: int | None = None, *, say: Callable[[str], None] = print) -> CycleRecord:
     """Run one cycle to its end and return its record, whatever the end was.
 
-    number: of the cycle; the next free one if not given.
+    number: of the cycle; by default the next free one.
     say: gets one line of text for each thing that happens, the stages' own output included.
     Raises ConfigError if the settings can't work, CycleBusy if another cycle is running, Stopped on a signal.
     """
@@ -69,10 +69,10 @@ class _Cycle:
         self.record = CycleRecord(number=number, started_at=now())
 
     def run(self) -> CycleRecord:
-        self._keep()
+        self._save()
         try:
             self._turn()
-        except (StageFailed, NotServed, promotion.RolloutRefused, PolicyError) as error:
+        except (StageFailed, NotServed, promotion.PromotionRefused, PolicyError) as error:
             self._end("failed", str(error))
         except BaseException as error:
             self._end(
@@ -103,7 +103,7 @@ class _Cycle:
         )
         self.record.candidate = trained["candidate"]
         if trained["candidate"] is None:
-            return self._end("skipped", trained["reason"] + self._in_a_row())
+            return self._end("skipped", trained["reason"] + self._without_candidate())
 
         candidate, incumbent = str(trained["candidate"]), str(pointer.version)
         judged = self._run("evaluate", self.settings.cycle.evaluate_timeout_s, candidate, "--incumbent", incumbent)
@@ -123,7 +123,7 @@ class _Cycle:
         new = count - before if count >= before else count  # fewer than before: old rows were retired
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
 
-    def _in_a_row(self) -> str:
+    def _without_candidate(self) -> str:
         """For how many cycles training has published nothing, if this is not the first: somebody must notice that."""
         count = len(without_candidate(self.settings))
         return f" ({count} cycles in a row have trained and published nothing)" if count > 1 else ""
@@ -150,7 +150,7 @@ class _Cycle:
                 child.stop()  # does nothing to a stage that has ended
             if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
-                raise failed(f"{name} ended with code {code}: {_last_words(child.tail())} (log: {log})")
+                raise failed(f"{name} ended with code {code}: {_last_error(child.tail())} (log: {log})")
             result: dict[str, Any] = json.loads(out.read_bytes())
             out.unlink()
             stage.result = result
@@ -175,7 +175,7 @@ class _Cycle:
         """Time a stage and keep the record, before it and after it, however it ends."""
         stage = Stage(name=name, started_at=now())
         self.record.stages.append(stage)
-        self._keep()
+        self._save()
         self.say(f"{name} …")
         started = time.monotonic()
         try:
@@ -188,23 +188,23 @@ class _Cycle:
             stage.ok = True
         finally:
             stage.seconds = time.monotonic() - started
-            self._keep()
+            self._save()
         self.say(f"{name} took {stage.seconds:.1f} s")
 
     def _end(self, status: Literal["promoted", "refused", "skipped", "failed"], reason: str | None) -> None:
         self.record.status, self.record.reason, self.record.finished_at = status, reason, now()
-        self._keep()
+        self._save()
         self.say(f"{status}{f': {reason}' if reason else ''}")
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
         write(self.settings, self.record)
 
 
-def _last_words(output: str) -> str:
-    """What a stage failed by: the last line of its error, if it told one."""
+def _last_error(output: str) -> str:
+    """The last error that a stage printed, else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["it said nothing"])[-1].removeprefix("error: ")
+    return (errors or lines or ["it printed nothing"])[-1].removeprefix("error: ")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import socket
 from serve.policies.store import Pointer, PolicyStore
 
 
-class RolloutRefused(RuntimeError):
+class PromotionRefused(RuntimeError):
     """The pointer was not moved; the text says why and what to do."""
 
 
@@ -27,9 +27,9 @@ def promote(
     The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that serves
     already: it gets a new generation, at which a replica that failed to load it tries again. ``override`` promotes
     without a passing verdict; who and why stay in the pointer's history, marked as an override. ``expected`` is the
-    pointer on which the decision was taken; the current one if not given.
+    pointer on which the decision was taken, by default the current one.
 
-    Raises RolloutRefused (no passing verdict, or an override without a reason), serve.policies.store.PolicyNotFound,
+    Raises PromotionRefused (no passing verdict, or an override without a reason), serve.policies.store.PolicyNotFound,
     PolicyCorrupt (a file differs from the manifest) and StalePointer (somebody moved the pointer meanwhile).
     """
     store.verify(version)
@@ -56,25 +56,25 @@ def rollback(
 
     A policy that has not served, also one that the servers refused, is rolled back to by ``override`` only, as it would
     be promoted. A second rollback goes further back, not forward again to what the first one left. ``expected``: the
-    move that is to be undone; the last one if not given.
+    move that is to be undone, by default the last one.
 
-    Raises RolloutRefused if there is nothing to go back to, and what ``promote`` raises.
+    Raises PromotionRefused if there is nothing to go back to, and what ``promote`` raises.
     """
     pointer = expected or store.serving()
     if pointer is None:
-        raise RolloutRefused(f"nothing serves in {store.root}: there is nothing to roll back")
+        raise PromotionRefused(f"nothing serves in {store.root}: there is nothing to roll back")
     served = store.served()
     target = to
     if target is None:
         before = [version for version in _before(store.history()) if version in served]
         if not before:
-            raise RolloutRefused(
+            raise PromotionRefused(
                 f"policy {pointer.version} is the first that served: there is nothing to go back to; to one that has "
                 "not served: --to VERSION --override --why '...'"
             )
         target = before[-1]
     if target == pointer.version:
-        raise RolloutRefused(f"policy {target} serves already")
+        raise PromotionRefused(f"policy {target} serves already")
     store.verify(target)
     verdict: dict[str, object] = {"rollback_from": pointer.version}
     if target not in served:
@@ -86,16 +86,16 @@ def rollback(
 def _overridden(
     verdict: dict[str, object] | None, objection: str, command: str, *, override: bool, why: str
 ) -> dict[str, object]:
-    """The verdict of a move that somebody answers for. Raises RolloutRefused unless somebody does, with a reason."""
+    """The verdict of an override. Raises PromotionRefused if it is none, or has no reason."""
     if not override:
-        raise RolloutRefused(f"{objection}; or do it on your own account: {command} --override --why '...'")
+        raise PromotionRefused(f"{objection}; to override: {command} --override --why '...'")
     if not why.strip():
-        raise RolloutRefused(f"{objection}, and an override needs a reason, which goes on record: --why '...'")
+        raise PromotionRefused(f"{objection}, and an override needs a reason, which is recorded: --why '...'")
     return {**(verdict or {}), "override": True, "objection": objection}
 
 
 def person() -> str:
-    """user@host of whoever runs this process, for the record."""
+    """user@host of this process, for the record."""
     try:
         name = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container's user without an entry
@@ -110,8 +110,8 @@ def _objection(version: int, verdict: dict[str, object] | None, incumbent: int) 
         return f"policy {version} was not evaluated: {evaluate}"
     if verdict.get("verdict") != "pass":
         reasons = verdict.get("reasons")
-        said = "; ".join(map(str, reasons)) if isinstance(reasons, (list, tuple)) and reasons else "no reason given"
-        return f"policy {version} did not pass the gate ({said})"
+        why = "; ".join(map(str, reasons)) if isinstance(reasons, (list, tuple)) and reasons else "no reason"
+        return f"policy {version} did not pass the gate ({why})"
     if verdict.get("incumbent") != incumbent:
         return (
             f"policy {version} passed the gate against policy {verdict.get('incumbent')}, "

@@ -55,7 +55,7 @@ def test_a_server_that_would_not_start_for_want_of_keys_is_found(tmp_path: Path)
     off = root.load(others.snapshot(), [("serve.auth", "off")], {})
     assert found(off)["keys"].level == "warn"
     create_key(tmp_path / "keys.json", name="one", tenant="t", scopes=["generate"])
-    assert found(others)["keys"].found == f"1 of 1 in {tmp_path / 'keys.json'} are good"
+    assert found(others)["keys"].found == f"1 of 1 in {tmp_path / 'keys.json'} are active"
     (tmp_path / "keys.json").write_text("{")
     assert "is not one" in found(own)["keys"].found
 

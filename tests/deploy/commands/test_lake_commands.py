@@ -199,7 +199,7 @@ def test_erase_lists_the_policies_that_the_rows_went_into(
     assert {policy["version"]: policy["certainty"] for policy in told["policies"]} == dict.fromkeys(
         (trained, child, sibling), "possibly"
     )
-    assert "interactions at version 2 can't be read, and it was made after them" in out
+    assert "interactions at version 2 can't be read, and it was trained after them" in out
 
 
 def test_maintain_makes_a_lake_and_does_all_of_it(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_a_maintenance_that_fails_is_told_and_the_schedule_goes_on(
     until(lambda: log.read_text().count("maintenance of the lake ended with code 1") >= 2, process, log)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0, log.read_text()
-    assert "maintenance.log; it is tried again" in log.read_text()
+    assert "maintenance.log; the next run tries again" in log.read_text()
 
 
 def test_without_an_interval_there_is_no_maintenance(settings: Settings, tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_rows_go_though_a_record_of_them_can_not_be_written_and_maintenance_writ
     (judge / "erasures.json").mkdir()
     code, _, err = run("erase", "--user", "zaphod", "--yes")
     assert (code != 0, ids(lake)) == (True, [])
-    assert f"could not be put on record with reward model {judge}" in err
+    assert f"could not be recorded with reward model {judge}" in err
     assert run("maintain")[0] != 0, "it is still to be put there"
     (judge / "erasures.json").rmdir()
     assert run("maintain")[0] == 0

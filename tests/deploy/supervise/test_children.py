@@ -75,14 +75,14 @@ time.sleep(600)
         ],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    _until(lambda: len(nothing_left()) >= 4)  # parent, warden, command, daemon
+    _until(lambda: len(nothing_left()) >= 4)  # parent, subreaper, command, daemon
     time.sleep(0.3)
     parent.kill()
     parent.wait(10)
     _until(lambda: nothing_left() == [])
 
 
-def test_everything_goes_when_the_warden_is_killed(tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
+def test_everything_goes_when_the_subreaper_is_killed(tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
     running = child("import time; print('up', flush=True); time.sleep(600)", tmp_path)
     _until(lambda: "up" in running.tail())
     psutil.Process(running.pid).kill()
@@ -219,7 +219,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("by", ["stop", "kill of the driver", "kill of the warden"])
+@pytest.mark.parametrize("by", ["stop", "kill of the driver", "kill of the subreaper"])
 def test_no_process_of_ray_survives(by: str, tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
     running = child(RAY, tmp_path, grace=10.0)
     _until(lambda: "up" in running.tail(), timeout=600)

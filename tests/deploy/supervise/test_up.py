@@ -129,7 +129,7 @@ def test_nothing_survives_a_kill_of_it(small: Settings, tmp_path: Path, nothing_
     impatient = root.load(small.snapshot(), [("up.stop_grace_s", "2")], {})
     process = start(impatient, log, "--no-schedule")
     _until(lambda: "Waiting for application startup" in log.read_text(), process, log)
-    assert len(nothing_left()) >= 3  # up, a warden, the server
+    assert len(nothing_left()) >= 3  # up, a subreaper, the server
     process.kill()
     process.wait(10)
     deadline = time.monotonic() + 30
