@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -72,8 +71,10 @@ def _python() -> Iterable[Check]:
 
 def _packages() -> Iterable[Check]:
     """Installed versions against what this package itself asks for."""
+    from packaging.requirements import Requirement
+
     try:
-        wanted = {_name(line): line for line in metadata.requires("millrace") or []}
+        wanted = {line.name: line for line in map(Requirement, metadata.requires("millrace") or [])}
     except metadata.PackageNotFoundError:
         yield Check("millrace", "warn", "runs from a checkout that is not installed", "run `make setup`")
         wanted = {}
@@ -83,9 +84,9 @@ def _packages() -> Iterable[Check]:
         except metadata.PackageNotFoundError:
             yield Check(package, "bad", "is not installed", "run `make setup`")
             continue
-        line = wanted.get(package, "")
-        ok = _satisfies(version, line)
-        advice = "" if ok else f"run `make setup`: millrace needs {line.split(';')[0].strip()}"
+        line = wanted.get(package)
+        ok = line is None or line.specifier.contains(version.split("+")[0], prereleases=True)
+        advice = "" if ok else f"run `make setup`: millrace needs {line}"
         yield Check(package, "ok" if ok else "bad", version, advice)
 
 
@@ -272,13 +273,12 @@ def _keys(settings: Settings) -> Iterable[Check]:
 
 
 def _home(settings: Settings) -> Iterable[Check]:
-    from serve.policies.store import PolicyStore
 
     folder = _nearest_folder(settings.home)
     if not os.access(folder, os.W_OK):
         yield Check("home", "bad", f"{folder} can't be written to", "choose another: --home FOLDER")
         return
-    pointer = PolicyStore(settings.path(settings.serve.policies)).serving()
+    pointer = settings.policy_store().serving()
     if pointer is None:
         yield Check("home", "warn", f"{settings.home}: no policy yet", "run `millrace init --model NAME_OR_FOLDER`")
     else:
@@ -313,16 +313,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _name(requirement: str) -> str:
-    return re.split(r"[\s\[<>=!~;(]", requirement, maxsplit=1)[0].lower().replace("_", "-")
-
-
-def _satisfies(version: str, requirement: str) -> bool:
-    from packaging.requirements import Requirement
-
-    return not requirement or Requirement(requirement).specifier.contains(version.split("+")[0], prereleases=True)
 
 
 def _cpu_flags() -> set[str]:

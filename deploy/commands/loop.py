@@ -34,11 +34,10 @@ _REASONS_KEPT: Final = 20
 def score(settings: Settings, json_out: Path | None) -> None:
     """Turn new interactions and feedback into rewards."""
     from feedback.ingest.seal import seal
-    from feedback.lake.tables import Lake
     from feedback.scoring.run import score as score_lake
 
     feedback = settings.resolved().feedback
-    lake = Lake(feedback.lake.uri, feedback.lake)
+    lake = settings.lake()
     with stop_on_signals():
         lake.create()
         sealed = seal(lake, Path(feedback.journal.folder))
@@ -179,7 +178,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     from evaluation.gate import decide
     from evaluation.suites.suite import Suite
 
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     candidate, incumbent = _which(store, candidate, incumbent)
     config = settings.resolved().evaluation
     if problems := [

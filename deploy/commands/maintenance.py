@@ -16,7 +16,6 @@ from deploy.supervise.children import stop_on_signals
 
 if TYPE_CHECKING:
     from deploy.loop.lineage import Trained, TrainedModel
-    from feedback.lake.tables import Lake
     from feedback.maintenance.maintain import Compacted, Retained, Vacuumed
     from serve.policies.store import PolicyStore
 
@@ -31,7 +30,7 @@ def compact(settings: Settings, json_out: Path | None) -> None:
     from feedback.maintenance.maintain import compact as compact_lake
 
     with stop_on_signals():
-        done = compact_lake(_lake(settings))
+        done = compact_lake(settings.lake())
     _print_compacted(done)
     hand_on({name: asdict(result) for name, result in done.items()}, json_out)
 
@@ -45,7 +44,7 @@ def vacuum(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     from feedback.maintenance.maintain import vacuum as vacuum_lake
 
     with stop_on_signals():
-        done = vacuum_lake(_lake(settings), dry_run=dry_run)
+        done = vacuum_lake(settings.lake(), dry_run=dry_run)
     _print_vacuumed(done, dry_run)
     hand_on({name: asdict(result) for name, result in done.items()}, json_out)
 
@@ -59,7 +58,7 @@ def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     from feedback.maintenance.maintain import retain as retain_lake
 
     with stop_on_signals():
-        done = retain_lake(_lake(settings), dry_run=dry_run)
+        done = retain_lake(settings.lake(), dry_run=dry_run)
     _print_retained(done, dry_run)
     hand_on(asdict(done), json_out)
 
@@ -71,11 +70,10 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
     """Finish erasures, drop old dates, compact and vacuum: what the schedule runs."""
     from deploy.loop import lineage
     from feedback.maintenance.maintain import maintain as maintain_lake
-    from serve.policies.store import PolicyStore
     from train.run.unfinished import forget_erased
 
-    lake, resolved = _lake(settings), settings.resolved()
-    store, runs = PolicyStore(Path(resolved.serve.policies)), resolved.train.runs
+    lake, resolved = settings.lake(), settings.resolved()
+    store, runs = settings.policy_store(), resolved.train.runs
 
     def rewritten(erasure: str, since: Mapping[str, int]) -> None:
         policies, models = lineage.trained_before_erasure(store, runs, lake, since)
@@ -122,7 +120,7 @@ def erase(
     from deploy.loop import lineage
     from feedback.maintenance.erasure import Target, find
     from feedback.maintenance.erasure import erase as erase_rows
-    from serve.policies.store import PolicyError, PolicyStore
+    from serve.policies.store import PolicyError
     from train.run.unfinished import forget_erased
 
     try:
@@ -130,11 +128,11 @@ def erase(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     resolved = settings.resolved()
-    lake, journal = _lake(settings), Path(resolved.feedback.journal.folder)
+    lake, journal = settings.lake(), Path(resolved.feedback.journal.folder)
     with stop_on_signals():
         found = find(lake, journal, target)
         # Looked up first: the versions that a policy was trained from can't be read after the erasure.
-        store, runs = PolicyStore(Path(resolved.serve.policies)), resolved.train.runs
+        store, runs = settings.policy_store(), resolved.train.runs
         known = lineage.all_names(store, runs)
         policies, models = lineage.trained_on(store, runs, lake, found)
         reading = lineage.runs_with(runs, lake, found)
@@ -177,13 +175,6 @@ def erase(
         "runs": reading,
     }
     hand_on(asdict(done) | {name: [asdict(one) for one in each] for name, each in reached.items()}, json_out)
-
-
-def _lake(settings: Settings) -> Lake:
-    from feedback.lake.tables import Lake
-
-    config = settings.resolved().feedback.lake
-    return Lake(config.uri, config)
 
 
 def _list(what: str, reached: list[tuple[str, str, str]]) -> None:

@@ -43,7 +43,7 @@ wait = click.option(
 @pass_settings
 def policies(settings: Settings, as_json: bool) -> None:
     """List the policies and show which one serves."""
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     pointer = store.serving()
     found, damaged = [], []
     for version in store.versions():
@@ -92,7 +92,7 @@ def policies(settings: Settings, as_json: bool) -> None:
 def promote(settings: Settings, version: int, why: str | None, override: bool, wait: bool) -> None:
     """Make policy VERSION the one that serves, and wait until the running server, or fleet, has followed."""
     _require_reason(override, why)
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     pointer = promotion.promote(
         store, version, who=promotion.person(), why=why or "promoted by hand", override=override
     )
@@ -108,7 +108,7 @@ def promote(settings: Settings, version: int, why: str | None, override: bool, w
 def rollback(settings: Settings, to: int | None, why: str | None, override: bool, wait: bool) -> None:
     """Go back to a policy that has served, and wait until the running server, or fleet, has followed."""
     _require_reason(override, why)
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     pointer = promotion.rollback(
         store, who=promotion.person(), why=why or "rolled back by hand", to=to, override=override
     )
@@ -120,7 +120,7 @@ def rollback(settings: Settings, to: int | None, why: str | None, override: bool
 @pass_settings
 def history(settings: Settings, as_json: bool) -> None:
     """List the promotions and rollbacks: when, by whom, why, by which verdict, and whether they served; newest last."""
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     pointers = store.history()
     outcomes: dict[int, bool] = {}
     for outcome in store.outcomes():  # of several servers, one that refuses a policy is enough

@@ -123,17 +123,16 @@ def stats(settings: Settings, as_json: bool, orphans: bool, limit: int, sealed_o
 
 def _lake(settings: Settings) -> tuple[Lake, Path]:
     """The lake and the journal's folder. Raises LakeError if there is no lake; makes none."""
-    from feedback.lake.tables import Lake, LakeError
+    from feedback.lake.tables import LakeError
 
-    feedback = settings.resolved().feedback
-    lake = Lake(feedback.lake.uri, feedback.lake)
+    lake = settings.lake()
     try:
         lake.versions()
     except LakeError as error:
         if lake.local and not Path(lake.uri).exists():
             raise LakeError(f"there is no lake at {lake.uri}: the server makes it when it starts") from error
         raise
-    return lake, Path(feedback.journal.folder)
+    return lake, Path(settings.resolved().feedback.journal.folder)
 
 
 def _versions(pinned: tuple[str, ...]) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
@@ -22,6 +23,10 @@ from feedback.files import private
 from serve.config import EngineConfig, ServeConfig
 from serve.middleware.api_keys import local_file
 from train.config.training import TrainConfig
+
+if TYPE_CHECKING:
+    from feedback.lake.tables import Lake
+    from serve.policies.store import PolicyStore
 
 __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
 
@@ -147,6 +152,17 @@ class Settings(Section):
         suite = self.path(self.evaluation.suite)
         train = self.resolved().train
         return train.excluding(suite) if suite.is_file() else train
+
+    def policy_store(self) -> PolicyStore:
+        from serve.policies.store import PolicyStore
+
+        return PolicyStore(self.path(self.serve.policies))
+
+    def lake(self) -> Lake:
+        from feedback.lake.tables import Lake
+
+        config = self.resolved().feedback.lake
+        return Lake(config.uri, config)
 
     @property
     def server_url(self) -> str:

@@ -15,7 +15,6 @@ from evaluation.evaluate import compare_samples
 from evaluation.report.page import GateRow, PolicyRow, ReportData, SampleRow, SwapRow, traffic
 from evaluation.results import Evaluation, PolicyResult, Sample
 from evaluation.suites.suite import Suite, SuiteError
-from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
 
 
@@ -36,13 +35,12 @@ def gather(
     Raises ReportError, and what reading the lake and the policy store raises. What there is none of stays empty.
     """
     resolved = settings.resolved()
-    store = PolicyStore(Path(resolved.serve.policies))
+    store = settings.policy_store()
     evaluations = _evaluations(resolved.evaluation.folder)
     cycles = records.load_all(settings)
     samples, between = _samples(resolved, store, evaluations)
-    lake = Lake(resolved.feedback.lake.uri, resolved.feedback.lake)
     journal = Path(resolved.feedback.journal.folder)
-    with lake.connect(journal) if _exists(resolved.feedback.lake.uri) else nullcontext() as connection:
+    with settings.lake().connect(journal) if _exists(resolved.feedback.lake.uri) else nullcontext() as connection:
         shown = traffic(connection) if connection else None
         counted = _totals(connection) if connection else {}
     return ReportData(

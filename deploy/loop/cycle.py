@@ -6,11 +6,10 @@ cycle and no more. The record under ``cycles/`` is written after every stage; a 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from deploy.config.root import Settings, child_environment
@@ -29,7 +28,8 @@ from deploy.loop.records import (
 )
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise.children import NOTHING_TO_LEARN, Child, Stopped, millrace
-from serve.policies.store import Pointer, PolicyError, PolicyStore
+from feedback.files import LockTimeoutError, locked
+from serve.policies.store import Pointer, PolicyError
 
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
 
@@ -65,7 +65,7 @@ class _Cycle:
         self.say = lambda text: say(f"cycle {number}: {text}")
         self.follow = say
         self.snapshot = settings.snapshot()
-        self.store = PolicyStore(settings.path(settings.serve.policies))
+        self.store = settings.policy_store()
         self.record = CycleRecord(number=number, started_at=now())
 
     def run(self) -> CycleRecord:
@@ -143,11 +143,9 @@ class _Cycle:
                 follow=self.follow,
             )
             try:
-                code = child.wait(timeout)
+                code = child.finish(timeout)
             except TimeoutError:
                 raise StageFailed(f"{name} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
-            finally:
-                child.stop()  # does nothing to a stage that has ended
             if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
                 raise failed(f"{name} ended with code {code}: {_last_error(child.tail())} (log: {log})")
@@ -211,10 +209,9 @@ def _last_error(output: str) -> str:
 def _only_one(settings: Settings) -> Iterator[None]:
     folder = settings.path(settings.cycle.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Inheritable descriptors are off in Python, so no stage can keep the lock when this process has died.
-    with (folder / ".lock").open("w") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(locked(folder / ".lock", 0.0))
+        except LockTimeoutError:
             raise CycleBusy(f"another cycle is running in {folder}") from None
         yield

@@ -134,6 +134,13 @@ class Child:
                 continue
         return code
 
+    def finish(self, timeout: float) -> int:
+        """``wait``; however that ends, nothing of it runs afterwards."""
+        try:
+            return self.wait(timeout)
+        finally:
+            self.stop()
+
     def request_stop(self) -> None:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)

@@ -28,7 +28,7 @@ def kl_terms(
     (joschu.net/blog/kl-approx.html), the second r log r - (r - 1), the same estimator importance-weighted by r. Under
     the incumbent E[r] = 1, so the mean of each is without bias the KL between the two next-token distributions,
     averaged over the prefixes that the incumbent visits. Where the candidate puts its mass on tokens that the
-    incumbent hardly ever samples, a small sample tells the second far too low; the first then grows, and is the one to
+    incumbent hardly ever samples, a small sample puts the second far too low; the first then grows, and is the one to
     bound.
     """
     log_ratio = candidate.astype(np.float64) - incumbent.astype(np.float64)
