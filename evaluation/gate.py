@@ -85,5 +85,5 @@ def _refusals(evaluation: Evaluation, config: GateConfig, low: float, kl: float 
     if config.max_kl is not None and kl is None:
         found.append(f"gate.max_kl is set, and KL was not measured: {evaluation.kl_missing}")
     elif config.max_kl is not None and kl is not None and not kl <= config.max_kl:
-        found.append(f"KL to the incumbent is {kl:.4f} nats a token, gate.max_kl allows {config.max_kl:g}")
+        found.append(f"KL to the incumbent is {kl:.4f} nats per token, gate.max_kl allows {config.max_kl:g}")
     return found

@@ -37,7 +37,7 @@ class PolicyResult(_Record):
 
 
 class KlEstimate(_Record):
-    """KL between the two policies, nats per token, on ``samples`` responses that the incumbent sampled (see kl_terms)."""
+    """KL between the policies, nats per token, on ``samples`` responses that the incumbent sampled (see kl_terms)."""
 
     incumbent_candidate: Interval
     candidate_incumbent: Interval
