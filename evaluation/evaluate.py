@@ -106,7 +106,7 @@ def compare_samples(
 
 
 def load_scorer(config: EvaluationConfig) -> Scorer:
-    """The function or built-in rule named by ``config.scorer``. Raises RuleError if there is none or it needs settings."""
+    """The function or built-in rule named by ``config.scorer``. Raises RuleError for none, or one with settings."""
     if ":" in config.scorer:
         return load_rule(config.scorer)
     try:

@@ -57,7 +57,7 @@ def test_a_candidate_whose_whole_interval_is_above_the_bar_passes_and_the_verdic
         ({}, {"min_difference": 0.05}, ["it must begin above +0.0500"]),
         ({"n": 49}, {}, ["49 items have a score for both policies, gate.min_items is 50"]),
         ({"missing": 3}, {}, ["3 of 300 items (1.0%) have no score, gate.max_missing allows 0.0%"]),
-        ({}, {"max_kl": 0.04}, ["KL to the incumbent is 0.0500 nats a token, gate.max_kl allows 0.04"]),
+        ({}, {"max_kl": 0.04}, ["KL to the incumbent is 0.0500 nats per token, gate.max_kl allows 0.04"]),
         ({"kl": None, "kl_missing": "other tokens"}, {"max_kl": 1.0}, ["KL was not measured: other tokens"]),
         ({"n": 10, "reward": interval(0, -1, 1)}, {"max_kl": 0.01}, ["10 items", "begins at -1", "KL to the"]),
     ],
