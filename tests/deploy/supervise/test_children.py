@@ -157,10 +157,10 @@ def test_a_signal_while_ray_starts_ends_it_in_order(
         below = psutil.Process(starting.pid)
         _until(lambda: "gcs_server" in {p.name() for p in below.children(recursive=True)}, timeout=300)
         starting.send_signal(number)
-        said, errors = starting.communicate(timeout=300)
+        printed, errors = starting.communicate(timeout=300)
     finally:
         starting.kill()
-    assert said == f"{number.name} {128 + number}\n"
+    assert printed == f"{number.name} {128 + number}\n"
     assert "Traceback" not in errors, errors
     assert "***" not in errors, errors
     assert nothing_left() == []
@@ -193,10 +193,10 @@ def test_a_signal_ends_a_wait_for_ray(number: signal.Signals, nothing_left: Call
         assert waiting.stdout.readline() == "up\n"
         time.sleep(2)  # until it waits
         waiting.send_signal(number)
-        said, _ = waiting.communicate(timeout=120)
+        printed, _ = waiting.communicate(timeout=120)
     finally:
         waiting.kill()
-    assert said == f"{number.name} {128 + number}\n"
+    assert printed == f"{number.name} {128 + number}\n"
     assert nothing_left() == []
 
 

@@ -98,10 +98,10 @@ def test_it_serves_records_swaps_and_stops_without_a_trace(
     finally:
         process.kill()
     assert nothing_left() == []
-    said = log.read_text()
-    assert said.index("stopping schedule") < said.index("stopping serve")
-    assert "killed" not in said
-    assert "leaked" not in said
+    printed = log.read_text()
+    assert printed.index("stopping schedule") < printed.index("stopping serve")
+    assert "killed" not in printed
+    assert "leaked" not in printed
     resolved = small.resolved()
     counts = Lake(resolved.feedback.lake.uri, resolved.feedback.lake).counts()
     assert (counts["interactions"], counts["feedback"]) == (1, 1)
