@@ -8,6 +8,7 @@ line on stderr: exit code 2 for a wrong command or configuration, 1 for everythi
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from collections import UserDict
@@ -115,6 +116,7 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the process's exit code says how it went."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    os.environ["PYTHONSAFEPATH"] = "1"  # no Python below this one puts the working directory first on its path
     end_process(run(arguments))
 
 

@@ -12,7 +12,7 @@ def search_last(folders: Iterable[str | Path]) -> None:
     """Put folders at the end of ``sys.path``, so that a ``train.py`` of the user's hides no package.
 
     Millrace's own folder stands before them: an editable install finds its packages only where ``sys.path`` has none
-    of their names. Python processes that this one starts don't put their working directory first either.
+    of their names.
     """
     users = [str(Path(folder).absolute()) for folder in folders]
     packages = str(Path(__file__).resolve().parents[1])
@@ -20,7 +20,6 @@ def search_last(folders: Iterable[str | Path]) -> None:
         sys.path.append(packages)
     sys.path[:] = [path for path in sys.path if path not in users or path == packages]
     sys.path += [path for path in dict.fromkeys(users) if path != packages]
-    os.environ["PYTHONSAFEPATH"] = "1"
 
 
 def search_path() -> dict[str, str]:

@@ -43,7 +43,6 @@ class Scheduler:
         self._stop_requests: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe in a signal handler
         self._stopping = self._ended = False
         self._overlap_reported: set[str] = set()
-        self._finished = 0
         self._before = {record.number for record in records.load_all(settings)}
         logging.getLogger("apscheduler").setLevel(logging.ERROR)  # _report prints what it warns of
         self._scheduler = BlockingScheduler(timezone=UTC if not settings.schedule.cron else None)
