@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from deploy.commands.common import pass_settings, table
+from deploy.commands.common import as_json_option, pass_settings, print_table
 from deploy.config.root import Settings
 from serve.middleware.api_keys import SCOPES
 
@@ -81,7 +81,7 @@ def keys() -> None:
 @click.option("--expires", type=When(), metavar="WHEN", help="30d, 12h, 45m, or a time in ISO 8601; never without.")
 @click.option("--requests-per-minute", type=Rate(), metavar="N", help="Its own limit, or unlimited.")
 @click.option("--tokens-per-minute", type=Rate(), metavar="N", help="Its own limit, or unlimited.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @pass_settings
 def create(
     settings: Settings,
@@ -125,7 +125,7 @@ def create(
 
 
 @keys.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @pass_settings
 def list_keys(settings: Settings, as_json: bool) -> None:
     """List the keys, without their secrets."""
@@ -135,9 +135,6 @@ def list_keys(settings: Settings, as_json: bool) -> None:
     found = read_keys(path)
     if as_json:
         click.echo(json.dumps([_as_json(key) for key in found], indent=2))
-        return
-    if not found:
-        click.echo(f"no keys in {path}: the server listens on loopback only; make one with `millrace keys create`")
         return
     now = datetime.now(UTC)
     rows = [
@@ -155,7 +152,8 @@ def list_keys(settings: Settings, as_json: bool) -> None:
         for key in found
     ]
     header = ["id", "name", "tenant", "scopes", "state", "created (UTC)", "expires (UTC)", "requests/min", "tokens/min"]
-    click.echo(table(header, rows))
+    empty = f"no keys in {path}: the server listens on loopback only; make one with `millrace keys create`"
+    print_table(header, rows, empty)
 
 
 @keys.command()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from deploy.commands.common import hand_on, json_out, pass_settings
+from deploy.commands.common import json_out, pass_settings, write_result
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import lineage
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
@@ -54,7 +54,7 @@ def score(settings: Settings, json_out: Path | None) -> None:
             click.echo(f"  {name}: {count}" + (f", missing: {'; '.join(reasons)}{more}" if reasons else ""))
     if result.retried:
         click.echo(f"  the next run retries {result.retried}")
-    hand_on(
+    write_result(
         {
             "scored": result.scored,
             "missing": result.missing,
@@ -141,7 +141,7 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
         if not resolved.evaluation.suite.is_file():
             click.echo(f"there is no evaluation.suite {resolved.evaluation.suite}: no prompts are kept out of training")
         result = run_job(settings.training(), context)
-    hand_on(result.model_dump(mode="json"), json_out)
+    write_result(result.model_dump(mode="json"), json_out)
     return print_result(result)
 
 
@@ -198,7 +198,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             f"[{result.reward.low:.3f}, {result.reward.high:.3f}], {result.length_mean:.1f} tokens"
         )
     click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
-    hand_on(
+    write_result(
         {
             "candidate": candidate,
             "incumbent": incumbent,
@@ -235,7 +235,7 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
         except CycleBusy as busy:
             click.echo(f"error: {busy}", err=True)
             return 75
-    hand_on(record.model_dump(mode="json"), json_out)
+    write_result(record.model_dump(mode="json"), json_out)
     return 1 if record.status == "failed" else 0
 
 

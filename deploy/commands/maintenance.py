@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands.common import hand_on, json_out, pass_settings, table
+from deploy.commands.common import json_out, pass_settings, table, write_result
 from deploy.config.root import Settings
 from deploy.supervise.children import stop_on_signals
 
@@ -32,7 +32,7 @@ def compact(settings: Settings, json_out: Path | None) -> None:
     with stop_on_signals():
         done = compact_lake(settings.lake())
     _print_compacted(done)
-    hand_on({name: asdict(result) for name, result in done.items()}, json_out)
+    write_result({name: asdict(result) for name, result in done.items()}, json_out)
 
 
 @click.command()
@@ -46,7 +46,7 @@ def vacuum(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     with stop_on_signals():
         done = vacuum_lake(settings.lake(), dry_run=dry_run)
     _print_vacuumed(done, dry_run)
-    hand_on({name: asdict(result) for name, result in done.items()}, json_out)
+    write_result({name: asdict(result) for name, result in done.items()}, json_out)
 
 
 @click.command()
@@ -60,7 +60,7 @@ def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     with stop_on_signals():
         done = retain_lake(settings.lake(), dry_run=dry_run)
     _print_retained(done, dry_run)
-    hand_on(asdict(done), json_out)
+    write_result(asdict(done), json_out)
 
 
 @click.command()
@@ -90,7 +90,7 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
     _print_compacted(done.compacted)
     _print_vacuumed(done.vacuumed, dry_run=False)
     _print_forgotten(forgotten)
-    hand_on(asdict(done), json_out)
+    write_result(asdict(done), json_out)
 
 
 @click.command()
@@ -174,7 +174,7 @@ def erase(
         "reward_models": [*models, *late_models],
         "runs": reading,
     }
-    hand_on(asdict(done) | {name: [asdict(one) for one in each] for name, each in reached.items()}, json_out)
+    write_result(asdict(done) | {name: [asdict(one) for one in each] for name, each in reached.items()}, json_out)
 
 
 def _list(what: str, reached: list[tuple[str, str, str]]) -> None:

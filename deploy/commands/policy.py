@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from deploy import initialise
-from deploy.commands.common import pass_settings, table
+from deploy.commands.common import as_json_option, pass_settings, print_table
 from deploy.config.root import Settings
 from deploy.config.sources import DEFAULT_FILE
 from deploy.loop import promotion
@@ -39,7 +39,7 @@ wait = click.option(
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @pass_settings
 def policies(settings: Settings, as_json: bool) -> None:
     """List the policies and show which one serves."""
@@ -56,9 +56,6 @@ def policies(settings: Settings, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_json(policy, pointer) for policy in found], indent=2))
         return
-    if not found and not damaged:
-        click.echo(f"no policies in {store.root}: run `millrace init --model NAME_OR_FOLDER`")
-        return
     rows = [
         [
             "*" if pointer and pointer.version == policy.version else "",
@@ -70,7 +67,8 @@ def policies(settings: Settings, as_json: bool) -> None:
         ]
         for policy in found
     ]
-    click.echo(table(["serves", "version", "parent", "created (UTC)", "size", "gate"], rows))
+    empty = "" if damaged else f"no policies in {store.root}: run `millrace init --model NAME_OR_FOLDER`"
+    print_table(["serves", "version", "parent", "created (UTC)", "size", "gate"], rows, empty)
     for policy in found:
         for erasure in policy.erasures:
             click.echo(
@@ -116,7 +114,7 @@ def rollback(settings: Settings, to: int | None, why: str | None, override: bool
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @pass_settings
 def history(settings: Settings, as_json: bool) -> None:
     """List the promotions and rollbacks: when, by whom, why, by which verdict, and whether they served; newest last."""
@@ -128,9 +126,6 @@ def history(settings: Settings, as_json: bool) -> None:
     if as_json:
         moves = [asdict(pointer) | {"served": outcomes.get(pointer.generation)} for pointer in pointers]
         click.echo(json.dumps(moves, indent=2))
-        return
-    if not pointers:
-        click.echo(f"nothing has served in {store.root}: run `millrace init --model NAME_OR_FOLDER`")
         return
     rows = [
         [
@@ -144,7 +139,8 @@ def history(settings: Settings, as_json: bool) -> None:
         ]
         for pointer in pointers
     ]
-    click.echo(table(["at (UTC)", "policy", "before", "served", "who", "gate", "why"], rows))
+    empty = f"nothing has served in {store.root}: run `millrace init --model NAME_OR_FOLDER`"
+    print_table(["at (UTC)", "policy", "before", "served", "who", "gate", "why"], rows, empty)
 
 
 _SERVED = {True: "yes", False: "refused", None: "-"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands.common import pass_settings
+from deploy.commands.common import as_json_option, pass_settings
 from deploy.config.root import Settings
 from deploy.supervise.children import stop_on_signals
 
@@ -96,7 +96,7 @@ def sql(
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @click.option("--orphans", is_flag=True, help="List feedback whose response is neither in the lake nor the journal.")
 @click.option(
     "--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Orphans to list, the oldest first."
