@@ -147,7 +147,7 @@ def erase(
         late_policies: list[Trained] = []
         late_models: list[TrainedModel] = []
 
-        def registered(erasure: str) -> None:  # before the rows go: behind that nobody could find out for certain
+        def registered(erasure: str) -> None:  # before the rows go: afterwards it can't be known for certain
             try:
                 _record(store, erasure, policies, models)
             except (OSError, PolicyError) as error:

@@ -40,7 +40,7 @@ def to_json(statistics: LakeStatistics) -> str:
 
 
 def orphans(found: Sequence[Orphan], limit: int) -> str:
-    """The orphans, one a line."""
+    """The orphans, one per line."""
     if not found:
         return "no orphans: every feedback has its response"
     now = datetime.now(UTC)

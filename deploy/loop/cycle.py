@@ -124,7 +124,7 @@ class _Cycle:
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
 
     def _without_candidate(self) -> str:
-        """For how many cycles training has published nothing, if this is not the first: somebody must notice that."""
+        """For how many cycles in a row training has published nothing; empty for the first."""
         count = len(without_candidate(self.settings))
         return f" ({count} cycles in a row have trained and published nothing)" if count > 1 else ""
 

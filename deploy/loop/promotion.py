@@ -30,7 +30,7 @@ def promote(
     pointer on which the decision was taken, by default the current one.
 
     Raises PromotionRefused (no passing verdict, or an override without a reason), serve.policies.store.PolicyNotFound,
-    PolicyCorrupt (a file differs from the manifest) and StalePointer (somebody moved the pointer meanwhile).
+    PolicyCorrupt (a file differs from the manifest) and StalePointer (the pointer was moved meanwhile).
     """
     store.verify(version)
     # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.

@@ -18,7 +18,7 @@ class NotServed(RuntimeError):
 
 
 def server_policy(settings: Settings) -> dict[str, Any] | None:
-    """What ``GET /policy`` of the configured server says; None if nobody answers there."""
+    """The answer of ``GET /policy`` of the configured server; None if there is none."""
     import httpx
 
     try:

@@ -108,7 +108,7 @@ def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
                 _signal(process, signal.SIGKILL if _blocks_sigterm(process) else signal.SIGTERM)
         time.sleep(_POLL_S)
     names: list[str] = []
-    # A process can fork while the list is read, so look again until nobody is there.
+    # A process can fork while the list is read, so look again until none is left.
     for _ in range(100):
         living = _living(own, spare_trackers)
         if not living:

@@ -21,7 +21,7 @@ def distinct_n(responses: Sequence[Sequence[int]], n: int) -> float:
 def kl_terms(
     incumbent: NDArray[np.floating], candidate: NDArray[np.floating]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Terms of KL(incumbent || candidate) and of KL(candidate || incumbent), one a token, none negative, in nats.
+    """Terms of KL(incumbent || candidate) and of KL(candidate || incumbent), one per token, none negative, in nats.
 
     Takes the log-probabilities [tokens] that the two policies give to tokens which the *incumbent* sampled, at
     temperature 1 with nothing cut off. With r = candidate / incumbent, the first is k3 = r - 1 - log r of Schulman 2020

@@ -22,7 +22,7 @@ def write(settings: Settings, folder: Path, account: list[dict[str, Any]], secon
     """Count, and leave summary.json and report.html in ``folder``; the summary's figures.
 
     Args:
-        account: the users' entries, one a request.
+        account: the users' entries, one per request.
         seconds: of each stage so far.
     """
     counts = both_sides(settings, account)
