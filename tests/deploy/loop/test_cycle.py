@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deploy import cli
-from deploy.commands.loop import say_what_came_of
+from deploy.commands.loop import print_result
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings, child_environment
 from deploy.loop import records
@@ -65,7 +65,7 @@ def test_what_came_of_training_is_its_exit_code(
     result = JobResult.model_validate(
         {"run": "r", "candidate": None, "parent": 4, "steps": 3, "metrics": {}, "seconds": 9, **came}
     )
-    assert say_what_came_of(result) == code
+    assert print_result(result) == code
     output = capsys.readouterr()
     assert (output.err if code == 1 else output.out).startswith(printed)
 
