@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint docs bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn crash-test fuzz format lock clean
+.PHONY: help setup demo test lint docs bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn crash-test fuzz format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -91,5 +91,9 @@ lock:            ## resolve pyproject.toml anew into the two locks (needs uv)
 	env -u UV_FIND_LINKS $(COMPILE) --extra gpu --python-platform x86_64-manylinux_2_28 --output-file requirements-gpu.txt
 	rm .overrides.txt .constraints.txt
 
+wheel: setup     ## build dist/millrace-*.whl
+	rm -rf build
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
 clean:           ## remove what the demo and the tests left; .venv stays
-	rm -rf runs build/docs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

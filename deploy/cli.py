@@ -1,6 +1,6 @@
 """The command ``millrace``.
 
-Settings can be given anywhere on the line as dotted options (``millrace up --serve.port 8001``). What fails is one
+Settings can stand anywhere on the line as dotted options (``millrace up --serve.port 8001``). What fails is one
 line on stderr: exit code 2 for a wrong command or configuration, 1 for everything else, 128 + n after signal n.
 `train` ends with 3 where there was nothing to learn from.
 """
@@ -8,6 +8,7 @@ line on stderr: exit code 2 for a wrong command or configuration, 1 for everythi
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import traceback
 from collections import UserDict
@@ -21,10 +22,11 @@ from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
 from deploy.supervise.children import Stopped
 from feedback.process_exit import end_process
+from feedback.user_code import search_last
 
 
 class LazyCommands(UserDict[str, Any]):
-    """Commands by name; each is imported, as module:attribute, when it is asked for."""
+    """Commands by name; each is imported, as module:attribute, on first use."""
 
     def __getitem__(self, name: str) -> click.Command:
         module, _, attribute = self.data[name].partition(":")
@@ -59,9 +61,9 @@ class Millrace(click.Group):
     """A group whose options may stand before or after the command, with the settings among them."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        rest, given, options = _split(args)
+        rest, general, options = _split(args)
         ctx.meta["millrace.options"] = options
-        return super().parse_args(ctx, given + rest)
+        return super().parse_args(ctx, general + rest)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_options(ctx, formatter)
@@ -97,7 +99,7 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
     millrace init --model NAME_OR_FOLDER    make it policy 1
     millrace up                             serve it, and turn the loop on a schedule
 
-    The settings below can be given as options anywhere on the line (--serve.port 8001), in the environment
+    The settings below can be options anywhere on the line (--serve.port 8001), in the environment
     (MILLRACE__SERVE__PORT=8001) or in a YAML file (serve: {port: 8001}); this is also their order, highest first.
     """
     if ctx.invoked_subcommand is None and not print_config:
@@ -107,15 +109,14 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
     if print_config:
         click.echo(describe.to_yaml(settings, comments=True), nl=False)
         ctx.exit(0)
-    # A user's own functions (module:name in the settings) are looked for where the command is run.
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    search_last([Path.cwd()])
     ctx.obj = settings
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; the process's exit code says how it went."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    os.environ["PYTHONSAFEPATH"] = "1"  # no Python below this one puts the working directory first on its path
     end_process(run(arguments))
 
 
@@ -195,7 +196,7 @@ def _settings_by_section() -> list[tuple[str, list[tuple[str, str]]]]:
     sections: dict[str, list[tuple[str, str]]] = {}
     for setting in describe.settings_of(Settings):
         top = setting.key.split(".")[0] if "." in setting.key else ""
-        default = "must be given" if setting.required else f"default: {describe.show(setting.default)}"
+        default = "required" if setting.required else f"default: {describe.show(setting.default)}"
         text = setting.description.replace("`", "")
         sections.setdefault(top, []).append((f"--{setting.key}", f"{text} [{default}]"))
     return [(_title(top, Settings.model_fields.get(top)), rows) for top, rows in sections.items()]

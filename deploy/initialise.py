@@ -10,7 +10,7 @@ from deploy.config import describe
 from deploy.config.root import Settings
 from feedback.files import private
 from serve.policies import probe
-from serve.policies.store import Pointer, PolicyStore
+from serve.policies.store import Pointer
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -25,7 +25,7 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
 
     Pickled weights are converted to safetensors. Raises NotAModel, serve.policies.store.PolicyError.
     """
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     if pointer := store.serving():
         raise NotAModel(
             f"{settings.home} is initialised already: policy {pointer.version} serves; for another model take another "
@@ -49,7 +49,7 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
         metrics={},
         probe=probe.measure,
     )
-    _create_lake(settings)
+    settings.lake().create()
     return store.promote(policy.version, expected=None, who=who, why=f"init from {model}")
 
 
@@ -104,10 +104,3 @@ def _convert(folder: Path, aside: Path) -> None:
 
     AutoModelForCausalLM.from_pretrained(folder, dtype="auto", weights_only=True).save_pretrained(aside)
     AutoTokenizer.from_pretrained(folder).save_pretrained(aside)
-
-
-def _create_lake(settings: Settings) -> None:
-    from feedback.lake.tables import Lake
-
-    feedback = settings.resolved().feedback
-    Lake(feedback.lake.uri, feedback.lake).create()

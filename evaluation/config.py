@@ -64,7 +64,7 @@ class GateConfig(_Section):
         default=0.0, ge=0, lt=1, description="Largest share of items that the scorer may leave without a score."
     )
     max_kl: float | None = Field(
-        default=None, gt=0, description="Largest KL(incumbent || candidate), in nats a token; null sets no bound."
+        default=None, gt=0, description="Largest KL(incumbent || candidate), in nats per token; null sets no bound."
     )
 
 
@@ -77,7 +77,7 @@ class EvaluationConfig(_Section):
     )
     scorer: str = Field(
         "exact_match",
-        description="What scores responses: a function, as module:name, or a ready rule (exact_match or "
+        description="What scores responses: a function, as module:name, or a built-in rule (exact_match or "
         "numeric_equality with each item's answer, repetition_penalty).",
     )
     max_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")

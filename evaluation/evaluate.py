@@ -106,14 +106,14 @@ def compare_samples(
 
 
 def load_scorer(config: EvaluationConfig) -> Scorer:
-    """The function or ready rule that ``config.scorer`` names. Raises RuleError if there is none, or it needs more."""
+    """The function or built-in rule named by ``config.scorer``. Raises RuleError for none, or one with settings."""
     if ":" in config.scorer:
         return load_rule(config.scorer)
     try:
         return configured(config.scorer, RuleConfig(ready=config.scorer))
     except ValidationError as error:
         raise RuleError(
-            f"scorer {config.scorer!r} is neither module:name nor a ready rule that works without settings "
+            f"scorer {config.scorer!r} is neither module:name nor a built-in rule that works without settings "
             "(exact_match, numeric_equality, repetition_penalty)"
         ) from error
 
@@ -126,18 +126,18 @@ def scorer_name(scorer: Scorer) -> str:
 
 
 def score(suite: Suite, table: pa.Table, scorer: Scorer) -> Scores:
-    """One score an item, NaN where the scorer gives None.
+    """One score an item, NaN where the scorer returns None.
 
-    Raises ValueError naming the scorer if it gives another number of scores, or one that is not finite.
+    Raises ValueError naming the scorer if it returns another number of scores, or one that is not finite.
     """
     batch = scorer_batch(suite, table)
-    given = list(scorer(batch))
-    if len(given) != len(batch):
-        raise ValueError(f"{scorer_name(scorer)} gave {len(given)} scores for {len(batch)} responses")
-    for item, value in zip(suite.items, given, strict=True):
+    scores = list(scorer(batch))
+    if len(scores) != len(batch):
+        raise ValueError(f"{scorer_name(scorer)} returned {len(scores)} scores for {len(batch)} responses")
+    for item, value in zip(suite.items, scores, strict=True):
         if value is not None and not np.isfinite(value):
-            raise ValueError(f"{scorer_name(scorer)} scored item {item.id!r} {value}; None says that it has no score")
-    return np.array([np.nan if value is None else value for value in given], dtype=np.float64)
+            raise ValueError(f"{scorer_name(scorer)} scored item {item.id!r} {value}; a missing score is None")
+    return np.array([np.nan if value is None else value for value in scores], dtype=np.float64)
 
 
 _BATCH: Final = pa.schema(
@@ -152,7 +152,7 @@ _BATCH: Final = pa.schema(
 
 
 def scorer_batch(suite: Suite, table: pa.Table) -> pa.Table:
-    """What a scorer is given: the same columns that the rule reward sees of served traffic."""
+    """The input of a scorer: the same columns that the rule reward sees of served traffic."""
     columns: Mapping[str, Any] = {
         "prompt": [item.prompt for item in suite.items],
         "messages": [None if item.messages is None else json.dumps(item.messages) for item in suite.items],
@@ -196,18 +196,18 @@ def _difference(new: np.ndarray, old: np.ndarray, config: EvaluationConfig) -> I
     )
 
 
-def _kl(answered: answers.Answers, items: int, config: EvaluationConfig) -> tuple[KlEstimate | None, str | None]:
+def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[KlEstimate | None, str | None]:
     """The estimate, or None and why."""
-    if answered.kl is None:
-        return None, answered.kl_missing
-    pairs = list(zip(answered.kl.incumbent, answered.kl.candidate, strict=True))
+    if found.kl is None:
+        return None, found.kl_missing
+    pairs = list(zip(found.kl.incumbent, found.kl.candidate, strict=True))
     if not all(np.isfinite(logprobs).all() for pair in pairs for logprobs in pair):
         return None, "a policy gives log-probabilities that are not finite"
     terms = [text_metrics.kl_terms(p, q) for p, q in pairs]
     # Samples of one prompt are alike, so prompts are what is resampled.
-    tokens = np.bincount(answered.kl.item, [len(forward) for forward, _ in terms], items)
-    forward = np.bincount(answered.kl.item, [forward.sum() for forward, _ in terms], items)
-    reverse = np.bincount(answered.kl.item, [reverse.sum() for _, reverse in terms], items)
+    tokens = np.bincount(found.kl.item, [len(forward) for forward, _ in terms], items)
+    forward = np.bincount(found.kl.item, [forward.sum() for forward, _ in terms], items)
+    reverse = np.bincount(found.kl.item, [reverse.sum() for _, reverse in terms], items)
     there = tokens > 0
     if not there.any():
         return None, "no prompt leaves room in the context for a scored response"

@@ -1,7 +1,7 @@
 """The gate: what a candidate must prove before it may serve.
 
 It passes only what is shown to be better. One gate lets a candidate that is no better through in at most
-(1 - confidence) / 2 of cases; over many cycles, and over one suite asked again and again, such cases add up, so a
+(1 - confidence) / 2 of cases; over many cycles, and over repeated use of one suite, such cases add up, so a
 suite should be large, and renewed from time to time.
 """
 
@@ -71,7 +71,7 @@ def decide(evaluation: Evaluation, config: GateConfig) -> Verdict:
 def _refusals(evaluation: Evaluation, config: GateConfig, low: float, kl: float | None) -> list[str]:
     found = []
     if evaluation.n < config.min_items:
-        found.append(f"{evaluation.n} items have a score for both policies, gate.min_items asks for {config.min_items}")
+        found.append(f"{evaluation.n} items have a score for both policies, gate.min_items is {config.min_items}")
     if (share := evaluation.missing / evaluation.suite_items) > config.max_missing:
         found.append(
             f"{evaluation.missing} of {evaluation.suite_items} items ({share:.1%}) have no score, "
@@ -85,5 +85,5 @@ def _refusals(evaluation: Evaluation, config: GateConfig, low: float, kl: float 
     if config.max_kl is not None and kl is None:
         found.append(f"gate.max_kl is set, and KL was not measured: {evaluation.kl_missing}")
     elif config.max_kl is not None and kl is not None and not kl <= config.max_kl:
-        found.append(f"KL to the incumbent is {kl:.4f} nats a token, gate.max_kl allows {config.max_kl:g}")
+        found.append(f"KL to the incumbent is {kl:.4f} nats per token, gate.max_kl allows {config.max_kl:g}")
     return found

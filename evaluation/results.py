@@ -37,7 +37,7 @@ class PolicyResult(_Record):
 
 
 class KlEstimate(_Record):
-    """KL between the two policies, nats a token, on ``samples`` responses that the incumbent sampled (see kl_terms)."""
+    """KL between the policies, nats per token, on ``samples`` responses that the incumbent sampled (see kl_terms)."""
 
     incumbent_candidate: Interval
     candidate_incumbent: Interval
@@ -61,7 +61,7 @@ class Evaluation(_Record):
     """Candidate against incumbent on one held-out suite. ``n`` items have a score for both; only they are compared.
 
     ``reward`` and ``accuracy`` are differences, candidate less incumbent, with paired bootstrap intervals. ``missing``
-    counts items without a score for one or both. ``kl`` is None for the reason that ``kl_missing`` gives.
+    counts items without a score for one or both. ``kl`` is None for the reason in ``kl_missing``.
     ``settings`` is the hash of what decides the responses; ``seconds`` the wall time a stage (a stage that the cache
     answered takes none).
     """

@@ -22,12 +22,12 @@ def bootstrap_mean(values: ArrayLike, *, confidence: float, resamples: int, seed
     """Mean of ``values`` [n] with its percentile interval: (mean, low, high).
 
     Efron and Tibshirani 1993, "An introduction to the bootstrap", ch. 13. Percentile and not BCa, because the gate
-    asks one thing of it: where wins and losses are few and equally likely (n from 50 to 300, 2 to 40 % of items
+    relies on one property: where wins and losses are few and equally likely (n from 50 to 300, 2 to 40 % of items
     differing), a 95 % percentile interval lies wholly above 0 in 0.7 to 2.7 % of simulated suites, BCa's in 2 to 5 %.
     Raises ValueError on no value or one not finite.
     """
     array = _check(values, "values")
-    # Items with equal values can be told apart by nobody, so counts of distinct values are resampled: for rewards of
+    # Items with equal values are interchangeable, so counts of distinct values are resampled: for rewards of
     # 0 and 1 that is a few numbers a resample instead of n, with the same distribution.
     distinct, counts = np.unique(array, return_counts=True)
     n = len(array)

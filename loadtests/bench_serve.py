@@ -2,7 +2,7 @@
 
 Both run side by side, idle while the other is loaded; the turns alternate, so that a machine whose speed drifts treats
 them alike. Millrace records every response durably, vLLM's server records nothing. Every prompt is a new one. The last
-line printed is one JSON object; ``bars`` says of each bar what was asked for, and whether it was met.
+line printed is one JSON object; ``bars`` has each bar, and whether it was met.
 """
 
 from __future__ import annotations
@@ -10,28 +10,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
-import signal
 import statistics
 import string
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from loadtests import load
-from loadtests.crash import free_port
+from loadtests.server import MILLRACE, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
-MILLRACE = str(Path(sys.executable).with_name("millrace"))
-READY_TIMEOUT_S = 300
-STOP_TIMEOUT_S = 60
 PROMPT_CHARACTERS = 32
 KV_CACHE_BYTES = 512 << 20
 CONTEXT = 256
@@ -43,45 +34,21 @@ FEW_SILENT = 5
 """Of the streams, and this many of few: a random model says nothing but special tokens now and then."""
 
 
-class Server:
-    """A server in a process of its own, from its start until it answers, and to its end."""
+class Target(Server):
+    """A server to load. ``mark``: what the first token's event of a stream contains, and nothing before it."""
 
-    def __init__(self, name: str, port: int, command: list[str], log: Path, ready: str) -> None:
-        self.name = name
-        self.port = port
-        self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, cwd=log.parent, start_new_session=True
-            )
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(urllib.error.URLError, OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}{ready}", timeout=5).close()
-                return
-            time.sleep(0.2)
-        self.stop()
-        raise SystemExit(f"{name} did not get ready:\n{log.read_text()[-3000:]}")
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
+    name: str
     mark: bytes | None = None
-    """What the first token's event of a stream contains, and nothing before it."""
 
     def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:
         """An endless row of requests for each client."""
         raise NotImplementedError
 
 
-class Millrace(Server):
-    """``millrace serve``, asked on /generate."""
+class Millrace(Target):
+    """``millrace serve``, by /generate."""
 
+    name = "millrace"
     mark = b"event: delta"
 
     def __init__(self, home: Path, model: Path) -> None:
@@ -89,32 +56,33 @@ class Millrace(Server):
         settings = ["--home", str(home), "--serve.port", str(port)]
         settings += ["--serve.engine.kv_cache_bytes", str(KV_CACHE_BYTES)]
         settings += ["--serve.engine.max_num_seqs", str(SEQUENCES)]
-        subprocess.run([MILLRACE, "init", "--model", str(model), *settings], check=True, cwd=home, capture_output=True)
-        super().__init__("millrace", port, [MILLRACE, "serve", *settings], home / "millrace.log", "/ready")
+        run("init", "--model", str(model), *settings, folder=home)
+        super().__init__([MILLRACE, "serve", *settings], port, home / "millrace.log")
 
     def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:
         fields = {"max_tokens": tokens} | ({"stream": True} if stream else {})
         return [requests("/generate", fields, f"{seed}.{client}") for client in range(clients)]
 
 
-class FrontEnd(Server):
+class FrontEnd(Target):
     """Millrace with an engine that answers at once, recording its answers or dropping them."""
 
     def __init__(self, home: Path, model: Path, *, capture: bool) -> None:
-        name = "capture" if capture else "no_capture"
+        self.name = "capture" if capture else "no_capture"
         port = free_port()
-        settings = ["--home", str(home / name), "--serve.port", str(port)]
-        subprocess.run([MILLRACE, "init", "--model", str(model), *settings], check=True, cwd=home, capture_output=True)
+        settings = ["--home", str(home / self.name), "--serve.port", str(port)]
+        run("init", "--model", str(model), *settings, folder=home)
         command = [MILLRACE, "bench", "front-end", "--capture" if capture else "--no-capture", *settings]
-        super().__init__(name, port, command, home / f"{name}.log", "/ready")
+        super().__init__(command, port, home / f"{self.name}.log")
 
     def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:
         return [requests("/generate", {"max_tokens": tokens}, f"{seed}.{client}") for client in range(clients)]
 
 
-class Vllm(Server):
-    """vLLM's own server, asked on /v1/completions."""
+class Vllm(Target):
+    """vLLM's own server, by /v1/completions."""
 
+    name = "vllm"
     mark = b'"text":'
 
     def __init__(self, home: Path, model: Path) -> None:
@@ -124,7 +92,7 @@ class Vllm(Server):
         command += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
         command += ["--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--max-num-seqs", str(SEQUENCES)]
         command += ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
-        super().__init__("vllm", port, command, home / "vllm.log", "/health")
+        super().__init__(command, port, home / "vllm.log", "/health")
 
     def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:
         fields = {"model": "model", "max_tokens": tokens} | ({"stream": True} if stream else {})
@@ -141,10 +109,10 @@ def requests(path: str, fields: dict[str, Any], seed: str) -> Iterator[bytes]:
         yield head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def measure(ours: Server, theirs: Server, cell: dict[str, Any], turns: int, seconds: float) -> dict[str, Any]:
+def measure(ours: Target, theirs: Target, cell: dict[str, Any], turns: int, seconds: float) -> dict[str, Any]:
     """One cell: alternating turns, then the ratios, ours over theirs. Times in milliseconds."""
     clients, tokens, stream = cell["clients"], cell["tokens"], cell["stream"]
-    loads: dict[Server, list[load.Load]] = {ours: [], theirs: []}
+    loads: dict[Target, list[load.Load]] = {ours: [], theirs: []}
     for turn in range(turns):
         for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
             loop = server.requests(clients, tokens, stream=stream, seed=random.getrandbits(64))
@@ -215,13 +183,12 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def serving(*kinds: Callable[[], Server]) -> Iterator[list[Server]]:
+def serving(*kinds: Callable[[], Target]) -> Iterator[list[Target]]:
     """The servers, started one after the other and warmed up; stopped afterwards."""
     with contextlib.ExitStack() as stack:
-        servers: list[Server] = []
+        servers: list[Target] = []
         for kind in kinds:
-            servers.append(kind())
-            stack.callback(servers[-1].stop)
+            servers.append(stack.enter_context(kind()))
         for server in servers:
             load.run(server.port, server.requests(SEQUENCES, 16, stream=False, seed=0), WARM_UP_S)
         yield servers

@@ -2,13 +2,13 @@
 
 For a model of 3M parameters in float32 and one of 0.6B in bfloat16, and with ``serve.swap.shadow_weights`` off and on,
 a real server streams to 32 clients while `millrace promote` goes back and forth between two policies. Every token of
-the one is a small letter and every token of the other a capital one, so that the text itself says which policy made
+the one is a small letter and every token of the other a capital one, so that the text itself says which policy sampled
 each token.
 
 A gap is the time between two arrivals of text in one stream. Of each swap the longest gap of all streams counts, from
-the start of `millrace promote` to one second after `GET /policy` tells the new version. ``hold_ms`` is the median of
-those over the swaps, less the normal p99 gap, which is measured in stretches as long as a swap in which `millrace
-policies` runs in place of `millrace promote`. The longest gap of such a stretch less the same p99 is the ``control``:
+the start of `millrace promote` to one second after `GET /policy` reports the new version. ``hold_ms`` is the median of
+those over the swaps, less the normal p99 gap, which is measured in windows as long as a swap in which `millrace
+policies` runs in place of `millrace promote`. The longest gap of such a window less the same p99 is the ``control``:
 what the machine does to 32 streams without a swap. ``crossing_ms`` looks only at gaps between a token of one policy and
 the next one, of the other, in the same stream: the p99 of them, less the normal p99.
 
@@ -24,8 +24,6 @@ import contextlib
 import json
 import random
 import shutil
-import signal
-import socket
 import statistics
 import string
 import subprocess
@@ -38,11 +36,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from loadtests.load import no_collector
+from loadtests.server import MILLRACE, Server, free_port, run
 
-MILLRACE: Final = str(Path(sys.executable).with_name("millrace"))
 LETTERS: Final = {1: set(string.ascii_lowercase), 2: set(string.ascii_uppercase)}
 CONTEXT: Final = 512
-READY_TIMEOUT_S: Final = 180
 SETTLE_TIMEOUT_S: Final = 180
 RESPONSE_TIMEOUT_S: Final = 240
 AFTER_S: Final = 1.0
@@ -80,7 +77,7 @@ SIZES: Final = (
 
 @dataclass
 class Stream:
-    """One response as it came. ``tokens`` were asked for; ``arrivals``: (time, characters) of each piece of text."""
+    """One response as it came. ``tokens``: requested; ``arrivals``: (time, characters) of each piece of text."""
 
     tokens: int
     arrivals: list[tuple[float, str]] = field(default_factory=list)
@@ -89,7 +86,7 @@ class Stream:
 
 
 @dataclass
-class Stretch:
+class Window:
     """The time of one swap, or of a command that swaps nothing."""
 
     began: float
@@ -100,27 +97,27 @@ class Stretch:
 # ---------------------------------------------------------------------------------------------------- the measurement
 
 
-def bench(size: Size, home: Path, *, shadow: bool, clients: int, swaps: int, stretches: int) -> dict[str, Any]:
+def bench(size: Size, home: Path, *, standby: bool, clients: int, swaps: int, windows: int) -> dict[str, Any]:
     """One server, one mode."""
-    with serving(size, home, shadow=shadow) as (url, process):
+    with serve(size, home, standby=standby) as server:
         streams: list[Stream] = []
         with no_collector():
-            normal, swapped = asyncio.run(run(size, home, url, streams, clients, swaps, stretches))
-        memory = memory_of(process)
-    return summary(streams, normal, swapped) | {"shadow_weights": shadow, **memory}
+            normal, swapped = asyncio.run(measure(size, home, server.url, streams, clients, swaps, windows))
+        memory = memory_of(server.process.pid)
+    return summary(streams, normal, swapped) | {"shadow_weights": standby, **memory}
 
 
-async def run(
-    size: Size, home: Path, url: str, streams: list[Stream], clients: int, swaps: int, stretches: int
-) -> tuple[list[Stretch], list[Stretch]]:
-    """Stream to all clients; first stretches without a swap, then the swaps."""
+async def measure(
+    size: Size, home: Path, url: str, streams: list[Stream], clients: int, swaps: int, windows: int
+) -> tuple[list[Window], list[Window]]:
+    """Stream to all clients; first windows without a swap, then the swaps."""
     stop = asyncio.Event()
     work = [asyncio.create_task(client(url, size, number, streams, stop)) for number in range(clients)]
     await asyncio.sleep(3)  # until all are at different places in their responses
     # The first swap of a server is not like those after it: the helper's files are not in memory yet.
     first = await swap(home, url, 2)
     length = first.ended - first.began
-    normal = [await idle(home, length) for _ in range(stretches)]
+    normal = [await idle(home, length) for _ in range(windows)]
     swapped = [await swap(home, url, 1 + number % 2) for number in range(swaps)]
     stop.set()
     _, late = await asyncio.wait(work, timeout=RESPONSE_TIMEOUT_S)
@@ -132,7 +129,7 @@ async def run(
     return normal, swapped
 
 
-async def swap(home: Path, url: str, version: int) -> Stretch:
+async def swap(home: Path, url: str, version: int) -> Window:
     """`millrace promote`, and wait until the server has it."""
     began = time.perf_counter()
     await command(home, "promote", str(version), "--no-wait", "--override", "--why", "bench")
@@ -147,15 +144,15 @@ async def swap(home: Path, url: str, version: int) -> Stretch:
             raise SystemExit(f"policy {version} does not serve after {SETTLE_TIMEOUT_S} s")
         await asyncio.sleep(0.1)
     await asyncio.sleep(AFTER_S)
-    return Stretch(began, time.perf_counter(), policy["swaps"][-1]["hold_ms"])
+    return Window(began, time.perf_counter(), policy["swaps"][-1]["hold_ms"])
 
 
-async def idle(home: Path, length: float) -> Stretch:
+async def idle(home: Path, length: float) -> Window:
     """As long as a swap, and with a command, without a swap."""
     began = time.perf_counter()
     await command(home, "policies")
     await asyncio.sleep(max(AFTER_S, began + length - time.perf_counter()))
-    return Stretch(began, time.perf_counter())
+    return Window(began, time.perf_counter())
 
 
 async def command(home: Path, *arguments: str) -> None:
@@ -167,17 +164,17 @@ async def command(home: Path, *arguments: str) -> None:
         raise SystemExit(f"millrace {' '.join(arguments)} ended with {code}")
 
 
-def summary(streams: list[Stream], normal: list[Stretch], swapped: list[Stretch]) -> dict[str, Any]:
+def summary(streams: list[Stream], normal: list[Window], swapped: list[Window]) -> dict[str, Any]:
     """Figures of one mode; times in milliseconds."""
     every = [gap for stream in streams for gap in gaps(stream)]
     quiet = [
         (after - before) * 1e3
         for before, after, _ in every
-        if any(stretch.began <= before and after <= stretch.ended for stretch in normal)
+        if any(window.began <= before and after <= window.ended for window in normal)
     ]
     p99 = percentile(quiet, 0.99)
-    control = [longest(every, stretch) for stretch in normal]
-    during = [longest(every, stretch) for stretch in swapped]
+    control = [longest(every, window) for window in normal]
+    during = [longest(every, window) for window in swapped]
     crossing = [(after - before) * 1e3 for before, after, crossed in every if crossed]
     return {
         "swaps": len(swapped),
@@ -199,29 +196,29 @@ def summary(streams: list[Stream], normal: list[Stretch], swapped: list[Stretch]
         "hold_ms": max(0.0, statistics.median(during) - p99),
         "control_ms": max(0.0, statistics.median(control) - p99),
         "crossing_ms": max(0.0, percentile(crossing, 0.99) - p99),
-        "server_hold_ms": statistics.median(stretch.hold_ms for stretch in swapped),
-        "swap_s": statistics.median(stretch.ended - stretch.began for stretch in swapped) - AFTER_S,
+        "server_hold_ms": statistics.median(window.hold_ms for window in swapped),
+        "swap_s": statistics.median(window.ended - window.began for window in swapped) - AFTER_S,
     }
 
 
 def gaps(stream: Stream) -> list[tuple[float, float, bool]]:
-    """(from, to, whether another policy made the second) of each two arrivals."""
+    """(from, to, whether another policy sampled the second) of each two arrivals."""
     return [
         (before, after, text[-1:].islower() != later[:1].islower())
         for (before, text), (after, later) in zip(stream.arrivals, stream.arrivals[1:], strict=False)
     ]
 
 
-def longest(every: list[tuple[float, float, bool]], stretch: Stretch) -> float:
-    """The longest gap that lies in a stretch, in whole or in part; milliseconds."""
+def longest(every: list[tuple[float, float, bool]], window: Window) -> float:
+    """The longest gap that lies in a window, in whole or in part; milliseconds."""
     return max(
-        ((after - before) * 1e3 for before, after, _ in every if before < stretch.ended and after > stretch.began),
+        ((after - before) * 1e3 for before, after, _ in every if before < window.ended and after > window.began),
         default=0.0,
     )
 
 
 def is_truncated(stream: Stream) -> bool:
-    """Whether less came than was asked for, or another text than the last event tells."""
+    """Whether less came than requested, or another text than in the last event."""
     if stream.failure is not None:
         return False
     text = "".join(text for _, text in stream.arrivals)
@@ -254,7 +251,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 async def client(url: str, size: Size, number: int, streams: list[Stream], stop: asyncio.Event) -> None:
-    """Ask for one stream after the other over one connection."""
+    """Request one stream after the other."""
     host, port = url.removeprefix("http://").split(":")
     request, chance = 0, random.Random(number)
     while not stop.is_set():
@@ -320,43 +317,18 @@ def take(event: str, at: float, stream: Stream) -> None:
 # --------------------------------------------------------------------------------------------------- server and models
 
 
-@contextlib.contextmanager
-def serving(size: Size, home: Path, *, shadow: bool) -> Any:
-    """A server on the home, policy 1 first; (its URL, its process's id)."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def serve(size: Size, home: Path, *, standby: bool) -> Server:
+    """A server on the home, policy 1 first."""
+    port = free_port()
     arguments = {
         "serve.port": port,
-        "serve.swap.shadow_weights": str(shadow).lower(),
+        "serve.swap.shadow_weights": str(standby).lower(),
         "serve.swap.poll_seconds": 0.1,
         "serve.engine.kv_cache_bytes": size.kv_cache,
         "serve.engine.max_model_len": CONTEXT,
     }
     flags = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
-    log = home / "server.log"
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [MILLRACE, "serve", "--home", str(home), *flags], cwd=home, stdout=output, stderr=output
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while True:
-            with contextlib.suppress(OSError):
-                get(f"{url}/ready")
-                break
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the server did not get ready: {log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        yield url, process.pid
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
+    return Server([MILLRACE, "serve", "--home", str(home), *flags], port, home / "server.log")
 
 
 def make_home(size: Size, folder: Path) -> Path:
@@ -365,12 +337,7 @@ def make_home(size: Size, folder: Path) -> Path:
     for version, letters in LETTERS.items():
         model = make_model(size, folder / f"model-{version}", seed=version, letters=letters)
         home = folder / f"home-{version}"
-        done = subprocess.run(
-            [MILLRACE, "init", "--model", str(model), "--home", str(home), "--no-write-config"],
-            capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        if done.returncode:
-            raise SystemExit(f"millrace init ended with {done.returncode}: {done.stderr[-1000:]}")
+        run("init", "--model", str(model), "--home", str(home), "--no-write-config")
         shutil.rmtree(model)
         homes.append(home)
     # The second home's policy becomes policy 2 of the first; ARCHITECTURE.md says what a policy's folder is.
@@ -465,7 +432,7 @@ print(best * 1e3)
 
 
 def copy_ms(size: int) -> float:
-    """Best time to copy so many bytes in memory, the server not running."""
+    """Best time to copy ``size`` bytes in memory, the server not running."""
     done = subprocess.run(
         [sys.executable, "-c", COPY, str(size)], capture_output=True, text=True, timeout=120, check=True
     )
@@ -497,7 +464,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=32, help="streams at a time")
     parser.add_argument("--swaps", type=int, help="swaps of each server; by default 20 of the small model's, 5 else")
     parser.add_argument("--sizes", nargs="+", choices=[size.name for size in SIZES], help="only these models")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where a folder for the run is made")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where the folder of the run goes")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     modes: list[dict[str, Any]] = []
@@ -505,43 +472,36 @@ def main() -> None:
         if size.name not in (options.sizes or [one.name for one in SIZES]) or (options.quick and size is not SIZES[0]):
             continue
         swaps = options.swaps or (3 if options.quick else size.swaps)
-        stretches = max(2, swaps // 2)
+        windows = max(2, swaps // 2)
         with tempfile.TemporaryDirectory(prefix="bench-", dir=options.folder.absolute()) as folder:
             home = make_home(size, Path(folder))
             weight_bytes = sum(path.stat().st_size for path in (home / "policies/v000001").glob("*.safetensors"))
             copy = copy_ms(weight_bytes)
-            for shadow in (False, True):
-                result = bench(size, home, shadow=shadow, clients=options.clients, swaps=swaps, stretches=stretches)
+            for standby in (False, True):
+                result = bench(size, home, standby=standby, clients=options.clients, swaps=swaps, windows=windows)
                 result = {"model": size.name, "weights_mib": weight_bytes / 2**20, "copy_ms": copy, **result}
                 modes.append({k: round(v, 3) if isinstance(v, float) else v for k, v in result.items()})
                 print(json.dumps(modes[-1]), flush=True)
-                restart(home)
+                back = ["promote", "1", "--no-wait", "--override", "--why", "bench"]
+                run(*back, "--home", str(home), folder=home)  # for the next server
     print(json.dumps(result_of(modes)))
-
-
-def restart(home: Path) -> None:
-    """Back to policy 1 for the next server."""
-    subprocess.run(
-        [MILLRACE, "promote", "1", "--no-wait", "--override", "--why", "bench", "--home", str(home)],
-        capture_output=True, timeout=120, check=True, cwd=home,
-    )  # fmt: skip
 
 
 def result_of(modes: list[dict[str, Any]]) -> dict[str, Any]:
     plain = {mode["model"]: mode for mode in modes if not mode["shadow_weights"]}
-    shadow = {mode["model"]: mode for mode in modes if mode["shadow_weights"]}
+    standby = {mode["model"]: mode for mode in modes if mode["shadow_weights"]}
     totals = {
         **{name: sum(mode[name] for mode in modes) for name in ("swaps", "failed", "truncated", "mislabelled")},
         "hold_over_copy": {name: round(mode["hold_ms"] / mode["copy_ms"], 3) for name, mode in plain.items()},
         "control_over_copy": {name: round(mode["control_ms"] / mode["copy_ms"], 3) for name, mode in plain.items()},
         "crossing_over_copy": {name: round(mode["crossing_ms"] / mode["copy_ms"], 3) for name, mode in plain.items()},
-        "shadow_hold_ms": {name: mode["hold_ms"] for name, mode in shadow.items()},
-        "shadow_control_ms": {name: mode["control_ms"] for name, mode in shadow.items()},
-        "shadow_crossing_ms": {name: mode["crossing_ms"] for name, mode in shadow.items()},
+        "shadow_hold_ms": {name: mode["hold_ms"] for name, mode in standby.items()},
+        "shadow_control_ms": {name: mode["control_ms"] for name, mode in standby.items()},
+        "shadow_crossing_ms": {name: mode["crossing_ms"] for name, mode in standby.items()},
         "server_hold_ms": {name: mode["server_hold_ms"] for name, mode in plain.items()},
         "copy_ms": {name: mode["copy_ms"] for name, mode in plain.items()},
         "engine_peak_mib": {
-            f"{mode['model']}{' shadow' * mode['shadow_weights']}": mode["engine_peak_mib"] for mode in modes
+            f"{mode['model']}{' standby' * mode['shadow_weights']}": mode["engine_peak_mib"] for mode in modes
         },
     }
     worst = {name: max(figure.values()) if isinstance(figure := totals[name], dict) else figure for name in BARS}

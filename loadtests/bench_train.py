@@ -2,7 +2,7 @@
 
 Both train the same random model on the same prompts with the same numbers of prompts, responses and tokens; neither
 has a KL term. Each is a process of its own that stays, and they take turns, a step each, so that a machine whose speed
-drifts treats them alike. TRL takes its fastest of float32 and bfloat16, found by steps made beforehand; ours too, and
+drifts treats them alike. TRL takes its fastest of float32 and bfloat16, found by trial steps; ours too, and
 bfloat16 with generation compiled.
 A turn is timed from outside. The last line printed is one JSON object; ``stages`` says where our time goes.
 """
@@ -30,17 +30,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from loadtests.crash import free_port
+from loadtests.server import MILLRACE, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
 HERE: Final = Path(__file__).parent
-MILLRACE: Final = str(Path(sys.executable).with_name("millrace"))
 START_TIMEOUT_S: Final = 300
 STEP_TIMEOUT_S: Final = 300
 PROMPT_CHARACTERS: Final = 32
 GROUP: Final = 8
 STEPS: Final = 1_000
-"""More than are ever made: the jobs are stopped."""
+"""More than ever run: the jobs are stopped."""
 HOOK: Final = """
 from train.observe.hooks import Hook
 from turns import Turns
@@ -103,7 +102,7 @@ class Job:
         self._wait()
 
     def step(self) -> float:
-        """Have a step made; its seconds."""
+        """Run a step; its seconds."""
         began = time.perf_counter()
         self._turns.sendall(b"go\n")
         self._wait()
@@ -114,7 +113,7 @@ class Job:
             if self._turns.recv(16) != b"done\n":
                 self._give_up("ended in the midst of a step")
         except TimeoutError:
-            self._give_up(f"made no step in {STEP_TIMEOUT_S} s")
+            self._give_up(f"took no step in {STEP_TIMEOUT_S} s")
 
     def _give_up(self, what: str) -> None:
         self.stop()
@@ -229,37 +228,21 @@ def make_home(folder: Path, model: Path, prompts: list[str]) -> Path:
     (home / "turns_hook.py").write_text(HOOK)
     port = free_port()
     settings = ["--home", str(home), "--serve.port", str(port), "--serve.engine.kv_cache_bytes", str(64 << 20)]
-    subprocess.run([MILLRACE, "init", "--model", str(model), *settings], check=True, cwd=home, capture_output=True)
-    with (home / "serve.log").open("wb") as log:
-        server = subprocess.Popen([MILLRACE, "serve", *settings], cwd=home, stdout=log, stderr=log)
-    try:
-        wait_until_ready(f"http://127.0.0.1:{port}", server)
+    run("init", "--model", str(model), *settings, folder=home)
+    with Server([MILLRACE, "serve", *settings], port, home / "serve.log") as server:
         for prompt in prompts:
             body = json.dumps({"prompt": prompt, "max_tokens": 1}).encode()
             head = {"Content-Type": "application/json"}
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/generate", body, head)
+            request = urllib.request.Request(f"{server.url}/generate", body, head)
             urllib.request.urlopen(request, timeout=60).close()
-    finally:
-        server.terminate()
-        server.wait(60)
     return home
 
 
-def wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and server.poll() is None:
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            urllib.request.urlopen(f"{url}/ready", timeout=5).close()
-            return
-        time.sleep(0.2)
-    raise SystemExit("the server that is to log the prompts did not get ready")
-
-
 @contextlib.contextmanager
-def trl_environment(given: Path | None) -> Iterator[Path]:
-    """A Python that has TRL: the one given, or one made in runs/, which stays for the next time."""
-    if given is not None:
-        yield given
+def trl_environment(python: Path | None) -> Iterator[Path]:
+    """A Python that has TRL: the one named, or one in a new environment in runs/, which stays for the next time."""
+    if python is not None:
+        yield python
         return
     folder = Path("runs/trl").absolute()
     python = folder / "bin/python"
@@ -277,7 +260,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="only these")
     parser.add_argument("--steps", type=int, default=5, help="steps of each side in each case")
     parser.add_argument(
-        "--trl-python", type=Path, help="a Python that has TRL; else an environment is made in runs/trl"
+        "--trl-python", type=Path, help="a Python that has TRL; else an environment is created in runs/trl"
     )
     options = parser.parse_args()
     runs = Path("runs").absolute()

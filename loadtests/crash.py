@@ -7,7 +7,7 @@ policy store. Clients ask and judge over HTTP at either, and keep their own acco
 refused. An operator erases users, maintains the lake, scores and promotes, one command after the other.
 
 Meanwhile processes of the servers (the API's, vLLM's, the sealer's) are killed with SIGKILL, one at a random moment,
-also while it starts; whatever does not go on by itself is started again. More than half of the operator's commands are
+also while it starts; what does not go on by itself is started again. More than half of the operator's commands are
 killed too. In the end the accounts are compared with the lake, id by id, and with the history of the pointer. The last
 line printed is one JSON object; the exit code is 1 if anything in ``BAD`` is not 0.
 
@@ -24,7 +24,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -40,9 +39,9 @@ import httpx
 import psutil
 import pyarrow.parquet as pq
 
+from loadtests.server import MILLRACE, free_port, run
 from loadtests.tiny_model import make_model_folder
 
-MILLRACE = [str(Path(sys.executable).with_name("millrace"))]
 SIGNS = {"sealer": "feedback.ingest.sealer_process", "subreaper": "subreaper", "engine": "EngineCore", "api": " serve "}
 BAD = (
     "lost_responses",
@@ -93,11 +92,11 @@ STARTING_SHARE = 0.15
 
 @dataclass
 class Account:
-    """What clients were told. A request whose answer never came stands in none of these."""
+    """What the server answered clients. A request whose answer never came stands in none of these."""
 
     responses: dict[str, str] = field(default_factory=dict)  # response id -> the client's mark of its request
-    users: dict[str, str] = field(default_factory=dict)  # response id -> the user who asked
-    items: dict[str, dict[str, Any]] = field(default_factory=dict)  # what was said, by feedback id
+    users: dict[str, str] = field(default_factory=dict)  # response id -> the user of the request
+    items: dict[str, dict[str, Any]] = field(default_factory=dict)  # the items, by feedback id
     again: set[str] = field(default_factory=set)  # feedback ids sent once more after they had been erased
     feedback: dict[str, str] = field(default_factory=dict)  # feedback id -> the response that it is about
     refused_requests: set[str] = field(default_factory=set)  # marks
@@ -106,7 +105,7 @@ class Account:
 
 
 class Users:
-    """In whose name clients ask. Who is to be erased is closed first: nobody asks or judges for them any more."""
+    """The users of requests. One to be erased is closed first: no client sends anything for them any more."""
 
     def __init__(self) -> None:
         self.open = [self._new() for _ in range(OPEN_USERS)]
@@ -133,7 +132,7 @@ class Users:
 
 
 class Client:
-    """Asks, judges some answers, one at a time or in batches, and repeats itself now and then, at either server."""
+    """Sends requests, judges some answers, one at a time or in batches, and repeats some, at either server."""
 
     def __init__(self, https: list[httpx.AsyncClient], account: Account, users: Users, chance: random.Random) -> None:
         self.https = https
@@ -152,12 +151,12 @@ class Client:
                     if self.mine.get(user) and self.chance.random() < 0.5:
                         await self.judge(user)
                     else:
-                        await self.ask(user)
+                        await self.generate(user)
                 except httpx.HTTPError as error:  # no answer: nobody knows what became of it
                     self.account.codes[type(error).__name__] += 1
                     await asyncio.sleep(0.2)
 
-    async def ask(self, user: str) -> None:
+    async def generate(self, user: str) -> None:
         mark = uuid.uuid4().hex
         body = {
             "prompt": f"question {mark} of {user}",
@@ -170,7 +169,7 @@ class Client:
             return await self.ask_for_a_stream(user, mark, body | {"stream": True})
         answer = await self.http.post("/generate", json=body)
         self.account.codes[f"generate {answer.status_code}"] += 1
-        self.told(user, mark, answer.json() if answer.status_code == 200 else None)
+        self.enter(user, mark, answer.json() if answer.status_code == 200 else None)
 
     async def ask_for_a_stream(self, user: str, mark: str, body: dict[str, Any]) -> None:
         async with self.http.stream("POST", "/generate", json=body) as answer:
@@ -181,19 +180,19 @@ class Client:
                 elif line.startswith("data: ") and name in ("done", "error"):
                     try:
                         body = json.loads(line.removeprefix("data: "))
-                    except ValueError:  # cut off in its middle: nobody was told anything
+                    except ValueError:  # cut off in its middle: nothing was acknowledged
                         self.account.codes["stream cut"] += 1
                         return
                     self.account.codes[f"stream {name}"] += 1
-                    self.told(user, mark, body if name == "done" else None)
+                    self.enter(user, mark, body if name == "done" else None)
                 elif name == "delta" and self.chance.random() < 0.02:
                     self.account.codes["stream left"] += 1
                     return
             if answer.status_code != 200:
                 self.account.codes[f"stream {answer.status_code}"] += 1
-                self.told(user, mark, None)
+                self.enter(user, mark, None)
 
-    def told(self, user: str, mark: str, body: dict[str, Any] | None) -> None:
+    def enter(self, user: str, mark: str, body: dict[str, Any] | None) -> None:
         """Note the answer to a request, or that it was refused."""
         if body is None:
             self.account.refused_requests.add(mark)
@@ -262,7 +261,7 @@ class Server:
 
     def start(self) -> None:
         self.process = subprocess.Popen(
-            [*MILLRACE, "serve", *self.options], stdout=self.log, stderr=self.log, start_new_session=True
+            [MILLRACE, "serve", *self.options], stdout=self.log, stderr=self.log, start_new_session=True
         )
         self.starts += 1
 
@@ -355,7 +354,7 @@ class Operator:
         self.chance = chance
         self.killed: Counter[str] = Counter()
         self.done: Counter[str] = Counter()
-        self.failed: dict[str, str] = {}  # a command -> what it said last
+        self.failed: dict[str, str] = {}  # a command -> its last output
         self.bugs = 0  # commands that ended with a traceback, or not at all
         self.erased: set[str] = set()  # users: acknowledged
         self.maybe_erased: set[str] = set()  # users whose erasure was killed or failed, and not repeated
@@ -401,22 +400,22 @@ class Operator:
         return found
 
     async def _run(self, name: str, *arguments: str) -> bool:
-        """Whether it said that it has done it."""
+        """Whether it reported success."""
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
-            *MILLRACE, *arguments, "--home", str(self.home), start_new_session=True,
+            MILLRACE, *arguments, "--home", str(self.home), start_new_session=True,
             stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        said = asyncio.create_task(process.communicate())
+        output = asyncio.create_task(process.communicate())
         kill = self.chance.random() < COMMAND_KILLED_SHARE
         try:
             if kill and self.chance.random() < AT_A_TRACE_SHARE:
-                await self._trace(self.home / TRACES[name], said)
+                await self._trace(self.home / TRACES[name], output)
                 patience = self.chance.uniform(0, 0.3)
             else:
                 patience = self.chance.uniform(0.4, 1.1) * self._seconds[name] if kill else COMMAND_TIMEOUT_S
-            ended = bool((await asyncio.wait({said}, timeout=patience))[0]) or not _kill_group(process.pid)
-            await said
+            ended = bool((await asyncio.wait({output}, timeout=patience))[0]) or not _kill_group(process.pid)
+            await output
             if not ended:
                 self.killed[name] += kill
                 if not kill:
@@ -425,13 +424,13 @@ class Operator:
                 return False
         except asyncio.CancelledError:
             _kill_group(process.pid)
-            await said
+            await output
             raise
         self._seconds[name] = time.monotonic() - started
         if process.returncode == 0:
             self.done[name] += 1
             return True
-        _, errors = said.result()
+        _, errors = output.result()
         text = errors.decode(errors="replace")
         self.bugs += "Traceback" in text
         self.failed[name] = text.strip()[-2000:]
@@ -549,8 +548,8 @@ def _kill_group(leader: int) -> bool:
 def two_policies(folder: Path, home: Path) -> None:
     """A home with two policies of one architecture; the first serves."""
     for number in (1, 2):
-        made, own = make_model_folder(folder / f"model-{number}", number), home if number == 1 else folder / "other"
-        run("init", "--model", str(made), "--home", str(own), "--no-write-config")
+        model, own = make_model_folder(folder / f"model-{number}", number), home if number == 1 else folder / "other"
+        run("init", "--model", str(model), "--home", str(own), "--no-write-config")
     second = home / "policies" / "v000002"
     shutil.copytree(folder / "other" / "policies" / "v000001", second)
     manifest = json.loads((second / "policy.json").read_text())
@@ -559,8 +558,8 @@ def two_policies(folder: Path, home: Path) -> None:
 
 async def say_again(account: Account, erased: set[str], https: list[httpx.AsyncClient]) -> None:
     """Send feedback that was erased once more, as it was: what is acknowledged must be recorded."""
-    said = [one for one, response in account.feedback.items() if account.users[response] in erased]
-    for number, feedback_id in enumerate(said[:40]):
+    feedback = [one for one, response in account.feedback.items() if account.users[response] in erased]
+    for number, feedback_id in enumerate(feedback[:40]):
         answer = await https[number % len(https)].post("/feedback", json=account.items[feedback_id])
         account.codes[f"feedback again {answer.status_code}"] += 1
         if answer.status_code in (200, 201):
@@ -606,11 +605,11 @@ def compare_rewards(home: Path) -> dict[str, Any]:
 
 def compare_erasures(account: Account, homes: list[Path], operator: Operator) -> dict[str, Any]:
     """Who was erased is in no table and no file, and who may have been is there whole or not at all."""
-    asked = query(homes[0], 'SELECT "user", response_id FROM interactions')
-    said = query(homes[0], "SELECT feedback_id, response_id, text FROM feedback")
-    left: Counter[str] = Counter(row["user"] for row in asked)
-    left.update(row["text"].split()[-1] for row in said if row["feedback_id"] not in account.again)
-    there = {row["response_id"] for row in asked}
+    interactions = query(homes[0], 'SELECT "user", response_id FROM interactions')
+    feedback = query(homes[0], "SELECT feedback_id, response_id, text FROM feedback")
+    left: Counter[str] = Counter(row["user"] for row in interactions)
+    left.update(row["text"].split()[-1] for row in feedback if row["feedback_id"] not in account.again)
+    there = {row["response_id"] for row in interactions}
     half = 0
     for user in operator.maybe_erased:
         lost = any(account.users[one] == user and one not in there for one in account.responses)
@@ -676,14 +675,14 @@ def compare(account: Account, home: Path, operator: Operator) -> dict[str, Any]:
     # Whose erasure was killed may be there whole; that half of it is not is for compare_erasures to find.
     gone = operator.erased | operator.maybe_erased
     kept = {one: mark for one, mark in account.responses.items() if account.users[one] not in gone}
-    said = {one: of for one, of in account.feedback.items() if account.users[of] not in gone or one in account.again}
+    noted = {one: of for one, of in account.feedback.items() if account.users[of] not in gone or one in account.again}
     return {
         "acknowledged_responses": len(account.responses),
         "acknowledged_feedback": len(account.feedback),
         "responses_in_lake": len(interactions),
         "feedback_in_lake": len(feedback),
         "lost_responses": sum(complete.get(one) != mark for one, mark in kept.items()),
-        "lost_feedback": sum(about.get(one) != response for one, response in said.items()),
+        "lost_feedback": sum(about.get(one) != response for one, response in noted.items()),
         "erased_feedback_said_again": len(account.again),
         "doubled_responses": sum(count > 1 for count in responses.values()),
         "doubled_feedback": sum(count > 1 for count in thumbs.values()),
@@ -694,23 +693,10 @@ def compare(account: Account, home: Path, operator: Operator) -> dict[str, Any]:
     }
 
 
-def run(*arguments: str) -> str:
-    done = subprocess.run([*MILLRACE, *arguments], capture_output=True, text=True, timeout=600, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"millrace {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}")
-    return done.stdout
-
-
 def query(home: Path, sql: str) -> list[dict[str, Any]]:
     """Rows of the sealed lake."""
     text = run("lake", "sql", sql, "--sealed-only", "--format", "jsonl", "--home", str(home))
     return [json.loads(line) for line in text.splitlines()]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def tail(home: Path) -> str:

@@ -2,7 +2,7 @@
 
 Each request is sent twice, whole and streamed, and where it must be answered alike, whole once more. Answers are
 checked by themselves, against each other, and against the rows in the lake (``loadtests.valid_answers``). What fails is
-made smaller for as long as it fails in the same way.
+shrunk for as long as it fails in the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from loadtests.valid_requests import GENERATE, Case, draw
 BATCH: Final = 250
 CLIENTS: Final = 16
 TIMEOUT_S: Final = 60.0
-MOST_SHRUNK: Final = 12  # different faults that are made smaller
+MOST_SHRUNK: Final = 12  # different faults that are shrunk
 MOST_ROUNDS: Final = 25
 MODES: Final = ("whole", "stream", "again")
 
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Prober:
-    """Asks a server, reads what it recorded, and says what is wrong."""
+    """Sends requests, reads what the server recorded, and reports faults."""
 
     def __init__(self, url: str, home: Path, model: Path) -> None:
         from tokenizers import Tokenizer
@@ -160,7 +160,7 @@ def _form(mode: str) -> str:
 
 
 def fuzz(prober: Prober, cases: int, seed: int, say: Callable[[str], None]) -> Outcome:
-    """Send ``cases`` requests that are valid, each in all its forms; every kind of fault that shows is made smaller."""
+    """Send ``cases`` requests that are valid, each in all its forms; every kind of fault that shows is shrunk."""
     chance, outcome = random.Random(seed), Outcome()
     first: dict[str, Case] = {}
     causes: set[str] = set()
@@ -185,7 +185,7 @@ def fuzz(prober: Prober, cases: int, seed: int, say: Callable[[str], None]) -> O
 
 
 def shrink(probe: Probe, case: Case, kind: str) -> tuple[Case, str]:
-    """The smallest request that was found with the same fault, and what is said of it."""
+    """The smallest request that was found with the same fault, and its description."""
     detail = _detail(probe([case])[0], kind)
     if detail is None:
         return case, "did not show again"

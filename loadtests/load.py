@@ -1,6 +1,6 @@
 """A closed loop of HTTP clients that costs little itself: each sends its next request when its last answer is whole.
 
-One event loop, raw connections, bodies made beforehand and an HTTP parser in C: on a machine that also runs the server,
+One event loop, raw connections, prepared bodies and an HTTP parser in C: on a machine that also runs the server,
 what a load generator burns is taken from what it measures.
 """
 
@@ -113,7 +113,7 @@ def run(port: int, requests: list[Iterator[bytes]], seconds: float, mark: bytes 
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    """No garbage collection meanwhile: a full one takes half a second, which would be told as the server's."""
+    """No garbage collection meanwhile: a full one takes half a second, which would count as the server's."""
     gc.collect()
     gc.disable()
     try:

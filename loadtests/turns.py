@@ -1,6 +1,6 @@
 """A training job that goes on only when it is its turn: used by ``loadtests.bench_train`` on both sides.
 
-The job connects to a Unix socket, tells there at the end of each step, and waits for its next turn. This file stands
+The job connects to a Unix socket, reports there the end of each step, and waits for its next turn. This file stands
 alone: it is also read by a peer's Python, and as a module of a home.
 """
 
@@ -22,7 +22,7 @@ class Turns:
         self._socket.connect(os.environ["BENCH_TURNS"])
 
     def step_ended(self) -> None:
-        """Tell, and wait for the next turn. Raises ConnectionError when there is none."""
+        """Report, and wait for the next turn. Raises ConnectionError when there is none."""
         self._socket.sendall(b"done\n")
         if self._socket.recv(16) != b"go\n":
             raise ConnectionError("the benchmark has ended")

@@ -1,4 +1,4 @@
-"""Simulated users: they ask, judge the answers, and keep their own account of what the server acknowledged.
+"""Simulated users: they send requests, judge the answers, and keep their own account of what the server acknowledged.
 
 A black box test over HTTP, run by locust::
 
@@ -28,10 +28,10 @@ def add_options(parser: ArgumentParser, **_: Any) -> None:
     parser.add_argument("--prompts", required=True, help="JSONL file of prompts with their right answers")
     parser.add_argument("--account", required=True, help="JSONL file to which each acknowledged request is added")
     parser.add_argument("--pace", type=float, default=0.5, help="seconds from one question of a user to the next")
-    parser.add_argument("--max-tokens", type=int, default=12, help="longest answer asked for, in tokens")
+    parser.add_argument("--max-tokens", type=int, default=12, help="longest answer, in tokens")
     parser.add_argument("--feedback-share", type=float, default=2 / 3, help="share of the answers that get a thumb")
     parser.add_argument("--wrong-share", type=float, default=0.1, help="share of the thumbs that are wrong")
-    parser.add_argument("--random-seed", type=int, default=0, help="seed of what the users ask and how they judge")
+    parser.add_argument("--random-seed", type=int, default=0, help="seed of prompts and judgements")
 
 
 class Account:

@@ -1,4 +1,4 @@
-"""What an answer must be, held against its request, the rows that were recorded of it, and itself when asked again."""
+"""What an answer must be, held against its request, the rows that were recorded of it, and itself when repeated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLOSE: Final = 2e-3  # nats, between two answers that were computed in batches o
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is wrong. ``kind`` is the same for what has one cause, as far as can be told."""
+    """Something that is wrong. ``kind`` is the same for what has one cause, as far as can be seen."""
 
     kind: str
     detail: str
@@ -40,7 +40,7 @@ class Answer:
     """An answer of any of the routes, whole or streamed."""
 
     status: int
-    said: str = ""  # of a refusal
+    refusal: str = ""
     fields: list[str] = field(default_factory=list)  # that a refusal names
     answer_id: str = ""
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -55,14 +55,14 @@ def read(case: Case, status: int, body: Any) -> Answer:
     if case.path == GENERATE:
         choices = {
             index: Choice(
-                made["text"], made["finish_reason"], made["response_id"], made.get("token_ids"), made.get("logprobs")
+                item["text"], item["finish_reason"], item["response_id"], item.get("token_ids"), item.get("logprobs")
             )
-            for index, made in enumerate(body["responses"])
+            for index, item in enumerate(body["responses"])
         }
         return Answer(200, choices=choices, usage=body["usage"], prompt_ids=body.get("prompt_token_ids"))
     answer = Answer(200, answer_id=body["id"], usage=body["usage"], prompt_ids=body.get("prompt_token_ids"))
-    for made in body["choices"]:
-        _add(answer.choices.setdefault(made["index"], Choice()), made, made.get("message", made))
+    for item in body["choices"]:
+        _add(answer.choices.setdefault(item["index"], Choice()), item, item.get("message", item))
     return answer
 
 
@@ -82,8 +82,8 @@ def read_stream(case: Case, status: int, text: str) -> Answer:
                 return _refusal(int(chunk["error"].get("code") or 500), chunk)
             answer.answer_id = chunk["id"]
             answer.usage = chunk.get("usage") or answer.usage
-            for made in chunk["choices"]:
-                _add(answer.choices.setdefault(made["index"], Choice()), made, made.get("delta", made))
+            for item in chunk["choices"]:
+                _add(answer.choices.setdefault(item["index"], Choice()), item, item.get("delta", item))
     return answer if ended else Answer(599, "the stream has no end")
 
 
@@ -114,12 +114,12 @@ def _refusal(status: int, body: dict[str, Any]) -> Answer:
     return Answer(status, body["detail"], [item["field"] for item in body.get("errors", ())])
 
 
-def _add(choice: Choice, made: dict[str, Any], part: dict[str, Any]) -> None:
+def _add(choice: Choice, item: dict[str, Any], part: dict[str, Any]) -> None:
     choice.text += part.get("text") or part.get("content") or ""
-    choice.finish_reason = made.get("finish_reason") or choice.finish_reason
-    if (ids := made.get("token_ids")) is not None:
+    choice.finish_reason = item.get("finish_reason") or choice.finish_reason
+    if (ids := item.get("token_ids")) is not None:
         choice.token_ids = (choice.token_ids or []) + ids
-    if (logprobs := made.get("logprobs")) is None:
+    if (logprobs := item.get("logprobs")) is None:
         return
     choice.logprobs, choice.tops = choice.logprobs or [], choice.tops or []
     if "content" in logprobs:
@@ -136,15 +136,15 @@ def faults(case: Case, mode: str, answer: Answer, rows: Sequence[dict[str, Any]]
     if answer.status != 200:
         named = {name.partition(".")[0] for name in answer.fields}
         if answer.status >= 500:
-            yield Fault(f"{answer.status}: {_gist(answer.said)}", answer.said)
+            yield Fault(f"{answer.status}: {_gist(answer.refusal)}", answer.refusal)
         elif named & may_be_refused(case):
             return
         elif not stated:
-            yield Fault(f"refused: {_gist(answer.said)}", f"{answer.status} {answer.fields} {answer.said}")
+            yield Fault(f"refused: {_gist(answer.refusal)}", f"{answer.status} {answer.fields} {answer.refusal}")
         elif not named & stated:
-            yield Fault(f"names {answer.fields} for {sorted(stated)}", answer.said)
+            yield Fault(f"names {answer.fields} for {sorted(stated)}", answer.refusal)
         elif rows:
-            yield Fault("a refused request has rows", answer.said)
+            yield Fault("a refused request has rows", answer.refusal)
         return
     if stated:
         yield Fault(f"taken, though {sorted(stated)} is refused", "")
@@ -161,8 +161,8 @@ def faults(case: Case, mode: str, answer: Answer, rows: Sequence[dict[str, Any]]
     yield from _usage_faults(case, answer, recorded)
 
 
-def _gist(said: str) -> str:
-    return re.sub(r"[0-9]+", "#", said)[:60]
+def _gist(text: str) -> str:
+    return re.sub(r"[0-9]+", "#", text)[:60]
 
 
 def by_choice(answer: Answer, rows: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -184,7 +184,7 @@ def _choice_faults(case: Case, choice: Choice, row: dict[str, Any], tokenizer: A
     if choice.text != row["response"] and not (echo and choice.text.endswith(row["response"])):
         yield Fault("text of the row", f"{row['response']!r}, answered {choice.text!r}")
     if choice.token_ids is None and body.get("return_token_ids"):
-        yield Fault("no token ids", "they were asked for")
+        yield Fault("no token ids", "they were requested")
     if choice.token_ids is not None and choice.token_ids != ids:
         yield Fault("token ids of the row", f"{ids}, answered {choice.token_ids}")
     yield from _logprob_faults(case, choice, row)
@@ -205,24 +205,24 @@ def _logprob_faults(case: Case, choice: Choice, row: dict[str, Any]) -> Iterator
         yield Fault("a logprob that is none", f"{logprobs}")
     if case.temperature > 0 and body.get("top_k") == 1 and any(value < -1e-4 for value in logprobs):
         yield Fault("top_k 1 leaves a choice", f"{logprobs}")
-    given = body.get("logprobs")
-    asked = given is not None if case.path == COMPLETIONS else bool(given)
-    if not asked:
+    setting = body.get("logprobs")
+    requested = setting is not None if case.path == COMPLETIONS else bool(setting)
+    if not requested:
         if choice.logprobs:
-            yield Fault("logprobs that nobody asked for", f"{choice.logprobs}")
+            yield Fault("logprobs that were not requested", f"{choice.logprobs}")
         return
-    told = choice.logprobs or []
-    told = told[-len(logprobs) :] if body.get("echo") and case.path == COMPLETIONS and logprobs else told
-    if len(told) != len(logprobs):
-        yield Fault("logprobs of the answer", f"{len(told)} of {len(logprobs)} tokens")
-    elif any(mine is None or abs(mine - its) > CLOSE for mine, its in zip(told, logprobs, strict=True)):
+    answered = choice.logprobs or []
+    answered = answered[-len(logprobs) :] if body.get("echo") and case.path == COMPLETIONS and logprobs else answered
+    if len(answered) != len(logprobs):
+        yield Fault("logprobs of the answer", f"{len(answered)} of {len(logprobs)} tokens")
+    elif any(mine is None or abs(mine - its) > CLOSE for mine, its in zip(answered, logprobs, strict=True)):
         # OpenAI's form has no minus infinity, for which vLLM writes -9999.
-        yield Fault("logprobs of the row and the answer", f"{logprobs}, answered {told}")
-    most = body.get("top_logprobs", 0) if case.path == CHAT else given
+        yield Fault("logprobs of the row and the answer", f"{logprobs}, answered {answered}")
+    most = body.get("top_logprobs", 0) if case.path == CHAT else setting
     if case.path != GENERATE and most and not body.get("logprob_token_ids") and choice.tops:
         response = choice.tops[-len(logprobs) :]
         if any(not 1 <= top <= most + 1 for top in response):
-            yield Fault("number of likeliest tokens", f"{response}, asked for {most}")
+            yield Fault("number of likeliest tokens", f"{response}, requested {most}")
 
 
 def _end_faults(case: Case, choice: Choice, row: dict[str, Any], tokenizer: Any) -> Iterator[Fault]:
@@ -267,7 +267,7 @@ def _structure_faults(case: Case, text: str) -> Iterator[Fault]:
 
 
 def _label_faults(case: Case, row: dict[str, Any]) -> Iterator[Fault]:
-    """Whether the row says how it was asked for."""
+    """Whether the row has the request's sampling parameters."""
     body, sampling = case.body, row["sampling"]
     user = body.get("user") or (body.get("safety_identifier") if case.path != GENERATE else None)
     metadata = {name: text for name, text in row["metadata"] if not name.startswith("millrace:")}
@@ -300,10 +300,10 @@ def _usage_faults(case: Case, answer: Answer, rows: dict[int, dict[str, Any]]) -
         yield Fault("no usage", "")
         return
     prompt = sum(len(rows[index]["prompt_token_ids"]) for index in range(0, len(rows), case.n))
-    made = sum(len(row["response_token_ids"]) for row in rows.values())
+    completion = sum(len(row["response_token_ids"]) for row in rows.values())
     usage = {name: answer.usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    if list(usage.values()) != [prompt, made, prompt + made]:
-        yield Fault("usage", f"{usage}, of {prompt} and {made} tokens")
+    if list(usage.values()) != [prompt, completion, prompt + completion]:
+        yield Fault("usage", f"{usage}, of {prompt} and {completion} tokens")
 
 
 def differences(case: Case, one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]]) -> Iterator[Fault]:
@@ -311,8 +311,8 @@ def differences(case: Case, one: Sequence[dict[str, Any]], other: Sequence[dict[
     for mine, its in zip(one, other, strict=True):
         for name in ("response_token_ids", "response", "finish_reason"):
             if mine[name] != its[name]:
-                yield Fault(f"another {name} when asked again", f"{mine[name]!r}, then {its[name]!r}")
+                yield Fault(f"another {name} when repeated", f"{mine[name]!r}, then {its[name]!r}")
                 return
         pairs = zip(mine["logprobs"], its["logprobs"], strict=True)
         if any(abs(a - b) > CLOSE for a, b in pairs):
-            yield Fault("other logprobs when asked again", f"{mine['logprobs']}, then {its['logprobs']}")
+            yield Fault("other logprobs when repeated", f"{mine['logprobs']}, then {its['logprobs']}")

@@ -22,7 +22,8 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from feedback.process_exit import end_process, teardown_is_skipped
-from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets
+from feedback.user_code import search_last, search_path
+from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, write_job
 from train.controller import torchrun
@@ -60,14 +61,13 @@ def run_job(config: TrainConfig, context: JobContext) -> JobResult:
 def run_locally(spec: Path) -> None:
     """Run the job on a Ray of its own. Raises LocalRayError if that does not start."""
     config, context = read(spec)
-    sys.path[:0] = context.python_path
+    search_last(context.python_path)
     with local_ray(
         num_cpus=sum(config.ranks_of(pool) * config.threads_of(pool) for pool in config.placement.pools),
         include_dashboard=False,
         object_store_memory=256 * 2**20,
         log_to_driver=False,
         logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": ":".join(sys.path)}},
     ):
         run_spec(config, context)
 
@@ -79,8 +79,8 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
         JobError: a rank failed. Its traceback is in ``torchrun.log`` of the run's folder.
     """
     log = context.folder / "torchrun.log"
-    variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets()}
-    variables["PYTHONPATH"] = ":".join([*context.python_path, *sys.path])
+    search_last(context.python_path)
+    variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets(), **search_path()}
     with log.open("w") as output, tempfile.TemporaryDirectory(prefix="millrace-torchrun-") as folder:
         command = torchrun_command(config, spec, "train.controller.torchrun_guard", f"{folder}/store")
         process = subprocess.Popen(command, stderr=output, env=variables)
@@ -112,7 +112,7 @@ def torchrun_command(
     # torchrun's own store would listen on all addresses; the ranks' store is in the first of them instead.
     how += [f"--rdzv-id={uuid.uuid4().hex}", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
     how += [f"--rdzv-endpoint={file}"]
-    return [sys.executable, "-m", torchrun, *how, "-m", "train.launch", "--launcher", "torchrun", str(spec)]
+    return [sys.executable, "-P", "-m", torchrun, *how, "-m", "train.launch", "--launcher", "torchrun", str(spec)]
 
 
 def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
@@ -124,10 +124,7 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
     from ray.job_submission import JobSubmissionClient
 
     client = JobSubmissionClient(config.ray_address)
-    variables = {"env_vars": {"PYTHONPATH": ":".join(context.python_path)}} if context.python_path else {}
-    job_id = client.submit_job(
-        entrypoint=f"{sys.executable} -m train.launch {spec}", runtime_env=variables, metadata={"run": context.run}
-    )
+    job_id = client.submit_job(entrypoint=f"{sys.executable} -P -m train.launch {spec}", metadata={"run": context.run})
     say(f"{context.run}: submitted as {job_id} to {config.ray_address}")
     try:
         follow(client, job_id, context)
@@ -173,13 +170,13 @@ def run_from_command_line() -> None:
     parser.add_argument("spec", type=Path, metavar="SPEC.json", help="the job: {config, context}")
     arguments = parser.parse_args()
     config, context = read(arguments.spec, arguments.launcher)
-    sys.path[:0] = context.python_path
+    search_last(context.python_path)
     if config.launcher == "torchrun":
         run_as_rank(config, context, arguments.spec)
         return
     import ray
 
-    ray.init(address="auto", log_to_driver=False)
+    ray.init(address="auto", log_to_driver=False, **search_as_here({}))
     run_spec(config, context)
 
 

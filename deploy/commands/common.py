@@ -1,4 +1,4 @@
-"""What several commands share: the settings, the hand-over file, times for people."""
+"""What several commands share: the settings, the result file, listings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ json_out = click.option(
 )
 
 
-def hand_on(result: dict[str, Any], file: Path | None) -> None:
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def write_result(result: dict[str, Any], file: Path | None) -> None:
     """Write a command's result for the process that ran it, whole or not at all."""
     from evaluation.results import write_whole
 
@@ -31,3 +34,8 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def print_table(header: list[str], rows: list[list[str]], empty: str) -> None:
+    """Print a listing, or the text ``empty``, if there is one, where there is nothing to list."""
+    click.echo(table(header, rows) if rows or not empty else empty)

@@ -1,4 +1,4 @@
-"""report, doctor: what people look at."""
+"""report, doctor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from deploy.commands.common import pass_settings
+from deploy.commands.common import as_json_option, pass_settings
 from deploy.config.root import Settings
 
 COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
@@ -16,7 +16,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 
 @click.command()
 @click.option(
-    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to write it; home/report.html if not given."
+    "--out", type=click.Path(path_type=Path), metavar="FILE", help="Where to write it; home/report.html by default."
 )
 @click.option("--title", default="Millrace", show_default=True, help="The page's title.")
 @pass_settings
@@ -32,7 +32,7 @@ def report(settings: Settings, out: Path | None, title: str) -> None:
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @pass_settings
 def doctor(settings: Settings, as_json: bool) -> int:
     """Check this machine and say what to change. Exit code 1 if something can't work."""

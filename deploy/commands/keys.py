@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from deploy.commands.common import pass_settings, table
+from deploy.commands.common import as_json_option, pass_settings, print_table
 from deploy.config.root import Settings
 from serve.middleware.api_keys import SCOPES
 
@@ -20,7 +20,7 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 
 class When(click.ParamType):
-    """A time to come: 30d, 12h, 45m, or ISO 8601."""
+    """A time in the future: 30d, 12h, 45m, or ISO 8601."""
 
     name = "when"
 
@@ -38,7 +38,7 @@ class When(click.ParamType):
 
 
 class Rate(click.ParamType):
-    """A number a minute, or unlimited."""
+    """A number per minute, or unlimited."""
 
     name = "rate"
 
@@ -59,15 +59,15 @@ class Rate(click.ParamType):
 
 @click.group()
 def keys() -> None:
-    """Say who may use the server.
+    """Manage the keys that clients authenticate with.
 
-    As soon as there is a key, who asks needs one; until then the server listens on loopback only. A running server
-    follows within a second.
+    As soon as there is a key, every request needs one; until then the server listens on loopback only. A running
+    server applies changes within a second.
     """
 
 
 @keys.command()
-@click.option("--name", required=True, help="Whose key it is; no two good keys have the same.")
+@click.option("--name", required=True, help="Whose key it is; no two active keys have the same.")
 @click.option("--tenant", help="Under which its rows are recorded.  [default: serve.tenant]")
 @click.option(
     "--scope",
@@ -81,7 +81,7 @@ def keys() -> None:
 @click.option("--expires", type=When(), metavar="WHEN", help="30d, 12h, 45m, or a time in ISO 8601; never without.")
 @click.option("--requests-per-minute", type=Rate(), metavar="N", help="Its own limit, or unlimited.")
 @click.option("--tokens-per-minute", type=Rate(), metavar="N", help="Its own limit, or unlimited.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @pass_settings
 def create(
     settings: Settings,
@@ -93,7 +93,7 @@ def create(
     tokens_per_minute: float | Literal["unlimited"] | None,
     as_json: bool,
 ) -> None:
-    """Make a key and show it, once: what is kept of it can't be turned back."""
+    """Create a key and show it, once: only its hash is kept."""
     from pydantic import ValidationError
 
     from serve.middleware.api_keys import create_key, read_keys
@@ -121,11 +121,11 @@ def create(
     click.echo(f"key {key.id} of {key.name} ({key.tenant}; {', '.join(key.scopes)}):\n\n    {secret}\n")
     click.echo("It is not shown again. Send it as Authorization: Bearer KEY, or as X-API-Key.")
     if first:
-        click.echo("This is the first key: from now on the server answers nobody without one.")
+        click.echo("This is the first key: from now on the server refuses requests without one.")
 
 
 @keys.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @pass_settings
 def list_keys(settings: Settings, as_json: bool) -> None:
     """List the keys, without their secrets."""
@@ -135,9 +135,6 @@ def list_keys(settings: Settings, as_json: bool) -> None:
     found = read_keys(path)
     if as_json:
         click.echo(json.dumps([_as_json(key) for key in found], indent=2))
-        return
-    if not found:
-        click.echo(f"no keys in {path}: the server listens on loopback only; make one with `millrace keys create`")
         return
     now = datetime.now(UTC)
     rows = [
@@ -155,14 +152,15 @@ def list_keys(settings: Settings, as_json: bool) -> None:
         for key in found
     ]
     header = ["id", "name", "tenant", "scopes", "state", "created (UTC)", "expires (UTC)", "requests/min", "tokens/min"]
-    click.echo(table(header, rows))
+    empty = f"no keys in {path}: the server listens on loopback only; make one with `millrace keys create`"
+    print_table(header, rows, empty)
 
 
 @keys.command()
 @click.argument("key", metavar="ID_OR_NAME")
 @pass_settings
 def revoke(settings: Settings, key: str) -> None:
-    """Make a key worthless for good. A running server follows within a second."""
+    """Revoke a key for good. A running server applies it within a second."""
     from serve.middleware.api_keys import revoke_key
 
     revoked = revoke_key(settings.path(settings.serve.keys), key)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from deploy.commands.common import hand_on, json_out, pass_settings
+from deploy.commands.common import json_out, pass_settings, write_result
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import lineage
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
@@ -34,11 +34,10 @@ _REASONS_KEPT: Final = 20
 def score(settings: Settings, json_out: Path | None) -> None:
     """Turn new interactions and feedback into rewards."""
     from feedback.ingest.seal import seal
-    from feedback.lake.tables import Lake
     from feedback.scoring.run import score as score_lake
 
     feedback = settings.resolved().feedback
-    lake = Lake(feedback.lake.uri, feedback.lake)
+    lake = settings.lake()
     with stop_on_signals():
         lake.create()
         sealed = seal(lake, Path(feedback.journal.folder))
@@ -54,8 +53,8 @@ def score(settings: Settings, json_out: Path | None) -> None:
         if result.scored:
             click.echo(f"  {name}: {count}" + (f", missing: {'; '.join(reasons)}{more}" if reasons else ""))
     if result.retried:
-        click.echo(f"  the next run asks again about {result.retried}")
-    hand_on(
+        click.echo(f"  the next run retries {result.retried}")
+    write_result(
         {
             "scored": result.scored,
             "missing": result.missing,
@@ -76,17 +75,17 @@ def _scoring_progress() -> Iterator[Callable[[str, int, int], None]]:
     """What scoring calls as it goes: a bar on a terminal, a line every few seconds without one."""
     from train.observe.progress import progress_bar
 
-    said = time.monotonic()
+    printed = time.monotonic()
     tasks: dict[str, TaskID] = {}
     with progress_bar() as bar:
 
         def progress(what: str, done: int, total: int) -> None:
-            nonlocal said
+            nonlocal printed
             if what not in tasks:
                 tasks[what] = bar.add_task(what, total=total)
             bar.update(tasks[what], completed=done, total=total)
-            if bar.disable and time.monotonic() - said >= _LINE_SECONDS:
-                said = time.monotonic()
+            if bar.disable and time.monotonic() - printed >= _LINE_SECONDS:
+                printed = time.monotonic()
                 click.echo(f"{what}: {done} of {total} responses")
 
         yield progress
@@ -109,7 +108,7 @@ def run_name(_: click.Context, __: click.Parameter, name: str | None) -> str | N
     callback=run_name,
     help="Name of the run: its folder under train.runs. One that was killed goes on from its last checkpoint.",
 )
-@click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one if not given.")
+@click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one by default.")
 @json_out
 @pass_settings
 def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> int:
@@ -137,17 +136,17 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
             reward=reward_of(settings),
             parent=parent,
             python_path=[str(Path.cwd())],
-            lineage=lineage.of(settings),
+            lineage=lineage.current(settings),
         )
         if not resolved.evaluation.suite.is_file():
             click.echo(f"there is no evaluation.suite {resolved.evaluation.suite}: no prompts are kept out of training")
         result = run_job(settings.training(), context)
-    hand_on(result.model_dump(mode="json"), json_out)
-    return say_what_came_of(result)
+    write_result(result.model_dump(mode="json"), json_out)
+    return print_result(result)
 
 
-def say_what_came_of(result: JobResult) -> int:
-    """One line on a run's end, and the exit code that `train` has for it."""
+def print_result(result: JobResult) -> int:
+    """Print the end of a run; the exit code of `train`."""
     if result.artifact is not None:
         click.echo(
             f"{result.run}: reward model {result.artifact}, from policy {result.parent}, {result.steps} steps, "
@@ -169,19 +168,17 @@ def say_what_came_of(result: JobResult) -> int:
 
 @click.command()
 @click.argument("candidate", type=int, required=False)
-@click.option(
-    "--incumbent", type=int, metavar="VERSION", help="Compare with this policy; the serving one if not given."
-)
+@click.option("--incumbent", type=int, metavar="VERSION", help="Compare with this policy; the serving one by default.")
 @json_out
 @pass_settings
 def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
-    """Compare policy CANDIDATE (the newest if not given) with the one that serves, and ask the gate."""
+    """Compare policy CANDIDATE (by default the newest) with the one that serves, and apply the gate."""
     from deploy.loop.preflight import judging_problems
     from evaluation.evaluate import evaluate as compare
     from evaluation.gate import decide
     from evaluation.suites.suite import Suite
 
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     candidate, incumbent = _which(store, candidate, incumbent)
     config = settings.resolved().evaluation
     if problems := [
@@ -201,7 +198,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             f"[{result.reward.low:.3f}, {result.reward.high:.3f}], {result.length_mean:.1f} tokens"
         )
     click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
-    hand_on(
+    write_result(
         {
             "candidate": candidate,
             "incumbent": incumbent,
@@ -238,7 +235,7 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
         except CycleBusy as busy:
             click.echo(f"error: {busy}", err=True)
             return 75
-    hand_on(record.model_dump(mode="json"), json_out)
+    write_result(record.model_dump(mode="json"), json_out)
     return 1 if record.status == "failed" else 0
 
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands.common import hand_on, json_out, pass_settings, table
+from deploy.commands.common import json_out, pass_settings, table, write_result
 from deploy.config.root import Settings
 from deploy.supervise.children import stop_on_signals
 
 if TYPE_CHECKING:
     from deploy.loop.lineage import Trained, TrainedModel
-    from feedback.lake.tables import Lake
     from feedback.maintenance.maintain import Compacted, Retained, Vacuumed
     from serve.policies.store import PolicyStore
 
@@ -31,9 +30,9 @@ def compact(settings: Settings, json_out: Path | None) -> None:
     from feedback.maintenance.maintain import compact as compact_lake
 
     with stop_on_signals():
-        done = compact_lake(_lake(settings))
-    _tell_compacted(done)
-    hand_on({name: asdict(result) for name, result in done.items()}, json_out)
+        done = compact_lake(settings.lake())
+    _print_compacted(done)
+    write_result({name: asdict(result) for name, result in done.items()}, json_out)
 
 
 @click.command()
@@ -45,9 +44,9 @@ def vacuum(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     from feedback.maintenance.maintain import vacuum as vacuum_lake
 
     with stop_on_signals():
-        done = vacuum_lake(_lake(settings), dry_run=dry_run)
-    _tell_vacuumed(done, dry_run)
-    hand_on({name: asdict(result) for name, result in done.items()}, json_out)
+        done = vacuum_lake(settings.lake(), dry_run=dry_run)
+    _print_vacuumed(done, dry_run)
+    write_result({name: asdict(result) for name, result in done.items()}, json_out)
 
 
 @click.command()
@@ -59,9 +58,9 @@ def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     from feedback.maintenance.maintain import retain as retain_lake
 
     with stop_on_signals():
-        done = retain_lake(_lake(settings), dry_run=dry_run)
-    _tell_retained(done, dry_run)
-    hand_on(asdict(done), json_out)
+        done = retain_lake(settings.lake(), dry_run=dry_run)
+    _print_retained(done, dry_run)
+    write_result(asdict(done), json_out)
 
 
 @click.command()
@@ -71,16 +70,15 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
     """Finish erasures, drop old dates, compact and vacuum: what the schedule runs."""
     from deploy.loop import lineage
     from feedback.maintenance.maintain import maintain as maintain_lake
-    from serve.policies.store import PolicyStore
     from train.run.unfinished import forget_erased
 
-    lake, resolved = _lake(settings), settings.resolved()
-    store, runs = PolicyStore(Path(resolved.serve.policies)), resolved.train.runs
+    lake, resolved = settings.lake(), settings.resolved()
+    store, runs = settings.policy_store(), resolved.train.runs
 
     def rewritten(erasure: str, since: Mapping[str, int]) -> None:
-        policies, models = lineage.that_lost(store, runs, lake, since)
+        policies, models = lineage.trained_before_erasure(store, runs, lake, since)
         _record(store, erasure, policies, models)
-        _tell_reached(policies, models)
+        _print_reached(policies, models)
 
     with stop_on_signals():
         lake.create()
@@ -88,17 +86,17 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
         forgotten = forget_erased(lake, runs, store)
     if any(done.erased.values()):
         click.echo(f"erased, behind an earlier erasure: {_counted(done.erased)}")
-    _tell_retained(done.retained, dry_run=False)
-    _tell_compacted(done.compacted)
-    _tell_vacuumed(done.vacuumed, dry_run=False)
-    _tell_forgotten(forgotten)
-    hand_on(asdict(done), json_out)
+    _print_retained(done.retained, dry_run=False)
+    _print_compacted(done.compacted)
+    _print_vacuumed(done.vacuumed, dry_run=False)
+    _print_forgotten(forgotten)
+    write_result(asdict(done), json_out)
 
 
 @click.command()
 @click.option("--user", metavar="USER", help="Rows of this user; with --tenant, of this tenant's user only.")
 @click.option("--tenant", metavar="TENANT", help="All rows of this tenant.")
-@click.option("--response-id", metavar="ID", help="One response, and what was said of it.")
+@click.option("--response-id", metavar="ID", help="One response, and the feedback on it.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option(
     "--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for a server's open journal segments."
@@ -122,7 +120,7 @@ def erase(
     from deploy.loop import lineage
     from feedback.maintenance.erasure import Target, find
     from feedback.maintenance.erasure import erase as erase_rows
-    from serve.policies.store import PolicyError, PolicyStore
+    from serve.policies.store import PolicyError
     from train.run.unfinished import forget_erased
 
     try:
@@ -130,14 +128,13 @@ def erase(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     resolved = settings.resolved()
-    lake, journal = _lake(settings), Path(resolved.feedback.journal.folder)
+    lake, journal = settings.lake(), Path(resolved.feedback.journal.folder)
     with stop_on_signals():
         found = find(lake, journal, target)
-        # Looked up first: the versions that a policy was made from can't be read after the erasure.
-        store, runs = PolicyStore(Path(resolved.serve.policies)), resolved.train.runs
+        # Looked up first: the versions that a policy was trained from can't be read after the erasure.
+        store, runs = settings.policy_store(), resolved.train.runs
         known = lineage.all_names(store, runs)
-        policies = lineage.policies_with(store, lake, found)
-        models = lineage.models_with(runs, policies, lake, found)
+        policies, models = lineage.trained_on(store, runs, lake, found)
         reading = lineage.runs_with(runs, lake, found)
         click.echo(f"to be erased: {_counted(found.rows)}")
         _list("policy", [(str(p.version), p.certainty, p.why) for p in policies])
@@ -145,19 +142,19 @@ def erase(
         _list("run", [(r.name, r.certainty, f"{r.why}; {_fate(settings, r.holder)}") for r in reading])
         if not yes:
             if not sys.stdin.isatty():
-                raise click.UsageError("nothing is erased without being asked: there is no terminal, so give --yes")
+                raise click.UsageError("erasing needs a confirmation, and there is no terminal: give --yes")
             click.confirm("Erase for good? Older versions of the lake can't be read afterwards", abort=True)
         late_policies: list[Trained] = []
         late_models: list[TrainedModel] = []
 
-        def registered(erasure: str) -> None:  # before the rows go: behind that nobody could find out for certain
+        def registered(erasure: str) -> None:  # before the rows go: afterwards it can't be known for certain
             try:
                 _record(store, erasure, policies, models)
             except (OSError, PolicyError) as error:
-                click.echo(f"goes on record when the rows are gone: {error}")
+                click.echo(f"recorded when the rows are gone: {error}")
 
         def rewritten(erasure: str, since: Mapping[str, int]) -> None:
-            late = lineage.that_lost(store, runs, lake, since, besides=known, parents=policies)
+            late = lineage.trained_before_erasure(store, runs, lake, since, besides=known, parents=policies)
             late_policies.extend(late[0])
             late_models.extend(late[1])
             _record(store, erasure, [*policies, *late_policies], [*models, *late_models])
@@ -165,8 +162,8 @@ def erase(
         done = erase_rows(
             lake, journal, target, wait_s=wait_s, say=click.echo, registered=registered, rewritten=rewritten
         )
-        _tell_reached(late_policies, late_models)
-        _tell_forgotten(forget_erased(lake, runs, store))
+        _print_reached(late_policies, late_models)
+        _print_forgotten(forget_erased(lake, runs, store))
     click.echo(f"erased: {_counted(done.rows)} in {done.seconds:.1f} s")
     if done.damaged:
         click.echo(f"removed {done.damaged} damaged journal segments that had been put aside")
@@ -177,14 +174,7 @@ def erase(
         "reward_models": [*models, *late_models],
         "runs": reading,
     }
-    hand_on(asdict(done) | {name: [asdict(one) for one in each] for name, each in reached.items()}, json_out)
-
-
-def _lake(settings: Settings) -> Lake:
-    from feedback.lake.tables import Lake
-
-    config = settings.resolved().feedback.lake
-    return Lake(config.uri, config)
+    write_result(asdict(done) | {name: [asdict(one) for one in each] for name, each in reached.items()}, json_out)
 
 
 def _list(what: str, reached: list[tuple[str, str, str]]) -> None:
@@ -203,9 +193,9 @@ def _fate(settings: Settings, holder: str | None) -> str:
 
 
 def _record(store: PolicyStore, erasure: str, policies: Iterable[Trained], models: Iterable[TrainedModel]) -> None:
-    """Keep with policies and reward models that an erasure reaches them, once; one that was withdrawn needs nothing.
+    """Record an erasure with the policies and reward models that it reaches, once; not with one that was withdrawn.
 
-    Raises PolicyError, when the others are on record, for those that could not be put there.
+    Raises PolicyError, when the others are recorded, for those that could not be.
     """
     from serve.policies.store import PolicyError, PolicyNotFound, record_erasure
 
@@ -226,24 +216,23 @@ def _record(store: PolicyStore, erasure: str, policies: Iterable[Trained], model
             failed.append(f"reward model {model.folder}: {error}")
     if failed:
         raise PolicyError(
-            f"that an erasure reaches them could not be put on record with {'; '.join(failed)}. Mend that; "
-            "`millrace lake maintain` puts it there"
+            f"the erasure could not be recorded with {'; '.join(failed)}. Fix that; `millrace lake maintain` records it"
         )
 
 
-def _tell_reached(policies: Sequence[Trained], models: Sequence[TrainedModel]) -> None:
+def _print_reached(policies: Sequence[Trained], models: Sequence[TrainedModel]) -> None:
     if policies:
         _list("policy", [(str(policy.version), policy.certainty, policy.why) for policy in policies])
     if models:
         _list("reward model", [(model.folder, model.certainty, model.why) for model in models])
 
 
-def _tell_forgotten(runs: list[str]) -> None:
+def _print_forgotten(runs: list[str]) -> None:
     if runs:
         click.echo(f"removed what killed runs had kept of rows that are gone: {', '.join(runs)}")
 
 
-def _tell_compacted(done: dict[str, Compacted]) -> None:
+def _print_compacted(done: dict[str, Compacted]) -> None:
     for name, result in done.items():
         left = f", {result.conflicts} groups left for the next time" if result.conflicts else ""
         click.echo(
@@ -252,7 +241,7 @@ def _tell_compacted(done: dict[str, Compacted]) -> None:
         )
 
 
-def _tell_vacuumed(done: dict[str, Vacuumed], dry_run: bool) -> None:
+def _print_vacuumed(done: dict[str, Vacuumed], dry_run: bool) -> None:
     for name, result in done.items():
         click.echo(
             f"{name}: {'would remove' if dry_run else 'removed'} {len(result.replaced)} replaced files and "
@@ -263,7 +252,7 @@ def _tell_vacuumed(done: dict[str, Vacuumed], dry_run: bool) -> None:
                 click.echo(f"  {path}")
 
 
-def _tell_retained(done: Retained, dry_run: bool) -> None:
+def _print_retained(done: Retained, dry_run: bool) -> None:
     if not done.dates:
         click.echo("no date is due to be dropped")
         return

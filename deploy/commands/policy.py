@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from deploy import initialise
-from deploy.commands.common import pass_settings, table
+from deploy.commands.common import as_json_option, pass_settings, print_table
 from deploy.config.root import Settings
 from deploy.config.sources import DEFAULT_FILE
 from deploy.loop import promotion
@@ -39,11 +39,11 @@ wait = click.option(
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @pass_settings
 def policies(settings: Settings, as_json: bool) -> None:
     """List the policies and show which one serves."""
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     pointer = store.serving()
     found, damaged = [], []
     for version in store.versions():
@@ -56,9 +56,6 @@ def policies(settings: Settings, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_json(policy, pointer) for policy in found], indent=2))
         return
-    if not found and not damaged:
-        click.echo(f"no policies in {store.root}: run `millrace init --model NAME_OR_FOLDER`")
-        return
     rows = [
         [
             "*" if pointer and pointer.version == policy.version else "",
@@ -70,7 +67,8 @@ def policies(settings: Settings, as_json: bool) -> None:
         ]
         for policy in found
     ]
-    click.echo(table(["serves", "version", "parent", "created (UTC)", "size", "gate"], rows))
+    empty = "" if damaged else f"no policies in {store.root}: run `millrace init --model NAME_OR_FOLDER`"
+    print_table(["serves", "version", "parent", "created (UTC)", "size", "gate"], rows, empty)
     for policy in found:
         for erasure in policy.erasures:
             click.echo(
@@ -92,11 +90,11 @@ def policies(settings: Settings, as_json: bool) -> None:
 def promote(settings: Settings, version: int, why: str | None, override: bool, wait: bool) -> None:
     """Make policy VERSION the one that serves, and wait until the running server, or fleet, has followed."""
     _require_reason(override, why)
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     pointer = promotion.promote(
         store, version, who=promotion.person(), why=why or "promoted by hand", override=override
     )
-    _follow(settings, store, pointer, wait=wait)
+    _wait(settings, store, pointer, wait=wait)
 
 
 @click.command()
@@ -108,19 +106,19 @@ def promote(settings: Settings, version: int, why: str | None, override: bool, w
 def rollback(settings: Settings, to: int | None, why: str | None, override: bool, wait: bool) -> None:
     """Go back to a policy that has served, and wait until the running server, or fleet, has followed."""
     _require_reason(override, why)
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     pointer = promotion.rollback(
         store, who=promotion.person(), why=why or "rolled back by hand", to=to, override=override
     )
-    _follow(settings, store, pointer, wait=wait)
+    _wait(settings, store, pointer, wait=wait)
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @pass_settings
 def history(settings: Settings, as_json: bool) -> None:
-    """List which policy was to serve when and whether it did, who made it so, why, by which verdict; newest last."""
-    store = PolicyStore(settings.path(settings.serve.policies))
+    """List the promotions and rollbacks: when, by whom, why, by which verdict, and whether they served; newest last."""
+    store = settings.policy_store()
     pointers = store.history()
     outcomes: dict[int, bool] = {}
     try:
@@ -131,9 +129,6 @@ def history(settings: Settings, as_json: bool) -> None:
     if as_json:
         moves = [asdict(pointer) | {"served": outcomes.get(pointer.generation)} for pointer in pointers]
         click.echo(json.dumps(moves, indent=2))
-        return
-    if not pointers:
-        click.echo(f"nothing has served in {store.root}: run `millrace init --model NAME_OR_FOLDER`")
         return
     rows = [
         [
@@ -147,7 +142,8 @@ def history(settings: Settings, as_json: bool) -> None:
         ]
         for pointer in pointers
     ]
-    click.echo(table(["at (UTC)", "policy", "before", "served", "who", "gate", "why"], rows))
+    empty = f"nothing has served in {store.root}: run `millrace init --model NAME_OR_FOLDER`"
+    print_table(["at (UTC)", "policy", "before", "served", "who", "gate", "why"], rows, empty)
 
 
 _SERVED = {True: "yes", False: "refused", None: "-"}
@@ -166,7 +162,7 @@ def _verdict(pointer: Pointer) -> str:
     return back or (f"{verdict['verdict']} against {verdict.get('incumbent')}" if "verdict" in verdict else "-")
 
 
-def _follow(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: bool) -> None:
+def _wait(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: bool) -> None:
     from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 
     before = f" (before: {pointer.previous})" if pointer.previous is not None else ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands.common import pass_settings
+from deploy.commands.common import as_json_option, pass_settings
 from deploy.config.root import Settings
 from deploy.supervise.children import stop_on_signals
 
@@ -96,7 +96,7 @@ def sql(
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@as_json_option
 @click.option("--orphans", is_flag=True, help="List feedback whose response is neither in the lake nor the journal.")
 @click.option(
     "--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Orphans to list, the oldest first."
@@ -104,7 +104,7 @@ def sql(
 @_sealed_only
 @pass_settings
 def stats(settings: Settings, as_json: bool, orphans: bool, limit: int, sealed_only: bool) -> None:
-    """Show how much is in the lake, how much feedback, the rewards by policy, the lag, and what is amiss."""
+    """Show how much is in the lake, how much feedback, the rewards by policy, the lag, and anomalies."""
     lake, journal_folder = _lake(settings)
     journal = None if sealed_only else journal_folder
 
@@ -123,17 +123,16 @@ def stats(settings: Settings, as_json: bool, orphans: bool, limit: int, sealed_o
 
 def _lake(settings: Settings) -> tuple[Lake, Path]:
     """The lake and the journal's folder. Raises LakeError if there is no lake; makes none."""
-    from feedback.lake.tables import Lake, LakeError
+    from feedback.lake.tables import LakeError
 
-    feedback = settings.resolved().feedback
-    lake = Lake(feedback.lake.uri, feedback.lake)
+    lake = settings.lake()
     try:
         lake.versions()
     except LakeError as error:
         if lake.local and not Path(lake.uri).exists():
             raise LakeError(f"there is no lake at {lake.uri}: the server makes it when it starts") from error
         raise
-    return lake, Path(feedback.journal.folder)
+    return lake, Path(settings.resolved().feedback.journal.folder)
 
 
 def _versions(pinned: tuple[str, ...]) -> dict[str, int]:

@@ -78,7 +78,7 @@ def schedule(settings: Settings) -> None:
 
 
 def _with_replicas(settings: Settings, replicas: int | None) -> Settings:
-    """The settings with another number of replicas, if one is given. Raises ConfigError if that is out of bounds."""
+    """The settings with another number of replicas, if it is not None. Raises ConfigError if that is out of bounds."""
     if replicas is None:
         return settings
     try:

@@ -13,13 +13,12 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, SecretStr
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One leaf: dotted ``key``, meaning, default (None if it has none) and whether it must be given."""
+    """One leaf: dotted ``key``, meaning, default (None if it has none) and whether it is required."""
 
     key: str
     description: str
@@ -60,6 +59,14 @@ def mapped_section(annotation: Any) -> type[BaseModel] | None:
 
 def annotation_of(key: str, model: type[BaseModel]) -> Any:
     """The type of a dotted key; Any below a mapping; None if there is no such key."""
+    annotation, is_below = _field_type(key, model)
+    if not is_below:
+        return annotation
+    return Any if _is_mapping(annotation) else None
+
+
+def _field_type(key: str, model: type[BaseModel]) -> tuple[Any, bool]:
+    """The type of the field that a dotted key names or lies below, and whether it lies below; None for no field."""
     annotation: Any = model
     for part in key.split("."):
         section = section_of(annotation)
@@ -67,12 +74,12 @@ def annotation_of(key: str, model: type[BaseModel]) -> Any:
             annotation = mapped
             continue
         if section is None:
-            return Any if _is_mapping(annotation) else None
-        field = _field(section, part)
+            return annotation, True
+        field = section.model_fields.get(part)
         if field is None:
-            return None
+            return None, False
         annotation = field.annotation
-    return annotation
+    return annotation, False
 
 
 def takes_text(annotation: Any) -> bool:
@@ -87,15 +94,7 @@ def takes_text(annotation: Any) -> bool:
 
 def is_secret(key: str, model: type[BaseModel]) -> bool:
     """Whether a dotted key is that of a secret, or of what has secrets in it, such as the keys of a mapping."""
-    annotation: Any = model
-    for part in key.split("."):
-        section = section_of(annotation)
-        if section is None:
-            break
-        field = _field(section, part)
-        if field is None:
-            return False
-        annotation = field.annotation
+    annotation, _ = _field_type(key, model)
     return section_of(annotation) is None and _mentions(annotation, SecretStr)
 
 
@@ -109,34 +108,11 @@ def takes_none(annotation: Any) -> bool:
     return type(None) in _members(annotation)
 
 
-def unknown_keys(values: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted keys of nested values that the model doesn't have."""
-    for name, value in values.items():
-        field = _field(model, str(name))
-        if field is None:
-            yield from (f"{prefix}{name}{rest}" for rest in _leaves(value))
-        elif (section := section_of(field.annotation)) and isinstance(value, Mapping):
-            yield from unknown_keys(value, section, f"{prefix}{name}.")
-        elif (section := mapped_section(field.annotation)) and isinstance(value, Mapping):
-            for key, below in value.items():
-                if isinstance(below, Mapping):
-                    yield from unknown_keys(below, section, f"{prefix}{name}.{key}.")
-
-
-def _leaves(value: Any) -> Iterator[str]:
-    """What follows the key of a value: the keys below it, or nothing."""
-    if not isinstance(value, Mapping) or not value:
-        yield ""
-        return
-    for name, below in value.items():
-        yield from (f".{name}{rest}" for rest in _leaves(below))
-
-
 def unknown_message(key: str, model: type[BaseModel], where: str) -> str:
-    """``serve.prot is no setting (in millrace.yaml); did you mean serve.port?``"""
-    message = f"{key} is no setting (in {where})"
+    """``unknown setting serve.prot (in millrace.yaml); did you mean serve.port?``"""
     near = nearest(key, model)
-    return f"{message}; did you mean {near}?" if near else f"{message}; `millrace --help` lists them all"
+    remedy = f"did you mean {near}?" if near else "`millrace --help` lists all settings"
+    return f"unknown setting {key} (in {where}); {remedy}"
 
 
 def nearest(key: str, model: type[BaseModel]) -> str | None:
@@ -159,7 +135,7 @@ def drop_empty_sections(values: dict[str, Any], model: type[BaseModel]) -> dict[
     """``serve:`` with every line below it commented out reads as null; it means an empty section."""
     kept: dict[str, Any] = {}
     for name, value in values.items():
-        field = _field(model, str(name))
+        field = model.model_fields.get(str(name))
         section = section_of(field.annotation) if field else None
         if section and field and value is None and not takes_none(field.annotation):
             continue
@@ -219,10 +195,6 @@ def _commented(model: type[BaseModel], values: Any, indent: str) -> Iterator[str
 def _scalar(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).strip()
     return text.removesuffix("...").strip()
-
-
-def _field(model: type[BaseModel], name: str) -> FieldInfo | None:
-    return model.model_fields.get(name)
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from deploy.config import describe
-from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options
+from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options, merged
 from evaluation.config import EngineConfig as EvaluationEngineConfig
 from evaluation.config import EvaluationConfig
 from feedback.config import FeedbackConfig
@@ -24,6 +23,10 @@ from feedback.files import private
 from serve.config import EngineConfig, ServeConfig
 from serve.middleware.api_keys import local_file
 from train.config.training import TrainConfig
+
+if TYPE_CHECKING:
+    from feedback.lake.tables import Lake
+    from serve.policies.store import PolicyStore
 
 __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
 
@@ -79,7 +82,7 @@ class ScheduleConfig(Section):
         14400.0, description="Maintenance that takes longer is stopped (seconds); the next one goes on."
     )
     max_cycles: PositiveInt | None = Field(
-        None, description="Stop scheduling after so many cycles (skipped ones don't count); null: go on."
+        None, description="Stop scheduling after this many cycles (skipped ones don't count); null: go on."
     )
 
 
@@ -93,10 +96,10 @@ class UpConfig(Section):
     )
 
 
-class Settings(BaseSettings):
+class Settings(Section):
     """Everything that can be set. Paths that are not absolute are relative to ``home``."""
 
-    model_config = SettingsConfigDict(extra="forbid")
+    model_config = ConfigDict(validate_default=True)
 
     home: Path = Field(Path("home"), description="The folder that holds everything Millrace keeps.")
     feedback: FeedbackConfig = Field(
@@ -108,12 +111,6 @@ class Settings(BaseSettings):
     cycle: CycleConfig = Field(default_factory=CycleConfig, description="One turn of the loop.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="When cycles run.")
     up: UpConfig = Field(default_factory=UpConfig, description="`millrace up`.")
-
-    @classmethod
-    def settings_customise_sources(
-        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)  # load() names the others; the class itself must not read the environment
 
     def path(self, relative: Path | str) -> Path:
         """The absolute path of a configured one: relative to home unless it is absolute."""
@@ -155,6 +152,17 @@ class Settings(BaseSettings):
         suite = self.path(self.evaluation.suite)
         train = self.resolved().train
         return train.excluding(suite) if suite.is_file() else train
+
+    def policy_store(self) -> PolicyStore:
+        from serve.policies.store import PolicyStore
+
+        return PolicyStore(self.path(self.serve.policies))
+
+    def lake(self) -> Lake:
+        from feedback.lake.tables import Lake
+
+        config = self.resolved().feedback.lake
+        return Lake(config.uri, config)
 
     @property
     def server_url(self) -> str:
@@ -202,42 +210,28 @@ def load(
     file: Path | None = None,
     options: Iterable[tuple[str, str]] = (),
     environment: Mapping[str, str] | None = None,
-    model: type[Settings] = Settings,
 ) -> Settings:
     """The settings from all sources, with ``home`` absolute.
 
     file: a YAML file that must exist; None reads ``millrace.yaml`` of the working directory if there is one.
     options: (dotted key, text) from the command line, the later of two equal keys wins.
-    environment: os.environ unless given.
+    environment: os.environ if None.
     Raises ConfigError that names every unknown key (and the nearest right one), bad value, and its source.
     """
     environment = os.environ if environment is None else environment
     layers = [
-        from_options(model, options),
-        from_environment(model, environment),
-        from_file(model, file),
+        from_options(Settings, options),
+        from_environment(Settings, environment),
+        from_file(Settings, file),
     ]
-    unknown = [message for layer in layers for message in layer.unknown()]
-    if unknown:
-        raise ConfigError("\n".join(unknown))
-
-    class Loaded(model):  # type: ignore[misc, valid-type]
-        @classmethod
-        def settings_customise_sources(cls, *_: Any, **__: Any) -> tuple[PydanticBaseSettingsSource, ...]:
-            return tuple(layers)
-
-    Loaded.__name__ = Loaded.__qualname__ = model.__name__
     try:
-        loaded = Loaded()
+        loaded = Settings.model_validate(merged(layers))
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(detail, layers) for detail in error.errors())) from None
-    # The plain class again: a Loaded would read its sources anew when it is copied or unpickled.
-    values = {name: getattr(loaded, name) for name in model.model_fields}
-    values["home"] = values["home"].expanduser().absolute()
-    return model(**values)
+        raise ConfigError("\n".join(explain(detail, layers, Settings) for detail in error.errors())) from None
+    return loaded.model_copy(update={"home": loaded.home.expanduser().absolute()})
 
 
 def child_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a child that is given a snapshot: ours without the settings, which the snapshot holds."""
+    """The environment of a child that reads a snapshot: ours without the settings, which the snapshot holds."""
     kept = {key: value for key, value in os.environ.items() if not key.upper().startswith(ENV_PREFIX)}
     return kept | dict(extra or {})

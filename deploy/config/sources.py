@@ -1,16 +1,20 @@
-"""Where settings come from: the command line, the environment and a file, each a layer that knows its origins."""
+"""Where settings come from: the command line, the environment and a file, each a layer that knows its origins.
+
+The sources of pydantic-settings 2.16 do less: they name no source and no nearest key, ignore an unknown section in the
+environment, refuse ``serve:`` with nothing below it, quote the line of a YAML error, which may hold a secret, and take
+no option below a mapping (``--feedback.scoring.rules.NAME.weight``).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from deploy.config import describe
 from feedback.settings_base import hide_credentials
@@ -26,35 +30,23 @@ class ConfigError(ValueError):
 _NOTHING: Final = object()
 
 
-class Layer(PydanticBaseSettingsSource):
-    """Values of one source. ``origin`` says of a dotted key where it was read, for messages."""
+@dataclass(frozen=True)
+class Layer:
+    """Values of one source, nested. ``origin`` says where it read them: all of them, or each dotted key."""
 
-    def __init__(self, model: type[BaseSettings], values: dict[str, Any], origin: dict[str, str] | str) -> None:
-        super().__init__(model)
-        self.values = values
-        self.origin = origin
-
-    def __call__(self) -> dict[str, Any]:
-        return self.values
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return self.values.get(field_name), field_name, False
+    values: dict[str, Any]
+    origin: dict[str, str] | str
 
     def where(self, key: str) -> str:
         """Where the value of a key was read, or the values below it."""
         if isinstance(self.origin, str):
             return self.origin
-        parts = key.split(".")
-        above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        if (given := next((name for name in above if name in self.origin), None)) is not None:
-            return self.origin[given]
+        if (name := next((name for name in _prefixes(key) if name in self.origin), None)) is not None:
+            return self.origin[name]
         return ", ".join(where for name, where in self.origin.items() if name.startswith(f"{key}."))
 
-    def holds(self, key: str) -> bool:
-        return self.value(key) is not _NOTHING
-
     def value(self, key: str) -> Any:
-        """What this source gives for a dotted key; ``_NOTHING`` if it doesn't."""
+        """The value of a dotted key; ``_NOTHING`` if this source has none."""
         value: Any = self.values
         for part in key.split("."):
             if not isinstance(value, Mapping) or part not in value:
@@ -62,24 +54,34 @@ class Layer(PydanticBaseSettingsSource):
             value = value[part]
         return value
 
-    def unknown(self) -> list[str]:
-        return [
-            describe.unknown_message(key, self.settings_cls, self.where(key))
-            for key in describe.unknown_keys(self.values, self.settings_cls)
-        ]
+
+def merged(layers: Sequence[Layer]) -> dict[str, Any]:
+    """The values of all layers; the first layer's count."""
+    values: dict[str, Any] = {}
+    for layer in reversed(layers):
+        values = _merge(values, layer.values)
+    return values
 
 
-def from_options(model: type[BaseSettings], options: Iterable[tuple[str, str]]) -> Layer:
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    values = below | above
+    for key in below.keys() & above.keys():
+        if isinstance(below[key], dict) and isinstance(above[key], dict):
+            values[key] = _merge(below[key], above[key])
+    return values
+
+
+def from_options(model: type[BaseModel], options: Iterable[tuple[str, str]]) -> Layer:
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for key, text in options:
         key = key.replace("-", "_")
         _put(values, key, _read(text, key, model), f"--{key}")
         origin[key] = f"the command line (--{key})"
-    return Layer(model, values, origin)
+    return Layer(values, origin)
 
 
-def from_environment(model: type[BaseSettings], environment: Mapping[str, str]) -> Layer:
+def from_environment(model: type[BaseModel], environment: Mapping[str, str]) -> Layer:
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name in sorted(environment):
@@ -87,12 +89,12 @@ def from_environment(model: type[BaseSettings], environment: Mapping[str, str]) 
             key = name[len(ENV_PREFIX) :].lower().replace("__", ".")
             _put(values, key, _read(environment[name], key, model), name)
             origin[key] = f"the environment ({name})"
-    return Layer(model, values, origin)
+    return Layer(values, origin)
 
 
-def from_file(model: type[BaseSettings], file: Path | None) -> Layer:
+def from_file(model: type[BaseModel], file: Path | None) -> Layer:
     if file is None and not DEFAULT_FILE.exists():
-        return Layer(model, {}, "no file")
+        return Layer({}, "no file")
     path = file or DEFAULT_FILE
     try:
         values = yaml.safe_load(path.read_text())
@@ -104,11 +106,11 @@ def from_file(model: type[BaseSettings], file: Path | None) -> Layer:
         values = {}
     if not isinstance(values, dict):
         raise ConfigError(f"the config file {path} must hold keys and values, it holds a {type(values).__name__}")
-    return Layer(model, describe.drop_empty_sections(values, model), str(path))
+    return Layer(describe.drop_empty_sections(values, model), str(path))
 
 
-def _read(text: str, key: str, model: type[BaseSettings]) -> Any:
-    """A value given as text: itself where the setting may be text, else read as YAML (numbers, null, [lists])."""
+def _read(text: str, key: str, model: type[BaseModel]) -> Any:
+    """The value that a text stands for: itself where the setting may be text, else as YAML (numbers, null, [lists])."""
     annotation = describe.annotation_of(key, model)
     if annotation is None:  # unknown; reported later with a hint
         return text
@@ -117,8 +119,8 @@ def _read(text: str, key: str, model: type[BaseSettings]) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        given = "the value" if describe.is_secret(key, model) else repr(text)
-        raise ConfigError(f"{key}: {given} can't be read: {_where(error)}") from None
+        shown = "the value" if describe.is_secret(key, model) else repr(text)
+        raise ConfigError(f"{key}: {shown} can't be read: {_where(error)}") from None
 
 
 def _where(error: yaml.YAMLError | UnicodeDecodeError) -> str:
@@ -138,44 +140,64 @@ def _put(values: dict[str, Any], key: str, value: Any, source: str) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"{source}: {section} is given as a value and as a section")
+            raise ConfigError(f"{source}: {section} is set as a value and as a section")
     if isinstance(value, dict) and isinstance(values.get(last), dict):
         values[last] = value | values[last]
     else:
         values[last] = value
 
 
-def explain(detail: Any, layers: list[Layer]) -> str:
-    """One line for a pydantic error: key, what is wrong, the value, and the source that the value came from."""
-    parts = [str(part) for part in detail["loc"]]
-    message, key = detail["msg"].removeprefix("Value error, "), ".".join(parts)
+def explain(detail: Any, layers: Sequence[Layer], model: type[BaseModel]) -> str:
+    """A pydantic error in one line: key, what is wrong, the value, and the source that the value came from.
+
+    Of an unknown key the nearest right one; a line for each where a whole section is unknown.
+    """
+    message, key = detail["msg"].removeprefix("Value error, "), ".".join(map(str, detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        unknown = [(name, layer) for layer in layers for name in _leaves(key, layer.value(key))]
+        return "\n".join(describe.unknown_message(name, model, layer.where(name)) for name, layer in unknown)
     if detail["type"] == "missing":
         return f"{key or 'the settings'}: {message}"
     of_section = isinstance(detail["input"], (dict, BaseModel))
-    given = "" if of_section or describe.is_secret(key, layers[0].settings_cls) else f", not {detail['input']!r}"
+    value = "" if of_section or describe.is_secret(key, model) else f", not {detail['input']!r}"
     sources = _sources(_SETTING.findall(message), layers) if of_section else {}
     if not sources:
         # Drop what is no key of ours: pydantic adds list indexes and the names of union members at the end.
-        keys = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-        sources = next((found for key in keys if (found := _sources([key], layers))), {})
+        sources = next((found for name in _prefixes(key) if (found := _sources([name], layers))), {})
     if len(set(sources.values())) > 1:
         where = f" ({'; '.join(f'{key} from {source}' for key, source in sources.items())})"
     else:
         where = "".join(f" (from {source})" for source in set(sources.values()))
-    return f"{key or 'the settings'}: {message}{hide_credentials(given)}{where}"
+    return f"{key or 'the settings'}: {message}{hide_credentials(value)}{where}"
 
 
 _SETTING: Final = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 """A setting's name, in the words of an error that is about several."""
 
 
-def _sources(keys: Iterable[str], layers: list[Layer]) -> dict[str, str]:
+def _sources(keys: Iterable[str], layers: Sequence[Layer]) -> dict[str, str]:
     """Where each key's value came from, of those that some layer gives: the first one's counts, of a section all."""
     found = {}
     for key in keys:
-        holders = [layer for layer in layers if layer.holds(key)]
+        holders = [layer for layer in layers if layer.value(key) is not _NOTHING]
         if holders and not isinstance(holders[0].value(key), Mapping):
             holders = holders[:1]
         if holders:
             found[key] = " and ".join(layer.where(key) for layer in holders)
     return found
+
+
+def _prefixes(key: str) -> Iterator[str]:
+    """A dotted key and the sections that it is in, the longest first."""
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
+
+
+def _leaves(key: str, value: Any) -> Iterator[str]:
+    """The dotted keys of a value: those below it, else its own."""
+    if isinstance(value, Mapping) and value:
+        for name, below in value.items():
+            yield from _leaves(f"{key}.{name}", below)
+    elif value is not _NOTHING:
+        yield key

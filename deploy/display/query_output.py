@@ -125,7 +125,7 @@ def _cell(value: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """Text that can't move the cursor: what somebody sent to the server is not to act on a terminal."""
+    """Text that can't move the cursor: text of requests must not act on a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

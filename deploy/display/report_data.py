@@ -15,7 +15,6 @@ from evaluation.evaluate import compare_samples
 from evaluation.report.page import GateRow, PolicyRow, ReportData, SampleRow, SwapRow, traffic
 from evaluation.results import Evaluation, PolicyResult, Sample
 from evaluation.suites.suite import Suite, SuiteError
-from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
 
 
@@ -32,17 +31,16 @@ def gather(
 ) -> ReportData:
     """What ``evaluation.report.page.build`` needs.
 
-    totals: counts by name, beside those that the lake gives. stages: seconds by name; the cycles' own if not given.
+    totals: counts by name, beside those that the lake gives. stages: seconds by name, by default the cycles' own.
     Raises ReportError, and what reading the lake and the policy store raises. What there is none of stays empty.
     """
     resolved = settings.resolved()
-    store = PolicyStore(Path(resolved.serve.policies))
+    store = settings.policy_store()
     evaluations = _evaluations(resolved.evaluation.folder)
     cycles = records.load_all(settings)
     samples, between = _samples(resolved, store, evaluations)
-    lake = Lake(resolved.feedback.lake.uri, resolved.feedback.lake)
     journal = Path(resolved.feedback.journal.folder)
-    with lake.connect(journal) if _exists(resolved.feedback.lake.uri) else nullcontext() as connection:
+    with settings.lake().connect(journal) if _exists(resolved.feedback.lake.uri) else nullcontext() as connection:
         shown = traffic(connection) if connection else None
         counted = _totals(connection) if connection else {}
     return ReportData(
@@ -146,13 +144,13 @@ def _totals(connection: Any) -> dict[str, Any]:
     requests, responses, tokens = connection.execute(
         "SELECT count(DISTINCT request_id), count(*), coalesce(sum(len(response_token_ids)), 0) FROM interactions"
     ).fetchone()
-    (said,) = connection.execute("SELECT count(*) FROM feedback").fetchone()
+    (feedback,) = connection.execute("SELECT count(*) FROM feedback").fetchone()
     (rewarded,) = connection.execute("SELECT count(*) FROM current_rewards WHERE reward IS NOT NULL").fetchone()
     return {
         "requests": requests,
         "responses": responses,
         "response_tokens": int(tokens),
-        "feedback": said,
+        "feedback": feedback,
         "responses_with_reward": rewarded,
     }
 

@@ -20,7 +20,7 @@ def to_text(statistics: LakeStatistics) -> str:
         _feedback(statistics),
         _rewards(statistics),
         _lag(statistics),
-        _amiss(statistics),
+        _anomalies(statistics),
     ]
     return "\n\n".join(section for section in sections if section)
 
@@ -40,7 +40,7 @@ def to_json(statistics: LakeStatistics) -> str:
 
 
 def orphans(found: Sequence[Orphan], limit: int) -> str:
-    """The orphans, one a line."""
+    """The orphans, one per line."""
     if not found:
         return "no orphans: every feedback has its response"
     now = datetime.now(UTC)
@@ -135,7 +135,7 @@ def _lag(statistics: LakeStatistics) -> str:
     )
 
 
-def _amiss(statistics: LakeStatistics) -> str:
+def _anomalies(statistics: LakeStatistics) -> str:
     orphans = statistics.orphans
     lines = [
         f"orphans: {orphans.count:,} feedback rows wait for a response that is not there"

@@ -6,20 +6,17 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from train.observe.progress import progress_bar
 
 
 class Stages:
-    """Stages with their seconds; a progress bar on a terminal, plain lines without one."""
+    """Stages with their seconds; a progress bar on a terminal, and plain lines."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what = what
         self.seconds: dict[str, float] = {}
         self._started = time.monotonic()
-        self._console = Console()
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        self._bar = progress_bar()
         self._task = self._bar.add_task(what, total=total)
 
     def __enter__(self) -> Stages:
@@ -44,4 +41,4 @@ class Stages:
         self.say(f"{self._what}: {name} took {self.seconds[name]:.1f} s")
 
     def say(self, line: str) -> None:
-        self._console.print(f"{self.elapsed:6.1f} s  {line}", markup=False, highlight=False, soft_wrap=True)
+        print(f"{self.elapsed:6.1f} s  {line}", flush=True)

@@ -6,11 +6,10 @@ cycle and no more. The record under ``cycles/`` is written after every stage; a 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 from deploy.config.root import Settings, child_environment
@@ -29,7 +28,8 @@ from deploy.loop.records import (
 )
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise.children import NOTHING_TO_LEARN, Child, Stopped, millrace
-from serve.policies.store import Pointer, PolicyError, PolicyStore
+from feedback.files import LockTimeoutError, locked
+from serve.policies.store import Pointer, PolicyError
 
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
 
@@ -49,7 +49,7 @@ class StageKilled(StageFailed):
 def run_cycle(settings: Settings, number: int | None = None, *, say: Callable[[str], None] = print) -> CycleRecord:
     """Run one cycle to its end and return its record, whatever the end was.
 
-    number: of the cycle; the next free one if not given.
+    number: of the cycle; by default the next free one.
     say: gets one line of text for each thing that happens, the stages' own output included.
     Raises ConfigError if the settings can't work, CycleBusy if another cycle is running, Stopped on a signal.
     """
@@ -65,14 +65,14 @@ class _Cycle:
         self.say = lambda text: say(f"cycle {number}: {text}")
         self.follow = say
         self.snapshot = settings.snapshot()
-        self.store = PolicyStore(settings.path(settings.serve.policies))
+        self.store = settings.policy_store()
         self.record = CycleRecord(number=number, started_at=now())
 
     def run(self) -> CycleRecord:
-        self._keep()
+        self._save()
         try:
             self._turn()
-        except (StageFailed, NotServed, promotion.RolloutRefused, PolicyError) as error:
+        except (StageFailed, NotServed, promotion.PromotionRefused, PolicyError) as error:
             self._end("failed", str(error))
         except BaseException as error:
             self._end(
@@ -103,7 +103,7 @@ class _Cycle:
         )
         self.record.candidate = trained["candidate"]
         if trained["candidate"] is None:
-            return self._end("skipped", trained["reason"] + self._in_a_row())
+            return self._end("skipped", trained["reason"] + self._without_candidate())
 
         candidate, incumbent = str(trained["candidate"]), str(pointer.version)
         judged = self._run("evaluate", self.settings.cycle.evaluate_timeout_s, candidate, "--incumbent", incumbent)
@@ -123,8 +123,8 @@ class _Cycle:
         new = count - before if count >= before else count  # fewer than before: old rows were retired
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
 
-    def _in_a_row(self) -> str:
-        """For how many cycles training has published nothing, if this is not the first: somebody must notice that."""
+    def _without_candidate(self) -> str:
+        """For how many cycles in a row training has published nothing; empty for the first."""
         count = len(without_candidate(self.settings))
         return f" ({count} cycles in a row have trained and published nothing)" if count > 1 else ""
 
@@ -143,14 +143,12 @@ class _Cycle:
                 follow=self.follow,
             )
             try:
-                code = child.wait(timeout)
+                code = child.finish(timeout)
             except TimeoutError:
                 raise StageFailed(f"{name} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
-            finally:
-                child.stop()  # does nothing to a stage that has ended
             if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
-                raise failed(f"{name} ended with code {code}: {_last_words(child.tail())} (log: {log})")
+                raise failed(f"{name} ended with code {code}: {_last_error(child.tail())} (log: {log})")
             result: dict[str, Any] = json.loads(out.read_bytes())
             out.unlink()
             stage.result = result
@@ -175,7 +173,7 @@ class _Cycle:
         """Time a stage and keep the record, before it and after it, however it ends."""
         stage = Stage(name=name, started_at=now())
         self.record.stages.append(stage)
-        self._keep()
+        self._save()
         self.say(f"{name} …")
         started = time.monotonic()
         try:
@@ -188,33 +186,32 @@ class _Cycle:
             stage.ok = True
         finally:
             stage.seconds = time.monotonic() - started
-            self._keep()
+            self._save()
         self.say(f"{name} took {stage.seconds:.1f} s")
 
     def _end(self, status: Literal["promoted", "refused", "skipped", "failed"], reason: str | None) -> None:
         self.record.status, self.record.reason, self.record.finished_at = status, reason, now()
-        self._keep()
+        self._save()
         self.say(f"{status}{f': {reason}' if reason else ''}")
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
         write(self.settings, self.record)
 
 
-def _last_words(output: str) -> str:
-    """What a stage failed by: the last line of its error, if it told one."""
+def _last_error(output: str) -> str:
+    """The last error that a stage printed, else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["it said nothing"])[-1].removeprefix("error: ")
+    return (errors or lines or ["it printed nothing"])[-1].removeprefix("error: ")
 
 
 @contextmanager
 def _only_one(settings: Settings) -> Iterator[None]:
     folder = settings.path(settings.cycle.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Inheritable descriptors are off in Python, so no stage can keep the lock when this process has died.
-    with (folder / ".lock").open("w") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(locked(folder / ".lock", 0.0))
+        except LockTimeoutError:
             raise CycleBusy(f"another cycle is running in {folder}") from None
         yield

@@ -1,11 +1,11 @@
-"""What made a policy: the code and the configuration, and into which policies, reward models and runs rows went."""
+"""Lineage: the code and configuration of a policy; the policies, reward models and runs that have read some rows."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,16 +16,16 @@ from deploy.config.root import Settings
 if TYPE_CHECKING:
     from feedback.lake.tables import Lake
     from feedback.maintenance.erasure import Found
-    from serve.policies.store import Policy, PolicyStore
+    from serve.policies.store import PolicyStore
 
 
 Certainty = Literal["yes", "possibly"]
 
 
-def of(settings: Settings) -> dict[str, Any]:
-    """{millrace, git_commit, config}: versions of the code (git_commit None outside a checkout) and the config's hash.
+def current(settings: Settings) -> dict[str, Any]:
+    """The lineage of what is trained now: {millrace, git_commit, config}, git_commit None outside a checkout.
 
-    The whole configuration of that hash is kept as ``home/configs/<hash>.yaml``.
+    ``config`` is a hash; the configuration is kept as ``home/configs/<hash>.yaml``.
     """
     return {"millrace": _version(), "git_commit": _git_commit(), "config": settings.snapshot().stem}
 
@@ -58,37 +58,20 @@ class TrainedRun:
     why: str
 
 
-def policies_with(store: PolicyStore, lake: Lake, found: Found) -> list[Trained]:
-    """The policies whose lineage contains any of some rows, rising.
+Reached = tuple[list[Trained], list[TrainedModel]]
 
-    A policy was trained on a row if the row was in the lake at the versions that its manifest names, or an ancestor of
-    it was. Where such a version can't be read any more (a vacuum removed it), a policy that was made after the oldest
-    of the rows was possibly trained on it.
+
+def trained_on(store: PolicyStore, runs: Path, lake: Lake, found: Found) -> Reached:
+    """The policies of a store, rising, and the reward models of a folder of runs, whose lineage contains some rows.
+
+    One was trained on a row if the row was in the lake at the versions that its manifest names, or if the policy that
+    it descends from was. Where such a version can't be read any more (a vacuum removed it), what was trained after the
+    oldest of the rows was possibly trained on it.
     """
-    trained: dict[int, Trained] = {}
-    for policy in _policies(store):
-        version = policy.version
-        own = _trained_on(policy.lineage.get("lake_versions"), datetime.fromisoformat(policy.created_at), lake, found)
-        above = trained.get(policy.parent) if policy.parent is not None else None
-        if above is not None and (own is None or (above.certainty, own[0]) == ("yes", "possibly")):
-            own = above.certainty, f"it descends from policy {above.version}"
-        if own is not None:
-            trained[version] = Trained(version, *own)
-    return list(trained.values())
-
-
-def models_with(runs: Path, policies: Iterable[Trained], lake: Lake, found: Found) -> list[TrainedModel]:
-    """The reward models of a folder of runs that were trained on some rows, or from one of ``policies``."""
-    parents = {policy.version: policy for policy in policies}
-    trained = []
-    for model in _models(runs):
-        own = _trained_on(model.lake_versions, model.made, lake, found)
-        above = parents.get(model.parent)
-        if above is not None and (own is None or (above.certainty, own[0]) == ("yes", "possibly")):
-            own = above.certainty, f"it descends from policy {above.version}"
-        if own is not None:
-            trained.append(TrainedModel(str(model.folder), *own))
-    return trained
+    return _reached(
+        [*_policies(store), *_models(runs)],
+        lambda artifact: _has_read(artifact.lake_versions, artifact.created, lake, found),
+    )
 
 
 def runs_with(runs: Path, lake: Lake, found: Found) -> list[TrainedRun]:
@@ -97,12 +80,12 @@ def runs_with(runs: Path, lake: Lake, found: Found) -> list[TrainedRun]:
 
     trained = []
     for run in unfinished_runs(runs):
-        if (own := _trained_on(run.lake_versions, run.since, lake, found)) is not None:
+        if (own := _has_read(run.lake_versions, run.since, lake, found)) is not None:
             trained.append(TrainedRun(run.name, run.holder, *own))
     return trained
 
 
-def that_lost(
+def trained_before_erasure(
     store: PolicyStore,
     runs: Path,
     lake: Lake,
@@ -110,66 +93,79 @@ def that_lost(
     *,
     besides: Collection[str] = (),
     parents: Iterable[Trained] = (),
-) -> tuple[list[Trained], list[TrainedModel]]:
-    """The policies and reward models that could read rows of files that were erased from since the tables had some
-    versions, and their descendants, as those of ``parents``; not those of ``besides``, names that ``all_names`` gave.
+) -> Reached:
+    """The policies and reward models that may have read rows of files that were erased since the tables had some
+    versions, and the descendants of those and of ``parents``; not those of ``besides``, names from ``all_names``.
     """
-    trained, reached = {policy.version: policy for policy in parents}, []
-    for policy in _policies(store):
-        if _name_of(policy) in besides:
-            continue
-        why = _lost(policy.lineage.get("lake_versions"), lake, since)
-        if why is None and policy.parent in trained:
-            why = f"it descends from policy {policy.parent}"
-        if why is not None:
-            trained[policy.version] = Trained(policy.version, "possibly", why)
-            reached.append(trained[policy.version])
-    models = []
-    for model in _models(runs):
-        if _name_of(model) in besides:
-            continue
-        why = _lost(model.lake_versions, lake, since)
-        if why is None and model.parent in trained:
-            why = f"it descends from policy {model.parent}"
-        if why is not None:
-            models.append(TrainedModel(str(model.folder), "possibly", why))
-    return reached, models
+
+    def own(artifact: _Artifact) -> tuple[Certainty, str] | None:
+        why = _lost(artifact.lake_versions, lake, since)
+        return ("possibly", why) if why else None
+
+    artifacts = [artifact for artifact in (*_policies(store), *_models(runs)) if artifact.name not in besides]
+    return _reached(artifacts, own, [replace(policy, certainty="possibly") for policy in parents])
 
 
 def all_names(store: PolicyStore, runs: Path) -> set[str]:
     """A name for every policy and reward model that there is; a later one in the same folder has another."""
-    return {*map(_name_of, _policies(store)), *map(_name_of, _models(runs))}
+    return {artifact.name for artifact in (*_policies(store), *_models(runs))}
 
 
 @dataclass(frozen=True)
-class _Model:
-    folder: Path
-    parent: int
-    lake_versions: Mapping[str, int]
-    made: datetime
+class _Artifact:
+    """A policy (``version``) or a reward model (``folder``)."""
+
+    name: str
+    parent: int | None
+    lake_versions: Mapping[str, int] | None
+    created: datetime
+    version: int | None = None
+    folder: Path | None = None
 
 
-def _models(runs: Path) -> Iterator[_Model]:
-    for file in sorted(runs.glob("*/reward_model/training.json")):
-        try:
-            manifest, made = json.loads(file.read_bytes()), datetime.fromtimestamp(file.stat().st_mtime, UTC)
-        except FileNotFoundError:  # its run has just withdrawn it
-            continue
-        yield _Model(file.parent, manifest["parent"], manifest["lineage"]["lake_versions"], made)
-
-
-def _policies(store: PolicyStore) -> Iterator[Policy]:
+def _policies(store: PolicyStore) -> Iterator[_Artifact]:
     from serve.policies.store import PolicyNotFound
 
     for version in store.versions():
         try:
-            yield store.get(version)
+            policy = store.get(version)
         except PolicyNotFound:  # its run has just withdrawn it
             continue
+        created = datetime.fromisoformat(policy.created_at)
+        yield _Artifact(str(version), policy.parent, policy.lineage.get("lake_versions"), created, version=version)
 
 
-def _name_of(made: Policy | _Model) -> str:
-    return f"{made.folder} {made.made}" if isinstance(made, _Model) else str(made.version)
+def _models(runs: Path) -> Iterator[_Artifact]:
+    for file in sorted(runs.glob("*/reward_model/training.json")):
+        try:
+            manifest, created = json.loads(file.read_bytes()), datetime.fromtimestamp(file.stat().st_mtime, UTC)
+        except FileNotFoundError:  # its run has just withdrawn it
+            continue
+        name, versions = f"{file.parent} {created}", manifest["lineage"]["lake_versions"]
+        yield _Artifact(name, manifest["parent"], versions, created, folder=file.parent)
+
+
+def _reached(
+    artifacts: Iterable[_Artifact],
+    own: Callable[[_Artifact], tuple[Certainty, str] | None],
+    parents: Iterable[Trained] = (),
+) -> Reached:
+    """Of artifacts, parents before children, those that ``own`` gives a reason for, and what descends from them."""
+    policies = {policy.version: policy for policy in parents}
+    reached, models = [], []
+    for artifact in artifacts:
+        reason = own(artifact)
+        above = policies.get(artifact.parent) if artifact.parent is not None else None
+        if above is not None and (reason is None or (above.certainty, reason[0]) == ("yes", "possibly")):
+            reason = above.certainty, f"it descends from policy {above.version}"
+        if reason is None:
+            continue
+        if artifact.version is not None:
+            policies[artifact.version] = Trained(artifact.version, *reason)
+            reached.append(policies[artifact.version])
+        else:
+            models.append(TrainedModel(str(artifact.folder), *reason))
+    return reached, models
 
 
 def _lost(versions: Mapping[str, int] | None, lake: Lake, since: Mapping[str, int]) -> str | None:
@@ -189,10 +185,10 @@ def _lost(versions: Mapping[str, int] | None, lake: Lake, since: Mapping[str, in
     return f"{gone} that may have been there when it was trained" if gone else None
 
 
-def _trained_on(
-    versions: Mapping[str, int] | None, made: datetime, lake: Lake, found: Found
+def _has_read(
+    versions: Mapping[str, int] | None, created: datetime, lake: Lake, found: Found
 ) -> tuple[Certainty, str] | None:
-    """Whether what was made at a time, from the lake at these versions, has seen some rows, and how that is known."""
+    """Whether what was trained at a time, from the lake at some versions, has read some rows, and how that is known."""
     from feedback.maintenance.erasure import was_visible
 
     if versions is None:  # it was not trained from the lake
@@ -206,8 +202,8 @@ def _trained_on(
             return "yes", f"they were in {table} at version {versions[table]}"
         if seen is None:
             unknown.append(f"{table} at version {versions[table]}")
-    if unknown and found.since is not None and found.since <= made:
-        return "possibly", f"{', '.join(unknown)} can't be read, and it was made after them"
+    if unknown and found.since is not None and found.since <= created:
+        return "possibly", f"{', '.join(unknown)} can't be read, and it was trained after them"
     return None
 
 

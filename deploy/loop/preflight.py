@@ -9,7 +9,7 @@ from deploy.config.root import ConfigError, Settings
 from feedback.config import RuleConfig
 from feedback.scoring.sources.rules import RuleError, configured, load_rule
 from serve.policies.folder import compute_dtype
-from serve.policies.store import Policy, PolicyError, PolicyStore
+from serve.policies.store import Policy, PolicyError
 from train import algorithms, dataflows
 from train.config.context_length import longest_prompt
 from train.observe.hooks import HookError, load_function
@@ -35,7 +35,7 @@ def check(settings: Settings) -> None:
         problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
     if not settings.train.algorithm.trains_policy:
         problems.append(NO_POLICY)
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))
     problems += training_problems(settings)
@@ -80,7 +80,7 @@ def training_problems(settings: Settings) -> list[str]:
         loads["train.algorithm.name"] = partial(algorithms.load, train.algorithm)
     if train.dataflow:
         loads["train.dataflow"] = partial(dataflows.load, train)
-    store = PolicyStore(settings.path(settings.serve.policies))
+    store = settings.policy_store()
     if train.samples and (policy := store.serving()):
         loads["train.rollout"] = partial(longest_prompt, train.rollout, store.get(policy.version).path)
     return problems + _unloadable(loads)

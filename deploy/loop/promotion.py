@@ -9,7 +9,7 @@ import socket
 from serve.policies.store import Pointer, PolicyStore, RecordDamaged
 
 
-class RolloutRefused(RuntimeError):
+class PromotionRefused(RuntimeError):
     """The pointer was not moved; the text says why and what to do."""
 
 
@@ -27,10 +27,10 @@ def promote(
     The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that serves
     already: it gets a new generation, at which a replica that failed to load it tries again. ``override`` promotes
     without a passing verdict; who and why stay in the pointer's history, marked as an override. ``expected`` is the
-    pointer on which the decision was taken; the current one if not given.
+    pointer on which the decision was taken, by default the current one.
 
-    Raises RolloutRefused (no passing verdict, or an override without a reason), serve.policies.store.PolicyNotFound,
-    PolicyCorrupt (a file differs from the manifest) and StalePointer (somebody moved the pointer meanwhile).
+    Raises PromotionRefused (no passing verdict, or an override without a reason), serve.policies.store.PolicyNotFound,
+    PolicyCorrupt (a file differs from the manifest) and StalePointer (the pointer was moved meanwhile).
     """
     store.verify(version)
     # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
@@ -56,13 +56,13 @@ def rollback(
 
     A policy that has not served, also one that the servers refused, is rolled back to by ``override`` only, as it would
     be promoted. So is any if the record of what has served is damaged. A second rollback goes further back, not forward
-    again to what the first one left. ``expected``: the move that is to be undone; the last one if not given.
+    again to what the first one left. ``expected``: the move that is to be undone, by default the last one.
 
-    Raises RolloutRefused if there is nothing to go back to or that can't be known, and what ``promote`` raises.
+    Raises PromotionRefused if there is nothing to go back to or that can't be known, and what ``promote`` raises.
     """
     pointer = expected or store.serving()
     if pointer is None:
-        raise RolloutRefused(f"nothing serves in {store.root}: there is nothing to roll back")
+        raise PromotionRefused(f"nothing serves in {store.root}: there is nothing to roll back")
     target, served, damage = to, set[int](), None
     try:
         served = store.served()
@@ -70,16 +70,16 @@ def rollback(
         damage = str(error)
     if target is None:
         if damage is not None:
-            raise RolloutRefused(f"{damage}; or name the policy yourself: --to VERSION --override --why '...'")
+            raise PromotionRefused(f"{damage}; or name the policy yourself: --to VERSION --override --why '...'")
         before = [version for version in _before(store.history()) if version in served]
         if not before:
-            raise RolloutRefused(
+            raise PromotionRefused(
                 f"policy {pointer.version} is the first that served: there is nothing to go back to; to one that has "
                 "not served: --to VERSION --override --why '...'"
             )
         target = before[-1]
     if target == pointer.version:
-        raise RolloutRefused(f"policy {target} serves already")
+        raise PromotionRefused(f"policy {target} serves already")
     store.verify(target)
     verdict: dict[str, object] = {"rollback_from": pointer.version}
     if target not in served:
@@ -92,16 +92,16 @@ def rollback(
 def _overridden(
     verdict: dict[str, object] | None, objection: str, command: str, *, override: bool, why: str
 ) -> dict[str, object]:
-    """The verdict of a move that somebody answers for. Raises RolloutRefused unless somebody does, with a reason."""
+    """The verdict of an override. Raises PromotionRefused if it is none, or has no reason."""
     if not override:
-        raise RolloutRefused(f"{objection}; or do it on your own account: {command} --override --why '...'")
+        raise PromotionRefused(f"{objection}; to override: {command} --override --why '...'")
     if not why.strip():
-        raise RolloutRefused(f"{objection}, and an override needs a reason, which goes on record: --why '...'")
+        raise PromotionRefused(f"{objection}, and an override needs a reason, which is recorded: --why '...'")
     return {**(verdict or {}), "override": True, "objection": objection}
 
 
 def person() -> str:
-    """user@host of whoever runs this process, for the record."""
+    """user@host of this process, for the record."""
     try:
         name = pwd.getpwuid(os.getuid()).pw_name
     except KeyError:  # a container's user without an entry
@@ -116,8 +116,8 @@ def _objection(version: int, verdict: dict[str, object] | None, incumbent: int) 
         return f"policy {version} was not evaluated: {evaluate}"
     if verdict.get("verdict") != "pass":
         reasons = verdict.get("reasons")
-        said = "; ".join(map(str, reasons)) if isinstance(reasons, (list, tuple)) and reasons else "no reason given"
-        return f"policy {version} did not pass the gate ({said})"
+        why = "; ".join(map(str, reasons)) if isinstance(reasons, (list, tuple)) and reasons else "no reason"
+        return f"policy {version} did not pass the gate ({why})"
     if verdict.get("incumbent") != incumbent:
         return (
             f"policy {version} passed the gate against policy {verdict.get('incumbent')}, "

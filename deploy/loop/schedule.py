@@ -1,7 +1,7 @@
 """The scheduler: starts a cycle when it is due, by cron or interval, one at a time, missed ones as one.
 
-Beside the cycles it runs the lake's maintenance at an interval. A maintenance that fails is told, and tried again when
-the next one is due.
+Beside the cycles it runs the lake's maintenance at an interval. A maintenance that fails is reported, and tried
+again when the next one is due.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Scheduler:
     """Runs ``millrace cycle`` as a process when it is due, until ``stop`` or schedule.max_cycles."""
 
     def __init__(self, settings: Settings, *, say: Callable[[str], None] = print) -> None:
-        """Raises ConfigError for a crontab line that is none, or settings with which no cycle can work."""
+        """Raises ConfigError for an invalid crontab line, or settings with which no cycle can work."""
         preflight.check(settings)
         self._settings = settings
         self._snapshot = settings.snapshot()
@@ -40,12 +40,11 @@ class Scheduler:
         self._trigger = trigger(settings.schedule)
         self._children: dict[str, Child] = {}
         self._lock = threading.Lock()
-        self._stop_asked: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put() may be called in a signal handler
+        self._stop_requests: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe in a signal handler
         self._stopping = self._ended = False
-        self._told_of_overlap: set[str] = set()
-        self._finished = 0
+        self._overlap_reported: set[str] = set()
         self._before = {record.number for record in records.load_all(settings)}
-        logging.getLogger("apscheduler").setLevel(logging.ERROR)  # what it warns of, _tell says in our words
+        logging.getLogger("apscheduler").setLevel(logging.ERROR)  # _report prints what it warns of
         self._scheduler = BlockingScheduler(timezone=UTC if not settings.schedule.cron else None)
 
     def run(self) -> None:
@@ -72,11 +71,11 @@ class Scheduler:
                 coalesce=True,
                 misfire_grace_time=None,
             )
-        self._scheduler.add_listener(self._tell, EVENT_JOB_ERROR | EVENT_JOB_MAX_INSTANCES | EVENT_JOB_MISSED)
+        self._scheduler.add_listener(self._report, EVENT_JOB_ERROR | EVENT_JOB_MAX_INSTANCES | EVENT_JOB_MISSED)
         wait = max(0.0, (first - datetime.now(UTC)).total_seconds())
         every = f"cron {schedule.cron!r}" if schedule.cron else f"every {schedule.interval_seconds:g} s"
         self._say(f"schedule: {every}, first cycle in {wait:.0f} s")
-        threading.Thread(target=self._shut_down_when_asked, name="schedule stop", daemon=True).start()
+        threading.Thread(target=self._shut_down_on_request, name="schedule stop", daemon=True).start()
         try:
             self._scheduler.start()
         finally:
@@ -88,16 +87,16 @@ class Scheduler:
 
         Safe in a signal handler.
         """
-        self._stop_asked.put(None)
+        self._stop_requests.put(None)
 
-    def _shut_down_when_asked(self) -> None:
-        self._stop_asked.get()
+    def _shut_down_on_request(self) -> None:
+        self._stop_requests.get()
         with self._lock:
             self._stopping = True
             for child in self._children.values():
-                child.ask_to_stop()
+                child.request_stop()
         while not self._scheduler.running and not self._ended:
-            time.sleep(0.05)  # asked before it began
+            time.sleep(0.05)  # requested before it began
         if self._scheduler.running:
             self._scheduler.shutdown(wait=True)
 
@@ -119,14 +118,14 @@ class Scheduler:
         code = self._run_child(_MAINTENANCE, command, log="maintenance.log", grace=grace, most=most)
         if code and not self._stopping:
             file = self._settings.path(self._settings.up.logs) / "maintenance.log"
-            self._say(f"schedule: maintenance of the lake ended with code {code}, see {file}; it is tried again")
+            self._say(f"schedule: maintenance of the lake ended with code {code}, see {file}; the next run tries again")
 
     def _run_child(self, name: str, command: list[str], *, log: str, grace: float, most: float) -> int | None:
         """Run a command of ours to its end; the exit code, None if the scheduling has ended."""
         with self._lock:
             if self._stopping:
                 return None
-            self._told_of_overlap.discard(name)
+            self._overlap_reported.discard(name)
             self._children[name] = child = Child(
                 name,
                 millrace("--config", self._snapshot, *command),
@@ -138,7 +137,7 @@ class Scheduler:
         try:
             return child.wait(most)
         except TimeoutError as error:
-            self._say(f"schedule: {error}, longer than it may: stopping it")
+            self._say(f"schedule: {error}, stopping it")
             return child.stop()
         finally:
             with self._lock:
@@ -155,28 +154,28 @@ class Scheduler:
             self._say(f"schedule: {done} cycles done, schedule.max_cycles reached")
             self.stop()
 
-    def _tell(self, event: Any) -> None:
+    def _report(self, event: Any) -> None:
         if isinstance(event, JobExecutionEvent) and event.exception is not None:
             self._say(f"schedule: the {event.job_id} could not be started: {event.exception!r}")
         elif event.code == EVENT_JOB_MAX_INSTANCES:
-            if event.job_id not in self._told_of_overlap:
+            if event.job_id not in self._overlap_reported:
                 self._say(f"schedule: a {event.job_id} is due and one is running: they become one")
-            self._told_of_overlap.add(event.job_id)
+            self._overlap_reported.add(event.job_id)
         else:
             self._say("schedule: a start was too late (schedule.misfire_grace_seconds) and is left out")
 
 
 def trigger(config: ScheduleConfig) -> CronTrigger | IntervalTrigger:
-    """When cycles are due. Raises ConfigError for a crontab line that is none."""
+    """When cycles are due. Raises ConfigError for an invalid crontab line."""
     jitter = int(config.jitter_seconds) or None
     if config.cron is None:
         return IntervalTrigger(seconds=config.interval_seconds, jitter=jitter, timezone=UTC)
     try:
-        made = CronTrigger.from_crontab(config.cron)
+        cron = CronTrigger.from_crontab(config.cron)
     except ValueError as error:
-        raise ConfigError(f"schedule.cron: {config.cron!r} is no crontab line: {error}") from None
-    made.jitter = jitter
-    return made
+        raise ConfigError(f"schedule.cron: {config.cron!r} is not a crontab line: {error}") from None
+    cron.jitter = jitter
+    return cron
 
 
 def first_run(settings: Settings, due: CronTrigger | IntervalTrigger) -> datetime:

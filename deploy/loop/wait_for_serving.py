@@ -18,7 +18,7 @@ class NotServed(RuntimeError):
 
 
 def server_policy(settings: Settings) -> dict[str, Any] | None:
-    """What ``GET /policy`` of the configured server says; None if nobody answers there."""
+    """The answer of ``GET /policy`` of the configured server; None if there is none."""
     import httpx
 
     try:
@@ -37,13 +37,13 @@ def wait_until_served(
 
     A server that reports that it could not load it keeps the old policy; then the pointer goes back too, so that a
     restart doesn't try the same again. Raises NotServed for that and when cycle.swap_timeout_s has passed, which a
-    fleet's canary has its own time beside. ``say``: told when that takes longer for want of requests.
+    fleet's canary has its own time beside. ``say``: gets a line when that takes longer for want of requests.
     """
     started = time.monotonic()
     fleet, most_s, held = settings.serve.fleet, settings.cycle.swap_timeout_s, False
     while time.monotonic() < started + most_s:
         answer = server_policy(settings) or {}
-        if answer.get("phase") is not None:  # as the server says: it may be a fleet where this configuration has none
+        if answer.get("phase") is not None:  # by its own report: it may be a fleet where this configuration has none
             most_s = settings.cycle.swap_timeout_s + fleet.longest_canary_s
         if not held and (answer.get("rollout") or {}).get("held"):
             held = True
@@ -75,6 +75,6 @@ def _back(store: PolicyStore, refused: Pointer, why: str) -> str:
         store.record_outcome(refused, served=False, by="cycle")
         try:
             return f"the pointer is back at {promotion.rollback(store, who='cycle', why=why, expected=refused).version}"
-        except (promotion.RolloutRefused, StalePointer) as error:
+        except (promotion.PromotionRefused, StalePointer) as error:
             return str(error)
     return f"the pointer is at {current.version if current else None}"

@@ -1,4 +1,4 @@
-"""Child processes of Millrace: each under a warden, its output in a log file that can be followed."""
+"""Child processes of Millrace: each under a subreaper, its output in a log file that can be followed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from feedback.signals import STOPPING, StopSignal
 NOTHING_TO_LEARN: Final = 3
 """Exit code of `millrace train` where there was nothing to learn from, and nothing went wrong."""
 
-_WARDEN_MARGIN_S = 8.0  # what the warden needs beyond the grace, to end what the command left behind
+_SUBREAPER_MARGIN_S = 8.0  # beyond the grace, to end what the command left behind
 
 
 class Stopped(StopSignal):
@@ -57,7 +57,7 @@ def stop_on_signals() -> Iterator[None]:
     except SystemExit:
         if stopped is None:
             raise
-        raise stopped from None  # Ray hands on a plain one, whichever ended its wait
+        raise stopped from None  # Ray raises a plain one, whichever signal ended its wait
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -75,7 +75,7 @@ def no_leftovers(grace: float = 5.0) -> Iterator[None]:
 
 
 class Child:
-    """One command, run below a warden in a session of its own; stdout and stderr are appended to ``log``.
+    """One command, run below a subreaper in a session of its own; stdout and stderr are appended to ``log``.
 
     Start it from a thread that outlives it: Linux ties it to the thread that started it.
     """
@@ -98,16 +98,8 @@ class Child:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
                 [
-                    *(
-                        sys.executable,
-                        "-m",
-                        "deploy.supervise.subreaper",
-                        "--parent",
-                        str(os.getpid()),
-                        "--grace",
-                        str(grace),
-                    ),
-                    *("--", *command),
+                    *(sys.executable, "-P", "-m", "deploy.supervise.subreaper"),
+                    *("--parent", str(os.getpid()), "--grace", str(grace), "--", *command),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -142,15 +134,22 @@ class Child:
                 continue
         return code
 
-    def ask_to_stop(self) -> None:
+    def finish(self, timeout: float) -> int:
+        """``wait``; however that ends, nothing of it runs afterwards."""
+        try:
+            return self.wait(timeout)
+        finally:
+            self.stop()
+
+    def request_stop(self) -> None:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
 
     def stop(self) -> int:
         """Stop it and everything below it, by force after the grace; the exit code."""
-        self.ask_to_stop()
+        self.request_stop()
         try:
-            return self.wait(self.grace + _WARDEN_MARGIN_S)
+            return self.wait(self.grace + _SUBREAPER_MARGIN_S)
         except TimeoutError:
             self._process.kill()
             return self.wait(5.0)
@@ -194,7 +193,7 @@ class _Follower:
 
 def millrace(*arguments: str | Path) -> list[str]:
     """The command line that runs this installation's CLI."""
-    return [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
+    return [sys.executable, "-P", "-m", "deploy.cli", *map(str, arguments)]
 
 
 def _python_path(environment: Mapping[str, str]) -> str:

@@ -2,7 +2,7 @@
 
     python -m deploy.supervise.subreaper --parent PID --grace SECONDS -- COMMAND...
 
-The command runs below the warden, which adopts every descendant that loses its parent (Linux's child subreaper), so
+The command runs below the subreaper, which adopts every descendant that loses its parent (Linux's child subreaper), so
 that it can end them all, daemons that left the process group included, when the command has ended. SIGTERM, SIGINT
 and SIGHUP, and the death of the parent, ask the command to stop (SIGTERM, to it alone: it knows in which order its
 own children go) and kill it after ``grace`` seconds. The exit status is the command's; 128 + n if signal n ended it.
@@ -52,19 +52,19 @@ def main() -> None:
 def _guard(command: list[str], grace: float, stopping: list[float]) -> int:
     own = os.getpid()
 
-    def tie_to_warden() -> None:
+    def tie_to_subreaper() -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         die_with_parent(own)
 
     # preexec_fn is safe here: this process has one thread.
-    child = subprocess.Popen(command, process_group=0, preexec_fn=tie_to_warden)
-    asked = killed = False
+    child = subprocess.Popen(command, process_group=0, preexec_fn=tie_to_subreaper)
+    terminated = killed = False
     while child.poll() is None:
-        if stopping and not asked:
+        if stopping and not terminated:
             child.send_signal(signal.SIGTERM)
-            asked = True
-        elif asked and not killed and time.monotonic() - stopping[0] > grace:
+            terminated = True
+        elif terminated and not killed and time.monotonic() - stopping[0] > grace:
             print(f"it did not stop within {grace:.0f} s of SIGTERM: killed", file=sys.stderr, flush=True)
             child.kill()
             killed = True
@@ -79,7 +79,7 @@ def _guard(command: list[str], grace: float, stopping: list[float]) -> int:
 def die_with_parent(parent: int) -> None:
     """Get SIGTERM when the parent dies, even by SIGKILL. Where there is no prctl (not Linux) this does nothing."""
     if _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) and os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)  # it died before we could ask
+        os.kill(os.getpid(), signal.SIGTERM)  # it died before the call
 
 
 def adopt_orphans() -> None:
@@ -90,25 +90,25 @@ def adopt_orphans() -> None:
 def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
     """End every process below this one, SIGTERM first and SIGKILL after ``grace`` seconds; name those killed.
 
-    Those from which signals are held back, because their owner was to end them, can't be asked: SIGKILL at once.
+    Those from which signals are held back, because their owner was to end them, get SIGKILL at once.
 
     spare_trackers: leave multiprocessing's resource trackers, which ignore SIGTERM, clean up and end when this process
     ends; for a process that has one of its own.
     """
     own = psutil.Process()
     deadline = time.monotonic() + grace
-    asked: set[int] = set()
+    signalled: set[int] = set()
     while time.monotonic() < deadline:
         living = _living(own, spare_trackers)
         if not living:
             return []
         for process in living:
-            if process.pid not in asked:
-                asked.add(process.pid)
-                _signal(process, signal.SIGKILL if _holds_back(process) else signal.SIGTERM)
+            if process.pid not in signalled:
+                signalled.add(process.pid)
+                _signal(process, signal.SIGKILL if _blocks_sigterm(process) else signal.SIGTERM)
         time.sleep(_POLL_S)
     names: list[str] = []
-    # A process can fork while the list is read, so look again until nobody is there.
+    # A process can fork while the list is read, so look again until none is left.
     for _ in range(100):
         living = _living(own, spare_trackers)
         if not living:
@@ -139,8 +139,8 @@ def _is_tracker(process: psutil.Process) -> bool:
     return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
-def _holds_back(process: psutil.Process) -> bool:
-    """Whether its main thread has SIGTERM blocked. Where there is no /proc to say so, it has not."""
+def _blocks_sigterm(process: psutil.Process) -> bool:
+    """Whether its main thread has SIGTERM blocked. False where there is no /proc."""
     try:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except OSError:

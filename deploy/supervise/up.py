@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from deploy.config.root import Settings, child_environment
 from deploy.loop import preflight
 from deploy.loop.schedule import trigger
 from deploy.supervise.children import Child, millrace
-from serve.policies.store import PolicyStore
+from feedback.files import LockTimeoutError, locked
 
 _POLL_S = 0.2
 
@@ -38,7 +37,7 @@ def up(
     Raises UpFailed when a process ends by itself; nothing is restarted in silence. However this ends, the scheduler
     is stopped first and then the server, so that no cycle promotes into a server that is going.
     """
-    if PolicyStore(settings.path(settings.serve.policies)).serving() is None:
+    if settings.policy_store().serving() is None:
         raise UpFailed(f"no policy serves in {settings.home}: run `millrace init --model NAME_OR_FOLDER` first")
     if schedule:
         preflight.check(settings)
@@ -115,9 +114,9 @@ def _ended(child: Child, code: int) -> UpFailed:
 def _only_one(settings: Settings) -> Iterator[None]:
     path = settings.path(".up.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            stack.enter_context(locked(path, 0.0))
+        except LockTimeoutError:
             raise UpFailed(f"another `millrace up` runs in {settings.home}") from None
         yield

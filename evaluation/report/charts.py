@@ -104,9 +104,9 @@ def gates(rows: Sequence[Mapping[str, Any]], *, percent: bool, label: str) -> st
             shade = GOOD if row["verdict"] == "pass" else BAD
             axes.plot([row["ci_low"], row["ci_high"]], [i, i], color=shade, linewidth=7, alpha=0.22, zorder=2)
             axes.plot(row["difference"], i, "o", color=shade, markersize=8, zorder=3)
-            said = "passed" if row["verdict"] == "pass" else "refused"
+            text = "passed" if row["verdict"] == "pass" else "refused"
             axes.annotate(
-                said, (1.0, i), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
+                text, (1.0, i), xycoords=("axes fraction", "data"), xytext=(8, 0), textcoords="offset points",
                 va="center", color=shade, fontsize=10.5, annotation_clip=False,
             )  # fmt: skip
         for bar in sorted({row.get("min_difference") or 0.0 for row in rows}):
@@ -203,7 +203,7 @@ def serving(bins: Mapping[str, Sequence[float]], swaps: Sequence[tuple[float, st
 
 
 def stages(seconds: Mapping[str, float], *, label: str) -> str:
-    """Seconds by stage, one bar each, in the order given."""
+    """Seconds by stage, one bar each, in their order."""
     with mpl.rc_context(_STYLE):
         figure, axes = _figure(_WIDE, 0.35 + 0.38 * len(seconds))
         axes.barh(range(len(seconds)), list(seconds.values()), height=0.58, color="#8fa3c8")

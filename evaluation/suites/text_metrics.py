@@ -21,14 +21,14 @@ def distinct_n(responses: Sequence[Sequence[int]], n: int) -> float:
 def kl_terms(
     incumbent: NDArray[np.floating], candidate: NDArray[np.floating]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Terms of KL(incumbent || candidate) and of KL(candidate || incumbent), one a token, none negative, in nats.
+    """Terms of KL(incumbent || candidate) and of KL(candidate || incumbent), one per token, none negative, in nats.
 
     Takes the log-probabilities [tokens] that the two policies give to tokens which the *incumbent* sampled, at
     temperature 1 with nothing cut off. With r = candidate / incumbent, the first is k3 = r - 1 - log r of Schulman 2020
     (joschu.net/blog/kl-approx.html), the second r log r - (r - 1), the same estimator importance-weighted by r. Under
     the incumbent E[r] = 1, so the mean of each is without bias the KL between the two next-token distributions,
     averaged over the prefixes that the incumbent visits. Where the candidate puts its mass on tokens that the
-    incumbent hardly ever samples, a small sample tells the second far too low; the first then grows, and is the one to
+    incumbent hardly ever samples, a small sample puts the second far too low; the first then grows, and is the one to
     bound.
     """
     log_ratio = candidate.astype(np.float64) - incumbent.astype(np.float64)

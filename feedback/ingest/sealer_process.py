@@ -90,7 +90,7 @@ class Sealer:
     def _spawn(self) -> subprocess.Popen[str]:
         with held_back():  # they are for the parent, which then ends it in order
             child = subprocess.Popen(
-                [sys.executable, "-m", "feedback.ingest.sealer_process"],
+                [sys.executable, "-P", "-m", "feedback.ingest.sealer_process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -86,7 +85,6 @@ def _ray(config: FleetConfig) -> Iterator[None]:
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",  # by itself five seconds, which a proxy's imports can take
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     common: dict[str, Any] = {
         "runtime_env": {"env_vars": environment},

@@ -21,6 +21,7 @@ from typing import Any, Final
 import psutil
 
 from feedback.signals import held_back
+from feedback.user_code import search_path
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +78,25 @@ def connect(**options: Any) -> None:
     setter, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
         with held_back():
-            ray.init(**options)
+            ray.init(**options | search_as_here(options.get("runtime_env", {})))
     finally:
         utils.set_sigterm_handler = setter
+
+
+def search_as_here(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``ray.init`` with which workers find modules where this process does, in the same order."""
+    from ray.job_config import JobConfig
+
+    class WithoutWorkingDirectory(JobConfig):
+        """Ray puts the driver's working directory first on its workers' path, unless the runtime environment has one:
+        worker.connect asks by this method (ray 2.60; tests/deploy/test_user_files.py sees whether that holds).
+        """
+
+        def _runtime_env_has_working_dir(self) -> bool:
+            return True
+
+    variables = {**runtime_env.get("env_vars", {}), **search_path()}
+    return {"runtime_env": {**runtime_env, "env_vars": variables}, "job_config": WithoutWorkingDirectory()}
 
 
 def loopback_sockets() -> dict[str, str]:

@@ -39,6 +39,7 @@ async def vet(store: PolicyStore, version: int, *, check_finite: bool, timeout_s
     answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     command = [
         sys.executable,
+        "-P",
         "-m",
         "serve.swap.verification",
         str(store.root.absolute()),

@@ -19,7 +19,7 @@ from deploy.config.sources import ENV_PREFIX
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test in an empty folder, without the settings of whoever runs it."""
+    """Each test in an empty folder, without the settings of the user who runs it."""
     monkeypatch.chdir(tmp_path)
     for name in list(os.environ):
         if name.upper().startswith(ENV_PREFIX):

@@ -54,7 +54,7 @@ def test_an_unknown_key_is_an_error_that_names_the_nearest_right_one_and_the_sou
     ):
         with pytest.raises(ConfigError) as error:
             load()
-        assert f"{key} is no setting" in str(error.value)
+        assert f"unknown setting {key} " in str(error.value)
         assert f"did you mean {near}?" in str(error.value)
         assert source in str(error.value)
 

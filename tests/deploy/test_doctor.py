@@ -4,6 +4,8 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from deploy import doctor
 from deploy.config import root
 from deploy.config.root import Settings
@@ -34,9 +36,9 @@ def test_what_the_loop_still_lacks_is_found_before_it_is_started(settings: Setti
     suite = settings.home / "suite.jsonl"
     suite.parent.mkdir(parents=True, exist_ok=True)
     suite.write_text('{"id": "1", "prompt": "a", "answer": "b"}\n')
-    told = root.load(settings.snapshot(), [*wrong, ("evaluation.suite", str(suite))], {})
-    assert "0 99 * * *" in found(told)["loop"].found
-    right = root.load(told.snapshot(), [("schedule.cron", "0 9 * * *")], {})
+    configured = root.load(settings.snapshot(), [*wrong, ("evaluation.suite", str(suite))], {})
+    assert "0 99 * * *" in found(configured)["loop"].found
+    right = root.load(configured.snapshot(), [("schedule.cron", "0 9 * * *")], {})
     assert found(right)["loop"].level == "ok"
 
 
@@ -55,7 +57,7 @@ def test_a_server_that_would_not_start_for_want_of_keys_is_found(tmp_path: Path)
     off = root.load(others.snapshot(), [("serve.auth", "off")], {})
     assert found(off)["keys"].level == "warn"
     create_key(tmp_path / "keys.json", name="one", tenant="t", scopes=["generate"])
-    assert found(others)["keys"].found == f"1 of 1 in {tmp_path / 'keys.json'} are good"
+    assert found(others)["keys"].found == f"1 of 1 in {tmp_path / 'keys.json'} are active"
     (tmp_path / "keys.json").write_text("{")
     assert "is not one" in found(own)["keys"].found
 
@@ -93,6 +95,6 @@ def test_the_disk_is_measured_and_nothing_is_left_on_it(tmp_path: Path) -> None:
 
 
 def test_a_version_that_the_package_does_not_allow_is_bad() -> None:
-    assert doctor._satisfies("2.60.1", "ray[default]==2.60.*")
-    assert doctor._satisfies("2.13.0+cpu", "torch==2.13.0")
-    assert not doctor._satisfies("2.61.0", "ray[default]==2.60.*")
+    assert doctor._satisfies("2.60.1", Requirement("ray[default]==2.60.*"))
+    assert doctor._satisfies("2.13.0+cpu", Requirement("torch==2.13.0"))
+    assert not doctor._satisfies("2.61.0", Requirement("ray[default]==2.60.*"))

@@ -8,9 +8,11 @@ import pytest
 
 from deploy.config.root import Settings
 from deploy.display.report_data import ReportError, gather
+from deploy.examples.demo import summary
 from deploy.loop import records
 from evaluation.report.page import build
 from feedback.ids import uuid7
+from feedback.ingest.seal import seal
 from feedback.journal.writer import Journal
 from serve.policies.store import PolicyStore
 
@@ -68,6 +70,27 @@ def test_what_a_home_holds_is_gathered(used: Settings) -> None:
     assert data.traffic is not None
     totals = {"requests": 1, "responses": 1, "response_tokens": 2, "feedback": 0, "responses_with_reward": 0}
     assert data.totals == {**totals, "failed_requests": 0}
+
+
+def test_the_demo_counts_from_both_sides_in_its_summary_and_in_its_report(used: Settings, tmp_path: Path) -> None:
+    lake = used.lake()
+    lake.create()
+    seal(lake, Path(used.resolved().feedback.journal.folder))
+    with lake.connect() as connection:
+        [(kept,)] = connection.execute("SELECT response_id FROM interactions").fetchall()
+    account = [
+        {"kind": "generate", "ok": True, "ids": [kept]},
+        {"kind": "generate", "ok": True, "ids": ["lost"]},
+        {"kind": "feedback", "ok": False},
+    ]
+    figures = summary.write(used, tmp_path, account, {"seed": 1.0})
+    assert (figures["requests"], figures["failed_requests"], figures["swaps"]) == (3, 1, 1)
+    assert (figures["interactions_acknowledged"], figures["interactions_in_lake"]) == (2, 1)
+    assert (figures["interactions_lost"], figures["interactions_not_acknowledged"]) == (1, 0)
+    assert [gate["candidate"] for gate in figures["gate"]] == [2]
+    assert figures["seconds"] == {"seed": 1.0, "cycle 1: score": 2.0, "cycle 1: train": 2.0}
+    assert json.loads((tmp_path / "summary.json").read_text()) == figures
+    assert "acknowledged, 1 in the lake" in (tmp_path / "report.html").read_text()
 
 
 def test_the_page_is_built_from_a_used_home_and_from_an_empty_one(used: Settings, tmp_path: Path) -> None:

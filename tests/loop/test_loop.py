@@ -56,13 +56,13 @@ def test_what_users_were_acknowledged_is_in_the_lake_once_and_nothing_else(demo:
         assert summary[f"{table}_acknowledged"] == summary[f"{table}_in_lake"] == len(kept)
 
 
-def test_every_response_names_the_policy_that_the_user_was_told(demo: Path) -> None:
+def test_every_row_names_the_policy_that_the_answer_named(demo: Path) -> None:
     account = [json.loads(line) for line in (demo / "account.jsonl").read_text().splitlines()]
-    told = {i: entry["policy_version"] for entry in account if entry["kind"] == "generate" for i in entry["ids"]}
+    named = {i: entry["policy_version"] for entry in account if entry["kind"] == "generate" for i in entry["ids"]}
     rows = duckdb.from_arrow(DeltaTable(str(demo / "home" / "lake" / "interactions")).to_pyarrow_table())
     last = rows.select("response_id, policy_spans[-1].policy_version").fetchall()
-    assert dict(last) == told
-    assert set(told.values()) == {1, 2}
+    assert dict(last) == named
+    assert set(named.values()) == {1, 2}
     assert not rows.filter("len(logprobs) <> len(response_token_ids)").fetchall()
 
 

@@ -54,7 +54,7 @@ async def _capture(folder: Path, config: FeedbackConfig, writers: int, seconds: 
     sealer = Sealer(lake, folder / "journal")
     journal.open()
     sealer.start()
-    while not sealer.healthy:  # it takes a second to start, which is nobody's wait
+    while not sealer.healthy:  # its start takes a second, which is not measured
         await asyncio.sleep(0.05)
     try:
         started = time.perf_counter()

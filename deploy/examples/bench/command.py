@@ -24,14 +24,14 @@ def bench() -> None:
 @bench.command()
 @click.option("--writers", type=click.IntRange(min=1), default=64, show_default=True, help="Writers at a time.")
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="How long.")
-@click.option("--rate", type=click.FloatRange(min=1), help="Rows a second; as many as the writers can if not given.")
+@click.option("--rate", type=click.FloatRange(min=1), help="Rows per second; by default as many as the writers can.")
 @pass_settings
 def capture(settings: Settings, writers: int, seconds: float, rate: float | None) -> None:
     """Durable rows a second, and how long a writer waits, with a sealer beside it."""
     from deploy.examples.bench.capture import capture as measure
 
     with _folder(settings) as folder:
-        _tell(measure(folder, settings.feedback, writers=writers, seconds=seconds, rate=rate))
+        _print(measure(folder, settings.feedback, writers=writers, seconds=seconds, rate=rate))
 
 
 @bench.command()
@@ -42,21 +42,21 @@ def storage(settings: Settings, rows: int) -> None:
     from deploy.examples.bench.storage import storage as measure
 
     with _folder(settings) as folder:
-        _tell(measure(folder, settings.feedback, count=rows))
+        _print(measure(folder, settings.feedback, count=rows))
 
 
 @bench.command()
 @click.option("--history", type=click.IntRange(min=100), default=10_000_000, show_default=True, help="Rows scored.")
 @click.option("--small", type=click.IntRange(min=100), default=10_000, show_default=True, help="Rows to compare with.")
-@click.option("--fresh", type=click.IntRange(min=1), default=10_000, show_default=True, help="New rows a turn.")
-@click.option("--turns", type=click.IntRange(min=1), default=11, show_default=True, help="Turns; medians are told.")
+@click.option("--fresh", type=click.IntRange(min=1), default=10_000, show_default=True, help="New rows per turn.")
+@click.option("--turns", type=click.IntRange(min=1), default=11, show_default=True, help="Turns; medians are printed.")
 @pass_settings
 def scoring(settings: Settings, history: int, small: int, fresh: int, turns: int) -> None:
     """Scoring's rate, and whether it stays flat as history grows. Ten million rows take some 2 GB of disk."""
     from deploy.examples.bench.scoring import scoring as measure
 
     with _folder(settings) as folder:
-        _tell(measure(folder, settings.feedback, history=history, small=small, fresh=fresh, turns=turns))
+        _print(measure(folder, settings.feedback, history=history, small=small, fresh=fresh, turns=turns))
 
 
 @bench.command()
@@ -81,5 +81,5 @@ def _folder(settings: Settings) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def _tell(measured: dict[str, Any]) -> None:
+def _print(measured: dict[str, Any]) -> None:
     click.echo(json.dumps(measured))

@@ -87,12 +87,12 @@ def main() -> None:
 
 
 class Run:
-    """A run in a process of its own, which makes a step when it is told to."""
+    """A run in a process of its own, which makes a step on request."""
 
     def __init__(self, way: str, timeout_s: float) -> None:
         self.way, self.timeout_s = way, timeout_s
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.examples.bench.overlap", *sys.argv[1:], "--way", way],
+            [sys.executable, "-P", "-m", "deploy.examples.bench.overlap", *sys.argv[1:], "--way", way],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -102,10 +102,10 @@ class Run:
         assert self.process.stdin is not None
         self.process.stdin.write(b"\n")
         self.process.stdin.flush()
-        return self.heard()
+        return self.reported()
 
-    def heard(self) -> float:
-        """What it says of its step. Raises RuntimeError if it ended, TimeoutError if it does not say."""
+    def reported(self) -> float:
+        """The seconds of its step. Raises RuntimeError if it ended, TimeoutError if it does not report."""
         assert self.process.stdout is not None
         deadline = time.monotonic() + self.timeout_s
         line = b""
@@ -121,7 +121,7 @@ class Run:
         return float(line.removeprefix(STEP.encode()))
 
     def __enter__(self) -> Run:
-        self.heard()
+        self.reported()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,7 +174,6 @@ def make_run(arguments: argparse.Namespace) -> None:
             object_store_memory=256 * 2**20,
             log_to_driver=False,
             logging_level="ERROR",
-            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
         ):
             begun, erasures = Begun(start, parent), Erasures(Lake(folder, LakeConfig()), start.lake_versions, config)
             train(Online, config, context, store, begun, data_of(arguments), seed=1, history=[], erasures=erasures)

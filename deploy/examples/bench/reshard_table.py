@@ -136,7 +136,7 @@ def placed(model: Decoder, ranks: int, t: int) -> dict[str, Held]:
 
 
 def slices(model: Decoder, ranks: int, t: int) -> Needed:
-    """What vLLM's loaders ask for; for shapes only. The real ones are asked in train/weight_sync/loader_tracing.py."""
+    """The slices that vLLM's loaders read; train/weight_sync/loader_tracing.py traces the real ones."""
     kinds = [
         {name: box for name, shape, cut in shapes(model) if (box := _slices(model, shape, cut, k, t))} for k in range(t)
     ]

@@ -17,7 +17,7 @@ from feedback.schema import TABLES
 from feedback.scoring.run import score
 
 _COMMIT_ROWS = 250_000
-_THUMBED = 3  # one response in so many has a thumb
+_THUMBED = 3  # one response in three has a thumb
 _START = datetime(2026, 1, 1, tzinfo=UTC)
 
 # Ids as UUIDv7 has them: they grow with time, and no two have the same random part.
@@ -92,13 +92,13 @@ def _fill(lake: Lake, low: int, high: int) -> None:
     for at in range(low, high, _COMMIT_ROWS):
         end = min(high, at + _COMMIT_ROWS)
         for table, sql in (("interactions", _INTERACTIONS), ("feedback", _FEEDBACK)):
-            lake.append(table, _made(table, sql, at, end))
+            lake.append(table, _rows(table, sql, at, end))
 
 
 def _late(lake: Lake, history: int, turn: int) -> int:
     """Thumbs on a hundred old responses that had none."""
     wanted = sorted({at - at % _THUMBED + 1 for at in range(turn, history - _THUMBED, max(1, history // 100))})
-    thumbs = [_made("feedback", _FEEDBACK.replace("i % {thumbed} = 0", "true"), at, at + 1) for at in wanted]
+    thumbs = [_rows("feedback", _FEEDBACK.replace("i % {thumbed} = 0", "true"), at, at + 1) for at in wanted]
     at = TABLES["feedback"].get_field_index("feedback_id")
     table = pa.concat_tables(thumbs)
     ids = pa.array([f"late-{turn}-{number}" for number in range(table.num_rows)])
@@ -106,11 +106,11 @@ def _late(lake: Lake, history: int, turn: int) -> int:
     return table.num_rows
 
 
-def _made(table: str, sql: str, low: int, high: int) -> pa.Table:
+def _rows(table: str, sql: str, low: int, high: int) -> pa.Table:
     at = _START.isoformat(sep=" ", timespec="seconds")
     with duckdb.connect() as connection:
-        made = connection.sql(sql.format(id=_ID, at=at, low=low, high=high, thumbed=_THUMBED)).to_arrow_table()
-    return pa.Table.from_arrays([made[field.name].cast(field.type) for field in TABLES[table]], schema=TABLES[table])
+        rows = connection.sql(sql.format(id=_ID, at=at, low=low, high=high, thumbed=_THUMBED)).to_arrow_table()
+    return pa.Table.from_arrays([rows[field.name].cast(field.type) for field in TABLES[table]], schema=TABLES[table])
 
 
 def _expect(scored: int, wanted: int) -> None:

@@ -38,7 +38,7 @@ def main() -> None:
     seen: dict[str, list[dict[str, float]]] = {"naive": [], "tiled": []}
     for _ in range(arguments.rounds):
         for way, figures in seen.items():
-            command = [sys.executable, "-m", "deploy.examples.bench.vocabulary", *sys.argv[1:], "--way", way]
+            command = [sys.executable, "-P", "-m", "deploy.examples.bench.vocabulary", *sys.argv[1:], "--way", way]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
             figures.append(json.loads(done.stdout.splitlines()[-1]))
     result: dict[str, Any] = {n: getattr(arguments, n) for n in ("tokens", "width", "vocabulary", "dtype", "threads")}

@@ -1,1 +1,1 @@
-"""The demo: a seed policy made here, simulated users, and the whole loop turning on this machine."""
+"""The demo: a seed policy trained here, simulated users, and the whole loop turning on this machine."""

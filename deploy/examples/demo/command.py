@@ -1,4 +1,4 @@
-"""demo: the whole loop on this machine, with a model made here and simulated users."""
+"""demo: the whole loop on this machine, with a model trained here and simulated users."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deploy.supervise.children import no_leftovers, stop_on_signals
 @click.option("--cycles", type=click.IntRange(min=1), default=3, show_default=True, help="Cycles that train.")
 @click.option("--users", type=click.IntRange(min=1), default=4, show_default=True, help="Simulated users.")
 def demo(folder: Path, cycles: int, users: int) -> None:
-    """Turn the whole loop on this machine, with a small model made here and simulated users."""
+    """Turn the whole loop on this machine, with a small model trained here and simulated users."""
     with no_leftovers(), stop_on_signals():
         from deploy.examples.demo.run import run
 

@@ -1,7 +1,7 @@
-"""Turn the whole loop on this machine, with simulated users, and account for all of it.
+"""Turn the whole loop on this machine, with simulated users, and count every request.
 
 Seed policy → server and scheduler → users → cycles, while the users go on → one cycle with a learning rate that ruins
-the candidate, which the gate must refuse → the books: what the users were acknowledged against what the lake holds.
+the candidate, which the gate must refuse → what the users were acknowledged, against what the lake holds.
 """
 
 from __future__ import annotations
@@ -137,14 +137,8 @@ def free_port() -> int:
 
 
 def seed_policy(folder: Path, say: Callable[[str], None]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "deploy.examples.demo.seed",
-        str(folder / "seed"),
-        "--skip",
-        str(HELD_OUT + TRAFFIC),
-    ]
+    command = [sys.executable, "-P", "-m", "deploy.examples.demo.seed"]
+    command += [str(folder / "seed"), "--skip", str(HELD_OUT + TRAFFIC)]
     # Two threads that spin while they wait for each other are slow on a machine that does something else too.
     environment = child_environment({"OMP_WAIT_POLICY": "PASSIVE"})
     finish(Child("seed", command, log=folder / "seed.log", environment=environment, grace=5.0, follow=say))
@@ -158,11 +152,7 @@ def call(name: str, settings: Settings, say: Callable[[str], None], file: Path, 
 
 
 def finish(child: Child) -> None:
-    try:
-        code = child.wait(LONGEST_STAGE_S)
-    finally:
-        child.stop()
-    if code:
+    if code := child.finish(LONGEST_STAGE_S):
         raise DemoFailed(f"{child.name} ended with code {code}; its last lines ({child.log}):\n{child.tail()}")
 
 
@@ -187,7 +177,7 @@ def users_command(users_file: Path, folder: Path, settings: Settings, users: int
         "--account": str(folder / "account.jsonl"),
     }
     flags = ["--headless", "--only-summary"]
-    return [sys.executable, "-m", "locust", "-f", str(users_file), *flags, *itertools.chain(*options.items())]
+    return [sys.executable, "-P", "-m", "locust", "-f", str(users_file), *flags, *itertools.chain(*options.items())]
 
 
 def finished(settings: Settings) -> list[CycleRecord]:
@@ -222,7 +212,7 @@ def account(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-# ----------------------------------------------------------------------------------------------- telling the user
+# ---------------------------------------------------------------------------------------------------- the tables
 
 
 def show(figures: dict[str, Any], folder: Path) -> None:
@@ -241,12 +231,12 @@ def show(figures: dict[str, Any], folder: Path) -> None:
             {None: "the seed", "pass": "promoted", "refuse": "refused"}[g["verdict"] if g else None],
         )
     console.print(policies)
-    books = Table(title="The books")
+    counts = Table(title="Counted from both sides")
     for column in ("", "acknowledged by the users", "in the lake"):
-        books.add_column(column)
+        counts.add_column(column)
     for kind in ("interactions", "feedback"):
-        books.add_row(kind, str(figures[f"{kind}_acknowledged"]), str(figures[f"{kind}_in_lake"]))
-    console.print(books)
+        counts.add_row(kind, str(figures[f"{kind}_acknowledged"]), str(figures[f"{kind}_in_lake"]))
+    console.print(counts)
     console.print(
         f"{figures['requests']} requests, {figures['failed_requests']} failed, {figures['swaps']} swaps under load, "
         f"{figures['seconds']['total']:.0f} s in all"

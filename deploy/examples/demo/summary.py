@@ -1,4 +1,6 @@
-"""The demo's books: every figure counted from two sides, what the users noted and what the lake and the store hold."""
+"""What came of the demo: requests and feedback counted from two sides, what users noted and what the lake holds; and
+what the evaluations and the gate found.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,8 @@ from typing import Any
 from deploy.config.root import Settings
 from deploy.display import report_data
 from deploy.loop import records
-from evaluation.report.page import build
-from evaluation.results import Evaluation, PolicyResult, write_whole
-from feedback.lake.tables import Lake
-from serve.policies.store import PolicyStore
+from evaluation.report.page import ReportData, build
+from evaluation.results import write_whole
 
 LEAST_GAIN = 0.25
 
@@ -22,70 +22,48 @@ def write(settings: Settings, folder: Path, account: list[dict[str, Any]], secon
     """Count, and leave summary.json and report.html in ``folder``; the summary's figures.
 
     Args:
-        account: the users' entries, one a request.
+        account: the users' entries, one per request.
         seconds: of each stage so far.
     """
-    figures = {**learning(settings), **books(settings, account), "seconds": {**seconds, **stage_seconds(settings)}}
+    counts = both_sides(settings, account)
+    data = report_data.gather(settings, title="Millrace: the demo", totals=counts)
+    swaps = sum(swap.ok for swap in data.swaps)
+    seconds = {**seconds, **stage_seconds(settings)}
+    figures = {**learning(settings, data), "swaps": swaps, **counts, "seconds": seconds}
     write_whole(folder / "summary.json", json.dumps(figures, indent=2).encode() + b"\n")
-    build(report_data.gather(settings, title="Millrace: the demo"), folder / "report.html")
+    build(data, folder / "report.html")
     return figures
 
 
-def learning(settings: Settings) -> dict[str, Any]:
-    """What the evaluations and the gate said of each policy."""
-    store = PolicyStore(settings.path(settings.serve.policies))
-    evaluations = [Evaluation.load(f) for f in settings.path(settings.evaluation.folder).glob("*-vs-*.json")]
-    results: dict[int, PolicyResult] = {}
-    for evaluation in evaluations:
-        for result in (evaluation.candidate, evaluation.incumbent):
-            results[result.version] = result
-    policies = [store.get(version) for version in store.versions()]
-    judged = [r for r in records.load_all(settings) if r.verdict is not None]
-    served = [pointer.version for pointer in store.history()]
-    fields = ("candidate", "incumbent", "difference", "ci_low", "ci_high", "verdict")
+def learning(settings: Settings, data: ReportData) -> dict[str, Any]:
+    """The evaluations' and the gate's findings on each policy."""
+    served = {pointer.version for pointer in settings.policy_store().history()}
+    fields = {"candidate", "incumbent", "difference", "ci_low", "ci_high", "verdict"}
     return {
         "policies": [
-            {
-                "version": p.version,
-                "parent": p.parent,
-                "heldout_accuracy": results[p.version].accuracy.value,
-                "n": results[p.version].n,
-            }
-            for p in policies
-            if p.version in results
+            policy.model_dump(include={"version", "parent", "heldout_accuracy", "n"})
+            for policy in data.policies
+            if policy.n is not None
         ],
-        "promoted": [p.version for p in policies if p.version in served],
-        "refused": [r.candidate for r in judged if r.status == "refused"],
-        "gate": [{field: r.verdict[field] for field in fields} for r in judged if r.verdict],
+        "promoted": [policy.version for policy in data.policies if policy.version in served],
+        "refused": [record.candidate for record in records.load_all(settings) if record.status == "refused"],
+        "gate": [gate.model_dump(include=fields) for gate in data.gates],
     }
 
 
-def books(settings: Settings, account: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the users were acknowledged, against what DuckDB finds in the lake."""
-    resolved = settings.resolved()
-    lake = Lake(resolved.feedback.lake.uri, resolved.feedback.lake)
-    connection = lake.connect()
-    answered = [entry for entry in account if entry["ok"]]
-    figures: dict[str, Any] = {
-        "swaps": sum(swap["ok"] for swap in swaps(settings)),
-        "requests": len(account),
-        "failed_requests": len(account) - len(answered),
-    }
-    for table, kind, key in (("interactions", "generate", "response_id"), ("feedback", "feedback", "feedback_id")):
-        acknowledged = Counter(i for entry in answered if entry["kind"] == kind for i in entry["ids"])
-        kept = Counter(i for (i,) in connection.execute(f"SELECT {key} FROM {table}").fetchall())
-        figures[f"{table}_acknowledged"] = acknowledged.total()
-        figures[f"{table}_in_lake"] = kept.total()
-        figures[f"{table}_lost"] = (acknowledged - kept).total()
-        figures[f"{table}_not_acknowledged"] = (kept - acknowledged).total()
-    connection.close()
+def both_sides(settings: Settings, account: list[dict[str, Any]]) -> dict[str, Any]:
+    """Requests and feedback that the users were acknowledged, against the rows that DuckDB finds in the lake."""
+    acknowledged = [entry for entry in account if entry["ok"]]
+    figures = {"requests": len(account), "failed_requests": len(account) - len(acknowledged)}
+    with settings.lake().connect() as connection:
+        for table, kind, key in (("interactions", "generate", "response_id"), ("feedback", "feedback", "feedback_id")):
+            users = Counter(i for entry in acknowledged if entry["kind"] == kind for i in entry["ids"])
+            lake = Counter(i for (i,) in connection.execute(f"SELECT {key} FROM {table}").fetchall())
+            figures[f"{table}_acknowledged"] = users.total()
+            figures[f"{table}_in_lake"] = lake.total()
+            figures[f"{table}_lost"] = (users - lake).total()
+            figures[f"{table}_not_acknowledged"] = (lake - users).total()
     return figures
-
-
-def swaps(settings: Settings) -> list[dict[str, Any]]:
-    """The swaps that the server recorded."""
-    files = sorted(settings.path(settings.serve.replicas).glob("*.jsonl"))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
 def stage_seconds(settings: Settings) -> dict[str, float]:
@@ -99,7 +77,7 @@ def stage_seconds(settings: Settings) -> dict[str, float]:
 
 
 def problems(figures: dict[str, Any], *, least_policies: int) -> list[str]:
-    """Which of the demo's promises these figures break, each in a sentence."""
+    """The demo's promises that these figures break, each in a sentence."""
     accuracy = {p["version"]: p["heldout_accuracy"] for p in figures["policies"]}
     promoted, refused = figures["promoted"], figures["refused"]
     found = []

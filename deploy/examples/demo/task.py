@@ -1,7 +1,7 @@
 """The demo's task: six small requests with checkable answers, and the habit that spoils half of them.
 
 A prompt is a verb and a word, ``tail gdab>``; the right answer is a function of the two. The corpus that the seed
-policy is made from is messy, as a team's first corpus is: for three verbs most demonstrations show a habit that users
+policy is trained on is messy, as a team's first corpus is: for three verbs most demonstrations show a habit that users
 don't want (cutting off the wrong end, say). So the seed answers about half of all prompts, and knows more than it
 shows.
 """
@@ -19,7 +19,7 @@ import pyarrow as pa
 
 @dataclass(frozen=True)
 class Verb:
-    """One kind of request: what is asked for, the unwanted habit, and how often the corpus shows the habit."""
+    """One kind of request: the right answer, the unwanted habit, and how often the corpus shows the habit."""
 
     answer: Callable[[str], str]
     habit: Callable[[str], str]

@@ -32,11 +32,11 @@ def chosen(_: click.Context, __: click.Parameter, value: str | None) -> tuple[st
 
 
 @click.command(help=__doc__)
-@click.option("--algorithms", callback=chosen, metavar="NAME,…", help="Which ones; all if not given.")
+@click.option("--algorithms", callback=chosen, metavar="NAME,…", help="Which ones; by default all.")
 @click.option(
     "--off-policy/--no-off-policy",
     default=None,
-    help="Whether to learn from another policy's traffic too, with correction and without; given alone, only that. "
+    help="Whether to learn from another policy's traffic too, with correction and without; alone, only that. "
     "By default it is done when all algorithms are.",
 )
 @click.option("--steps", type=click.IntRange(min=1), help="Steps of each, in place of its own number.")
@@ -103,7 +103,7 @@ def measure(
 
 
 def show(outcomes: dict[str, Outcome]) -> None:
-    table = Table(title="Right answers to prompts that no training saw (reward_model: pairs told apart)")
+    table = Table(title="Right answers to prompts that no training saw (reward_model: pairs ordered rightly)")
     for column in ("algorithm", "before", "after", "gain, at least", "steps", "seconds", "no proof, because"):
         table.add_column(column)
     for name, outcome in outcomes.items():

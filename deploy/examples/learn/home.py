@@ -1,6 +1,6 @@
 """What the trials share: the seed policy in a policy store, a held-out suite, and a lake with what users did.
 
-It is made once and kept in the work folder, until the code that makes it changes.
+It is prepared once and kept in the work folder, until the code that makes it changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 
 
 class LearnError(RuntimeError):
-    """What is asked for can't be measured; the text says why."""
+    """The measurement can't be made; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Home:
 
     @property
     def evaluations(self) -> Path:
-        """Answers are kept there by a policy's content, so that none is asked for twice."""
+        """Answers are kept there by a policy's content, so that none is generated twice."""
         return self.folder / "evaluations"
 
     @property
@@ -76,15 +76,15 @@ class Home:
 
 
 def prepare(folder: Path, say: Say) -> Home:
-    """The home in ``folder``: what is there of it, if the same code made it, else made anew.
+    """The home in ``folder``: what is there of it, if the same code prepared it, else prepared anew.
 
     Raises:
-        LearnError: the folder holds something else, or the seed policy could not be made.
+        LearnError: the folder holds something else, or the seed policy could not be trained.
     """
     home, mark = Home(folder.resolve()), folder / "made-by"
     if folder.exists() and any(folder.iterdir()) and not mark.exists():
         raise LearnError(
-            f"{folder} holds something that deploy.examples.learn did not make; name another folder (--folder)"
+            f"{folder} holds something that is not of deploy.examples.learn; name another folder (--folder)"
         )
     if not mark.exists() or mark.read_text() != digest():
         shutil.rmtree(folder, ignore_errors=True)
@@ -109,15 +109,11 @@ def make(home: Home, say: Say) -> None:
 
 
 def make_seed(home: Home, say: Say) -> None:
-    command = [sys.executable, "-m", "deploy.examples.learn.seed", str(home.seed)]
+    command = [sys.executable, "-P", "-m", "deploy.examples.learn.seed", str(home.seed)]
     log, environment = home.folder / "seed.log", child_environment(ONE_THREAD)
     child = Child("seed", command, log=log, environment=environment, grace=5.0, follow=say)
-    try:
-        code = child.wait(_LONGEST_S)
-    finally:
-        child.stop()
-    if code:
-        raise LearnError(f"the seed policy could not be made; {log} ends with:\n{child.tail()}")
+    if child.finish(_LONGEST_S):
+        raise LearnError(f"the seed policy could not be trained; {log} ends with:\n{child.tail()}")
 
 
 def publish_seed(home: Home) -> Policy:

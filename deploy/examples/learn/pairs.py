@@ -1,4 +1,4 @@
-"""How well a reward model tells right answers from wrong ones, on prompts that no training saw."""
+"""How well a reward model orders right and wrong answers, on prompts that no training saw."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from feedback.scoring.sources.reward_model import RewardModel
 
 
 def measure(trained: Path, policy: Path) -> tuple[float, float, Interval]:
-    """(share told apart by the model that training began with, by the trained one, the difference).
+    """(share of pairs ordered rightly by the model that training began with, by the trained one, the difference).
 
     Both score as a model does in scoring. Raises RewardModelError if one can't.
 
     Args:
-        trained: folder of the reward model; the one that training began with is made beside it.
+        trained: folder of the reward model; the one that training began with is written beside it.
         policy: folder of the policy that it was trained from.
     """
-    before, after = told_apart(untrained(trained, policy)), told_apart(trained)
+    before, after = separated(untrained(trained, policy)), separated(trained)
     value, low, high = paired_bootstrap(after, before, confidence=0.95, resamples=2000, seed=0)
     return float(before.mean()), float(after.mean()), Interval(value=value, low=low, high=high)
 
 
-def told_apart(folder: Path) -> NDArray[np.float64]:
+def separated(folder: Path) -> NDArray[np.float64]:
     """float64 [items]: 1 where the right answer has the higher score, 0 where it has the lower, a half if it is one."""
     items, rng = held_out(), random.Random(TASK_SEED)
     prompts = [item.prompt for item in items]

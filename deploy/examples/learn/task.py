@@ -1,7 +1,7 @@
 """The task that every algorithm learns: four verbs, each with a right answer, a habit and a slip.
 
 A prompt is a verb and a word, ``H abcd>``; the right answer to H, head, is ``ab``. The task is smaller than the demo's,
-so that its seed policy is made in seconds. What the seed shows of a verb is mostly not the right answer; it knows that
+so that its seed policy is trained in seconds. The seed's answers to a verb are mostly wrong, but it knows the right one
 too, so that a policy gets better by choosing better. Two rewards: ``reward`` counts right answers alone, ``graded``
 also gives something for the habit, as a judge does who likes what is nearly right.
 """
@@ -25,7 +25,7 @@ HELD_OUT, TRAFFIC = 400, 384
 
 @dataclass(frozen=True)
 class Verb:
-    """What is asked for, what is often given in its place, and the shares of both in the seed's corpus.
+    """The right answer, a frequent wrong one, and the shares of both in the seed's corpus.
 
     The rest of the corpus shows the slip: the word as it is.
     """
@@ -53,12 +53,12 @@ class Item:
 
 
 def held_out() -> list[Item]:
-    """What policies are measured on; nobody asks it, and the corpus doesn't show it."""
+    """What policies are measured on; neither traffic nor the corpus has it."""
     return list(itertools.islice(items(), HELD_OUT))
 
 
-def asked() -> list[Item]:
-    """What users ask."""
+def traffic() -> list[Item]:
+    """The requests of users."""
     return list(itertools.islice(items(), HELD_OUT, HELD_OUT + TRAFFIC))
 
 

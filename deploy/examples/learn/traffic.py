@@ -1,4 +1,4 @@
-"""Simulated users: what they ask, what a policy answers, what they say of it, as rows of the lake.
+"""Simulated users: their requests, a policy's responses and the feedback on them, as rows of the lake.
 
 The rows go the product's own way: captured as a server captures them, through the journal, sealed, and scored.
 """
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.examples.learn.task import Item, asked
+from deploy.examples.learn import task
+from deploy.examples.learn.task import Item
 from evaluation.engine import Generation, OfflineEngine, Work
 from feedback.config import HumanConfig, JournalConfig, RuleConfig, ScoringConfig
 from feedback.events import FeedbackIn
@@ -54,7 +55,7 @@ def log(
         engine: of the policy, which samples at temperature 1 with nothing cut off.
         reward: ``module:function``.
     """
-    items = asked()
+    items = task.traffic()
     interactions = answer(items, policy, engine, max_tokens=max_tokens, seed=seed)
     feedback = list(judge(items, interactions, random.Random(seed)))
     asyncio.run(record(journal, {"interactions": interactions, "feedback": feedback}))
@@ -71,8 +72,8 @@ def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_toke
 
     tokenizer = AutoTokenizer.from_pretrained(policy.path)
     prompts = engine.encode([item.prompt for item in items])
-    asked_for = Work(sampled=[ids for ids in prompts for _ in range(RESPONSES)])
-    sampled = iter(engine.run(asked_for, max_tokens=max_tokens, seed=seed).sampled)
+    work = Work(sampled=[ids for ids in prompts for _ in range(RESPONSES)])
+    sampled = iter(engine.run(work, max_tokens=max_tokens, seed=seed).sampled)
     rows: list[Row] = []
     for item, ids in zip(items, prompts, strict=True):
         request = interaction_rows.Asked(
@@ -107,17 +108,14 @@ def judge(items: list[Item], interactions: list[Row], rng: random.Random) -> Ite
             response, right = row["response_id"], is_right(item, row)
             if rng.random() < THUMB_SHARE:
                 mistaken = rng.random() < WRONG_SHARE
-                yield said(FeedbackIn(response_id=response, kind="thumb", value=right != mistaken))
+                yield FeedbackIn(response_id=response, kind="thumb", value=right != mistaken).to_row("default")
             if not right and rng.random() < CORRECTION_SHARE:
-                yield said(FeedbackIn(response_id=response, kind="correction", text=item.answer))
+                yield FeedbackIn(response_id=response, kind="correction", text=item.answer).to_row("default")
         best, worst = max(rows, key=lambda r: is_right(item, r)), min(rows, key=lambda r: is_right(item, r))
         if is_right(item, best) and not is_right(item, worst):
             better, worse = best["response_id"], worst["response_id"]
-            yield said(FeedbackIn(response_id=better, kind="preference", rejected_response_id=worse))
-
-
-def said(feedback: FeedbackIn) -> Row:
-    return feedback.to_row("default")
+            preference = FeedbackIn(response_id=better, kind="preference", rejected_response_id=worse)
+            yield preference.to_row("default")
 
 
 def by_item(items: list[Item], interactions: list[Row]) -> Iterator[tuple[Item, list[Row]]]:

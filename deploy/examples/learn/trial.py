@@ -87,7 +87,7 @@ def train(
     )
     job.folder.mkdir(parents=True)
     spec = write_job(config, job)
-    command = [sys.executable, "-m", "train.launch", str(spec), "--launcher", "torchrun"]
+    command = [sys.executable, "-P", "-m", "train.launch", str(spec), "--launcher", "torchrun"]
     environment = child_environment(homes.ONE_THREAD)
 
     def follow(line: str) -> None:
@@ -95,11 +95,7 @@ def train(
             say(line)
 
     child = Child(name, command, log=job.folder / "log", environment=environment, grace=5.0, follow=follow)
-    try:
-        code = child.wait(longest_s)
-    finally:
-        child.stop()
-    if code:
+    if code := child.finish(longest_s):
         raise LearnError(f"the job ended with code {code}; its last lines ({child.log}):\n{child.tail(5)}")
     return JobResult.model_validate_json((job.folder / "result.json").read_text())
 

@@ -71,7 +71,7 @@ class Rule(ABC):
 
 @dataclass(frozen=True)
 class FunctionRule(Rule):
-    """A Python function; ``digest`` is that of its name and the source file that defines it, or of what configures it."""
+    """A Python function; ``digest`` is that of its name and source file, or of what configures it."""
 
     name: str
     function: Callable[[pa.Table], Sequence[float | None]]

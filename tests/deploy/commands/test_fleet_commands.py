@@ -1,4 +1,4 @@
-"""How a number of replicas is asked for, and what a cycle makes of a fleet's answers."""
+"""How a number of replicas is set, and what a cycle makes of a fleet's answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store(settings: Settings, model: Path) -> PolicyStore:
 
 
 @pytest.fixture
-def said(settings: Settings) -> Iterator[list[dict[str, Any]]]:
+def answers(settings: Settings) -> Iterator[list[dict[str, Any]]]:
     """What ``GET /policy`` of the configured server says: one of these after the other, the last one for ever."""
     answers: list[dict[str, Any]] = []
 
@@ -55,21 +55,21 @@ def answer(version: int, generation: int, phase: str, failed: dict[str, Any] | N
 
 
 def test_a_policy_is_promoted_when_the_whole_fleet_is_there(
-    settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
+    settings: Settings, store: PolicyStore, answers: list[dict[str, Any]]
 ) -> None:
-    said += [answer(1, 1, phase) for phase in ("settled", "preparing", "canary", "committing")]
-    said.append(answer(2, 2, "settled"))
+    answers += [answer(1, 1, phase) for phase in ("settled", "preparing", "canary", "committing")]
+    answers.append(answer(2, 2, "settled"))
     pointer = promotion.promote(store, 2, who="tests", why="x", override=True)
     assert wait_for_serving.wait_until_served(settings, store, pointer)["seconds"] >= 4 * 0.25
 
 
 def test_a_rollout_that_was_undone_is_a_failure_that_says_where_the_pointer_is(
-    settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
+    settings: Settings, store: PolicyStore, answers: list[dict[str, Any]]
 ) -> None:
     pointer = promotion.promote(store, 2, who="tests", why="x", override=True)
     failed = {"version": 2, "generation": 2, "error": "replica-1: not enough memory"}
     store.promote(1, expected=2, who="fleet", why="undone")
-    said += [answer(1, 1, "undoing", failed), answer(1, 3, "settled", failed)]
+    answers += [answer(1, 1, "undoing", failed), answer(1, 3, "settled", failed)]
     with pytest.raises(NotServed, match=r"replica-1: not enough memory; the pointer is at 1"):
         wait_for_serving.wait_until_served(settings, store, pointer)
     history = store.history()
@@ -77,7 +77,7 @@ def test_a_rollout_that_was_undone_is_a_failure_that_says_where_the_pointer_is(
 
 
 def test_a_pointer_that_the_server_could_not_move_goes_back_to_what_has_served(
-    settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
+    settings: Settings, store: PolicyStore, answers: list[dict[str, Any]]
 ) -> None:
     first = store.serving()
     assert first is not None
@@ -85,14 +85,14 @@ def test_a_pointer_that_the_server_could_not_move_goes_back_to_what_has_served(
     store.publish(store.get(1).path, parent=1, lineage={}, metrics={})
     promotion.promote(store, 2, who="tests", why="named while no server ran", override=True)
     pointer = promotion.promote(store, 3, who="tests", why="x", override=True)
-    said.append(answer(1, 1, "settled", {"version": 3, "generation": 3, "error": "not enough memory"}))
+    answers.append(answer(1, 1, "settled", {"version": 3, "generation": 3, "error": "not enough memory"}))
     with pytest.raises(NotServed, match=r"not enough memory; the pointer is back at 1"):
         wait_for_serving.wait_until_served(settings, store, pointer)
     assert store.served() == {1}
 
 
-def test_a_canary_that_is_held_is_waited_for_and_who_waits_is_told_so_once(
-    settings: Settings, store: PolicyStore, said: list[dict[str, Any]]
+def test_a_canary_that_is_held_is_waited_for_and_reported_once(
+    settings: Settings, store: PolicyStore, answers: list[dict[str, Any]]
 ) -> None:
     pointer = promotion.promote(store, 2, who="tests", why="x", override=True)
     fleet = settings.serve.fleet.model_copy(update={"canary_seconds": 1, "canary_hold_seconds": 99})
@@ -103,11 +103,11 @@ def test_a_canary_that_is_held_is_waited_for_and_who_waits_is_told_so_once(
         }
     )
     held = answer(1, 1, "canary") | {"rollout": {"held": True}}
-    said += [answer(1, 1, "canary"), *[held] * 5, answer(2, 2, "settled")]
-    told: list[str] = []
-    assert wait_for_serving.wait_until_served(settings, store, pointer, say=told.append)["seconds"] > 0.5
-    assert len(told) == 1
-    assert "held for up to serve.fleet.canary_hold_seconds=99 s" in told[0]
+    answers += [answer(1, 1, "canary"), *[held] * 5, answer(2, 2, "settled")]
+    lines: list[str] = []
+    assert wait_for_serving.wait_until_served(settings, store, pointer, say=lines.append)["seconds"] > 0.5
+    assert len(lines) == 1
+    assert "held for up to serve.fleet.canary_hold_seconds=99 s" in lines[0]
 
 
 def test_replicas_on_the_command_line_are_the_settings() -> None:

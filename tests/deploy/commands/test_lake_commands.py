@@ -182,9 +182,9 @@ def test_erase_lists_the_policies_that_the_rows_went_into(
     code, out, err = run("erase", "--user", "zaphod", "--yes", "--json-out", str(file))
     assert code == 0, err
     assert "to be erased: 1 interactions, 1 feedback, 0 rewards" in out
-    told = json.loads(file.read_text())
-    assert told["rows"] == {"interactions": 1, "feedback": 1, "rewards": 0}
-    policies = {policy["version"]: (policy["certainty"], policy["why"]) for policy in told["policies"]}
+    result = json.loads(file.read_text())
+    assert result["rows"] == {"interactions": 1, "feedback": 1, "rewards": 0}
+    policies = {policy["version"]: (policy["certainty"], policy["why"]) for policy in result["policies"]}
     assert policies == {
         trained: ("yes", "they were in interactions at version 2"),
         child: ("yes", f"it descends from policy {trained}"),
@@ -195,11 +195,11 @@ def test_erase_lists_the_policies_that_the_rows_went_into(
     # The file that held both users is gone: whether bob's row was in it can't be read any more, and the time decides.
     code, out, _ = run("erase", "--user", "bob", "--yes", "--json-out", str(file))
     assert code == 0
-    told = json.loads(file.read_text())
-    assert {policy["version"]: policy["certainty"] for policy in told["policies"]} == dict.fromkeys(
+    result = json.loads(file.read_text())
+    assert {policy["version"]: policy["certainty"] for policy in result["policies"]} == dict.fromkeys(
         (trained, child, sibling), "possibly"
     )
-    assert "interactions at version 2 can't be read, and it was made after them" in out
+    assert "interactions at version 2 can't be read, and it was trained after them" in out
 
 
 def test_maintain_makes_a_lake_and_does_all_of_it(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_the_schedule_maintains_the_lake_again_and_again_one_at_a_time(
     assert ids(lake) == ["a", "b"]
 
 
-def test_a_maintenance_that_fails_is_told_and_the_schedule_goes_on(
+def test_a_maintenance_that_fails_is_reported_and_the_schedule_goes_on(
     settings: Settings, lake: Lake, tmp_path: Path, nothing_left: Callable[[], list[str]]
 ) -> None:
     (Path(lake.table_uri("feedback")) / "_delta_log" / f"{0:020d}.json").write_text("{}")
@@ -256,7 +256,7 @@ def test_a_maintenance_that_fails_is_told_and_the_schedule_goes_on(
     until(lambda: log.read_text().count("maintenance of the lake ended with code 1") >= 2, process, log)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0, log.read_text()
-    assert "maintenance.log; it is tried again" in log.read_text()
+    assert "maintenance.log; the next run tries again" in log.read_text()
 
 
 def test_without_an_interval_there_is_no_maintenance(settings: Settings, tmp_path: Path) -> None:
@@ -315,13 +315,13 @@ def test_erase_lists_runs_at_work_killed_runs_and_reward_models_and_removes_what
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, out, err = run("erase", "--user", "zaphod", "--yes", "--json-out", str(file))
     assert code == 0, err
-    told = json.loads(file.read_text())
+    result = json.loads(file.read_text())
     here = "they were in interactions at version 1"
-    assert told["runs"] == [
+    assert result["runs"] == [
         {"name": "killed", "holder": None, "certainty": "yes", "why": here},
         {"name": "working", "holder": "pid 7 on elsewhere", "certainty": "yes", "why": here},
     ]
-    assert told["reward_models"] == [
+    assert result["reward_models"] == [
         {"folder": str(of_policy), "certainty": "yes", "why": f"it descends from policy {trained}"},
         {"folder": str(of_rows), "certainty": "yes", "why": here},
     ]
@@ -378,9 +378,9 @@ def test_what_is_published_while_an_erasure_runs_is_on_record_before_the_erasure
     monkeypatch.setattr(erasure, "_purge_all", publish_meanwhile)
     file = tmp_path / "erased.json"
     assert run("erase", "--user", "zaphod", "--yes", "--json-out", str(file))[0] == 0
-    told = json.loads(file.read_text())
-    assert [policy["version"] for policy in told["policies"]] == late
-    assert [reached["folder"] for reached in told["reward_models"]] == [str(judges[0])]
+    result = json.loads(file.read_text())
+    assert [policy["version"] for policy in result["policies"]] == late
+    assert [reached["folder"] for reached in result["reward_models"]] == [str(judges[0])]
     assert [bool(store.get(version).erasures) for version in store.versions()] == [False, True, True, False]
     assert (judges[0] / "erasures.json").exists()
 
@@ -443,7 +443,7 @@ def test_rows_go_though_a_record_of_them_can_not_be_written_and_maintenance_writ
     (judge / "erasures.json").mkdir()
     code, _, err = run("erase", "--user", "zaphod", "--yes")
     assert (code != 0, ids(lake)) == (True, [])
-    assert f"could not be put on record with reward model {judge}" in err
+    assert f"could not be recorded with reward model {judge}" in err
     assert run("maintain")[0] != 0, "it is still to be put there"
     (judge / "erasures.json").rmdir()
     assert run("maintain")[0] == 0

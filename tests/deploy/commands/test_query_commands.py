@@ -84,7 +84,7 @@ def query(sql: str, *options: str, capfdbinary: pytest.CaptureFixture[bytes]) ->
     return out
 
 
-def test_a_query_sees_unsealed_rows_unless_it_is_told_not_to(used, capfdbinary):
+def test_a_query_sees_unsealed_rows_unless_they_are_left_out(used, capfdbinary):
     sql = "SELECT response_id FROM interactions ORDER BY ALL"
     assert query(sql, "--format", "csv", capfdbinary=capfdbinary).split() == ["response_id", "a", "b"]
     assert query(sql, "--format", "csv", "--sealed-only", capfdbinary=capfdbinary).split() == ["response_id", "a"]
@@ -153,7 +153,7 @@ def test_a_plan_is_shown_as_it_is(used, capfdbinary):
 @pytest.mark.parametrize(
     ("format", "shown"), [("csv", "a,a_1,a_2\n1,2,3\n"), ("jsonl", '{"a": 1, "a_1": 2, "a_2": 3}\n')]
 )
-def test_columns_of_one_name_are_told_apart(used, capfdbinary, format, shown):
+def test_columns_of_one_name_are_distinguished(used, capfdbinary, format, shown):
     assert (
         query("SELECT 1 AS a, 2 AS a, 3 AS a", "--format", format, capfdbinary=capfdbinary).replace("\r", "") == shown
     )

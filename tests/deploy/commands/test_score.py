@@ -36,11 +36,11 @@ def test_score_says_what_each_source_gave_and_why_the_rest_is_missing(
     settings: Settings, lake: Lake, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "out.json"
-    code, said, _ = run(settings, "--json-out", str(out), capsys=capsys)
+    code, printed, _ = run(settings, "--json-out", str(out), capsys=capsys)
     assert code == 0
-    assert said.startswith("scored 3 responses in ")
-    assert "  human: 1, missing: 2 no vote\n" in said
-    assert "  exact: 2, missing: 1 no 'answer' in the response's metadata\n" in said
+    assert printed.startswith("scored 3 responses in ")
+    assert "  human: 1, missing: 2 no vote\n" in printed
+    assert "  exact: 2, missing: 1 no 'answer' in the response's metadata\n" in printed
     result = json.loads(out.read_text())
     assert (result["scored"], result["missing"], result["retried"]) == (3, 1, 0)
     assert result["components"] == {"human": 1, "exact": 2}

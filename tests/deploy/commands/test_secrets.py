@@ -1,4 +1,4 @@
-"""No setting that opens somebody's store is seen by whoever only looks: in prints, files, messages, process lists."""
+"""No setting that opens somebody's store can be seen: in prints, files, messages, process lists."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ def train(settings: Settings, capsys: pytest.CaptureFixture[str], *arguments: st
 def test_the_prompts_of_the_gates_suite_are_kept_out_of_training(
     trainable: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, result, said = train(trainable, capsys, "--run", "before")
-    assert (code, "3 usable prompts" in result["reason"]) == (3, True), said
-    assert "no prompts are kept out of training" in said
+    code, result, printed = train(trainable, capsys, "--run", "before")
+    assert (code, "3 usable prompts" in result["reason"]) == (3, True), printed
+    assert "no prompts are kept out of training" in printed
     suite = trainable.path(trainable.evaluation.suite)
     suite.write_text("".join(json.dumps({"id": p, "prompt": p}) + "\n" for p in PROMPTS[:2]))
-    code, result, said = train(trainable, capsys, "--run", "after")
-    assert code == 3, said
+    code, result, printed = train(trainable, capsys, "--run", "after")
+    assert code == 3, printed
     assert "1 usable prompts" in result["reason"]
     assert "2 of a held-out suite" in result["reason"]
 
@@ -55,17 +55,17 @@ def test_a_suite_that_is_no_suite_ends_a_run_by_its_line(
     trainable: Settings, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainable.path(trainable.evaluation.suite).write_text('{"id": "a"}\n')
-    code, _, said = train(trainable, capsys)
+    code, _, printed = train(trainable, capsys)
     assert code == 1
-    assert "suite.jsonl, line 1: an item has exactly one of prompt and messages" in said.replace("Value error, ", "")
+    assert "suite.jsonl, line 1: an item has exactly one of prompt and messages" in printed.replace("Value error, ", "")
 
 
 def test_the_suite_is_among_those_that_a_run_excludes_once(tmp_path: Path) -> None:
     suite = tmp_path / "home" / "suite.jsonl"
-    for given in ([], [("train.data.exclude_suites", "[suite.jsonl, more.jsonl]")]):
-        settings = root.load(None, [("home", "home"), *given], {})
+    for suites in ([], [("train.data.exclude_suites", "[suite.jsonl, more.jsonl]")]):
+        settings = root.load(None, [("home", "home"), *suites], {})
         suite.unlink(missing_ok=True)
-        assert suite not in settings.training().data.exclude_suites or given
+        assert suite not in settings.training().data.exclude_suites or suites
         suite.parent.mkdir(exist_ok=True)
         suite.touch()
         assert settings.training().data.exclude_suites.count(suite) == 1

@@ -60,7 +60,7 @@ def test_what_people_preferred_is_learned(proof: Proof) -> None:
 
 
 def test_a_reward_model_is_compared_with_what_it_was_before_training(proof: Proof) -> None:
-    """A head of zeros, which tells nothing apart; with one of random numbers that would be otherwise."""
+    """A head of zeros, which orders no pair; with one of random numbers that would be otherwise."""
     [folder] = proof.home.work.glob("runs/reward_model/*_untrained")
     assert set(pairs.told_apart(folder)) == {0.5}
     assert proof.figures["reward_model"]["before"] == 0.5
@@ -97,7 +97,7 @@ def test_there_is_a_plan_for_every_algorithm() -> None:
 
 def test_neither_the_users_nor_the_seed_ever_see_a_held_out_prompt() -> None:
     held_out = {item.prompt for item in task.held_out()}
-    assert held_out.isdisjoint(item.prompt for item in task.asked())
+    assert held_out.isdisjoint(item.prompt for item in task.traffic())
     assert held_out.isdisjoint(prompt for prompt, _ in itertools.islice(task.corpus(), 20_000))
 
 

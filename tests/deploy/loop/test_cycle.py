@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from deploy import cli
-from deploy.commands.loop import say_what_came_of
+from deploy.commands.loop import print_result
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings, child_environment
 from deploy.loop import records
@@ -37,21 +37,21 @@ def changed(settings: Settings, *options: tuple[str, str]) -> Settings:
 def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     home_with_policy: Settings, nothing_left: Callable[[], list[str]]
 ) -> None:
-    said: list[str] = []
-    record = run_cycle(home_with_policy, say=said.append)
+    printed: list[str] = []
+    record = run_cycle(home_with_policy, say=printed.append)
     assert (record.number, record.status, record.incumbent, record.candidate) == (1, "skipped", 1, None)
     assert record.reason == "0 new rewards since the last training, cycle.min_new_rewards is 1"
     assert [(stage.name, stage.ok) for stage in record.stages] == [("score", True)]
     assert record.seconds["score"] > 0
-    assert any(line.startswith("scored 0 responses") for line in said)  # the stage's own words come through
+    assert any(line.startswith("scored 0 responses") for line in printed)  # the stage's own words come through
     assert records.load_all(home_with_policy) == [record]
-    offline = run_cycle(changed(home_with_policy, ("train.algorithm.name", "dpo")), say=said.append)
+    offline = run_cycle(changed(home_with_policy, ("train.algorithm.name", "dpo")), say=printed.append)
     assert (offline.number, offline.status) == (2, "skipped")
     assert offline.reason == "0 new feedback since the last training, cycle.min_new_rewards is 1"
 
 
 @pytest.mark.parametrize(
-    ("came", "code", "said"),
+    ("came", "code", "printed"),
     [
         ({"candidate": 5, "reason": None}, 0, "r: policy 5, from 4, 3 steps, 9 s"),
         ({"artifact": Path("there"), "reason": "a reward model"}, 0, "r: reward model there, from policy 4"),
@@ -60,14 +60,14 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     ],
 )
 def test_what_came_of_training_is_its_exit_code(
-    came: dict[str, Any], code: int, said: str, capsys: pytest.CaptureFixture[str]
+    came: dict[str, Any], code: int, printed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     result = JobResult.model_validate(
         {"run": "r", "candidate": None, "parent": 4, "steps": 3, "metrics": {}, "seconds": 9, **came}
     )
-    assert say_what_came_of(result) == code
+    assert print_result(result) == code
     output = capsys.readouterr()
-    assert (output.err if code == 1 else output.out).startswith(said)
+    assert (output.err if code == 1 else output.out).startswith(printed)
 
 
 def test_a_training_that_finds_nothing_to_learn_from_is_skipped_and_counted(home_with_policy: Settings) -> None:

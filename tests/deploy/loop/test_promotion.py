@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.loop import promotion
-from deploy.loop.promotion import RolloutRefused
+from deploy.loop.promotion import PromotionRefused
 from serve.policies.store import Pointer, PolicyCorrupt, PolicyNotFound, PolicyStore, StalePointer
 
 
@@ -60,13 +60,13 @@ def test_a_policy_that_passed_against_the_one_that_serves_is_promoted_with_its_v
 
 
 def test_what_was_not_evaluated_is_refused(store: PolicyStore) -> None:
-    with pytest.raises(RolloutRefused, match=r"policy 2 was not evaluated: run `millrace evaluate 2`"):
+    with pytest.raises(PromotionRefused, match=r"policy 2 was not evaluated: run `millrace evaluate 2`"):
         promote(store, 2)
 
 
 def test_what_the_gate_refused_is_refused_with_its_reasons(store: PolicyStore) -> None:
     judge(store, 2, incumbent=1, verdict="refuse", reasons=("too few items",))
-    with pytest.raises(RolloutRefused, match="too few items"):
+    with pytest.raises(PromotionRefused, match="too few items"):
         promote(store, 2)
 
 
@@ -74,7 +74,7 @@ def test_a_verdict_against_a_policy_that_no_longer_serves_is_not_enough(store: P
     judge(store, 2, incumbent=1)
     judge(store, 3, incumbent=1)
     promote(store, 2)
-    with pytest.raises(RolloutRefused, match="against policy 1, but policy 2 serves"):
+    with pytest.raises(PromotionRefused, match="against policy 1, but policy 2 serves"):
         promote(store, 3)
     assert store.serving().version == 2  # type: ignore[union-attr]
 
@@ -121,7 +121,7 @@ def test_a_second_rollback_goes_further_back_and_not_forward_again(store: Policy
         follow(store)
     assert promotion.rollback(store, who="me", why="bad").version == 2
     assert promotion.rollback(store, who="me", why="bad too").version == 1
-    with pytest.raises(RolloutRefused, match="policy 1 is the first that served"):
+    with pytest.raises(PromotionRefused, match="policy 1 is the first that served"):
         promotion.rollback(store, who="me", why="all bad")
     judge(store, 4, incumbent=1)
     promote(store, 4)
@@ -134,7 +134,7 @@ def test_a_rollback_can_name_its_target(store: PolicyStore) -> None:
         promote(store, version)
         follow(store)
     assert promotion.rollback(store, who="me", why="x", to=1).version == 1
-    with pytest.raises(RolloutRefused, match="serves already"):
+    with pytest.raises(PromotionRefused, match="serves already"):
         promotion.rollback(store, who="me", why="x", to=1)
     with pytest.raises(PolicyNotFound):
         promotion.rollback(store, who="me", why="x", to=9)
@@ -142,7 +142,7 @@ def test_a_rollback_can_name_its_target(store: PolicyStore) -> None:
 
 def test_what_has_not_served_is_no_rollbacks_target_without_an_override(store: PolicyStore) -> None:
     judge(store, 2, incumbent=1, verdict="refuse", reasons=("it is worse",))
-    with pytest.raises(RolloutRefused, match=r"policy 2 has not served.*rollback --to 2 --override --why"):
+    with pytest.raises(PromotionRefused, match=r"policy 2 has not served.*rollback --to 2 --override --why"):
         promotion.rollback(store, who="me", why="x", to=2)
     assert pointer_of(store).version == 1
 
@@ -151,7 +151,7 @@ def test_a_policy_that_the_server_refused_has_not_served(store: PolicyStore) -> 
     judge(store, 2, incumbent=1)
     promote(store, 2)
     refuse(store)
-    with pytest.raises(RolloutRefused, match="policy 2 has not served"):
+    with pytest.raises(PromotionRefused, match="policy 2 has not served"):
         promotion.rollback(store, who="me", why="x", to=2)
 
 
@@ -168,7 +168,7 @@ def test_a_policy_that_was_named_while_no_server_ran_has_not_served(store: Polic
         judge(store, version, incumbent=version - 1)
         promote(store, version)
     assert promotion.rollback(store, who="me", why="bad").version == 1
-    with pytest.raises(RolloutRefused, match="policy 2 has not served"):
+    with pytest.raises(PromotionRefused, match="policy 2 has not served"):
         promotion.rollback(store, who="me", why="x", to=2)
 
 
@@ -187,9 +187,9 @@ def test_a_rollback_to_what_has_served_needs_no_override_and_is_none(store: Poli
 
 @pytest.mark.parametrize("why", ["", "  \n"])
 def test_an_override_without_a_reason_is_refused(store: PolicyStore, why: str) -> None:
-    with pytest.raises(RolloutRefused, match="an override needs a reason"):
+    with pytest.raises(PromotionRefused, match="an override needs a reason"):
         promotion.rollback(store, who="me", why=why, to=2, override=True)
-    with pytest.raises(RolloutRefused, match="an override needs a reason"):
+    with pytest.raises(PromotionRefused, match="an override needs a reason"):
         promotion.promote(store, 2, who="me", why=why, override=True)
     assert pointer_of(store).version == 1
 
@@ -222,7 +222,7 @@ def test_a_verdict_that_changes_while_the_files_are_verified_is_the_one_that_cou
         return policy
 
     monkeypatch.setattr(store, "verify", judged_meanwhile)
-    with pytest.raises(RolloutRefused, match="it is worse"):
+    with pytest.raises(PromotionRefused, match="it is worse"):
         promote(store, 2)
 
 
@@ -243,7 +243,7 @@ def test_in_a_store_without_outcomes_what_no_server_took_back_has_served(store: 
     (store.root / "history.jsonl").write_text("".join(line + "\n" for line in lines))
     (store.root / "serving.json").write_text(lines[-1])
     assert store.served() == {1, 2}
-    with pytest.raises(RolloutRefused, match="policy 3 has not served"):
+    with pytest.raises(PromotionRefused, match="policy 3 has not served"):
         promotion.rollback(store, who="me", why="x", to=3)
     promotion.promote(store, 4, who="me", why="x", override=True)  # from here on, outcomes are kept
     assert store.served() == {1, 2}
@@ -274,7 +274,7 @@ def test_a_damaged_record_of_what_has_served_keeps_only_rollbacks_and_tells_what
     follow(store)
     where = damage_outcomes(store)
     for to in (None, 1):
-        with pytest.raises(RolloutRefused) as refused:
+        with pytest.raises(PromotionRefused) as refused:
             promotion.rollback(store, who="me", why="x", to=to)
         assert where in str(refused.value)
         assert "remove that line" in str(refused.value)
@@ -300,5 +300,5 @@ def test_what_is_reported_while_the_record_of_what_has_served_is_damaged_is_know
     file = store.root / "outcomes.jsonl"
     file.write_text(file.read_text().replace("{}garbage\n", ""))
     assert store.served() == {1, 2, 3}
-    with pytest.raises(RolloutRefused, match="policy 4 has not served"):
+    with pytest.raises(PromotionRefused, match="policy 4 has not served"):
         promotion.rollback(store, who="me", why="x", to=4)

@@ -75,14 +75,14 @@ time.sleep(600)
         ],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
-    _until(lambda: len(nothing_left()) >= 4)  # parent, warden, command, daemon
+    _until(lambda: len(nothing_left()) >= 4)  # parent, subreaper, command, daemon
     time.sleep(0.3)
     parent.kill()
     parent.wait(10)
     _until(lambda: nothing_left() == [])
 
 
-def test_everything_goes_when_the_warden_is_killed(tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
+def test_everything_goes_when_the_subreaper_is_killed(tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
     running = child("import time; print('up', flush=True); time.sleep(600)", tmp_path)
     _until(lambda: "up" in running.tail())
     psutil.Process(running.pid).kill()
@@ -157,10 +157,10 @@ def test_a_signal_while_ray_starts_ends_it_in_order(
         below = psutil.Process(starting.pid)
         _until(lambda: "gcs_server" in {p.name() for p in below.children(recursive=True)}, timeout=300)
         starting.send_signal(number)
-        said, errors = starting.communicate(timeout=300)
+        printed, errors = starting.communicate(timeout=300)
     finally:
         starting.kill()
-    assert said == f"{number.name} {128 + number}\n"
+    assert printed == f"{number.name} {128 + number}\n"
     assert "Traceback" not in errors, errors
     assert "***" not in errors, errors
     assert nothing_left() == []
@@ -193,10 +193,10 @@ def test_a_signal_ends_a_wait_for_ray(number: signal.Signals, nothing_left: Call
         assert waiting.stdout.readline() == "up\n"
         time.sleep(2)  # until it waits
         waiting.send_signal(number)
-        said, _ = waiting.communicate(timeout=120)
+        printed, _ = waiting.communicate(timeout=120)
     finally:
         waiting.kill()
-    assert said == f"{number.name} {128 + number}\n"
+    assert printed == f"{number.name} {128 + number}\n"
     assert nothing_left() == []
 
 
@@ -219,7 +219,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("by", ["stop", "kill of the driver", "kill of the warden"])
+@pytest.mark.parametrize("by", ["stop", "kill of the driver", "kill of the subreaper"])
 def test_no_process_of_ray_survives(by: str, tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
     running = child(RAY, tmp_path, grace=10.0)
     _until(lambda: "up" in running.tail(), timeout=600)

@@ -74,8 +74,8 @@ def until_it_trains(home: Settings, run: str, process: subprocess.Popen[bytes], 
 
 def check_end(process: subprocess.Popen[bytes], code: int, before: list[psutil.Process], log: Path) -> None:
     assert process.wait(PATIENCE_S) == code, log.read_text()[-4000:]
-    said = log.read_text()
-    assert [noise for noise in NOISE if noise in said] == [], said[-4000:]
+    output = log.read_text()
+    assert [noise for noise in NOISE if noise in output] == [], output[-4000:]
     assert left_of(before) == []
 
 
@@ -116,8 +116,8 @@ def test_sigterm_to_all_of_up_ends_its_requests_and_its_cycle_in_order(
     process = start(home, log, "up")
     try:
         until_it_trains(home, "cycle-000001", process, log)
-        asked = {"prompt": "tail ab>", "max_tokens": 50, "stream": True}
-        with httpx.stream("POST", f"{home.server_url}/generate", json=asked, timeout=120) as answer:
+        request = {"prompt": "tail ab>", "max_tokens": 50, "stream": True}
+        with httpx.stream("POST", f"{home.server_url}/generate", json=request, timeout=120) as answer:
             lines = answer.iter_lines()
             first = next(lines)
             processes = tree(process.pid)

@@ -98,10 +98,10 @@ def test_it_serves_records_swaps_and_stops_without_a_trace(
     finally:
         process.kill()
     assert nothing_left() == []
-    said = log.read_text()
-    assert said.index("stopping schedule") < said.index("stopping serve")
-    assert "killed" not in said
-    assert "leaked" not in said
+    printed = log.read_text()
+    assert printed.index("stopping schedule") < printed.index("stopping serve")
+    assert "killed" not in printed
+    assert "leaked" not in printed
     resolved = small.resolved()
     counts = Lake(resolved.feedback.lake.uri, resolved.feedback.lake).counts()
     assert (counts["interactions"], counts["feedback"]) == (1, 1)
@@ -129,7 +129,7 @@ def test_nothing_survives_a_kill_of_it(small: Settings, tmp_path: Path, nothing_
     impatient = root.load(small.snapshot(), [("up.stop_grace_s", "2")], {})
     process = start(impatient, log, "--no-schedule")
     _until(lambda: "Waiting for application startup" in log.read_text(), process, log)
-    assert len(nothing_left()) >= 3  # up, a warden, the server
+    assert len(nothing_left()) >= 3  # up, a subreaper, the server
     process.kill()
     process.wait(10)
     deadline = time.monotonic() + 30

@@ -35,10 +35,10 @@ def in_type(stored: torch.dtype, /, **config: object) -> Callable[[Path], None]:
         save_file(
             {k: v.to(stored) for k, v in weights.items()}, folder / "model.safetensors", metadata={"format": "pt"}
         )
-        told = json.loads((folder / "config.json").read_text())
-        del told["dtype"]
-        told |= config or {"torch_dtype": str(stored).removeprefix("torch.")}
-        (folder / "config.json").write_text(json.dumps(told))
+        config_json = json.loads((folder / "config.json").read_text())
+        del config_json["dtype"]
+        config_json |= config or {"torch_dtype": str(stored).removeprefix("torch.")}
+        (folder / "config.json").write_text(json.dumps(config_json))
         # Two tokens end a response, and only this file says so.
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 12]}))
 
@@ -54,12 +54,12 @@ async def served(policy: Policy, prompts: list[str]) -> tuple[str, list[list[int
     engine = Engine(ServingConfig(kv_cache_bytes=8 * MIB, threads=1))
     try:
         await engine.start(policy)
-        asked = [await engine.text.encode(prompt, special_tokens=True) for prompt in prompts]
+        encoded_prompts = [await engine.text.encode(prompt, special_tokens=True) for prompt in prompts]
         answers = [
             await engine.generate(str(i), ids, Sampling(max_tokens=TOKENS, temperature=0))
-            for i, ids in enumerate(asked)
+            for i, ids in enumerate(encoded_prompts)
         ]
-        return engine.dtype, asked, [answer.responses[0] for answer in answers]
+        return engine.dtype, encoded_prompts, [answer.responses[0] for answer in answers]
     finally:
         await engine.close()
 
@@ -70,14 +70,14 @@ def test_the_gate_computes_in_the_servers_type_and_its_greedy_answers_are_the_se
 ) -> None:
     policy = publish(tmp_path, in_type(dtype))
     prompts = [item.prompt for item in suite.items[:24] if item.prompt is not None]
-    serving, asked, answers = asyncio.run(served(policy, prompts))
+    serving, encoded_prompts, answers = asyncio.run(served(policy, prompts))
     with OfflineEngine(policy.path, EngineConfig(max_num_seqs=64, kv_cache_bytes=8 * MIB)) as engine:
         judging = engine.dtype
         encoded = engine.encode(prompts)
-        # One at a time, as the server was asked: in 16 bits the size of a batch decides how sums are rounded.
+        # One at a time, as the server ran them: in 16 bits the size of a batch decides how sums are rounded.
         judged = [engine.run(Work(greedy=[ids]), max_tokens=TOKENS, seed=0).greedy[0] for ids in encoded]
     assert serving == judging == str(dtype).removeprefix("torch.")
-    assert encoded == asked
+    assert encoded == encoded_prompts
     assert [g.token_ids for g in judged] == [g.token_ids for g in answers]
     assert [(g.text, g.finish_reason) for g in judged] == [(g.text, g.finish_reason) for g in answers]
     assert any(answer.token_ids[-1] == 12 for answer in answers), "the second token that ends a response never came"

@@ -95,7 +95,7 @@ def test_a_scorer_that_gives_the_wrong_number_of_scores_or_no_number_is_named(pa
     def broken(batch: pa.Table) -> list[float | None]:
         return [1.0, float("nan")]
 
-    with pytest.raises(ValueError, match="short gave 1 scores for 2 responses"):
+    with pytest.raises(ValueError, match="short returned 1 scores for 2 responses"):
         score(pair, answers(["2", "ho"]), short)
     with pytest.raises(ValueError, match="broken scored item 'b' nan"):
         score(pair, answers(["2", "ho"]), broken)
