@@ -19,11 +19,11 @@ json_out = click.option(
 
 def hand_on(result: dict[str, Any], file: Path | None) -> None:
     """Write a command's result for the process that ran it, whole or not at all."""
-    from evaluation.results import write_whole
+    from feedback.files import replace_file
 
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(result, indent=2, default=str).encode() + b"\n")
+        replace_file(file, json.dumps(result, indent=2, default=str).encode() + b"\n")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

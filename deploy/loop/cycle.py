@@ -6,7 +6,6 @@ cycle and no more. The record under ``cycles/`` is written after every stage; a 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from deploy.loop.records import (
 )
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise.children import NOTHING_TO_LEARN, Child, Stopped, millrace
+from feedback.files import try_lock
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
@@ -213,8 +213,6 @@ def _only_one(settings: Settings) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     # Inheritable descriptors are off in Python, so no stage can keep the lock when this process has died.
     with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CycleBusy(f"another cycle is running in {folder}") from None
+        if not try_lock(lock.fileno()):
+            raise CycleBusy(f"another cycle is running in {folder}")
         yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from deploy.config.root import Settings, child_environment
 from deploy.loop import preflight
 from deploy.loop.schedule import trigger
 from deploy.supervise.children import Child, millrace
+from feedback.files import try_lock
 from serve.policies.store import PolicyStore
 
 _POLL_S = 0.2
@@ -116,8 +116,6 @@ def _only_one(settings: Settings) -> Iterator[None]:
     path = settings.path(".up.lock")
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UpFailed(f"another `millrace up` runs in {settings.home}") from None
+        if not try_lock(lock.fileno()):
+            raise UpFailed(f"another `millrace up` runs in {settings.home}")
         yield

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction
 
-from feedback.files import fsync_path, make_folder, write_all
+from feedback.files import fsync_path, make_folder, replace_file
 from feedback.ids import uuid7
 from feedback.schema import TABLES, TIME_COLUMN
 
@@ -84,17 +83,8 @@ class Store:
             return
         target = self.folder / path
         make_folder(target.parent)
-        aside = target.with_name(f".{target.name}.{uuid7()}.tmp")
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
-        try:
-            write_all(fd, data)
-            if target.exists():
-                os.utime(fd, ns=(target.stat().st_atime_ns, target.stat().st_mtime_ns))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(aside, target)
-        fsync_path(target.parent)
+        modified_ns = target.stat().st_mtime_ns if target.exists() else None
+        replace_file(target, data, private=private, modified_ns=modified_ns)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Remove files; one that is not there is no error."""

@@ -8,12 +8,11 @@ a folder for each model in training (train/checkpoint/dcp.py), and ``whole.json`
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Final
 
-from feedback.files import private
+from feedback.files import fsync_path, replace_file
 
 FORMAT: Final = 2
 
@@ -83,7 +82,7 @@ def begin_aside(folder: Path, step: int, driver: str) -> Path:
     aside = aside_of(folder, step)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    write_synced(aside / "driver.json", driver)
+    replace_file(aside / "driver.json", driver.encode(), private=True)  # a driver's state has texts of users in it
     return aside
 
 
@@ -96,16 +95,16 @@ def make_whole(folder: Path, step: int) -> Path:
     aside, final = aside_of(folder, step), folder / name_of(step)
     inside = sorted(aside.rglob("*"))
     files = {path.relative_to(aside).as_posix(): path.stat().st_size for path in inside if path.is_file()}
-    write_synced(aside / "whole.json", json.dumps({"format": FORMAT, "files": files}, indent=1))
+    replace_file(aside / "whole.json", json.dumps({"format": FORMAT, "files": files}, indent=1).encode(), private=True)
     for directory in [path for path in inside if path.is_dir()] + [aside]:
-        _fsync(directory)
+        fsync_path(directory)
     if final.exists():  # of the same step, by a run that was begun again with other settings
         old = final.with_name(f".{final.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
         shutil.rmtree(old)
     aside.rename(final)
-    _fsync(folder)
+    fsync_path(folder)
     return final
 
 
@@ -117,18 +116,3 @@ def require_room(folder: Path, needed: float) -> None:
             f"a checkpoint needs {needed / 2**20:.0f} MiB, {folder} has {free / 2**20:.0f} MiB left: free some, or "
             "lower train.checkpoint.keep, or raise train.checkpoint.every_steps"
         )
-
-
-def write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8", opener=private) as file:  # a driver's state has texts of users in it
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _fsync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,8 @@ from deploy.config.root import Settings
 from deploy.display import report_data
 from deploy.loop import records
 from evaluation.report.page import build
-from evaluation.results import Evaluation, PolicyResult, write_whole
+from evaluation.results import Evaluation, PolicyResult
+from feedback.files import replace_file
 from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
 
@@ -26,7 +27,7 @@ def write(settings: Settings, folder: Path, account: list[dict[str, Any]], secon
         seconds: of each stage so far.
     """
     figures = {**learning(settings), **books(settings, account), "seconds": {**seconds, **stage_seconds(settings)}}
-    write_whole(folder / "summary.json", json.dumps(figures, indent=2).encode() + b"\n")
+    replace_file(folder / "summary.json", json.dumps(figures, indent=2).encode() + b"\n")
     build(report_data.gather(settings, title="Millrace: the demo"), folder / "report.html")
     return figures
 
