@@ -9,7 +9,7 @@ from typing import Final, Literal, Self
 from pydantic import Field, model_validator
 
 from feedback.scoring.config import HumanConfig, JudgeConfig, ModelConfig, RuleConfig, ScoringConfig
-from feedback.settings_base import Address, Finite, FunctionName, Identifier, MemorySize, Secret, Section
+from feedback.settings_base import Address, FunctionName, Identifier, MemorySize, Secret, Section
 
 __all__ = [
     "DEFAULT_SCALE",
@@ -160,8 +160,8 @@ class LakeConfig(Section):
 class RatingConfig(Section):
     """A rating scale: every value from low to high may be given, ends included."""
 
-    low: Finite = Field(description="The worst rating.")
-    high: Finite = Field(description="The best rating.")
+    low: float = Field(description="The worst rating.")
+    high: float = Field(description="The best rating.")
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:
@@ -175,8 +175,8 @@ class MetricConfig(Section):
     type: Literal["number", "boolean"] = Field(
         default="number", description="number: any from low to high; boolean: true and false, or 1 and 0."
     )
-    low: Finite = Field(default=0.0, description="The smallest value.")
-    high: Finite = Field(default=1.0, description="The greatest value.")
+    low: float = Field(default=0.0, description="The smallest value.")
+    high: float = Field(default=1.0, description="The greatest value.")
     direction: Literal["higher", "lower"] = Field(default="higher", description="Which values are the better ones.")
     description: str = Field(default="", description="What is measured.")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from deploy.config import describe
@@ -21,17 +21,12 @@ from evaluation.config import EngineConfig as EvaluationEngineConfig
 from evaluation.config import EvaluationConfig
 from feedback.config import FeedbackConfig
 from feedback.files import private
+from feedback.settings_base import Section
 from serve.config import EngineConfig, ServeConfig
 from serve.middleware.api_keys import local_file
 from train.config.training import TrainConfig
 
 __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
-
-
-class Section(BaseModel):
-    """A part of the configuration that refuses what it doesn't know."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class CycleConfig(Section):

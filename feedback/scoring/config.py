@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from feedback.settings_base import Address, Finite, FunctionName, MemorySize, Secret, Section
+from feedback.settings_base import Address, FunctionName, MemorySize, Secret, Section
 
 RESERVED_NAMES: Final = ("human", "model", "judge")
 """Components that are no rule."""
@@ -175,8 +175,8 @@ class JudgeConfig(Section):
     )
     api_key: Secret | None = Field(default=None, description="Bearer token for the API.")
     weight: Weight = Field(default=1.0, description="Weight of the judge in the reward; 0 leaves it out.")
-    low: Finite = Field(default=0.0, description="The worst score, which becomes 0.")
-    high: Finite = Field(default=10.0, description="The best score, which becomes 1.")
+    low: float = Field(default=0.0, description="The worst score, which becomes 0.")
+    high: float = Field(default=10.0, description="The best score, which becomes 1.")
     max_tokens: int = Field(default=512, ge=1, description="Longest answer of the judge, in tokens.")
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Sampling temperature of the judge.")
     concurrency: int = Field(default=8, ge=1, le=1024, description="Most questions asked at once.")
