@@ -196,7 +196,7 @@ def _check_range(low: float, high: float) -> None:
 
 
 class KindsConfig(Section):
-    """What may be said of a response beyond thumbs and texts: the rating scales and metrics by name."""
+    """The feedback that a response may get beyond thumbs and texts: the rating scales and metrics by name."""
 
     ratings: dict[Identifier, RatingConfig] = Field(
         default_factory=lambda: {DEFAULT_SCALE: RatingConfig(low=1, high=5)},

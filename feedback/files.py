@@ -155,7 +155,7 @@ def prove_disk(path: Path, size: int) -> None:
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Take the lock on an open file if nobody has it, or a share in it if nobody has it alone."""
+    """Take the lock on an open file if it is free, or a share in it if it is not held exclusively."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -167,7 +167,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 def locked(path: Path, timeout_s: float, *, shared: bool = False) -> Iterator[None]:
     """Hold an exclusive lock, between processes and threads, on a folder or on a lock file that stays where it is.
 
-    ``shared``: hold it with all others who share it, and with nobody who holds it alone.
+    ``shared``: hold it together with others that share it, but with no exclusive holder.
 
     Raises LockTimeoutError if another holds it for all of ``timeout_s`` seconds.
     """

@@ -1,8 +1,8 @@
 """Each feedback id is in the lake once, also when two replicas took it.
 
-A replica's ledger knows what the lake and its own journal hold; of an id that another replica took a moment ago it
-knows nothing, and acknowledges it too. So what is sealed is held against the lake: the first that is sealed stands, and
-what comes later under its id is left out, whether it says the same or something else.
+A replica knows the ids in the lake and in its own journal. One that another replica took a moment ago it does not know,
+and acknowledges too. So rows are compared with the lake when they are sealed: the first that is sealed stands, and what
+comes later under its id is left out, whether its content is the same or not.
 
 Each seal of feedback sets the same application transaction, so that of two at once the lake itself refuses one, which
 looks again: there is no moment in which both could commit an id, on a local disk or on an object store.
@@ -64,14 +64,14 @@ def append_feedback(
     """
     for attempt in range(1, _ATTEMPTS + 1):
         kept, left_out = _without_known(lake, journal_folder, snapshot, rows)
-        told = {"repeated": left_out.repeated, FEEDBACK_IDS: left_out.conflicts[:_MOST_NAMED]}
+        counts = {"repeated": left_out.repeated, FEEDBACK_IDS: left_out.conflicts[:_MOST_NAMED]}
         try:
             if kept.num_rows:
                 lake.append(
                     "feedback",
                     kept,
                     transactions={**transactions, _GUARD: snapshot.version() + 1},
-                    metadata={**metadata, **told},
+                    metadata={**metadata, **counts},
                     snapshot=snapshot,
                 )
         except LakeConflictError:
@@ -80,7 +80,7 @@ def append_feedback(
             time.sleep(random.uniform(0, _PAUSE_S * attempt))
             snapshot = lake.table("feedback")
         else:
-            _tell(left_out)
+            _report(left_out)
             return left_out
     raise AssertionError("unreachable")
 
@@ -114,7 +114,7 @@ def _in_lake(
 ) -> dict[bytes, bytes]:
     """Of the rows' keys those that the lake has, with what it says under them.
 
-    The index nominates rows, and the lake is asked about those, so that no row is left out because an index is wrong.
+    The index nominates rows, and the lake decides, so that no row is left out because an index is wrong.
     """
     take_in(lake, journal_folder, snapshot)
     with closing(SealedIds(journal_folder)) as index:
@@ -122,13 +122,13 @@ def _in_lake(
         nominated = [position for position, key in enumerate(keys) if index.get(key) is not None]
     if not nominated:
         return {}
-    asked = pa.table({"feedback_id": rows.column("feedback_id").take(nominated)})
+    nominated_ids = pa.table({"feedback_id": rows.column("feedback_id").take(nominated)})
 
     def look_up(connection: duckdb.DuckDBPyConnection) -> dict[bytes, bytes]:
-        bounds = pc.min_max(asked["feedback_id"]).as_py()
+        bounds = pc.min_max(nominated_ids["feedback_id"]).as_py()
         lake.add_view(connection, "near", snapshot, ("feedback_id", bounds["min"], bounds["max"]))
-        connection.register("asked", asked)
-        found = connection.sql(f"SELECT {content_columns()} FROM near SEMI JOIN asked USING (feedback_id)")
+        connection.register("nominated_ids", nominated_ids)
+        found = connection.sql(f"SELECT {content_columns()} FROM near SEMI JOIN nominated_ids USING (feedback_id)")
         return dict(pair for batch in found.to_arrow_reader(_BATCH_ROWS) for pair in keys_and_contents(batch))
 
     try:
@@ -138,7 +138,7 @@ def _in_lake(
     return found
 
 
-def _tell(left_out: LeftOut) -> None:
+def _report(left_out: LeftOut) -> None:
     _counts["repeated_feedback"] += left_out.repeated
     _counts["conflicting_feedback"] += len(left_out.conflicts)
     if left_out.repeated:

@@ -5,7 +5,7 @@ the feedback table has been read; both change in one transaction. It is derived 
 that losing any of it loses no feedback: an index that is missing, damaged, of another table or ahead of the table is
 built anew. A sealer takes in what was added, by any replica, at each turn; the server only looks ids up. The log says
 which commits took rows away (an erasure, a retention, of whatever machine): behind one of these the index is built
-anew, so that feedback which is gone is new when it is said again.
+anew, so that feedback which was removed is new when it is sent again.
 
 The index is ``ids/<uuid>.db`` (SQLite, in WAL mode) in the journal's folder. A new one never takes an old one's name:
 a process that still has the old one open would remove the new one's log when it closes.
@@ -85,7 +85,7 @@ class SealedIds:
     def __init__(self, journal_folder: Path) -> None:
         self.journal_folder = journal_folder
         self.damaged = False
-        """Whether it is missing or a look-up found damage; ``take_in`` with ``anew=True`` and ``reopen`` mend it."""
+        """Whether it is missing or a look-up found damage; ``take_in`` with ``rebuild=True`` and ``reopen`` mend it."""
         self._path: Path | None = None
         self._connection: sqlite3.Connection | None = None
 
@@ -114,7 +114,7 @@ class SealedIds:
 
     @property
     def path(self) -> Path | None:
-        """The file that is open; another one was built anew."""
+        """The file that is open; another one was rebuilt."""
         return self._path
 
     def close(self) -> None:
@@ -136,24 +136,24 @@ class SealedIds:
         return IdsError(f"the index of feedback ids {path} can't be read: {error}")
 
 
-def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None, *, anew: bool = False) -> int:
+def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None, *, rebuild: bool = False) -> int:
     """Bring the index up to the feedback table; returns the Delta version up to which it has been read.
 
-    ``snapshot``: the table as the caller read it. An index that can't be brought up to it, or any index if ``anew``,
-    is built anew. Raises IdsError, LakeError, LockTimeoutError or OSError.
+    ``snapshot``: the table as the caller read it. An index that can't be brought up to it, or any index if ``rebuild``,
+    is rebuilt. Raises IdsError, LakeError, LockTimeoutError or OSError.
     """
     folder = journal_folder / "ids"
     make_folder(folder)
     with locked(folder / ".lock", lake.config.lock_timeout_s):
         snapshot = snapshot or lake.table("feedback")
         path = _newest(journal_folder)
-        if path is not None and not anew:
+        if path is not None and not rebuild:
             try:
                 version = _update(path, lake, snapshot)
             except sqlite3.Error as error:
                 if not _is_damage(error):
                     raise IdsError(f"the index of feedback ids {path} can't be written: {error}") from error
-                log.warning("the index of feedback ids %s is damaged (%s): building it anew", path, error)
+                log.warning("the index of feedback ids %s is damaged (%s): rebuilding it", path, error)
             else:
                 if version is not None:
                     return version
@@ -192,7 +192,7 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
         if since > snapshot.version():  # another process has seen more of the table than the caller
             snapshot = lake.table("feedback")
         if form != _FORMAT or table != snapshot.metadata().id or since > snapshot.version():
-            log.warning("the index of feedback ids %s is not of the table %s: building it anew", path, lake.uri)
+            log.warning("the index of feedback ids %s is not of the table %s: rebuilding it", path, lake.uri)
             return None
         if since == snapshot.version():
             return since
@@ -200,14 +200,14 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
         try:
             new = commits(lake, "feedback", since, snapshot.version())
             if any(commit.rows_gone for commit in new):
-                log.info("rows left %s: building the index of feedback ids anew", lake.table_uri("feedback"))
+                log.info("rows left %s: rebuilding the index of feedback ids", lake.table_uri("feedback"))
                 return None
             _take_in_changes(connection, lake, new)
         except (LogGoneError, duckdb.Error, pa.ArrowException, OSError) as error:
             if not isinstance(error, LogGoneError) and not is_file_gone(error):
                 raise IdsError(f"the changes of feedback since version {since} can't be read: {error}") from error
             log.warning(
-                "the changes of feedback since version %d are cleaned up (%s): building the index of feedback ids anew",
+                "the changes of feedback since version %d are cleaned up (%s): rebuilding the index of feedback ids",
                 since,
                 str(error).splitlines()[0],
             )
@@ -220,7 +220,7 @@ def _take_in_changes(connection: sqlite3.Connection, lake: Lake, new: list[Commi
     connection.execute("BEGIN IMMEDIATE")
     pending = 0
     for batch in _rows_of(lake, files):
-        # The lake's word stands, also against a row that was taken in before.
+        # The lake decides, also against a row that was taken in before.
         connection.executemany("INSERT OR REPLACE INTO ids VALUES (?, ?)", keys_and_contents(batch))
         pending += batch.num_rows
         if pending >= _COMMIT_ROWS:
@@ -232,13 +232,13 @@ def _take_in_changes(connection: sqlite3.Connection, lake: Lake, new: list[Commi
 
 
 def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
-    """A new index of the whole table, made aside and named when it is whole; older ones are removed."""
+    """A new index of the whole table, renamed when it is whole; older ones are removed."""
     for left in folder.glob("*.building*"):
         left.unlink()
     _make_durable(lake, snapshot)
     path = folder / f"{uuid7()}.db"
-    aside = path.with_suffix(".building")
-    with closing(sqlite3.connect(aside, isolation_level=None)) as connection:
+    building = path.with_suffix(".building")
+    with closing(sqlite3.connect(building, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = OFF")
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
@@ -255,8 +255,8 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
         )
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode = WAL")
-    fsync_path(aside)
-    os.rename(aside, path)
+    fsync_path(building)
+    os.rename(building, path)
     for old in folder.glob("*.db*"):
         if not old.name.startswith(path.name):
             old.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Rows as callers give them, checked against their table's schema and turned into Arrow."""
+"""Callers' rows, checked against their table's schema and turned into Arrow."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from feedback.files import fsync_path, make_folder, try_lock, write_all
-from feedback.journal.segment import END_MARK, Segment, SegmentName, decode, list_segments, scan
+from feedback.journal.segment import END_MARK, Segment, decode, list_segments, scan
 from feedback.schema import TABLES
 
 log = logging.getLogger(__name__)
@@ -73,20 +73,6 @@ def load(segment: Segment) -> tuple[pa.Table, bool] | None:
         whole = not found.damaged and (segment.is_open or found.finished)
         return decode(data, segment.name, found), whole
     return None
-
-
-def read_segment(path: Path) -> pa.Table:
-    """The rows of one segment file, those of damaged messages left out. Raises ValueError if it is no segment."""
-    parsed = SegmentName.parse(path.name)
-    if parsed is None:
-        raise ValueError(f"{path} is not a journal segment")
-    loaded = load(Segment(path, *parsed))
-    if loaded is None:
-        raise FileNotFoundError(path)
-    rows, whole = loaded
-    if not whole:
-        log.error("%s is damaged; its %d whole rows were read", path, rows.num_rows)
-    return rows
 
 
 def load_all(folder: Path, tables: Iterable[str] = tuple(TABLES)) -> list[tuple[Segment, pa.Table]]:

@@ -2,7 +2,7 @@
 
 deltalake's own writer leaves a local file and the commit that names it to the kernel's cache. A segment may only be
 removed when its rows would survive a power loss, so Parquet files are written and fsynced here, committed through
-deltalake (conflict detection, checkpoints), and the log is fsynced before anyone is told (``delta_log.py``).
+deltalake (conflict detection, checkpoints), and the log is fsynced before the commit is acknowledged (``delta_log``).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Store:
 
     def __init__(self, uri: str, storage_options: dict[str, str], *, local: bool) -> None:
         self.folder = Path(uri) if local else None
-        self._filesystem: pa_fs.FileSystem = (
+        self.filesystem: pa_fs.FileSystem = (
             pa_fs.SubTreeFileSystem(uri, pa_fs.LocalFileSystem())
             if local
             else pa_fs.PyFileSystem(DeltaStorageHandler(uri, storage_options))
@@ -61,13 +61,13 @@ class Store:
         """The files in a folder and the folders below it, by path; none if there is no such folder."""
         if self.folder is not None and not (self.folder / folder).exists():
             return []
-        found = self._filesystem.get_file_info(pa_fs.FileSelector(folder, recursive=True, allow_not_found=True))
+        found = self.filesystem.get_file_info(pa_fs.FileSelector(folder, recursive=True, allow_not_found=True))
         files = [StoredFile(info.path, info.size, info.mtime) for info in found if info.type == pa_fs.FileType.File]
         return sorted(files, key=lambda file: file.path)
 
     def read_bytes(self, path: str) -> bytes:
         """All of a file. Raises FileNotFoundError."""
-        with self._filesystem.open_input_file(path) as file:
+        with self.filesystem.open_input_file(path) as file:
             return bytes(file.read())
 
     def write_bytes(self, path: str, data: bytes, *, private: bool = False) -> None:
@@ -77,7 +77,7 @@ class Store:
         """
         if self.folder is None:
             # deltalake's stream takes plain bytes only, which Arrow's own buffering hands it.
-            with self._filesystem.open_output_stream(path, buffer_size=_UPLOAD_BYTES) as stream:
+            with self.filesystem.open_output_stream(path, buffer_size=_UPLOAD_BYTES) as stream:
                 for start in range(0, len(data), _UPLOAD_BYTES // 2):
                     stream.write(data[start : start + _UPLOAD_BYTES // 2])
             return
@@ -90,7 +90,7 @@ class Store:
         """Remove files; one that is not there is no error."""
         for path in paths:
             try:
-                self._filesystem.delete_file(path)
+                self.filesystem.delete_file(path)
             except FileNotFoundError:
                 continue
 
@@ -123,7 +123,7 @@ class TableFiles(Store):
         A column that the file lacks (an older Millrace wrote it) is null. Raises FileNotFoundError.
         """
         schema = TABLES[table] if columns is None else pa.schema([TABLES[table].field(name) for name in columns])
-        with self._filesystem.open_input_file(path) as source, pq.ParquetFile(source) as file:
+        with self.filesystem.open_input_file(path) as source, pq.ParquetFile(source) as file:
             there = [name for name in schema.names if name in file.schema_arrow.names]
             for batch in file.iter_batches(_READ_ROWS, columns=there):
                 yield conform(batch, schema)
@@ -134,7 +134,7 @@ class TableFiles(Store):
             make_folder(self.folder / folder)
         path = f"{folder}/part-{uuid7()}.parquet"
         try:
-            return _FileWriter(self._filesystem, path, schema)
+            return _FileWriter(self.filesystem, path, schema)
         except BaseException:  # its name may be there
             with contextlib.suppress(OSError):
                 self.delete([path])
@@ -147,7 +147,7 @@ class TableFiles(Store):
             fsync_path((self.folder / writer.path).parent)
         return AddAction(
             path=writer.path,
-            size=self._filesystem.get_file_info(writer.path).size,
+            size=self.filesystem.get_file_info(writer.path).size,
             partition_values={"date": day.isoformat()},
             modification_time=time.time_ns() // 1_000_000,
             data_change=True,
@@ -223,7 +223,7 @@ def _milliseconds(value: datetime) -> str:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file of a snapshot, as far as the log tells.
+    """A data file of a snapshot, as the log describes it.
 
     ``bounds``: of a column its lowest and highest value; ``empty``: columns of which it has nulls only.
     """

@@ -53,7 +53,7 @@ class JournalStatistics:
 
     open_segments: int
     closed_segments: int
-    damaged_segments: int  # put aside, their whole rows in the lake
+    damaged_segments: int  # kept in a folder of their own, their whole rows in the lake
     bytes: int
     streams: int
 
@@ -224,7 +224,9 @@ def _size(path: Path) -> int:
 
 def _feedback_rate(connection: duckdb.DuckDBPyConnection) -> FeedbackRate:
     [[complete, answered]] = connection.execute(sql.FEEDBACK_RATE).fetchall()
-    kinds = {kind: KindStatistics(said, about) for kind, said, about in connection.execute(sql.KINDS).fetchall()}
+    kinds = {
+        kind: KindStatistics(count, responses) for kind, count, responses in connection.execute(sql.KINDS).fetchall()
+    }
     return FeedbackRate(complete, answered, kinds)
 
 

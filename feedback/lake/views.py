@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import unquote
@@ -116,9 +116,9 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def local_path(file_uri: str) -> str:
-    """The path of a data file that ``DeltaTable.file_uris`` names, on a local disk."""
-    return unquote(file_uri)
+def quoted_files(paths: Iterable[str]) -> str:
+    """A SQL list of local files, for ``read_parquet``, which takes a name for a pattern."""
+    return ", ".join(quoted(re.sub(r"([*?\[])", r"[\1]", path)) for path in paths)
 
 
 def _scan_sql(
@@ -132,16 +132,11 @@ def _scan_sql(
 ) -> str:
     """A SELECT over some data files of a table, or over none. ``name`` is for what it registers."""
     if files and local:
-        names = ", ".join(quoted(_escaped(local_path(file))) for file in files)
+        names = quoted_files(unquote(file) for file in files)
         return f"SELECT * FROM read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}})"
     empty = pa.schema(snapshot.schema().to_arrow()).empty_table()
     connection.register(f"files_of_{name}", _dataset(snapshot, storage_options) if files else empty)
     return f"SELECT * FROM files_of_{name}"
-
-
-def _escaped(path: str) -> str:
-    # DuckDB takes a file name for a pattern.
-    return re.sub(r"([*?\[])", r"[\1]", path)
 
 
 def _dataset(snapshot: DeltaTable, storage_options: dict[str, str]) -> pa_ds.Dataset:

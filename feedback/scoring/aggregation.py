@@ -21,7 +21,7 @@ SAME_TEXT: Final = "both texts are the same"
 OVER_CAP: Final = "over the cap of their prompt"
 
 _SAID: Final = """
-CREATE TEMP TABLE said AS
+CREATE TEMP TABLE entries AS
 SELECT * FROM feedback
 WHERE kind IN ({kinds})
 QUALIFY row_number() OVER (
@@ -36,14 +36,15 @@ SELECT tenant, response_id, status = 'complete' AND len(prompt_token_ids) > 0 AS
        response
 FROM interactions
 SEMI JOIN (
-    SELECT response_id FROM said UNION SELECT rejected_response_id FROM said WHERE rejected_response_id IS NOT NULL
+    SELECT response_id FROM entries
+    UNION SELECT rejected_response_id FROM entries WHERE rejected_response_id IS NOT NULL
 ) USING (response_id)
 """
 
 _JUDGED: Final = f"""
 CREATE TEMP TABLE judged AS
 WITH known AS (SELECT DISTINCT response_id FROM mentioned)
-SELECT said.*, CASE
+SELECT entries.*, CASE
     WHEN known.response_id IS NULL OR (rejected_response_id IS NOT NULL AND known_rejected.response_id IS NULL)
     THEN '{UNKNOWN}'
     WHEN own.usable IS NULL OR (rejected_response_id IS NOT NULL AND rejected.usable IS NULL) THEN '{FOREIGN}'
@@ -51,11 +52,11 @@ SELECT said.*, CASE
 END AS left_out,
     own.prompt_token_ids = rejected.prompt_token_ids AS same_prompt,
     own.response = if(kind = 'correction', text, rejected.response) AS same_text
-FROM said
-LEFT JOIN known ON known.response_id = said.response_id
-LEFT JOIN known known_rejected ON known_rejected.response_id = said.rejected_response_id
-LEFT JOIN mentioned own ON own.tenant = said.tenant AND own.response_id = said.response_id
-LEFT JOIN mentioned rejected ON rejected.tenant = said.tenant AND rejected.response_id = said.rejected_response_id
+FROM entries
+LEFT JOIN known ON known.response_id = entries.response_id
+LEFT JOIN known known_rejected ON known_rejected.response_id = entries.rejected_response_id
+LEFT JOIN mentioned own ON own.tenant = entries.tenant AND own.response_id = entries.response_id
+LEFT JOIN mentioned rejected ON rejected.tenant = entries.tenant AND rejected.response_id = entries.rejected_response_id
 """
 
 _RESOLVED: Final = {

@@ -49,7 +49,7 @@ Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class HumanConfig(Section):
-    """The reward component `human`: what users, and whatever measures for them, said of a response."""
+    """The reward component `human`: feedback on a response, from users and from what measures for them."""
 
     weight: Weight = Field(default=1.0, description="Weight of the votes in the reward; 0 leaves them out.")
     thumbs: Weight = Field(default=1.0, description="Weight of thumbs among a source's votes; 0 leaves them out.")
@@ -97,10 +97,10 @@ class RuleConfig(Section):
         default=None, description="json_schema: the JSON Schema that the response must meet."
     )
     target_tokens: int | None = Field(
-        default=None, ge=0, description="length_penalty: responses of up to so many tokens get 1."
+        default=None, ge=0, description="length_penalty: responses of at most this many tokens get 1."
     )
     max_tokens: int | None = Field(
-        default=None, ge=1, description="length_penalty: responses of so many tokens or more get 0."
+        default=None, ge=1, description="length_penalty: responses of at least this many tokens get 0."
     )
     ngram: int | None = Field(default=None, ge=1, le=16, description="repetition_penalty: tokens in a sequence (4).")
 

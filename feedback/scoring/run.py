@@ -3,7 +3,7 @@
 What was scored up to which Delta version stands in the commit of the rewards themselves, as application transactions
 of the rewards table. So a run that is killed anywhere and repeated gives each response one reward, and two runs at once
 can't both commit. A response is scored when it appears, again when new feedback on it counts, and again while its
-judge's verdict is missing for a reason that may pass.
+judge's score is missing for a reason that may pass.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ScoreResult:
 
     ``scored`` responses got a row in ``rewards``; ``missing`` of them have no reward, because every component is
     missing. ``components`` counts the values of each; ``reasons`` counts, for each, why it is missing, the commonest
-    first. Of ``retried`` responses a later run will ask the judge again. ``versions`` are the Delta versions that were
+    first. For ``retried`` responses a later run will ask the judge again. ``versions`` are the Delta versions that were
     read (interactions, feedback) and written (rewards).
     """
 
@@ -76,7 +76,7 @@ def score(
     """Score all that is new since this scorer's last run.
 
     ``kinds``: the scales and metrics that are declared; by default those of the default settings. Raises RuleError,
-    RewardModelError or VerdictsError if a source can't be used, ValueError if none has a weight, ScoringError if
+    RewardModelError or JudgeCacheError if a source can't be used, ValueError if none has a weight, ScoringError if
     memory does not do or the tables don't belong together, LakeConflictError if other runs commit in between again and
     again.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,10 +11,17 @@ import pyarrow as pa
 
 from feedback.events import FeedbackIn
 from feedback.journal.codec import to_batch
+from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
 from feedback.schema import TABLES
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+def append(journal: Journal, table: str, row: dict[str, Any]) -> None:
+    """Append a row, and return when it is durable, also where an event loop runs already."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: asyncio.run(journal.append(table, row))).result()
 
 
 def interaction(response_id: str, **columns: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from feedback.signals import held_back
+from feedback.signals import stop_signals_blocked
 from train.controller.dispatch import NOT_CALLED, Layout
 from train.controller.rank import Workers, find_store, follows_from_another, join_ranks, load_class, open_store
 from train.controller.worker_group import WorkerError, WorkerGroup
@@ -32,7 +32,9 @@ class Host(Workers):
         # Ray shows a rank its own GPU alone, which is then number 0 to it.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0" if gpus else str(rank))
         torch.set_num_threads(threads)
-        with held_back():  # starting the tracker, as vLLM would, unblocks what is held back from Ray's processes
+        with (
+            stop_signals_blocked()
+        ):  # starting the tracker, as vLLM would, unblocks what is held back from Ray's processes
             resource_tracker.ensure_running()
         self.rank, self.ranks = rank, ranks
         self.store: TCPStore | None = None

@@ -1,7 +1,7 @@
-"""The ready rules. Each gives a number from 0 (bad) to 1 (good), so that weights mean the same for all.
+"""The built-in rules. Each gives a number from 0 (bad) to 1 (good), so that weights mean the same for all.
 
 ``exact_match``
-    1 if the response is the reference, else 0. White space (as Python's ``str.strip`` knows it) around both is ignored;
+    1 if the response is the reference, else 0. White space (as for Python's ``str.strip``) around both is ignored;
     case and what stands within are not. The reference is ``metadata[reference]``, ``'answer'`` if no key is given.
     Missing without a reference.
 ``numeric_equality``
@@ -40,7 +40,7 @@ DEFAULT_REFERENCE: Final = "answer"
 DEFAULT_TOLERANCE: Final = 1e-9
 DEFAULT_NGRAM: Final = 4
 
-_SPACE: Final = r"[\x09-\x0d\x1c-\x20\x{85}\p{Z}]"  # what str.isspace says yes to, for RE2
+_SPACE: Final = r"[\x09-\x0d\x1c-\x20\x{85}\p{Z}]"  # str.isspace, for RE2
 _DIGITS: Final = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _NUMBER: Final = rf"(?:^|[^\w])([-+]?(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)"
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
-from feedback_rows import interaction, put, table_of, thumb
+from feedback_rows import append, interaction, put, table_of, thumb
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
 from feedback.ingest.seal import seal
@@ -58,7 +58,7 @@ def journal_of(folder: Path, *rows: tuple[str, dict[str, object]]) -> None:
     journal = Journal(folder, JournalConfig(segment_bytes=1), "replica-0")
     journal.open()
     for table, row in rows:
-        journal.append_sync(table, row)
+        append(journal, table, row)
     journal.close()
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
-from feedback_rows import NOON, interaction, put, reward, table_of, thumb
+from feedback_rows import NOON, append, interaction, put, reward, table_of, thumb
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
 from feedback.events import FeedbackIn
@@ -73,7 +73,7 @@ def journal_of(folder: Path, rows: list[tuple[str, dict[str, object]]], **config
     journal = Journal(folder, JournalConfig(**config), "replica-0")
     journal.open()
     for table, row in rows:
-        journal.append_sync(table, row)
+        append(journal, table, row)
     journal.close()
 
 
@@ -134,7 +134,7 @@ def test_an_erased_user_is_in_no_file_of_journal_and_lake(lake, folder):
     )
     root = Path(lake.uri)
     assert len(holders(root, folder)) > 10
-    done = erase(lake, folder, Target(user=SECRET), say=print)
+    done = erase(lake, folder, Target(user=SECRET), report=print)
     assert holders(root, folder) == set()
     assert done.rows == {"interactions": 4, "feedback": 4, "rewards": 3}
     assert (done.damaged, done.left) == (1, [])
@@ -209,7 +209,7 @@ def test_a_target_that_means_nothing_or_too_much_is_refused(target, says):
 
 
 SERVER = """
-import sys, time
+import asyncio, sys, time
 from pathlib import Path
 from feedback.config import JournalConfig
 from feedback.journal.writer import Journal
@@ -217,8 +217,8 @@ from feedback_rows import interaction, thumb
 
 journal = Journal(Path(sys.argv[1]), JournalConfig(segment_seconds=float(sys.argv[2])), "replica-0")
 journal.open()
-journal.append_sync("interactions", interaction("open", user=sys.argv[3]))
-journal.append_sync("feedback", thumb("open", 1))
+asyncio.run(journal.append("interactions", interaction("open", user=sys.argv[3])))
+asyncio.run(journal.append("feedback", thumb("open", 1)))
 print("ready", flush=True)
 time.sleep(60)
 """

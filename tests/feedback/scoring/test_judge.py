@@ -27,7 +27,7 @@ from pydantic import SecretStr, ValidationError
 from feedback.config import HumanConfig, JudgeConfig, ScoringConfig
 from feedback.scoring.run import score
 from feedback.scoring.sources.judge import Judge, parse_score, question
-from feedback.scoring.sources.judge_cache import VerdictsError
+from feedback.scoring.sources.judge_cache import JudgeCacheError
 from loadtests.tiny_model import make_model_folder
 from tests.paths import ROOT
 
@@ -279,7 +279,7 @@ def test_verdicts_that_can_t_be_kept_end_the_run_and_name_the_file(config):
     with judge_server(lambda asked, _: says("5")) as server:
         judge = at(config, server.url)
         judge._verdicts._database.execute("PRAGMA query_only = ON")
-        with pytest.raises(VerdictsError, match=r"verdicts\.sqlite"):
+        with pytest.raises(JudgeCacheError, match=r"verdicts\.sqlite"):
             judge.by_row(rows("a"))
 
 
@@ -321,7 +321,7 @@ def test_who_reads_the_kept_verdicts_without_the_key_can_not_try_texts_against_t
     key = tmp_path / "judge.key"
     assert key.stat().st_mode & 0o777 == 0o600
     key.write_text("short")
-    with pytest.raises(VerdictsError, match=r"judge\.key is no key"):
+    with pytest.raises(JudgeCacheError, match=r"judge\.key is no key"):
         at(config, server.url)
 
 
@@ -369,7 +369,7 @@ def test_a_run_that_is_killed_and_repeated_asks_nothing_twice(config):
 
 def test_a_folder_for_verdicts_that_can_not_be_written_is_named(config, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(VerdictsError, match=r"verdicts\.sqlite"):
+    with pytest.raises(JudgeCacheError, match=r"verdicts\.sqlite"):
         Judge(config.model_copy(update={"cache": str(tmp_path / "file")}))
 
 
