@@ -24,8 +24,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
-from feedback.ingest.id_index import SealedIds, content_columns, keys_and_contents, take_in
+from feedback.ingest.id_index import COLUMNS, SealedIds, keys_and_contents, take_in
 from feedback.lake.delta_log import FEEDBACK_IDS
+from feedback.lake.table_changes import DataFiles, Spans, scan_sql
 from feedback.lake.tables import Lake, LakeConflictError, LakeError
 
 log = logging.getLogger(__name__)
@@ -122,20 +123,19 @@ def _in_lake(
         nominated = [position for position, key in enumerate(keys) if index.get(key) is not None]
     if not nominated:
         return {}
-    nominated_ids = pa.table({"feedback_id": rows.column("feedback_id").take(nominated)})
+    ids = rows.column("feedback_id").take(nominated)
+    files = DataFiles(snapshot).holding(Spans((name, name) for name in ids.to_pylist()), "feedback_id")
 
     def look_up(connection: duckdb.DuckDBPyConnection) -> dict[bytes, bytes]:
-        bounds = pc.min_max(nominated_ids["feedback_id"]).as_py()
-        lake.add_view(connection, "near", snapshot, ("feedback_id", bounds["min"], bounds["max"]))
-        connection.register("nominated_ids", nominated_ids)
-        found = connection.sql(f"SELECT {content_columns()} FROM near SEMI JOIN nominated_ids USING (feedback_id)")
+        stored = scan_sql(connection, lake, "feedback", files, COLUMNS, "stored")
+        connection.register("nominated", pa.table({"feedback_id": ids}))
+        found = connection.sql(f"FROM ({stored}) SEMI JOIN nominated USING (feedback_id)")
         return dict(pair for batch in found.to_arrow_reader(_BATCH_ROWS) for pair in keys_and_contents(batch))
 
     try:
-        found = lake.read(look_up, versions={"feedback": snapshot.version()}, tables=())
+        return lake.read(look_up, versions={"feedback": snapshot.version()}, tables=())
     except duckdb.Error as error:
         raise LakeError(f"table {lake.table_uri('feedback')} can't be read: {error}") from error
-    return found
 
 
 def _report(left_out: LeftOut) -> None:

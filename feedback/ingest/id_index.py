@@ -37,7 +37,8 @@ from feedback.schema import FEEDBACK
 log = logging.getLogger(__name__)
 
 _CONTENT: Final = tuple(name for name in FEEDBACK.names if name not in ("feedback_id", "created_at"))
-_COLUMNS: Final = ("feedback_id", *_CONTENT)
+COLUMNS: Final = ("feedback_id", *_CONTENT)
+"""The columns that ``keys_and_contents`` needs."""
 _TENANT: Final = _CONTENT.index("tenant")
 _FORMAT: Final = f"2 {' '.join(_CONTENT)}"
 _CACHE_KIB: Final = 4096
@@ -74,11 +75,6 @@ def keys_and_contents(rows: pa.Table | pa.RecordBatch) -> Iterator[tuple[bytes, 
         yield key_of(values[_TENANT], feedback_id), _content_hash(values)
 
 
-def content_columns() -> str:
-    """The columns that ``keys_and_contents`` needs, as SQL."""
-    return ", ".join(_COLUMNS)
-
-
 class SealedIds:
     """The index, open for looking up. One thread uses it at a time."""
 
@@ -86,7 +82,8 @@ class SealedIds:
         self.journal_folder = journal_folder
         self.damaged = False
         """Whether it is missing or a look-up found damage; ``take_in`` with ``rebuild=True`` and ``reopen`` mend it."""
-        self._path: Path | None = None
+        self.path: Path | None = None
+        """The file that is open; another one was rebuilt."""
         self._connection: sqlite3.Connection | None = None
 
     def reopen(self) -> None:
@@ -95,13 +92,13 @@ class SealedIds:
         if newest is None:
             self.damaged = True
             raise IdsError(f"there is no index of feedback ids in {self.journal_folder}")
-        if newest != self._path or self._connection is None:
+        if newest != self.path or self._connection is None:
             self.close()
             try:
                 self._connection = _connect(newest)
             except sqlite3.Error as error:
                 raise self._error(newest, error) from error
-            self._path, self.damaged = newest, False
+            self.path, self.damaged = newest, False
 
     def get(self, key: bytes) -> bytes | None:
         """``content_of`` the feedback that is sealed under a key, or None. Raises IdsError."""
@@ -111,11 +108,6 @@ class SealedIds:
     def version(self) -> int:
         """The Delta version up to which the feedback table has been taken in. Raises IdsError."""
         return int(self._select("SELECT version FROM read_until")[0][0])
-
-    @property
-    def path(self) -> Path | None:
-        """The file that is open; another one was rebuilt."""
-        return self._path
 
     def close(self) -> None:
         """Let go of the file."""
@@ -129,7 +121,7 @@ class SealedIds:
         try:
             return self._connection.execute(sql, values).fetchall()
         except sqlite3.Error as error:
-            raise self._error(self._path, error) from error
+            raise self._error(self.path, error) from error
 
     def _error(self, path: Path | None, error: sqlite3.Error) -> IdsError:
         self.damaged = self.damaged or _is_damage(error)
@@ -272,7 +264,7 @@ def _make_durable(lake: Lake, snapshot: DeltaTable) -> None:
 
 def _rows_of(lake: Lake, files: list[str]) -> Iterator[pa.RecordBatch]:
     with lake.connect(tables=()) as connection:
-        yield from connection.sql(scan_sql(connection, lake, "feedback", files, _COLUMNS, "files")).to_arrow_reader(
+        yield from connection.sql(scan_sql(connection, lake, "feedback", files, COLUMNS, "files")).to_arrow_reader(
             _BATCH_ROWS
         )
 

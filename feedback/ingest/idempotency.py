@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from feedback.files import LockTimeoutError
-from feedback.ingest.id_index import IdsError, SealedIds, content_of, key_of, keys_and_contents, take_in
+from feedback.ingest.id_index import SealedIds, content_of, key_of, keys_and_contents, take_in
 from feedback.journal.codec import to_batch
 from feedback.journal.recovery import load
 from feedback.journal.segment import list_segments
@@ -123,7 +123,7 @@ class SeenFeedback:
                 await self._forget_erased()
                 await self._forget_sealed()
                 self.error = None
-            except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
+            except (LakeError, OSError, sqlite3.Error) as error:
                 self.error = str(error)
                 log.error("the feedback ledger does not follow the lake: %s", error)
 
@@ -132,11 +132,8 @@ class SeenFeedback:
         return {"healthy": float(self.error is None), "unsealed": self._unsealed_rows, "pending": len(self._pending)}
 
     def _verdict(self, key: bytes, content: bytes) -> Verdict:
-        try:
+        with self._comparing("what is recorded"):
             known = self._sealed.get(key) or self._recorded(key)
-        except (IdsError, sqlite3.Error) as error:
-            self.error = str(error)
-            raise SeenFeedbackError(f"feedback can't be held against what is recorded: {error}") from error
         if known is None:
             return "new"
         return "same" if known == content else "conflict"
@@ -182,11 +179,8 @@ class SeenFeedback:
         """Whether an unfinished erasure means such feedback; of a local lake only, as for ``_forget_removed``."""
         if not self.lake.local:
             return False
-        try:
+        with self._comparing("what is being erased"):
             return await asyncio.to_thread(is_being_erased, self.lake, "feedback", to_batch([row], FEEDBACK))
-        except (LakeError, OSError) as error:
-            self.error = str(error)
-            raise SeenFeedbackError(f"feedback can't be held against what is being erased: {error}") from error
 
     async def _forget_removed(self) -> bool:
         """Whether feedback left the lake or the journal that was still known here; it is forgotten then.
@@ -197,17 +191,23 @@ class SeenFeedback:
         """
         if not self.lake.local or self._erased_until is None:
             return False
-        try:
+        with self._comparing("what is recorded"):
             version, erasures = self._sealed.version(), self._erased_until[1]
             if not await asyncio.to_thread(self._was_removed, version, erasures):
                 return False
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
             self._sealed.reopen()
             await self._forget_erased()
-        except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
-            self.error = str(error)
-            raise SeenFeedbackError(f"feedback can't be held against what is recorded: {error}") from error
         return True
+
+    @contextmanager
+    def _comparing(self, what: str) -> Iterator[None]:
+        """Raise SeenFeedbackError, and note the error, where feedback can't be compared."""
+        try:
+            yield
+        except (LakeError, OSError, sqlite3.Error) as error:
+            self.error = str(error)
+            raise SeenFeedbackError(f"feedback can't be compared with {what}: {error}") from error
 
     def _was_removed(self, version: int, erasures: frozenset[str]) -> bool:
         return registered(self.lake) != erasures or rows_left(self.lake, "feedback", version)
@@ -227,30 +227,26 @@ class SeenFeedback:
             kept = await asyncio.to_thread(self._in_journal)
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
             self._sealed.reopen()
-            last = b""
-            while rows := self._unsealed.execute(
-                "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, turn, _FORGET_ROWS)
-            ).fetchall():
-                gone = [(key,) for (key,) in rows if key not in kept]
-                self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", gone).rowcount
-                last = rows[-1][0]
-                await asyncio.sleep(0)
+            await self._forget(lambda key: key not in kept, before_turn=turn)
             self._erased_until = (self._sealed.path, erasures)
 
     async def _forget_sealed(self) -> None:
-        """Drop from the private file what the index has; a few ids at a time, between requests."""
+        """Drop from the private file what the index has."""
         version = self._sealed.version()
-        if version == self._forgotten_until:
-            return
+        if version != self._forgotten_until:
+            await self._forget(lambda key: self._sealed.get(key) is not None, before_turn=self._turn + 1)
+            self._forgotten_until = version
+
+    async def _forget(self, is_gone: Callable[[bytes], bool], *, before_turn: int) -> None:
+        """Drop ids of earlier turns from the private file, a few at a time, between requests."""
         last = b""
         while rows := self._unsealed.execute(
-            "SELECT key FROM ids WHERE key > ? ORDER BY key LIMIT ?", (last, _FORGET_ROWS)
+            "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, before_turn, _FORGET_ROWS)
         ).fetchall():
-            sealed = [(key,) for (key,) in rows if self._sealed.get(key) is not None]
-            self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", sealed).rowcount
+            gone = [(key,) for (key,) in rows if is_gone(key)]
+            self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", gone).rowcount
             last = rows[-1][0]
             await asyncio.sleep(0)
-        self._forgotten_until = version
 
 
 def _private_file() -> sqlite3.Connection:

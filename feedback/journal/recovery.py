@@ -82,12 +82,6 @@ def load_all(folder: Path, tables: Iterable[str] = tuple(TABLES)) -> list[tuple[
     return [(segment, found[0]) for segment in listing if (found := load(segment)) is not None]
 
 
-def rows(folder: Path, table: str) -> pa.Table:
-    """All rows of ``table`` that the journal holds and the lake may not, in the order in which they were written."""
-    found = [rows for _, rows in load_all(folder, [table])]
-    return pa.concat_tables([TABLES[table].empty_table(), *found])
-
-
 def put_aside(path: Path) -> None:
     """Keep a damaged segment, whose whole rows have been sealed, out of the journal's way."""
     folder = path.parent / "damaged"

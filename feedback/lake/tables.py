@@ -28,7 +28,6 @@ from feedback.lake.views import (
     CURRENT_REWARDS,
     connect,
     create_view,
-    create_view_between,
     is_file_gone,
     unreadable_features,
 )
@@ -404,12 +403,6 @@ class Lake:
         which = ", ".join(f"{table} at version {version}" for table, version in versions.items())
         advice = f"{which} can't be read any more; take a later version" if which else "read again"
         return LakeFileGoneError(f"{self.uri}: a file was removed by a vacuum ({str(error).splitlines()[0]}): {advice}")
-
-    def add_view(
-        self, connection: duckdb.DuckDBPyConnection, name: str, snapshot: DeltaTable, between: tuple[str, str, str]
-    ) -> None:
-        """A view of a table's sealed rows whose text column lies ``between`` (column, low, high), ends included."""
-        create_view_between(connection, name, snapshot, between, self.config.store_options, local=self.local)
 
     def _error_text(self, error: Exception) -> str:
         """An object store's error in one line: it comes as a coloured tree."""

@@ -81,26 +81,6 @@ def create_view(
     )
 
 
-def create_view_between(
-    connection: duckdb.DuckDBPyConnection,
-    name: str,
-    snapshot: DeltaTable,
-    between: tuple[str, str, str],
-    storage_options: dict[str, str],
-    *,
-    local: bool,
-) -> None:
-    """A view of the rows whose text column lies ``between`` (column, low, high), both ends included.
-
-    Files that can't hold such a row, by the statistics in the log, are not opened.
-    """
-    column, low, high = between
-    condition = f"{column} >= {quoted(low)} AND {column} <= {quoted(high)}"
-    files = snapshot.file_uris(file_pruning_predicate=condition)
-    scan = _scan_sql(connection, name, snapshot, files, storage_options, local=local)
-    connection.execute(f"CREATE VIEW {name} AS {scan} WHERE {condition}")
-
-
 def unreadable_features(snapshot: DeltaTable) -> list[str]:
     """What a writer that is not Millrace switched on in a table, so that its data files alone are not its rows."""
     return sorted(set(snapshot.protocol().reader_features or []) - _PLAIN_FEATURES)

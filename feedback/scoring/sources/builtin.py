@@ -16,7 +16,7 @@
     1 if the response is a JSON text that meets the schema, else 0. White space around it is ignored, NaN and Infinity
     are no JSON. References are resolved within the schema; nothing is fetched. Patterns are in RE2's syntax, which
     takes time in proportion to the text, whatever the text is. Missing where JSON is nested too deeply, or a number too
-    large, to be held against the schema.
+    large, to be checked against the schema.
 ``length_penalty``
     1 for responses of up to ``target_tokens`` tokens, 0 from ``max_tokens`` on, in between falling in a straight line
     (the shape of DAPO's soft punishment of overlong responses, arXiv 2503.14476, eq. 13, one higher).
@@ -100,7 +100,7 @@ class JsonSchema:
             return 0.0
         try:
             return float(self._validator.is_valid(value))
-        except (RecursionError, OverflowError):  # nested too deeply, or a number too large, to be held against it
+        except (RecursionError, OverflowError):  # nested too deeply, or a number too large, to be checked
             return None
 
 

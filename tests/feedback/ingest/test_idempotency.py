@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feedback_rows import append, put, thumb
+from feedback_rows import append, put, rows, thumb
 
 from feedback.config import JournalConfig, LakeConfig
 from feedback.ingest.id_index import take_in
 from feedback.ingest.idempotency import SeenFeedback, SeenFeedbackError
 from feedback.ingest.seal import seal
-from feedback.journal.recovery import rows
 from feedback.journal.writer import Journal, JournalBroken
 from feedback.lake.tables import Lake
 from feedback.maintenance.erasure import Target, erase, finish_erasures
@@ -122,7 +121,7 @@ async def test_a_damaged_index_refuses_feedback_until_it_is_built_anew(folder, l
     with the_index(folder).open("r+b") as index:
         index.seek(4096)
         index.write(b"\xff" * (1 << 20))
-    with pytest.raises(SeenFeedbackError, match=r"held against what is recorded.*malformed"):
+    with pytest.raises(SeenFeedbackError, match=r"compared with what is recorded.*malformed"):
         await ledger.record(body(feedback_id="f0"), journal)
     assert rows(folder, "feedback").num_rows == 0
     assert ledger.stats()["healthy"] == 0

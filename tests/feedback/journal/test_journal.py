@@ -9,11 +9,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from feedback_rows import append, interaction, thumb
+from feedback_rows import append, interaction, rows, thumb
 
 from feedback.config import JournalConfig
 from feedback.journal.codec import RowError
-from feedback.journal.recovery import recover, rows
+from feedback.journal.recovery import recover
 from feedback.journal.segment import list_segments
 from feedback.journal.writer import Journal, JournalBroken, JournalError, JournalFull
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from feedback_rows import append, interaction, thumb
+from feedback_rows import append, interaction, rows, thumb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feedback.journal.codec import to_batch
-from feedback.journal.recovery import load_all, recover, rows
+from feedback.journal.recovery import load_all, recover
 from feedback.journal.segment import END_MARK, SegmentName, decode, encode_batch, encode_schema, list_segments, scan
 from feedback.journal.writer import Journal
 from feedback.schema import FEEDBACK, INTERACTIONS
