@@ -112,8 +112,8 @@ class LakeConfig(Section):
     )
     erasure_key: str | None = Field(
         default=None,
-        description="File of the key by which the registry of erasures hashes names; made when it is first needed, for "
-        "its owner only. Machines that share a lake need the same key: copy the file. null: erasure.key in home.",
+        description="File of the key by which the registry of erasures hashes names; created when it is first needed, "
+        "for its owner only. Machines that share a lake need the same key: copy the file. null: erasure.key in home.",
     )
     retain_gap_days: int | None = Field(
         default=7,
@@ -158,7 +158,7 @@ class LakeConfig(Section):
 
 
 class RatingConfig(Section):
-    """A rating scale: every value from low to high may be given, ends included."""
+    """A rating scale: its values go from low to high, ends included."""
 
     low: float = Field(description="The worst rating.")
     high: float = Field(description="The best rating.")

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from typing import Final
 
 STOPPING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""What asks a process to stop."""
+"""Signals that request a process to stop."""
 
 
 class StopSignal(SystemExit):
-    """A signal asked this process to stop. Code that takes other people's SystemExit for a failure lets this one pass.
+    """A signal requested this process to stop. Code that takes a SystemExit for a failure lets this one pass.
 
-    A SystemExit, since a wait in Ray's native code is ended by no exception of our own.
+    It is a SystemExit, since a wait in Ray's native code is ended by no exception of our own.
     """
 
 

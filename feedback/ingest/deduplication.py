@@ -113,7 +113,7 @@ def _without_known(lake: Lake, journal_folder: Path, snapshot: DeltaTable, rows:
 def _in_lake(
     lake: Lake, journal_folder: Path, snapshot: DeltaTable, rows: pa.Table, keys: list[bytes]
 ) -> dict[bytes, bytes]:
-    """Of the rows' keys those that the lake has, with what it says under them.
+    """Of the rows' keys those that the lake has, with their contents there.
 
     The index nominates rows, and the lake decides, so that no row is left out because an index is wrong.
     """

@@ -1,9 +1,9 @@
 """Which feedback the lake holds: an index on disk, beside the journal, that all processes of a journal folder share.
 
-For each feedback of the lake it has 16 bytes for its id and 16 for what it says, and the Delta version up to which
+For each feedback of the lake it has 16 bytes for its id and 16 for its content, and the Delta version up to which
 the feedback table has been read; both change in one transaction. It is derived from the lake and from nothing else, so
 that losing any of it loses no feedback: an index that is missing, damaged, of another table or ahead of the table is
-built anew. A sealer takes in what was added, by any replica, at each turn; the server only looks ids up. The log says
+built anew. A sealer takes in what was added, by any replica, at each turn; the server only looks ids up. The log shows
 which commits took rows away (an erasure, a retention, of whatever machine): behind one of these the index is built
 anew, so that feedback which was removed is new when it is sent again.
 
@@ -59,7 +59,7 @@ def key_of(tenant: str, feedback_id: str) -> bytes:
 
 
 def content_of(row: dict[str, Any]) -> bytes:
-    """16 bytes for everything that a feedback row says: all of it but its id and its time."""
+    """16 bytes for the content of a feedback row: all of it but its id and its time."""
     return _content_hash(tuple(row.get(name) for name in _CONTENT))
 
 

@@ -93,7 +93,7 @@ class SeenFeedback:
             if await asyncio.shield(done):
                 return "same" if other == content else "conflict"
         verdict = "new" if generated_id else self._verdict(key, content)
-        # Asked before what has left: an erasure that ends in between is seen there.
+        # Checked before what was removed: an erasure that ends in between is seen there.
         being_erased = verdict == "same" and await self._is_being_erased(row)
         if verdict != "new" and await self._forget_removed():
             return await self.record(row, journal)
@@ -185,9 +185,9 @@ class SeenFeedback:
     async def _forget_removed(self) -> bool:
         """Whether feedback left the lake or the journal that was still known here; it is forgotten then.
 
-        Asked before an id is answered as known: else the feedback would be acknowledged and recorded nowhere. A lake on
-        an object store is not asked, as one that can't be reached would hold up every repeated request: there an id is
-        known until ``follow`` hears of the erasure, a few ``seal_seconds`` later.
+        Checked before an id is answered as known: else the feedback would be acknowledged and recorded nowhere. A lake
+        on an object store is not read, as one that can't be reached would hold up every repeated request: there an id
+        is known until ``follow`` notices the erasure, a few ``seal_seconds`` later.
         """
         if not self.lake.local or self._erased_until is None:
             return False
@@ -215,8 +215,8 @@ class SeenFeedback:
     async def _forget_erased(self) -> None:
         """Forget what left the lake, or will never come to it: sent again, it is new.
 
-        There is such feedback after an erasure, of which the registry says so, and after rows left the lake, of which
-        an index says so that was rebuilt.
+        There is such feedback after an erasure, which is in the registry, and after rows left the lake, when the index
+        is rebuilt.
         """
         async with self._forgetting:
             erasures = await asyncio.to_thread(registered, self.lake)

@@ -32,7 +32,7 @@ from feedback.signals import stop_signals_blocked
 
 log = logging.getLogger(__name__)
 
-_NICENESS = 10  # whoever reports requests goes first
+_NICENESS = 10  # the server goes first
 _PARENT_CHECK_S = 1.0
 _RESTART_DELAY_S = 1.0
 

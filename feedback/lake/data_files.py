@@ -109,7 +109,7 @@ class TableFiles(Store):
                     writers[day].write(rows)
             return [self._finish(day, writer) for day, writer in writers.items()]
         except BaseException:
-            # What is raised says what was wrong; a disk that is full takes a file's end no more than its rows.
+            # The error raised names the cause; a disk that is full takes a file's end no more than its rows.
             for writer in writers.values():
                 with contextlib.suppress(OSError, pa.ArrowException):
                     writer.close()
@@ -182,7 +182,7 @@ class _FileWriter:
     def statistics(self) -> dict[str, Any]:
         """Delta's per-file statistics: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#per-file-statistics
 
-        Bounds are given for every column that is not nested and has a value, or for none: deltalake 1.6's
+        There are bounds for every column that is not nested and has a value, or for none: deltalake 1.6's
         ``to_pyarrow_dataset`` takes a column without bounds, in a file that has some, for one that no filter matches.
         """
         bounds = {name: (_lower(low), _upper(high)) for name, (low, high) in self._bounds.items()}

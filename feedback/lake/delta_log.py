@@ -30,7 +30,7 @@ FEEDBACK_IDS: Final = "conflicts"
 ERASED: Final = "erased"
 DROPPED: Final = "dropped"
 TAKES_ROWS: Final = frozenset({ERASED, DROPPED})
-"""The keys of a commit's metadata of which one says that it took rows from the table (an erasure, a retention)."""
+"""The keys of a commit's metadata of which either shows that it took rows from the table (an erasure, a retention)."""
 
 _COMMIT: Final = re.compile(r"(\d{20})\.json")
 _DERIVED: Final = re.compile(r"(\d{20})\.(checkpoint.*\.parquet|crc|\d{20}\.compacted\.json)")
@@ -107,7 +107,7 @@ def last_checkpoint(store: Store) -> int:
 
 
 def forget(store: Store, active: Collection[str], version: int) -> int:
-    """Take out of the log what it says of rows of files that are not ``active``; returns how many files it changed.
+    """Take out of the log what it holds of rows in files that are not ``active``; returns how many files it changed.
 
     A commit holds a file's statistics: the first characters of prompts, the names of users. Commits stay, without
     the statistics of files that are gone, so that a writer that still has an old version in hand finds the commits

@@ -41,7 +41,7 @@ Kind = Literal["user", "user_of_tenant", "tenant", "response_id"]
 
 FOLDER: Final = "_erasures"
 NOTES: Final = "erasures"
-"""The folder beside a journal that says when this machine first saw erasures that were dated later than its now."""
+"""The folder beside a journal that notes when this machine first saw erasures dated later than its now."""
 
 ALL_TIMES: Final = datetime.max.replace(tzinfo=UTC)
 SKEW: Final = timedelta(minutes=1)
@@ -138,7 +138,7 @@ def matching(table: str, rows: pa.RecordBatch | pa.Table, selectors: Iterable[Se
     """Of each row whether one of the selectors means it (never null).
 
     Interactions and feedback that were made after a selector's time are not meant (its versions are for who knows
-    where the rows are from); the rewards of a response are, whenever they were given.
+    where the rows are from); the rewards of a response are, whenever they were computed.
     """
     found = pa.repeat(False, rows.num_rows)
     for selector in selectors:
@@ -320,7 +320,7 @@ def _by_local_clock(journal_folder: Path, stem: str, registered_at: datetime) ->
 
 
 def _content(lake: Lake, name: str) -> dict[str, Any]:
-    """What a file of the registry says: its fields; none of a mark that an older Millrace left."""
+    """The fields of a file of the registry; none of a mark that an older Millrace left."""
     data = lake.store().read_bytes(f"{FOLDER}/{name}")
     try:
         content = json.loads(data or b"{}")
@@ -353,7 +353,7 @@ def _key_file(lake: Lake) -> Path:
 
 
 def _local_key(lake: Lake) -> bytes:
-    """The key to hash with; made if the registry has none yet. Raises LakeError if its key is not ours."""
+    """The key to hash with; created if the registry has none yet. Raises LakeError if its key is not ours."""
     path = _key_file(lake)
     try:
         theirs = lake.store().read_bytes(f"{FOLDER}/{_KEY_ID}").decode()

@@ -1,4 +1,4 @@
-"""What a Delta table's log says: which files there are, what ids they can hold, and which commits added which.
+"""What a Delta table's log holds: which files there are, what ids they can hold, and which commits added which.
 
 A run that knows up to which version it has come reads the few commits since then, and opens only files that can hold
 what it looks for. So its cost follows what is new, not what there is.
@@ -136,7 +136,7 @@ class ErasedSince:
         self._rows: Counter[str] = Counter()
 
     def rows(self) -> dict[str, int]:
-        """By table, of those that have lost any; reads the commits made since the last call.
+        """By table, of those that have lost any; reads the commits since the last call.
 
         Rows that came in later count too where one file held both. Raises LakeError, OSError, and LogGoneError if the
         log does not reach back.

@@ -104,9 +104,9 @@ class Lake:
             self._create_table(table, schema)
         except (DeltaError, OSError) as error:
             try:
-                self.table(table)  # another replica may have made it in this moment
+                self.table(table)  # another replica may have created it at this moment
             except LakeError:
-                raise LakeError(f"table {self.table_uri(table)} can't be made: {self._error_text(error)}") from error
+                raise LakeError(f"table {self.table_uri(table)} can't be created: {self._error_text(error)}") from error
 
     def _create_table(self, table: str, schema: pa.Schema) -> None:
         DeltaTable.create(

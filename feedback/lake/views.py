@@ -36,7 +36,7 @@ CREATE VIEW current_rewards AS
 SELECT * FROM rewards
 QUALIFY row_number() OVER (PARTITION BY response_id ORDER BY scored_at DESC) = 1
 """
-"""Of each response the reward that was given last, whatever the scorer."""
+"""Of each response the latest reward, whatever the scorer."""
 
 
 def connect(memory_limit: str, threads: int) -> duckdb.DuckDBPyConnection:
@@ -65,7 +65,7 @@ def create_view(
     *,
     local: bool,
 ) -> None:
-    """View ``table``, of views ``sealed_<table>``, a Delta table's snapshot, and ``unsealed_<table>``, if it is given.
+    """View ``table``, of views ``sealed_<table>``, a Delta table's snapshot, and ``unsealed_<table>``, if any.
 
     Streams in flight are among the unsealed rows, but not in the view of both.
     """

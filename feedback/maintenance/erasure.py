@@ -81,7 +81,7 @@ class ErasureError(LakeError):
 
 @dataclass(frozen=True)
 class Target:
-    """Whose rows are to go: a user (of one tenant, if it is given, or of all), all of a tenant, or one response."""
+    """Whose rows are to go: a user (of one tenant, or of all), all of a tenant, or one response."""
 
     user: str | None = None
     tenant: str | None = None
@@ -351,7 +351,7 @@ def _sealed_late(lake: Lake, done: Sequence[Erasure]) -> set[str]:
 
 
 def _warn_of_rows_ahead(lake: Lake, known: Sequence[Erasure]) -> None:
-    """Warn of rows that were sealed after an erasure, that it means, and whose time says nothing."""
+    """Warn of rows that were sealed after an erasure, that it means, and whose time is no evidence."""
     late = datetime.now(UTC) + SKEW
     for table in ("interactions", "feedback"):
         for erasure, files in _with_files_since(lake, table, known):

@@ -230,7 +230,7 @@ def vacuum(lake: Lake, *, dry_run: bool = False) -> dict[str, Vacuumed]:
     """Remove what no version of the last ``LakeConfig.vacuum_hours`` needs, and what killed writers left behind.
 
     A sealer writes a file before it commits it: a file that no version names is removed only once it is
-    ``LakeConfig.orphan_hours`` old and, on a local disk, while nobody writes. Raises LakeError, LockTimeoutError.
+    ``LakeConfig.orphan_hours`` old and, on a local disk, while there is no writer. Raises LakeError, LockTimeoutError.
     """
     return {table: _vacuum_table(lake, table, dry_run) for table in TABLES}
 
@@ -239,7 +239,7 @@ def _vacuum_table(lake: Lake, table: str, dry_run: bool) -> Vacuumed:
     files = lake.files(table)
     with _without_writers(lake, table) as alone:
         listing = {file.path: file for file in files.list("")}
-        # deltalake says which files these are; it would delete them too, but with two commits of its own, not durable.
+        # deltalake lists these files; it would delete them too, but with two commits of its own, not durable.
         snapshot, hours = lake.table(table), lake.config.vacuum_hours
         replaced = snapshot.vacuum(hours, dry_run=True, enforce_retention_duration=False)
         orphans = snapshot.vacuum(

@@ -1,7 +1,7 @@
 """What people's feedback comes to, as SQL over the lake's views: votes, preferences and corrections, each resolved.
 
-One rule for all. Feedback counts for a response of its own tenant that is complete. Of what one source says of the same
-thing the last counts, by its time and then by its id; over sources the majority decides, and a tie decides nothing.
+One rule for all. Feedback counts for a response of its own tenant that is complete. Of one source's feedback on the
+same thing the last counts, by time and then by id; over sources the majority decides, and a tie decides nothing.
 Feedback that was recorded twice under one id, by two servers at once, counts once: what was recorded first.
 """
 
@@ -168,7 +168,7 @@ def resolve(connection: duckdb.DuckDBPyConnection, kinds: Iterable[str]) -> dict
     """Make the temporary tables of these kinds; returns how many feedbacks count for nothing, by reason.
 
     ``thumbs``: tenant, response_id, up, down (votes, one a source), voted_at.
-    ``preferences``: tenant, chosen, rejected, feedback_id and created_at of the last that says so, tied, same_prompt;
+    ``preferences``: tenant, chosen, rejected, feedback_id and created_at of the last one, tied, same_prompt;
     one row for two responses, whichever way round.
     ``corrections``: tenant, response_id, text, source, feedback_id, created_at; each text once.
     """
@@ -184,7 +184,7 @@ def resolve(connection: duckdb.DuckDBPyConnection, kinds: Iterable[str]) -> dict
 
 
 def make_pairs(connection: duckdb.DuckDBPyConnection, thumb_pairs_per_prompt: int) -> dict[str, int]:
-    """Make the temporary table ``pairs`` of what ``resolve`` made; returns how many pairs it leaves out, by reason.
+    """Make the temporary table ``pairs`` from those of ``resolve``; returns how many pairs it leaves out, by reason.
 
     ``pairs``: kind (preference, correction, thumbs), tenant, feedback_id, chosen_id and rejected_id (of responses),
     text (in place of a chosen response), created_at.

@@ -32,7 +32,7 @@ _FEEDBACK: Final = (
 
 @dataclass(frozen=True)
 class Candidates:
-    """What was found. ``some`` says that it is less than the whole lake, and that table ``touched`` lists it.
+    """What was found. ``some``: it is less than the whole lake, and table ``touched`` lists it.
 
     ``repeats``: there may be responses of which nothing new is known; table ``former`` has their last rewards.
     """

@@ -84,7 +84,7 @@ class RuleConfig(Section):
     reference: str | None = Field(
         default=None,
         min_length=1,
-        description="exact_match, numeric_equality: the metadata key of the right answer ('answer' if not given).",
+        description="exact_match, numeric_equality: the metadata key of the right answer (default: 'answer').",
     )
     tolerance: float | None = Field(
         default=None,
@@ -106,11 +106,13 @@ class RuleConfig(Section):
 
     @model_validator(mode="after")
     def _is_one_rule(self) -> Self:
-        given = [name for name in ("function", "sql", "ready") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"a rule has exactly one of function, sql and ready, not {' and '.join(given) or 'none'}")
+        present = [name for name in ("function", "sql", "ready") if getattr(self, name) is not None]
+        if len(present) != 1:
+            raise ValueError(
+                f"a rule has exactly one of function, sql and ready, not {' and '.join(present) or 'none'}"
+            )
         taken = _PARAMETERS.get(self.ready or "", ())
-        what = f"ready rule {self.ready!r}" if self.ready else f"a rule by {given[0]}"
+        what = f"ready rule {self.ready!r}" if self.ready else f"a rule by {present[0]}"
         for name in {name for names in _PARAMETERS.values() for name in names}:
             if getattr(self, name) is not None and name not in taken:
                 raise ValueError(f"{what} takes no {name!r}")
@@ -144,7 +146,7 @@ class RuleConfig(Section):
 
 
 class ModelConfig(Section):
-    """The reward component `model`: what a sequence-classification model says of a response."""
+    """The reward component `model`: the score of a sequence-classification model."""
 
     name: str = Field(min_length=1, description="Folder or Hugging Face name of the model.")
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
@@ -165,13 +167,13 @@ class ModelConfig(Section):
 
 
 class JudgeConfig(Section):
-    """The reward component `judge`: what another language model says of a response, asked by HTTP."""
+    """The reward component `judge`: the score of another language model, by HTTP."""
 
     url: Address = Field(description="Address of an OpenAI-compatible API, such as http://127.0.0.1:8001/v1.")
     model: str = Field(min_length=1, description="Name of the model there.")
     rubric: str = Field(
         min_length=1,
-        description="What the judge is asked. {prompt}, {response} and {metadata.KEY} stand for the response's own.",
+        description="The question to the judge. {prompt}, {response} and {metadata.KEY} stand for the response's own.",
     )
     api_key: Secret | None = Field(default=None, description="Bearer token for the API.")
     weight: Weight = Field(default=1.0, description="Weight of the judge in the reward; 0 leaves it out.")
@@ -179,9 +181,9 @@ class JudgeConfig(Section):
     high: float = Field(default=10.0, description="The best score, which becomes 1.")
     max_tokens: int = Field(default=512, ge=1, description="Longest answer of the judge, in tokens.")
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Sampling temperature of the judge.")
-    concurrency: int = Field(default=8, ge=1, le=1024, description="Most questions asked at once.")
+    concurrency: int = Field(default=8, ge=1, le=1024, description="Most questions at once.")
     timeout_s: float = Field(default=60.0, gt=0, description="Longest wait for one answer, in seconds.")
-    attempts: int = Field(default=4, ge=1, description="Times that a question is asked in one run while it fails.")
+    attempts: int = Field(default=4, ge=1, description="Attempts at a question in one run while it fails.")
     backoff_s: float = Field(
         default=0.5, gt=0, description="Wait before the second attempt, in seconds; it doubles with every further one."
     )

@@ -47,7 +47,7 @@ _OUT_OF_MEMORY: Final = "Out of Memory"
 
 
 class ScoringError(RuntimeError):
-    """Scoring can't work with these settings, or on this lake. The message says why."""
+    """Scoring can't work with these settings, or on this lake. The message names the reason."""
 
 
 @dataclass(frozen=True)
@@ -277,15 +277,15 @@ class _Run:
                 self.retried += each["counts"] if retry.is_transient(each["values"]) else 0
 
 
-def _changed(connection: duckdb.DuckDBPyConnection, batch: pa.RecordBatch, made: Composed) -> pa.RecordBatch:
+def _changed(connection: duckdb.DuckDBPyConnection, batch: pa.RecordBatch, new: Composed) -> pa.RecordBatch:
     """The rows whose reward is not the one that their response has already."""
     numbers = pa.array(range(batch.num_rows), pa.int64())
-    columns = [numbers, batch.column(0), made.reward, made.components, made.missing]
-    connection.register("made", pa.table(columns, names=["number", "response_id", "reward", "components", "missing"]))
+    columns = [numbers, batch.column(0), new.reward, new.components, new.missing]
+    connection.register("new", pa.table(columns, names=["number", "response_id", "reward", "components", "missing"]))
     changed = connection.execute(
-        "SELECT number FROM made LEFT JOIN former USING (response_id) WHERE former.response_id IS NULL "
-        "OR made.reward IS DISTINCT FROM former.reward OR made.components::VARCHAR IS DISTINCT FROM former.components "
-        "OR made.missing::VARCHAR IS DISTINCT FROM former.missing ORDER BY number"
+        "SELECT number FROM new LEFT JOIN former USING (response_id) WHERE former.response_id IS NULL "
+        "OR new.reward IS DISTINCT FROM former.reward OR new.components::VARCHAR IS DISTINCT FROM former.components "
+        "OR new.missing::VARCHAR IS DISTINCT FROM former.missing ORDER BY number"
     ).fetchnumpy()["number"]
-    connection.unregister("made")
+    connection.unregister("new")
     return batch.take(pa.array(changed, pa.int64()))

@@ -46,9 +46,9 @@ class Source:
 
 
 def guarded(name: str, by_row: ByRow, *unusable: type[Exception]) -> ByRow:
-    """``by_row`` that raises only what says that the source is ``unusable``; else the rows it fails on get a reason.
+    """``by_row`` that raises only the errors of an ``unusable`` source; else the rows it fails on get a reason.
 
-    What the machine lacks (memory, files) says nothing of a response: it is raised too, and a later run scores it.
+    What the machine lacks (memory, files) is no property of a response: it is raised too, and a later run scores it.
     """
 
     def outcomes(batch: pa.Table) -> tuple[Values, Reasons]:

@@ -22,7 +22,7 @@ _TEMPLATES: Final = "additional_chat_templates"  # transformers' folder of those
 
 
 class PolicyError(RuntimeError):
-    """A policy or the store can't be used as asked; the text names what is wrong."""
+    """A policy or the store can't be used as requested; the text names what is wrong."""
 
 
 class PolicyInvalid(PolicyError):
@@ -85,7 +85,7 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def compute_dtype(folder: Path, setting: str) -> str:
-    """The type that an engine computes a policy in: the one rule for the server and for whoever judges its policies.
+    """The type that an engine computes a policy in: the one rule for the server and for evaluation.
 
     ``setting``: an engine's ``dtype``; auto is what ``declared_dtype`` says. vLLM's own "auto" would take a float32
     policy down to 16 bits. Raises PolicyInvalid if no engine computes in it.

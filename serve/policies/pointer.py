@@ -82,7 +82,7 @@ class ServingPointer:
 
         ``expected``: a version, or a Pointer for that very move: it may have come back to the version since.
 
-        Promoting the version that serves already makes a new generation, which is how a replica is told to try again;
+        Promoting the version that serves already makes a new generation, which makes a replica try again;
         ``previous`` stays what it was.
 
         Raises StalePointer if the pointer is elsewhere.
@@ -101,7 +101,7 @@ class ServingPointer:
                 verdict=dict(verdict) if verdict is not None else None,
                 generation=current.generation + 1 if current else 1,
             )
-            if not (self.root / _OUTCOMES).exists():  # before there is a move that the history tells nothing of
+            if not (self.root / _OUTCOMES).exists():  # before there is a move that is not in the history
                 self._write_lines(_OUTCOMES, self.outcomes())
             self._write_lines(_HISTORY, self.history())  # what a crash tore or left out, before the pointer moves on
             write_json(self.root / "serving.json", asdict(pointer))

@@ -105,7 +105,7 @@ class PolicyStore(ServingPointer):
     ) -> Policy:
         """Make the next version of what ``source`` holds and return it.
 
-        ``source`` is a function that writes a Hugging Face folder into the (empty) path it is given, or such a folder,
+        ``source`` is a function that writes a Hugging Face folder into an empty path, or such a folder,
         whose top-level files are copied; pickled weights that lie beside the safetensors are left out of a copy.
         ``probe`` works out, from the folder, the numbers that a server proves itself by
         (``serve.policies.probe.measure``).

@@ -50,7 +50,7 @@ def asked(lake):
 def test_a_prompt_stands_once_the_latest_first_with_its_latest_metadata(asked):
     second, first = prompts(asked)
     assert (second.prompt_token_ids, second.prompt, second.messages) == ([2], None, '[{"role": "user"}]')
-    assert (first.prompt_token_ids, first.prompt, first.asked) == ([1], "one", 2)
+    assert (first.prompt_token_ids, first.prompt, first.requests) == ([1], "one", 2)
     assert first.metadata == {"answer": "four"}
 
 

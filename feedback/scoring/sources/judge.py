@@ -1,13 +1,13 @@
 """The reward component ``judge``: the score that another model, behind an OpenAI-compatible API, gives a response.
 
-The judge gets the rubric with the response's own texts put in, and answers a score, asked for as JSON by
-``response_format``; a server that knows no ``response_format`` is asked in words alone. Scores become 0..1 by the range
-in the settings.
+The judge gets the rubric with the response's own texts put in, and answers a score, requested as JSON by
+``response_format``, or in words alone from a server that does not know it. Scores become 0..1 by the range in the
+settings.
 
 A question that fails is asked again after a wait that doubles, has jitter, and honours ``Retry-After``. What still
 fails is missing for the reason, and a later run asks again, as often as the settings say; an answer without a usable
 score is final. A status that says that the settings are wrong (401, 404 …) ends the questions of this run. Scores are
-kept in a database, so that a run which is killed and repeated asks nothing twice; it holds hashes and scores, no text.
+kept in a database, so that a run which is killed and repeated asks nothing twice; it holds hashes, no text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NoScoreError(Exception):
 
 
 class _FailedError(Exception):
-    """There is no score for a reason that may pass. ``again`` says whether to ask at once; ``wait`` is in seconds."""
+    """There is no score for a reason that may pass. ``again``: whether to ask at once; ``wait`` is in seconds."""
 
     def __init__(self, why: str, *, again: bool = True, wait: float = 0.0) -> None:
         super().__init__(why)
@@ -92,7 +92,7 @@ class Judge:
         return values, reasons
 
     async def _ask_all(self, questions: list[str]) -> dict[str, float | Exception]:
-        """A score, or why there is none, for every question; the cache is asked first."""
+        """A score, or why there is none, for every question; the cache is read first."""
         answers: dict[str, float | Exception] = {}
         keys = {text: self._key(text) for text in questions}
         known = self._cache.known(keys.values())
@@ -248,7 +248,7 @@ class Judge:
 
 
 def question(config: JudgeConfig, row: Mapping[str, Any]) -> str:
-    """The rubric about one response. Raises NoScoreError if the response lacks what the rubric asks for."""
+    """The rubric about one response. Raises NoScoreError if the response lacks what the rubric refers to."""
 
     def text(found: re.Match[str]) -> str:
         name = found[1]
@@ -259,7 +259,7 @@ def question(config: JudgeConfig, row: Mapping[str, Any]) -> str:
         key = name.removeprefix("metadata.")
         metadata = dict(row["metadata"] or ())
         if key not in metadata:
-            raise NoScoreError(f"no {key!r} in the response's metadata, which the rubric asks for")
+            raise NoScoreError(f"no {key!r} in the response's metadata, which the rubric refers to")
         return str(metadata[key])
 
     return PLACEHOLDER.sub(text, config.rubric)  # in one pass, so that braces in the texts stand for themselves
@@ -290,7 +290,7 @@ def _prompt(row: Mapping[str, Any]) -> str:
     if row["prompt"] is not None and row["messages"] is None:
         return str(row["prompt"])
     if row["messages"] is None:
-        raise NoScoreError("the prompt has no text, which the rubric asks for")
+        raise NoScoreError("the prompt has no text, which the rubric refers to")
     try:
         messages = json.loads(row["messages"])
         return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in messages)
@@ -299,7 +299,7 @@ def _prompt(row: Mapping[str, Any]) -> str:
 
 
 def _retry_after(headers: httpx.Headers) -> float:
-    """Seconds that the server asks to wait, 0 if it does not or can't be understood (RFC 9110, section 10.2.3)."""
+    """Seconds that the server wants, 0 if it does not or can't be understood (RFC 9110, section 10.2.3)."""
     text = headers.get("Retry-After", "")
     if re.fullmatch(r"\d{1,9}(\.\d+)?", text):
         return float(text)
@@ -310,7 +310,7 @@ def _retry_after(headers: httpx.Headers) -> float:
 
 
 def _error_in(body: bytes) -> str:
-    """What an error's body says, for a message."""
+    """The message in an error's body."""
     text = body.decode(errors="replace")
     try:
         content = json.loads(text)

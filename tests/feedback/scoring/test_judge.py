@@ -89,7 +89,7 @@ def test_braces_in_the_texts_stand_for_themselves_and_metadata_can_be_named(conf
         assert texts[0].startswith(expected)
         values, reasons = judge.by_row(rows("a", "b", metadata=[]))
     assert values == [None, None]
-    assert reasons == ["no 'gold-answer' in the response's metadata, which the rubric asks for"] * 2
+    assert reasons == ["no 'gold-answer' in the response's metadata, which the rubric refers to"] * 2
     assert len(texts) == 1
 
 
