@@ -1,7 +1,8 @@
 """What is in the lake and the journal: sizes, how much feedback there is, rewards by policy, lag, and what is amiss.
 
 Everything is a set operation in DuckDB, over narrow columns, and spills past the lake's memory limit. Quantiles are
-exact, by nearest rank, from counts of each value, not from all values in memory.
+exact, by nearest rank, from counts of each value, not from all values in memory. Rows, files and bytes are in
+deltalake's ``get_add_actions``; all else is about values, which no log has.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 Everything here may be killed at any moment and repeated, and run beside sealers, scorers, readers and itself. What is
 replaced stays on disk for ``LakeConfig.vacuum_hours``, so that readers of an older version can finish.
+deltalake's ``optimize`` is not used: it fsyncs nothing, and two commits that replace one file do not conflict.
 
 Retention goes by a row's own date, with one limit for the three tables. Feedback and rewards are never older than
 their interaction, so that what is kept has all of its feedback and rewards; feedback and rewards that came later than

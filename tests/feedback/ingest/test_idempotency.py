@@ -141,7 +141,7 @@ async def test_an_index_that_somebody_removed_is_built_anew(folder, lake, opened
     assert ledger.check(body()) == "same"
 
 
-async def test_a_ledger_goes_over_to_an_index_that_another_process_built(folder, lake, opened):
+async def test_seen_feedback_goes_over_to_an_index_that_another_process_built(folder, lake, opened):
     ledger = opened()
     put(lake, "feedback", [body()])
     take_in(lake, folder, rebuild=True)
@@ -183,7 +183,7 @@ async def test_a_caller_that_goes_away_does_not_block_the_id(folder, journal, op
     assert rows(folder, "feedback").num_rows == 1
 
 
-async def test_a_recorded_id_that_cannot_be_remembered_is_told_and_recorded_once_in_the_lake(folder, lake, opened):
+async def test_a_recorded_id_that_cannot_be_remembered_is_reported_and_is_in_the_lake_once(folder, lake, opened):
     ledger = opened()
     ledger._unsealed.execute("DROP TABLE ids")
     journal = Journal(folder, JournalConfig(), "replica-0")
@@ -198,7 +198,7 @@ async def test_a_recorded_id_that_cannot_be_remembered_is_told_and_recorded_once
     assert lake.counts()["feedback"] == 1
 
 
-async def test_feedback_that_was_erased_before_it_was_sealed_is_new_when_it_is_said_again(folder, lake, opened):
+async def test_feedback_that_was_erased_before_it_was_sealed_is_new_when_it_is_sent_again(folder, lake, opened):
     journal = Journal(folder, JournalConfig(segment_seconds=0.05), "replica-0")
     journal.open()
     ledger = opened()
@@ -242,7 +242,7 @@ def interrupt(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("how", ["erasure", "killed erasure", "retention", "another tool"])
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_feedback_that_left_the_lake_elsewhere_is_recorded_when_it_is_said_again(
+async def test_feedback_that_left_the_lake_elsewhere_is_recorded_when_it_is_sent_again(
     folder, tmp_path, lake, opened, how, restarted
 ):
     ledger = opened()
@@ -354,7 +354,7 @@ async def test_feedback_that_an_unfinished_erasure_means_is_not_acknowledged_as_
     assert lake.counts()["feedback"] == 2
 
 
-async def test_feedback_that_was_sealed_and_left_the_lake_before_the_index_knew_it_is_new_when_it_is_said_again(
+async def test_feedback_that_was_sealed_and_left_the_lake_before_the_index_knew_it_is_new_when_it_is_sent_again(
     folder, tmp_path, lake, opened, monkeypatch
 ):
     ledger = opened()

@@ -320,7 +320,7 @@ async def test_a_disk_that_hangs_while_a_segment_is_replaced_is_forgiven_without
     assert rows(folder, "feedback").column("response_id").to_pylist() == ["first", "afterwards"]
 
 
-async def test_a_cancelled_caller_harms_nobody(folder, disk, journal):
+async def test_a_cancelled_caller_harms_no_other(folder, disk, journal):
     await journal.append("feedback", thumb("first", 1))
     disk.free.clear()
     gone = asyncio.create_task(journal.append("feedback", thumb("gone", 1)))

@@ -79,7 +79,7 @@ def test_the_feedback_rate_is_of_complete_responses_of_the_same_tenant(lake, fol
     assert found.kinds == {"thumb": KindStatistics(5, 3), "comment": KindStatistics(1, 1)}
 
 
-def test_rewards_are_told_by_the_policy_of_the_last_token(lake):
+def test_rewards_are_counted_by_the_policy_of_the_last_token(lake):
     put(lake, "interactions", [interaction(name, policy_spans=spans(1, 2)) for name in "abcde"])
     put(lake, "interactions", [interaction("f", policy_spans=spans(1)), interaction("x", status="aborted")])
     put(lake, "rewards", [reward(name, value) for name, value in zip("abcd", (9.0, 2.0, 3.0, 4.0), strict=True)])
@@ -133,7 +133,7 @@ def test_feedback_without_its_response_is_counted_and_listed_until_the_response_
     assert gather(lake, None).orphans.count == 2
 
 
-def test_an_id_that_is_sealed_twice_is_told(lake, folder, journal):
+def test_an_id_that_is_sealed_twice_is_reported(lake, folder, journal):
     put(lake, "interactions", [interaction("a"), interaction("a"), interaction("b")])
     put(lake, "feedback", [said("1", "a", "thumb", value=1.0), said("1", "a", "thumb", value=1.0, tenant="them")])
     append(journal, "feedback", said("1", "a", "thumb", value=1.0))  # the seal leaves it out

@@ -123,7 +123,7 @@ def test_a_view_is_of_the_moment_it_was_made(any_lake):
     assert len(fetch(any_lake, "SELECT feedback_id FROM feedback")) == 2
 
 
-def test_only_the_views_that_are_asked_for_are_there(lake):
+def test_only_the_requested_views_exist(lake):
     put(lake, "feedback", [said("1", "a", "thumb", value=1.0)])
     assert fetch(lake, "SHOW TABLES", tables=("feedback",)) == [("feedback",), ("sealed_feedback",)]
     with lake.connect(tables=()) as connection:

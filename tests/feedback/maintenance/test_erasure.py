@@ -178,7 +178,7 @@ def test_a_user_of_one_tenant_is_not_that_of_another(lake, folder):
     assert (ids(lake), ids(lake, "feedback")) == (["b", "c"], ["b"])
 
 
-def test_one_response_goes_with_what_was_said_of_it(lake, folder):
+def test_one_response_goes_with_its_feedback(lake, folder):
     put(lake, "interactions", [secret("1"), secret("2"), interaction("a")])
     put(lake, "feedback", [thumb(f"{SECRET}-1", 1), preference("a", f"{SECRET}-1"), thumb("a", 1)])
     score(lake, ScoringConfig())
@@ -188,7 +188,7 @@ def test_one_response_goes_with_what_was_said_of_it(lake, folder):
     assert holders(Path(lake.uri), needle=f"{SECRET}-1") == set()
 
 
-def test_feedback_of_nobody_in_particular_is_not_that_of_a_user_called_user(lake, folder):
+def test_anonymous_feedback_is_not_that_of_a_user_called_user(lake, folder):
     put(lake, "interactions", [interaction("a", user="user"), interaction("b")])
     put(lake, "feedback", [thumb("a", 1), thumb("b", 1)])
     assert erase(lake, folder, Target(user="user")).rows == {"interactions": 1, "feedback": 1, "rewards": 0}
@@ -284,7 +284,7 @@ def test_rows_in_the_journal_of_another_machine_are_dropped_when_they_are_sealed
     assert ids(lake, "feedback") == ["ann's"]
 
 
-def test_the_registry_names_nobody_and_costs_a_seal_nothing_that_is_newer(lake, folder, monkeypatch):
+def test_the_registry_holds_no_name_and_costs_a_seal_nothing_that_is_newer(lake, folder, monkeypatch):
     erase(lake, folder, Target(user=SECRET))
     assert holders(Path(lake.uri)) == set()
     [entry] = erasures(lake, since=datetime.now(UTC) - timedelta(minutes=1))
@@ -469,7 +469,7 @@ def at_the_second(call: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def test_what_was_said_of_a_response_goes_too_where_the_erasure_was_killed_before_it_registered_its_id(
+def test_feedback_on_a_response_goes_too_where_the_erasure_was_killed_before_it_registered_its_id(
     lake, folder, tmp_path, monkeypatch
 ):
     put(lake, "interactions", [secret("1"), interaction("a")])
@@ -490,7 +490,7 @@ def test_what_was_said_of_a_response_goes_too_where_the_erasure_was_killed_befor
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_behind_the_back_of_the_erasure(
+def test_feedback_on_a_response_goes_too_where_it_was_sealed_behind_the_back_of_the_erasure(
     lake, folder, tmp_path, monkeypatch, killed
 ):
     elsewhere, late = tmp_path / "elsewhere", tmp_path / "late"
@@ -519,7 +519,7 @@ def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_behind_the_bac
     assert holders(Path(lake.uri)) == set()
 
 
-def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_when_interactions_were_already_rewritten(
+def test_feedback_on_a_response_goes_too_where_it_was_sealed_when_interactions_were_already_rewritten(
     lake, folder, monkeypatch
 ):
     put(lake, "interactions", [secret("1"), interaction("a")])
@@ -571,7 +571,7 @@ def ahead() -> datetime:
 
 
 @pytest.mark.parametrize("finished", ["at once", "by the maintenance"])
-def test_rows_that_were_made_while_the_clock_ran_ahead_are_erased_and_told_of(lake, folder, monkeypatch, finished):
+def test_rows_that_were_made_while_the_clock_ran_ahead_are_erased_and_reported(lake, folder, monkeypatch, finished):
     put(lake, "interactions", [secret("sealed", created_at=ahead()), interaction("a", created_at=ahead())])
     put(lake, "feedback", [thumb(f"{SECRET}-sealed", 1, created_at=ahead()), thumb("a", 1, created_at=ahead())])
     put(lake, "feedback", [thumb("a", 0, source=SECRET, created_at=ahead())])
@@ -595,7 +595,7 @@ def test_rows_that_were_made_while_the_clock_ran_ahead_are_erased_and_told_of(la
     assert holders(Path(lake.uri), folder) == set()
 
 
-def test_rows_from_the_future_that_come_behind_an_erasure_are_told_of_once(lake, folder, caplog):
+def test_rows_from_the_future_that_come_after_an_erasure_are_reported_once(lake, folder, caplog):
     erase(lake, folder, Target(user=SECRET))
     put(lake, "interactions", [secret("1", created_at=ahead()), interaction("a", created_at=ahead())])
     maintain(lake)
@@ -658,7 +658,7 @@ class SlowClock(datetime):
         return datetime.now(tz) - timedelta(minutes=10)
 
 
-def test_a_machine_whose_clock_is_behind_weakens_an_erasure_for_nobody_else(lake, folder, tmp_path, monkeypatch):
+def test_a_machine_whose_clock_is_behind_weakens_an_erasure_for_no_other(lake, folder, tmp_path, monkeypatch):
     right, behind = tmp_path / "right", tmp_path / "behind"
     made = datetime.now(UTC) - timedelta(minutes=2)
     journal_of(right, [("interactions", secret("1", created_at=made)), ("interactions", interaction("a"))])

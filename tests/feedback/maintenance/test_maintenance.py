@@ -492,7 +492,7 @@ def a_month_of_rows(lake: Lake, *, also: timedelta | None = None) -> datetime:
 
 
 @pytest.mark.parametrize("traffic", [False, True], ids=["no traffic meanwhile", "traffic meanwhile"])
-def test_retention_drops_nothing_by_a_clock_that_is_far_ahead_of_the_rows_unless_it_is_told_to(tmp_path, traffic):
+def test_retention_drops_nothing_by_a_clock_that_is_far_ahead_of_the_rows_unless_it_is_allowed_to(tmp_path, traffic):
     lake = Lake(str(tmp_path / "lake"), LakeConfig(retain_days=30))
     lake.create()
     ahead = timedelta(days=40)

@@ -63,7 +63,7 @@ def at(config: JudgeConfig, url: str, **changes: Any) -> Judge:
     return Judge(JudgeConfig.model_validate(config.model_dump() | {"url": url} | changes))
 
 
-def test_a_score_is_asked_for_with_the_rubric_and_brought_into_0_to_1(config):
+def test_a_score_is_requested_with_the_rubric_and_brought_into_0_to_1(config):
     with judge_server(lambda asked, _: says(json.dumps({"score": 5 if "good one" in asked.text else 2}))) as server:
         judge = at(config, server.url, low=1, high=5, api_key="sk-1", extra={"top_p": 0.5, "max_tokens": None})
         assert judge.by_row(rows("good one", "bad one")) == ([1.0, 0.25], [None, None])
@@ -373,7 +373,7 @@ def test_a_folder_for_verdicts_that_can_not_be_written_is_named(config, tmp_path
         Judge(config.model_copy(update={"cache": str(tmp_path / "file")}))
 
 
-def test_responses_whose_judge_failed_are_asked_about_by_later_runs_until_it_answers_or_they_give_up(lake, config):
+def test_responses_whose_judge_failed_are_judged_by_later_runs_until_it_answers_or_they_give_up(lake, config):
     broken = {"r0", "r1"}
 
     def script(asked: Asked, _: int) -> Answer:
@@ -429,7 +429,7 @@ def test_a_judges_settings_that_can_not_work_are_refused(config, changes, says_w
     assert says_what in str(error.value)
 
 
-def test_an_api_key_is_written_in_clear_only_where_that_is_asked_for(config):
+def test_an_api_key_is_written_in_clear_only_where_that_is_requested(config):
     with_key = config.model_copy(update={"api_key": SecretStr("sk-1")})
     assert "sk-1" not in repr(with_key) + str(with_key.model_dump(mode="json"))
     assert with_key.model_dump(mode="json", context={"secrets": True})["api_key"] == "sk-1"
