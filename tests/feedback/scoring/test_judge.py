@@ -278,7 +278,7 @@ def test_messages_that_are_nested_too_deeply_to_be_read_are_a_reason_and_no_end_
 def test_verdicts_that_can_t_be_kept_end_the_run_and_name_the_file(config):
     with judge_server(lambda asked, _: says("5")) as server:
         judge = at(config, server.url)
-        judge._verdicts._database.execute("PRAGMA query_only = ON")
+        judge._cache._database.execute("PRAGMA query_only = ON")
         with pytest.raises(JudgeCacheError, match=r"verdicts\.sqlite"):
             judge.by_row(rows("a"))
 
