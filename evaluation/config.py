@@ -6,18 +6,15 @@ import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from feedback.settings_base import Section
 from serve.local_ray.cluster import loopback_sockets
 
 MIB = 1024 * 1024
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True)
-
-
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """The vLLM engine that answers the suite, inside the evaluating process."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -49,7 +46,7 @@ class EngineConfig(_Section):
     )
 
 
-class GateConfig(_Section):
+class GateConfig(Section):
     """What a candidate must prove on the held-out suite before it may serve."""
 
     metric: Literal["reward", "accuracy"] = Field(
@@ -68,7 +65,7 @@ class GateConfig(_Section):
     )
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     """Is this policy better than that one?"""
 
     suite: Path = Field(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
+
+from feedback.files import replace_file
 
 
 class _Record(BaseModel):
@@ -90,7 +91,7 @@ class Evaluation(_Record):
         """Write ``<candidate>-vs-<incumbent>.json`` in ``folder``, whole or not at all; returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.candidate.version}-vs-{self.incumbent.version}.json"
-        write_whole(path, self.model_dump_json(indent=2).encode() + b"\n")
+        replace_file(path, self.model_dump_json(indent=2).encode() + b"\n")
         return path
 
     @classmethod
@@ -100,13 +101,3 @@ class Evaluation(_Record):
             return cls.model_validate_json(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is no evaluation: {error}") from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace a file so that a reader, also one after a crash, finds the old content or the new."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)

@@ -9,7 +9,7 @@ from typing import Final, Literal, Self
 from pydantic import Field, model_validator
 
 from feedback.scoring.config import HumanConfig, JudgeConfig, ModelConfig, RuleConfig, ScoringConfig
-from feedback.settings_base import Address, Finite, FunctionName, Identifier, MemorySize, Secret, Section
+from feedback.settings_base import Address, FunctionName, Identifier, MemorySize, Secret, Section
 
 __all__ = [
     "DEFAULT_SCALE",
@@ -112,8 +112,8 @@ class LakeConfig(Section):
     )
     erasure_key: str | None = Field(
         default=None,
-        description="File of the key by which the registry of erasures hashes names; made when it is first needed, for "
-        "its owner only. Machines that share a lake need the same key: copy the file. null: erasure.key in home.",
+        description="File of the key by which the registry of erasures hashes names; created when it is first needed, "
+        "for its owner only. Machines that share a lake need the same key: copy the file. null: erasure.key in home.",
     )
     retain_gap_days: int | None = Field(
         default=7,
@@ -158,10 +158,10 @@ class LakeConfig(Section):
 
 
 class RatingConfig(Section):
-    """A rating scale: every value from low to high may be given, ends included."""
+    """A rating scale: its values go from low to high, ends included."""
 
-    low: Finite = Field(description="The worst rating.")
-    high: Finite = Field(description="The best rating.")
+    low: float = Field(description="The worst rating.")
+    high: float = Field(description="The best rating.")
 
     @model_validator(mode="after")
     def _low_is_below_high(self) -> Self:
@@ -175,8 +175,8 @@ class MetricConfig(Section):
     type: Literal["number", "boolean"] = Field(
         default="number", description="number: any from low to high; boolean: true and false, or 1 and 0."
     )
-    low: Finite = Field(default=0.0, description="The smallest value.")
-    high: Finite = Field(default=1.0, description="The greatest value.")
+    low: float = Field(default=0.0, description="The smallest value.")
+    high: float = Field(default=1.0, description="The greatest value.")
     direction: Literal["higher", "lower"] = Field(default="higher", description="Which values are the better ones.")
     description: str = Field(default="", description="What is measured.")
 
@@ -196,7 +196,7 @@ def _check_range(low: float, high: float) -> None:
 
 
 class KindsConfig(Section):
-    """What may be said of a response beyond thumbs and texts: the rating scales and metrics by name."""
+    """The feedback that a response may get beyond thumbs and texts: the rating scales and metrics by name."""
 
     ratings: dict[Identifier, RatingConfig] = Field(
         default_factory=lambda: {DEFAULT_SCALE: RatingConfig(low=1, high=5)},

@@ -1,7 +1,7 @@
 """From the lake to training data. Reading the same Delta versions twice gives the same data in the same order.
 
 Only complete responses take part, and only sealed ones. Prompts are the same if their token ids are.
-``feedback.scoring.aggregation`` says which feedback counts.
+``feedback.scoring.aggregation`` decides which feedback counts.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ WITH complete AS (
     SELECT prompt_token_ids, prompt, messages, metadata, request_id, response_id, created_at
     FROM interactions
     WHERE status = 'complete' AND len(prompt_token_ids) > 0
-), asked AS (
-    SELECT prompt_token_ids, count(DISTINCT request_id) AS asked, max(created_at) AS asked_at
+), recent AS (
+    SELECT prompt_token_ids, count(DISTINCT request_id) AS requests, max(created_at) AS requested_at
     FROM complete
     GROUP BY prompt_token_ids
-    ORDER BY asked_at DESC, prompt_token_ids
+    ORDER BY requested_at DESC, prompt_token_ids
     LIMIT {limit}
 )
-SELECT prompt, messages, prompt_token_ids, metadata, asked
-FROM complete JOIN asked USING (prompt_token_ids)
+SELECT prompt, messages, prompt_token_ids, metadata, requests
+FROM complete JOIN recent USING (prompt_token_ids)
 QUALIFY row_number() OVER (PARTITION BY prompt_token_ids ORDER BY created_at DESC, response_id DESC) = 1
-ORDER BY asked_at DESC, prompt_token_ids
+ORDER BY requested_at DESC, prompt_token_ids
 """
 
 _ROLLOUTS: Final = """
@@ -112,11 +112,11 @@ PAIRS: Final = pa.schema(
         *_PROMPT,
         pa.field("chosen", _TEXT, nullable=False),
         pa.field("chosen_token_ids", _TOKENS),
-        pa.field("chosen_logprobs", _LOGPROBS),  # behaviour, nats, one a token
+        pa.field("chosen_logprobs", _LOGPROBS),  # behaviour, nats, one per token
         pa.field("rejected", _TEXT, nullable=False),
         pa.field("rejected_token_ids", _TOKENS, nullable=False),
         pa.field("rejected_logprobs", _LOGPROBS, nullable=False),
-        pa.field("created_at", TIMESTAMP, nullable=False),  # of the last feedback that made it
+        pa.field("created_at", TIMESTAMP, nullable=False),  # of the last feedback that it comes from
     ]
 )
 """The columns of ``preference_pairs``."""
@@ -128,7 +128,7 @@ THUMBS: Final = pa.schema(
         *_PROMPT,
         pa.field("response", _TEXT, nullable=False),
         pa.field("response_token_ids", _TOKENS, nullable=False),
-        pa.field("logprobs", _LOGPROBS, nullable=False),  # behaviour, nats, one a token
+        pa.field("logprobs", _LOGPROBS, nullable=False),  # behaviour, nats, one per token
         pa.field("desirable", pa.bool_(), nullable=False),
         pa.field("up", pa.int32(), nullable=False),  # sources
         pa.field("down", pa.int32(), nullable=False),
@@ -162,21 +162,21 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A distinct prompt. Text and metadata are those of the last time it was asked, ``asked`` counts its requests."""
+    """A distinct prompt. Text and metadata are those of its last request; ``requests`` counts them."""
 
     prompt: str | None
     messages: str | None
     prompt_token_ids: list[int]
     metadata: dict[str, str] = field(default_factory=dict)
-    asked: int = 1
+    requests: int = 1
 
 
 def prompts(
     lake: Lake, *, versions: Mapping[str, int] | None = None, limit: int | None = None, max_per_prompt: int = 1
 ) -> list[Prompt]:
-    """Prompts that traffic brought, the one asked most recently first; equal means equal token ids.
+    """Prompts that traffic brought, the one requested last first; equal means equal token ids.
 
-    With ``max_per_prompt`` above 1 a prompt stands there as often as it was asked, up to that number, so that training
+    With ``max_per_prompt`` above 1 a prompt is there as often as it was requested, up to that number, so that training
     sees the traffic's own frequencies. ``limit`` is the length of the list. Raises ValueError if either is below 1.
     """
     if max_per_prompt < 1 or (limit is not None and limit < 1):
@@ -186,9 +186,9 @@ def prompts(
     found: list[Prompt] = []
     for row in table.to_pylist():
         prompt = Prompt(
-            row["prompt"], row["messages"], row["prompt_token_ids"], dict(row["metadata"] or ()), row["asked"]
+            row["prompt"], row["messages"], row["prompt_token_ids"], dict(row["metadata"] or ()), row["requests"]
         )
-        found += [prompt] * min(prompt.asked, max_per_prompt)
+        found += [prompt] * min(prompt.requests, max_per_prompt)
         if limit is not None and len(found) >= limit:
             return found[:limit]
     return found
@@ -275,7 +275,7 @@ def _read(
     tables: Iterable[str],
     work: Callable[[duckdb.DuckDBPyConnection], _T],
 ) -> tuple[_T, dict[str, int]]:
-    """(what ``work`` returns of the views, the versions they are of): the latest of each table that has none given."""
+    """(what ``work`` returns, the versions it has read): the latest of each table that ``versions`` lacks."""
     for attempt in range(1, _READ_ATTEMPTS + 1):
         pinned = {
             table: versions[table] if versions and table in versions else lake.table(table).version()

@@ -44,7 +44,7 @@ class FeedbackError(ValueError):
 
 
 def _number_or_boolean(value: object) -> float | bool:
-    """What JSON writes as a number or a boolean; a text is neither, whatever it says."""
+    """What JSON writes as a number or a boolean; a text is neither, whatever its content."""
     if isinstance(value, bool):
         return value
     if not isinstance(value, int | float):
@@ -55,11 +55,11 @@ def _number_or_boolean(value: object) -> float | bool:
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"a value is a finite number, not {_shown(value)}")
-    return number + 0.0  # -0 says the same as 0
+    return number + 0.0  # -0 is 0
 
 
 class FeedbackIn(BaseModel):
-    """What somebody, or something, says of a response: the body of ``POST /feedback``."""
+    """Feedback on a response, from a person or a program: the body of ``POST /feedback``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -81,21 +81,21 @@ class FeedbackIn(BaseModel):
     rejected_response_id: Identifier | None = Field(default=None, description="The response that a preference rejects.")
     feedback_id: Identifier | None = Field(
         default=None,
-        description="The caller's own id, which makes a repeated request harmless. Made here if none is given; "
+        description="The caller's own id, which makes a repeated request harmless. Generated here if it is missing; "
         "sent again without an id, it is recorded again.",
     )
     source: Identifier = Field(
-        default="user", description="Who says it; a later thumb of the same source replaces an earlier."
+        default="user", description="Whose feedback it is; a later thumb of the same source replaces an earlier."
     )
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
         wrong = {}
         for field in _CONTENT:
-            given = getattr(self, field) is not None
-            if not given and field in _NEEDS[self.kind]:
+            present = getattr(self, field) is not None
+            if not present and field in _NEEDS[self.kind]:
                 wrong[field] = f"kind {self.kind!r} needs {field!r}"
-            if given and field not in _NEEDS[self.kind] + _MAY_HAVE[self.kind]:
+            if present and field not in _NEEDS[self.kind] + _MAY_HAVE[self.kind]:
                 wrong[field] = f"kind {self.kind!r} takes no {field!r}"
         if not wrong and self.kind == "thumb" and self.value not in (0, 1):
             wrong["value"] = f"a thumb's value is 1 (up) or 0 (down), true or false, got {_shown(self.value)}"

@@ -1,4 +1,4 @@
-"""What a file needs to outlive a power loss, and locks between processes. Every wait has a deadline."""
+"""Durable and atomic writes, and locks between processes: the only implementation. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ KEY_BYTES: Final = 32
 ERASURES: Final = "erasures.json"
 """In a policy's or a reward model's folder the erasures that reach it; it comes later and is no part of the model."""
 
-_LOCK_POLL_S = 0.01
+TEMPORARY: Final = ".tmp"
+"""The suffix of a file that is written beside the one that it is to replace; a killed process may leave one behind."""
+
+_LOCK_POLL_S: Final = 0.01
 
 
 class LockTimeoutError(TimeoutError):
@@ -33,7 +36,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An ``opener`` for ``open``: only its user may read the file, also one that was there and others could read."""
+    """An ``opener`` for ``open``: only its user may read the file, also one that existed and others could read."""
     fd = os.open(path, flags, 0o600)
     os.fchmod(fd, 0o600)
     return fd
@@ -48,6 +51,12 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def fsync_tree(folder: Path) -> None:
+    """Make a folder durable with all that is below it."""
+    for path in (*folder.rglob("*"), folder):
+        fsync_path(path)
+
+
 def make_folder(path: Path) -> None:
     """Make a folder and its missing parents, each one's name durable in the one above it."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
@@ -57,12 +66,63 @@ def make_folder(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Let nobody but its owner read a file, which is made if there is none. Raises OSError."""
+    """Make a file readable by its owner only, and create it if it is missing. Raises OSError."""
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:  # not opened: to close a database's file would give up this process's locks on it
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
+
+
+def replace_file(
+    path: Path, data: bytes, *, private: bool = False, durable: bool = True, modified_ns: int | None = None
+) -> None:
+    """Write a file, or replace it, so that a reader, also one after a crash, finds the old content or the new.
+
+    The content and its name are on disk on return, unless not ``durable``. ``private``: only its owner may read it.
+    ``modified_ns``: the time of modification that the file gets. Raises OSError.
+    """
+    with _temporary(path, data, 0o600 if private else 0o644, durable, modified_ns) as temporary:
+        os.replace(temporary, path)
+    if durable:
+        fsync_path(path.parent)
+
+
+def write_once(path: Path, data: bytes) -> None:
+    """Write a private file, durable and whole, unless there is one: of several writers the first one's stands."""
+    if not path.exists():
+        make_folder(path.parent)
+        with _temporary(path, data, 0o600, True, None) as temporary, contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
+    fsync_path(path.parent)  # also of one that another process has just made
+
+
+@contextmanager
+def _temporary(path: Path, data: bytes, mode: int, durable: bool, modified_ns: int | None) -> Iterator[Path]:
+    """A new file beside ``path`` with this content, which is removed if it has not been renamed."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{TEMPORARY}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        try:
+            write_all(fd, data)
+            if modified_ns is not None:
+                os.utime(fd, ns=(modified_ns, modified_ns))
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def append_file(path: Path, data: bytes) -> None:
+    """Add to the end of a file, which is made if it is missing; durable on return. A crash may tear what it adds."""
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fsync_path(path.parent)
 
 
 def read_key(path: Path) -> bytes:
@@ -79,51 +139,23 @@ def make_key(path: Path) -> bytes:
     return read_key(path)
 
 
-def write_once(path: Path, data: bytes) -> None:
-    """Write a private file, durable and whole, unless there is one: of several that make it the first one's stands."""
-    if not path.exists():
-        make_folder(path.parent)
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            try:
-                write_all(fd, data)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, path)
-        finally:
-            aside.unlink()
-    fsync_path(path.parent)  # also of one that another process has just made
-
-
 def prove_disk(path: Path, size: int) -> None:
-    """Write ``size`` bytes to a file beside ``path``, make them and its name durable, read them back, remove it.
+    """Write ``size`` bytes to a file, make them and its name durable, read them back, remove it.
 
     Raises OSError if the disk can't do any of that.
     """
-    aside = path.with_name(f"{path.name}.aside")
     data = os.urandom(size)
     try:
-        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        try:
-            write_all(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(aside, path)
-        fsync_path(path.parent)
+        replace_file(path, data)
         if path.read_bytes() != data:
             raise OSError(errno.EIO, "what was written is not what is read back", str(path))
     finally:
-        aside.unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     fsync_path(path.parent)
 
 
 def try_lock(fd: int, *, shared: bool = False) -> bool:
-    """Take the lock on an open file if nobody has it, or a share in it if nobody has it alone."""
+    """Take the lock on an open file if it is free, or a share in it if it is not held exclusively."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -133,14 +165,14 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 
 @contextmanager
 def locked(path: Path, timeout_s: float, *, shared: bool = False) -> Iterator[None]:
-    """Hold an exclusive lock, between processes and threads, on a lock file that stays where it is.
+    """Hold an exclusive lock, between processes and threads, on a folder or on a lock file that stays where it is.
 
-    ``shared``: hold it with all others who share it, and with nobody who holds it alone.
+    ``shared``: hold it together with others that share it, but with no exclusive holder.
 
     Raises LockTimeoutError if another holds it for all of ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
     try:
         while not try_lock(fd, shared=shared):
             if time.monotonic() >= deadline:

@@ -1,4 +1,4 @@
-"""Ends a process that has threads nobody can stop, without taking the interpreter down around them.
+"""Ends a process that has threads which can't be stopped, without taking the interpreter down around them.
 
 Arrow's threads go on reading ahead from an object store through Python for a moment, and one that comes back into an
 interpreter that is being taken down ends the process by a signal. A reward function that took too long still runs, and
@@ -31,6 +31,6 @@ def end_process(code: int) -> NoReturn:
         sys.exit(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
+        with suppress(OSError, ValueError):  # its reader is gone, or it is closed
             stream.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What settings are made of."""
+"""The base of every group of settings, and the types that they share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
-    Field,
     PlainSerializer,
     SecretStr,
     SerializationInfo,
@@ -67,10 +66,6 @@ FunctionName = Annotated[str, AfterValidator(_function_name)]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=200, pattern=r"^[\x21-\x7e]+$")]
 """An id or a name: 1 to 200 printable ASCII characters without spaces."""
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-"""A number that is neither infinite nor NaN."""
-
-
 Secret = Annotated[SecretStr, AfterValidator(_no_mask), PlainSerializer(_masked, return_type=str)]
 """Masked wherever it is shown. ``model_dump(context=IN_CLEAR)`` writes it in clear."""
 
@@ -82,7 +77,9 @@ Address = Annotated[str, AfterValidator(_no_credentials)]
 
 
 class Section(BaseModel):
-    """A group of settings; a key that is not one of them is an error."""
+    """A group of settings; a key that is not one of them, and a number that is not finite, is an error."""
 
     # Of a section's values pydantic would show all in an error about one of them, the secrets too.
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False, hide_input_in_errors=True
+    )

@@ -1,7 +1,7 @@
-"""Signals that reach a process and are for another one to act upon.
+"""Signals that reach a process but are another one's to handle.
 
 A service manager stops a service by SIGTERM to all of its processes at once, and a terminal sends SIGINT to all in the
-foreground. What others still need to end in order is ended by the process that started it, and by nobody else.
+foreground. A process that others need until they have ended in order is ended by its parent alone.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from contextlib import contextmanager
 from typing import Final
 
 STOPPING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""What asks a process to stop."""
+"""Signals that request a process to stop."""
 
 
 class StopSignal(SystemExit):
-    """A signal asked this process to stop. Whatever takes a SystemExit of somebody's code for a failure lets it pass.
+    """A signal requested this process to stop. Code that takes a SystemExit for a failure lets this one pass.
 
-    A SystemExit, since a wait in Ray's native code is ended by no exception of our own.
+    It is a SystemExit, since a wait in Ray's native code is ended by no exception of our own.
     """
 
 
-def heeded() -> frozenset[signal.Signals]:
-    """STOPPING, but for a SIGHUP that whoever started this process has it ignore, as nohup does."""
+def handled_signals() -> frozenset[signal.Signals]:
+    """STOPPING, except for a SIGHUP that this process was started to ignore, as by nohup."""
     return STOPPING - {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else STOPPING
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
-    """Hold STOPPING back from all processes and threads that this thread starts meanwhile, for as long as they live.
+def stop_signals_blocked() -> Iterator[None]:
+    """Block STOPPING in all processes and threads that this thread starts in the block, for as long as they live.
 
-    The main thread's handlers get what came meanwhile at the end of the block. It is the signal mask that says so:
-    children inherit it, an exec keeps it, and it holds in a program that installs handlers, as Ray's and vLLM's do.
+    The main thread's handlers get what arrived in between at the end of the block. This sets the signal mask, which
+    children inherit and an exec keeps, and which holds in a program that installs handlers, as Ray's and vLLM's do.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        with _put_off():
+        with _handlers_deferred():
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
-def _put_off() -> Iterator[None]:
-    """Have what other threads of this process catch wait too: Python would run its handler in the main thread."""
+def _handlers_deferred() -> Iterator[None]:
+    """Defer signals that other threads of this process catch: Python would run the handlers in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -64,18 +64,18 @@ def _put_off() -> Iterator[None]:
             signal.raise_signal(caught)  # to this thread, where it is still blocked
 
 
-def heed_parent() -> None:
-    """Act upon the parent's signals, and on no others, in a process started with signals held back.
+def handle_parent_signals() -> None:
+    """Handle the parent's signals, and no others, in a process that was started with signals blocked.
 
     Call it in the main thread. Handlers then run in a thread of this one's own.
     """
     if hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_heed, args=(os.getppid(),), name="signals of the parent", daemon=True).start()
-    else:  # macOS, where nobody can tell who sent a signal
+        threading.Thread(target=_handle, args=(os.getppid(),), name="parent signals", daemon=True).start()
+    else:  # macOS, which does not say who sent a signal
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
-def _heed(parent: int) -> None:
+def _handle(parent: int) -> None:
     while True:
         received = signal.sigwaitinfo(STOPPING)
         if received.si_pid != parent:

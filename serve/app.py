@@ -20,12 +20,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from feedback.config import FeedbackConfig
-from feedback.ingest.idempotency import FeedbackLedger, LedgerError, Verdict
+from feedback.ingest.idempotency import SeenFeedback, SeenFeedbackError, Verdict
 from feedback.ingest.sealer_process import Sealer
 from feedback.journal.streams import SoFar, Stream
 from feedback.journal.writer import Journal, JournalBroken, JournalFull
 from feedback.lake.tables import Lake
-from feedback.signals import heeded
+from feedback.signals import handled_signals
 from serve import http
 from serve.api import admin, completions, feedback, generate
 from serve.api.fast_routes import Direct
@@ -91,7 +91,7 @@ class Server:
         self.journal = Journal(self._journal_folder, feedback_config.journal, config.replica_name)
         self.lake = Lake(feedback_config.lake.uri, feedback_config.lake)
         self.sealer = Sealer(self.lake, self._journal_folder)
-        self.ledger = FeedbackLedger(self.lake, self._journal_folder)
+        self.ledger = SeenFeedback(self.lake, self._journal_folder)
         self.kinds = feedback_config.kinds
         self.openai: Handlers | None = None
         self.trials = Trials(lambda: self.engine.version)
@@ -284,10 +284,10 @@ class Server:
                 since_first = timings["total_ms"] - timings["first_token_ms"]
                 metrics.inter_token_seconds.observe(max(0.0, since_first) / 1e3 / (made - 1))
 
-    async def record_feedback(self, row: dict[str, Any], *, made_here: bool) -> Verdict:
-        """Return what came of it when that is durable. ``made_here``: its id is new. Raises Problem 503 if it can't."""
+    async def record_feedback(self, row: dict[str, Any], *, generated_id: bool) -> Verdict:
+        """Return the verdict when it is durable. ``generated_id``: its id is new. Raises Problem 503 if it can't."""
         with _recording():
-            return await self.ledger.record(row, self.journal, made_here=made_here)
+            return await self.ledger.record(row, self.journal, generated_id=generated_id)
 
 
 @contextmanager
@@ -296,7 +296,7 @@ def _recording() -> Iterator[None]:
         yield
     except JournalFull as error:
         raise http.Problem(503, str(error), retry_after=error.retry_after) from error
-    except (JournalBroken, LedgerError) as error:
+    except (JournalBroken, SeenFeedbackError) as error:
         raise http.Problem(503, str(error), retry_after=_RETRY_AFTER_S) from error
 
 
@@ -399,7 +399,7 @@ class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """As uvicorn's, but without raising the signal again at the end, which would kill what still cleans up."""
-        before = {number: signal.signal(number, self.handle_exit) for number in heeded()}
+        before = {number: signal.signal(number, self.handle_exit) for number in handled_signals()}
         try:
             yield
         finally:

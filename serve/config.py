@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from feedback.settings_base import Address
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+from feedback.settings_base import Address, Section
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """vLLM."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -58,7 +54,7 @@ class EngineConfig(_Section):
         return extra
 
 
-class SwapConfig(_Section):
+class SwapConfig(Section):
     """Following the serving pointer."""
 
     poll_seconds: float = Field(0.5, gt=0, description="How often the serving pointer is looked at.")
@@ -101,7 +97,7 @@ def _off(value: Any) -> Any:
     return "off" if value is False else value  # what YAML makes of an off without quotes
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(Section):
     """What one request may ask for."""
 
     body_bytes: int = Field(4 << 20, ge=1024, description="Largest request body.")
@@ -137,7 +133,7 @@ class LimitsConfig(_Section):
     )
 
 
-class OpenAIConfig(_Section):
+class OpenAIConfig(Section):
     """The routes below /v1."""
 
     tool_parser: str | None = Field(
@@ -148,7 +144,7 @@ class OpenAIConfig(_Section):
     )
 
 
-class FleetConfig(_Section):
+class FleetConfig(Section):
     """Several replicas of the server, on Ray Serve. With one replica and no ray_address, nothing of Ray is used."""
 
     replicas: int = Field(
@@ -238,7 +234,7 @@ class FleetConfig(_Section):
         return self
 
 
-class ServeConfig(_Section):
+class ServeConfig(Section):
     """The server."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")

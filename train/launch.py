@@ -21,6 +21,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from feedback.files import replace_file
 from feedback.process_exit import end_process, teardown_is_skipped
 from feedback.user_code import search_last, search_path
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
@@ -198,9 +199,7 @@ def run_spec(config: TrainConfig, context: JobContext) -> None:
         ours = type(error).__module__.split(".")[0] in ("feedback", "serve", "evaluation", "train")  # these say it all
         error_file(context).write_text(str(error) if ours else f"{type(error).__name__}: {error}")
         raise
-    aside = context.folder / "result.json.new"
-    aside.write_text(result.model_dump_json(indent=2))
-    aside.rename(context.folder / "result.json")
+    replace_file(context.folder / "result.json", result.model_dump_json(indent=2).encode())
 
 
 def error_file(context: JobContext) -> Path:

@@ -22,11 +22,11 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSO
 
 def write_result(result: dict[str, Any], file: Path | None) -> None:
     """Write a command's result for the process that ran it, whole or not at all."""
-    from evaluation.results import write_whole
+    from feedback.files import replace_file
 
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(result, indent=2, default=str).encode() + b"\n")
+        replace_file(file, json.dumps(result, indent=2, default=str).encode() + b"\n")
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -160,7 +160,7 @@ def erase(
             _record(store, erasure, [*policies, *late_policies], [*models, *late_models])
 
         done = erase_rows(
-            lake, journal, target, wait_s=wait_s, say=click.echo, registered=registered, rewritten=rewritten
+            lake, journal, target, wait_s=wait_s, report=click.echo, registered=registered, rewritten=rewritten
         )
         _print_reached(late_policies, late_models)
         _print_forgotten(forget_erased(lake, runs, store))

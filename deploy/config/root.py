@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from deploy.config import describe
 from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options, merged
@@ -20,6 +20,7 @@ from evaluation.config import EngineConfig as EvaluationEngineConfig
 from evaluation.config import EvaluationConfig
 from feedback.config import FeedbackConfig
 from feedback.files import private
+from feedback.settings_base import Section
 from serve.config import EngineConfig, ServeConfig
 from serve.middleware.api_keys import local_file
 from train.config.training import TrainConfig
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
     from serve.policies.store import PolicyStore
 
 __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
-
-
-class Section(BaseModel):
-    """A part of the configuration that refuses what it doesn't know."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 class CycleConfig(Section):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from deploy.config.root import Settings
-from evaluation.results import write_whole
+from feedback.files import replace_file
 from train.config.resume_settings import goes_on
 
 TRAINING_ATTEMPTS = 3  # of cycles at one training run, of which all but the last were killed
@@ -98,7 +98,7 @@ def next_number(settings: Settings) -> int:
 def write(settings: Settings, record: CycleRecord) -> None:
     """Replace the record on disk, whole or not at all."""
     path = settings.path(settings.cycle.folder) / f"{record.number:06d}.json"
-    write_whole(path, record.model_dump_json(indent=2).encode() + b"\n")
+    replace_file(path, record.model_dump_json(indent=2).encode() + b"\n")
 
 
 def now() -> datetime:

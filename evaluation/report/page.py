@@ -14,7 +14,8 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
 from evaluation.report import charts
-from evaluation.results import PolicyResult, write_whole
+from evaluation.results import PolicyResult
+from feedback.files import replace_file
 
 _MEASURES: Final = (
     ("reward", "reward", charts.REWARD),
@@ -143,7 +144,7 @@ def build(data: ReportData, path: Path) -> Path:
         totals=_plain_totals(data.totals),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, page.encode())
+    replace_file(path, page.encode())
     return path
 
 

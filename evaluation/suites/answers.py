@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from evaluation.config import EvaluationConfig
 from evaluation.engine import EngineError, Generation, OfflineEngine, TokenIds, Work
-from evaluation.results import write_whole
 from evaluation.suites.suite import Suite
+from feedback.files import replace_file
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
 
@@ -219,7 +219,7 @@ def _write(path: Path, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
         writer.write_table(table)
-    write_whole(path, sink.getvalue().to_pybytes())
+    replace_file(path, sink.getvalue().to_pybytes())
 
 
 def _device() -> str:

@@ -1,8 +1,8 @@
 """Each feedback id is in the lake once, also when two replicas took it.
 
-A replica's ledger knows what the lake and its own journal hold; of an id that another replica took a moment ago it
-knows nothing, and acknowledges it too. So what is sealed is held against the lake: the first that is sealed stands, and
-what comes later under its id is left out, whether it says the same or something else.
+A replica knows the ids in the lake and in its own journal. One that another replica took a moment ago it does not know,
+and acknowledges too. So rows are compared with the lake when they are sealed: the first that is sealed stands, and what
+comes later under its id is left out, whether its content is the same or not.
 
 Each seal of feedback sets the same application transaction, so that of two at once the lake itself refuses one, which
 looks again: there is no moment in which both could commit an id, on a local disk or on an object store.
@@ -24,9 +24,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
-from feedback.ingest.id_index import SealedIds, content_columns, keys_and_contents, take_in
+from feedback.ingest.id_index import COLUMNS, SealedIds, keys_and_contents, take_in
 from feedback.lake.delta_log import FEEDBACK_IDS
 from feedback.lake.erasure_registry import ALL_TIMES, erasures, matching
+from feedback.lake.table_changes import DataFiles, Spans, scan_sql
 from feedback.lake.tables import Lake, LakeConflictError, LakeError
 
 log = logging.getLogger(__name__)
@@ -65,14 +66,14 @@ def append_feedback(
     """
     for attempt in range(1, _ATTEMPTS + 1):
         kept, left_out = _without_known(lake, journal_folder, snapshot, rows)
-        told = {"repeated": left_out.repeated, FEEDBACK_IDS: left_out.conflicts[:_MOST_NAMED]}
+        counts = {"repeated": left_out.repeated, FEEDBACK_IDS: left_out.conflicts[:_MOST_NAMED]}
         try:
             if kept.num_rows:
                 lake.append(
                     "feedback",
                     kept,
                     transactions={**transactions, _GUARD: snapshot.version() + 1},
-                    metadata={**metadata, **told},
+                    metadata={**metadata, **counts},
                     snapshot=snapshot,
                 )
         except LakeConflictError:
@@ -81,7 +82,7 @@ def append_feedback(
             time.sleep(random.uniform(0, _PAUSE_S * attempt))
             snapshot = lake.table("feedback")
         else:
-            _tell(left_out)
+            _report(left_out)
             return left_out
     raise AssertionError("unreachable")
 
@@ -113,10 +114,10 @@ def _without_known(lake: Lake, journal_folder: Path, snapshot: DeltaTable, rows:
 def _in_lake(
     lake: Lake, journal_folder: Path, snapshot: DeltaTable, rows: pa.Table, keys: list[bytes]
 ) -> dict[bytes, bytes]:
-    """Of the rows' keys those that the lake has, with what it says under them.
+    """Of the rows' keys those that the lake has, with their contents there.
 
-    The index nominates rows, and the lake is asked about those, so that no row is left out because an index is wrong.
-    A row that an unfinished erasure is about to remove does not count: what is said again under its id stays.
+    The index nominates rows, and the lake decides, so that no row is left out because an index is wrong.
+    A row that an unfinished erasure is about to remove does not count: a new row under its id stays.
     """
     take_in(lake, journal_folder, snapshot)
     with closing(SealedIds(journal_folder)) as index:
@@ -124,26 +125,26 @@ def _in_lake(
         nominated = [position for position, key in enumerate(keys) if index.get(key) is not None]
     if not nominated:
         return {}
-    asked = pa.table({"feedback_id": rows.column("feedback_id").take(nominated)})
+    ids = rows.column("feedback_id").take(nominated)
+    files = DataFiles(snapshot).holding(Spans((name, name) for name in ids.to_pylist()), "feedback_id")
     leaving = erasures(lake, since=ALL_TIMES, pending=True)
 
     def look_up(connection: duckdb.DuckDBPyConnection) -> dict[bytes, bytes]:
-        bounds = pc.min_max(asked["feedback_id"]).as_py()
-        lake.add_view(connection, "near", snapshot, ("feedback_id", bounds["min"], bounds["max"]))
-        connection.register("asked", asked)
-        found = connection.sql(f"SELECT {content_columns()}, created_at FROM near SEMI JOIN asked USING (feedback_id)")
-        batches = found.to_arrow_reader(_BATCH_ROWS)
+        stored = scan_sql(connection, lake, "feedback", files, [*COLUMNS, "created_at"], "stored")
+        connection.register("nominated", pa.table({"feedback_id": ids}))
+        batches = connection.sql(f"FROM ({stored}) SEMI JOIN nominated USING (feedback_id)").to_arrow_reader(
+            _BATCH_ROWS
+        )
         staying = (batch.filter(pc.invert(matching("feedback", batch, leaving))) for batch in batches)
         return dict(pair for batch in staying for pair in keys_and_contents(batch))
 
     try:
-        found = lake.read(look_up, versions={"feedback": snapshot.version()}, tables=())
+        return lake.read(look_up, versions={"feedback": snapshot.version()}, tables=())
     except duckdb.Error as error:
         raise LakeError(f"table {lake.table_uri('feedback')} can't be read: {error}") from error
-    return found
 
 
-def _tell(left_out: LeftOut) -> None:
+def _report(left_out: LeftOut) -> None:
     _counts["repeated_feedback"] += left_out.repeated
     _counts["conflicting_feedback"] += len(left_out.conflicts)
     if left_out.repeated:

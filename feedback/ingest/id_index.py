@@ -1,11 +1,11 @@
 """Which feedback the lake holds: an index on disk, beside the journal, that all processes of a journal folder share.
 
-For each feedback of the lake it has 16 bytes for its id and 16 for what it says, and the Delta version up to which
+For each feedback of the lake it has 16 bytes for its id and 16 for its content, and the Delta version up to which
 the feedback table has been read; both change in one transaction. It is derived from the lake and from nothing else, so
 that losing any of it loses no feedback: an index that is missing, damaged, of another table or ahead of the table is
-built anew. A sealer takes in what was added, by any replica, at each turn; the server only looks ids up. The log says
+built anew. A sealer takes in what was added, by any replica, at each turn; the server only looks ids up. The log shows
 which commits took rows away (an erasure, a retention, of whatever machine): behind one of these the index is built
-anew, so that feedback which is gone is new when it is said again.
+anew, so that feedback which was removed is new when it is sent again.
 
 The index is ``ids/<uuid>.db`` (SQLite, in WAL mode) in the journal's folder. A new one never takes an old one's name:
 a process that still has the old one open would remove the new one's log when it closes.
@@ -37,7 +37,8 @@ from feedback.schema import FEEDBACK
 log = logging.getLogger(__name__)
 
 _CONTENT: Final = tuple(name for name in FEEDBACK.names if name not in ("feedback_id", "created_at"))
-_COLUMNS: Final = ("feedback_id", *_CONTENT)
+COLUMNS: Final = ("feedback_id", *_CONTENT)
+"""The columns that ``keys_and_contents`` needs."""
 _TENANT: Final = _CONTENT.index("tenant")
 _FORMAT: Final = f"2 {' '.join(_CONTENT)}"
 _CACHE_KIB: Final = 4096
@@ -58,7 +59,7 @@ def key_of(tenant: str, feedback_id: str) -> bytes:
 
 
 def content_of(row: dict[str, Any]) -> bytes:
-    """16 bytes for everything that a feedback row says: all of it but its id and its time."""
+    """16 bytes for the content of a feedback row: all of it but its id and its time."""
     return _content_hash(tuple(row.get(name) for name in _CONTENT))
 
 
@@ -74,19 +75,15 @@ def keys_and_contents(rows: pa.Table | pa.RecordBatch) -> Iterator[tuple[bytes, 
         yield key_of(values[_TENANT], feedback_id), _content_hash(values)
 
 
-def content_columns() -> str:
-    """The columns that ``keys_and_contents`` needs, as SQL."""
-    return ", ".join(_COLUMNS)
-
-
 class SealedIds:
     """The index, open for looking up. One thread uses it at a time."""
 
     def __init__(self, journal_folder: Path) -> None:
         self.journal_folder = journal_folder
         self.damaged = False
-        """Whether it is missing or a look-up found damage; ``take_in`` with ``anew=True`` and ``reopen`` mend it."""
-        self._path: Path | None = None
+        """Whether it is missing or a look-up found damage; ``take_in`` with ``rebuild=True`` and ``reopen`` mend it."""
+        self.path: Path | None = None
+        """The file that is open; another one was rebuilt."""
         self._connection: sqlite3.Connection | None = None
 
     def reopen(self) -> None:
@@ -95,13 +92,13 @@ class SealedIds:
         if newest is None:
             self.damaged = True
             raise IdsError(f"there is no index of feedback ids in {self.journal_folder}")
-        if newest != self._path or self._connection is None:
+        if newest != self.path or self._connection is None:
             self.close()
             try:
                 self._connection = _connect(newest)
             except sqlite3.Error as error:
                 raise self._error(newest, error) from error
-            self._path, self.damaged = newest, False
+            self.path, self.damaged = newest, False
 
     def get(self, key: bytes) -> bytes | None:
         """``content_of`` the feedback that is sealed under a key, or None. Raises IdsError."""
@@ -111,11 +108,6 @@ class SealedIds:
     def version(self) -> int:
         """The Delta version up to which the feedback table has been taken in. Raises IdsError."""
         return int(self._select("SELECT version FROM read_until")[0][0])
-
-    @property
-    def path(self) -> Path | None:
-        """The file that is open; another one was built anew."""
-        return self._path
 
     def close(self) -> None:
         """Let go of the file."""
@@ -129,31 +121,31 @@ class SealedIds:
         try:
             return self._connection.execute(sql, values).fetchall()
         except sqlite3.Error as error:
-            raise self._error(self._path, error) from error
+            raise self._error(self.path, error) from error
 
     def _error(self, path: Path | None, error: sqlite3.Error) -> IdsError:
         self.damaged = self.damaged or _is_damage(error)
         return IdsError(f"the index of feedback ids {path} can't be read: {error}")
 
 
-def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None, *, anew: bool = False) -> int:
+def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None, *, rebuild: bool = False) -> int:
     """Bring the index up to the feedback table; returns the Delta version up to which it has been read.
 
-    ``snapshot``: the table as the caller read it. An index that can't be brought up to it, or any index if ``anew``,
-    is built anew. Raises IdsError, LakeError, LockTimeoutError or OSError.
+    ``snapshot``: the table as the caller read it. An index that can't be brought up to it, or any index if ``rebuild``,
+    is rebuilt. Raises IdsError, LakeError, LockTimeoutError or OSError.
     """
     folder = journal_folder / "ids"
     make_folder(folder)
     with locked(folder / ".lock", lake.config.lock_timeout_s):
         snapshot = snapshot or lake.table("feedback")
         path = _newest(journal_folder)
-        if path is not None and not anew:
+        if path is not None and not rebuild:
             try:
                 version = _update(path, lake, snapshot)
             except sqlite3.Error as error:
                 if not _is_damage(error):
                     raise IdsError(f"the index of feedback ids {path} can't be written: {error}") from error
-                log.warning("the index of feedback ids %s is damaged (%s): building it anew", path, error)
+                log.warning("the index of feedback ids %s is damaged (%s): rebuilding it", path, error)
             else:
                 if version is not None:
                     return version
@@ -192,7 +184,7 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
         if since > snapshot.version():  # another process has seen more of the table than the caller
             snapshot = lake.table("feedback")
         if form != _FORMAT or table != snapshot.metadata().id or since > snapshot.version():
-            log.warning("the index of feedback ids %s is not of the table %s: building it anew", path, lake.uri)
+            log.warning("the index of feedback ids %s is not of the table %s: rebuilding it", path, lake.uri)
             return None
         if since == snapshot.version():
             return since
@@ -200,14 +192,14 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
         try:
             new = commits(lake, "feedback", since, snapshot.version())
             if any(commit.rows_gone for commit in new):
-                log.info("rows left %s: building the index of feedback ids anew", lake.table_uri("feedback"))
+                log.info("rows left %s: rebuilding the index of feedback ids", lake.table_uri("feedback"))
                 return None
             _take_in_changes(connection, lake, new)
         except (LogGoneError, duckdb.Error, pa.ArrowException, OSError) as error:
             if not isinstance(error, LogGoneError) and not is_file_gone(error):
                 raise IdsError(f"the changes of feedback since version {since} can't be read: {error}") from error
             log.warning(
-                "the changes of feedback since version %d are cleaned up (%s): building the index of feedback ids anew",
+                "the changes of feedback since version %d are cleaned up (%s): rebuilding the index of feedback ids",
                 since,
                 str(error).splitlines()[0],
             )
@@ -220,7 +212,7 @@ def _take_in_changes(connection: sqlite3.Connection, lake: Lake, new: list[Commi
     connection.execute("BEGIN IMMEDIATE")
     pending = 0
     for batch in _rows_of(lake, files):
-        # The lake's word stands, also against a row that was taken in before.
+        # The lake decides, also against a row that was taken in before.
         connection.executemany("INSERT OR REPLACE INTO ids VALUES (?, ?)", keys_and_contents(batch))
         pending += batch.num_rows
         if pending >= _COMMIT_ROWS:
@@ -232,13 +224,13 @@ def _take_in_changes(connection: sqlite3.Connection, lake: Lake, new: list[Commi
 
 
 def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
-    """A new index of the whole table, made aside and named when it is whole; older ones are removed."""
+    """A new index of the whole table, renamed when it is whole; older ones are removed."""
     for left in folder.glob("*.building*"):
         left.unlink()
     _make_durable(lake, snapshot)
     path = folder / f"{uuid7()}.db"
-    aside = path.with_suffix(".building")
-    with closing(sqlite3.connect(aside, isolation_level=None)) as connection:
+    building = path.with_suffix(".building")
+    with closing(sqlite3.connect(building, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = OFF")
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
@@ -255,8 +247,8 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
         )
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode = WAL")
-    fsync_path(aside)
-    os.rename(aside, path)
+    fsync_path(building)
+    os.rename(building, path)
     for old in folder.glob("*.db*"):
         if not old.name.startswith(path.name):
             old.unlink(missing_ok=True)
@@ -272,7 +264,7 @@ def _make_durable(lake: Lake, snapshot: DeltaTable) -> None:
 
 def _rows_of(lake: Lake, files: list[str]) -> Iterator[pa.RecordBatch]:
     with lake.connect(tables=()) as connection:
-        yield from connection.sql(scan_sql(connection, lake, "feedback", files, _COLUMNS, "files")).to_arrow_reader(
+        yield from connection.sql(scan_sql(connection, lake, "feedback", files, COLUMNS, "files")).to_arrow_reader(
             _BATCH_ROWS
         )
 

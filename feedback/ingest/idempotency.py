@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from feedback.files import LockTimeoutError
-from feedback.ingest.id_index import IdsError, SealedIds, content_of, key_of, keys_and_contents, take_in
+from feedback.ingest.id_index import SealedIds, content_of, key_of, keys_and_contents, take_in
 from feedback.journal.codec import to_batch
 from feedback.journal.recovery import load
 from feedback.journal.segment import list_segments
@@ -34,11 +34,11 @@ _CACHE_KIB: Final = 4096
 _FORGET_ROWS: Final = 200  # looked up between two turns of the event loop: about a millisecond
 
 
-class LedgerError(RuntimeError):
-    """Whether an id is known can't be said; nothing was recorded."""
+class SeenFeedbackError(RuntimeError):
+    """An id can't be looked up; nothing was recorded."""
 
 
-class FeedbackLedger:
+class SeenFeedback:
     """Every feedback id that this server knows. One event loop uses it; it is not for several threads."""
 
     def __init__(self, lake: Lake, journal_folder: Path) -> None:
@@ -50,7 +50,7 @@ class FeedbackLedger:
         self._unsealed = _private_file()
         self._unsealed_rows = 0
         self._forgotten_until = -1
-        self._gone_until: tuple[Path | None, frozenset[str]] | None = None  # the index and the erasures that were seen
+        self._erased_until: tuple[Path | None, frozenset[str]] | None = None  # index and erasures seen
         self._turn = 0  # an id that came in a later turn than this is younger than what was read in it
         self._forgetting = asyncio.Lock()
         self._pending: dict[bytes, tuple[bytes, asyncio.Future[bool]]] = {}
@@ -62,11 +62,11 @@ class FeedbackLedger:
         """
         erasures = registered(self.lake)
         # The journal is read before the lake: what is sealed in between is known twice, never missed.
-        for key, content in self._on_its_way().items():
+        for key, content in self._in_journal().items():
             self._remember(key, content)
         take_in(self.lake, self.journal_folder)
         self._sealed.reopen()
-        self._gone_until = (self._sealed.path, erasures)
+        self._erased_until = (self._sealed.path, erasures)
 
     def close(self) -> None:
         """Let go of the files."""
@@ -76,29 +76,29 @@ class FeedbackLedger:
     def check(self, row: dict[str, Any]) -> Verdict:
         """What recording ``row`` would be: new, the same again, or another content under a known id.
 
-        Raises LedgerError if that can't be looked up.
+        Raises SeenFeedbackError if that can't be looked up.
         """
         return self._verdict(key_of(row["tenant"], row["feedback_id"]), content_of(row))
 
-    async def record(self, row: dict[str, Any], journal: Journal, *, made_here: bool = False) -> Verdict:
+    async def record(self, row: dict[str, Any], journal: Journal, *, generated_id: bool = False) -> Verdict:
         """Append ``row`` to the journal unless its id is known; return when the verdict is durable.
 
-        ``made_here``: the id is a UUID that this server just made, which needs no look-up. Of several requests at once
-        with the same id one appends, the others wait for it. Raises LedgerError, and what ``Journal.append`` raises;
-        the row's id is then free again.
+        ``generated_id``: the id is a UUID that this server has just generated, which needs no look-up. Of several
+        requests at once with the same id one appends, the others wait for it. Raises SeenFeedbackError, and what
+        ``Journal.append`` raises; the row's id is then free again.
         """
         key, content = key_of(row["tenant"], row["feedback_id"]), content_of(row)
         while key in self._pending:
             other, done = self._pending[key]
             if await asyncio.shield(done):
                 return "same" if other == content else "conflict"
-        verdict = "new" if made_here else self._verdict(key, content)
-        # Asked before what has left: an erasure that ends in between is seen there.
-        leaving = verdict == "same" and await self._is_leaving(row)
-        if verdict != "new" and await self._left():
+        verdict = "new" if generated_id else self._verdict(key, content)
+        # Checked before what was removed: an erasure that ends in between is seen there.
+        being_erased = verdict == "same" and await self._is_being_erased(row)
+        if verdict != "new" and await self._forget_removed():
             return await self.record(row, journal)
-        if leaving:
-            raise LedgerError(
+        if being_erased:
+            raise SeenFeedbackError(
                 f"feedback {row['feedback_id']!r} is known, but an erasure that has begun may remove it: repeat it "
                 "when the erasure is done (`millrace lake maintain` finishes one that was killed)"
             )
@@ -107,23 +107,23 @@ class FeedbackLedger:
         done = asyncio.get_running_loop().create_future()
         self._pending[key] = (content, done)
         append = asyncio.ensure_future(journal.append("feedback", row))
-        # The append outlives a caller that goes away, so that the ledger always learns how it ended.
-        append.add_done_callback(self._settler(key, content, done))
+        # The append outlives a caller that goes away, so that its outcome is always noted.
+        append.add_done_callback(self._on_appended(key, content, done))
         await asyncio.shield(append)
         return "new"
 
     async def follow(self) -> None:
-        """Until cancelled, forget by and by what has come into the index, and mend an index that is damaged."""
+        """Until cancelled, gradually forget what the index has, and mend an index that is damaged."""
         while True:
             await asyncio.sleep(self.lake.config.seal_seconds)
             try:
                 if self._sealed.damaged:
-                    await asyncio.to_thread(take_in, self.lake, self.journal_folder, anew=True)
+                    await asyncio.to_thread(take_in, self.lake, self.journal_folder, rebuild=True)
                 self._sealed.reopen()
-                await self._forget_gone()
+                await self._forget_erased()
                 await self._forget_sealed()
                 self.error = None
-            except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
+            except (LakeError, OSError, sqlite3.Error) as error:
                 self.error = str(error)
                 log.error("the feedback ledger does not follow the lake: %s", error)
 
@@ -132,11 +132,8 @@ class FeedbackLedger:
         return {"healthy": float(self.error is None), "unsealed": self._unsealed_rows, "pending": len(self._pending)}
 
     def _verdict(self, key: bytes, content: bytes) -> Verdict:
-        try:
+        with self._comparing("what is recorded"):
             known = self._sealed.get(key) or self._recorded(key)
-        except (IdsError, sqlite3.Error) as error:
-            self.error = str(error)
-            raise LedgerError(f"feedback can't be held against what is recorded: {error}") from error
         if known is None:
             return "new"
         return "same" if known == content else "conflict"
@@ -150,7 +147,7 @@ class FeedbackLedger:
             "INSERT OR IGNORE INTO ids VALUES (?, ?, ?)", (key, content, self._turn)
         ).rowcount
 
-    def _settler(
+    def _on_appended(
         self, key: bytes, content: bytes, done: asyncio.Future[bool]
     ) -> Callable[[asyncio.Future[None]], None]:
         def settle(append: asyncio.Future[None]) -> None:
@@ -167,7 +164,7 @@ class FeedbackLedger:
 
         return settle
 
-    def _on_its_way(self) -> dict[bytes, bytes]:
+    def _in_journal(self) -> dict[bytes, bytes]:
         """Key -> content of what the journal holds and a seal will not drop."""
         found: dict[bytes, bytes] = {}
         for segment in list_segments(self.journal_folder) if self.journal_folder.exists() else ():
@@ -178,79 +175,78 @@ class FeedbackLedger:
                     found.setdefault(key, content)
         return found
 
-    async def _is_leaving(self, row: dict[str, Any]) -> bool:
-        """Whether an erasure that has not gone through means such feedback; of a local lake only, as for ``_left``."""
+    async def _is_being_erased(self, row: dict[str, Any]) -> bool:
+        """Whether an unfinished erasure means such feedback; of a local lake only, as for ``_forget_removed``."""
         if not self.lake.local:
             return False
-        try:
+        with self._comparing("what is being erased"):
             return await asyncio.to_thread(is_being_erased, self.lake, "feedback", to_batch([row], FEEDBACK))
-        except (LakeError, OSError) as error:
-            self.error = str(error)
-            raise LedgerError(f"feedback can't be held against what is being erased: {error}") from error
 
-    async def _left(self) -> bool:
-        """Whether feedback left the lake or the journal that this ledger still knew; it has forgotten it then.
+    async def _forget_removed(self) -> bool:
+        """Whether feedback left the lake or the journal that was still known here; it is forgotten then.
 
-        Asked before an id is answered as known: else the feedback would be acknowledged and recorded nowhere. A lake on
-        an object store is not asked, as one that can't be reached would hold up every repeated request: there an id is
-        known until ``follow`` hears of the erasure, a few ``seal_seconds`` later.
+        Checked before an id is answered as known: else the feedback would be acknowledged and recorded nowhere. A lake
+        on an object store is not read, as one that can't be reached would hold up every repeated request: there an id
+        is known until ``follow`` notices the erasure, a few ``seal_seconds`` later.
         """
-        if not self.lake.local or self._gone_until is None:
+        if not self.lake.local or self._erased_until is None:
             return False
-        try:
-            version, erasures = self._sealed.version(), self._gone_until[1]
-            if not await asyncio.to_thread(self._has_left, version, erasures):
+        with self._comparing("what is recorded"):
+            version, erasures = self._sealed.version(), self._erased_until[1]
+            if not await asyncio.to_thread(self._was_removed, version, erasures):
                 return False
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
             self._sealed.reopen()
-            await self._forget_gone()
-        except (LakeError, LockTimeoutError, OSError, sqlite3.Error) as error:
-            self.error = str(error)
-            raise LedgerError(f"feedback can't be held against what is recorded: {error}") from error
+            await self._forget_erased()
         return True
 
-    def _has_left(self, version: int, erasures: frozenset[str]) -> bool:
+    @contextmanager
+    def _comparing(self, what: str) -> Iterator[None]:
+        """Raise SeenFeedbackError, and note the error, where feedback can't be compared."""
+        try:
+            yield
+        except (LakeError, OSError, sqlite3.Error) as error:
+            self.error = str(error)
+            raise SeenFeedbackError(f"feedback can't be compared with {what}: {error}") from error
+
+    def _was_removed(self, version: int, erasures: frozenset[str]) -> bool:
         return registered(self.lake) != erasures or rows_left(self.lake, "feedback", version)
 
-    async def _forget_gone(self) -> None:
-        """Forget what left the lake, or will never come to it: said again, it is new.
+    async def _forget_erased(self) -> None:
+        """Forget what left the lake, or will never come to it: sent again, it is new.
 
-        There is such feedback after an erasure, of which the registry says so, and after rows left the lake, of which
-        an index says so that was built anew.
+        There is such feedback after an erasure, which is in the registry, and after rows left the lake, when the index
+        is rebuilt.
         """
         async with self._forgetting:
             erasures = await asyncio.to_thread(registered, self.lake)
-            if (self._sealed.path, erasures) == self._gone_until:
+            if (self._sealed.path, erasures) == self._erased_until:
                 return
             self._turn = turn = self._turn + 1
             # The journal is read before the lake here too, so that nothing is taken for gone that is sealed in between.
-            kept = await asyncio.to_thread(self._on_its_way)
+            kept = await asyncio.to_thread(self._in_journal)
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
             self._sealed.reopen()
-            last = b""
-            while rows := self._unsealed.execute(
-                "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, turn, _FORGET_ROWS)
-            ).fetchall():
-                gone = [(key,) for (key,) in rows if key not in kept]
-                self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", gone).rowcount
-                last = rows[-1][0]
-                await asyncio.sleep(0)
-            self._gone_until = (self._sealed.path, erasures)
+            await self._forget(lambda key: key not in kept, before_turn=turn)
+            self._erased_until = (self._sealed.path, erasures)
 
     async def _forget_sealed(self) -> None:
-        """Drop from the private file what the index has; a few ids at a time, between requests."""
+        """Drop from the private file what the index has."""
         version = self._sealed.version()
-        if version == self._forgotten_until:
-            return
+        if version != self._forgotten_until:
+            await self._forget(lambda key: self._sealed.get(key) is not None, before_turn=self._turn + 1)
+            self._forgotten_until = version
+
+    async def _forget(self, is_gone: Callable[[bytes], bool], *, before_turn: int) -> None:
+        """Drop ids of earlier turns from the private file, a few at a time, between requests."""
         last = b""
         while rows := self._unsealed.execute(
-            "SELECT key FROM ids WHERE key > ? ORDER BY key LIMIT ?", (last, _FORGET_ROWS)
+            "SELECT key FROM ids WHERE key > ? AND turn < ? ORDER BY key LIMIT ?", (last, before_turn, _FORGET_ROWS)
         ).fetchall():
-            sealed = [(key,) for (key,) in rows if self._sealed.get(key) is not None]
-            self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", sealed).rowcount
+            gone = [(key,) for (key,) in rows if is_gone(key)]
+            self._unsealed_rows -= self._unsealed.executemany("DELETE FROM ids WHERE key = ?", gone).rowcount
             last = rows[-1][0]
             await asyncio.sleep(0)
-        self._forgotten_until = version
 
 
 def _private_file() -> sqlite3.Connection:

@@ -16,7 +16,7 @@ from feedback.ingest.id_index import take_in_if_used
 from feedback.journal.recovery import load, put_aside, recover
 from feedback.journal.segment import Segment, list_segments
 from feedback.journal.streams import has_started, settle
-from feedback.lake.erasure_registry import drop_erased, see
+from feedback.lake.erasure_registry import drop_erased, note_future_erasures
 from feedback.lake.tables import Lake, is_sealed
 from feedback.schema import TABLES
 
@@ -33,7 +33,7 @@ def seal(lake: Lake, journal_folder: Path) -> list[str]:
     if not journal_folder.exists():
         return []
     with locked(journal_folder / ".seal.lock", lake.config.lock_timeout_s):
-        see(lake, journal_folder)  # at each turn, before there are rows that are younger
+        note_future_erasures(lake, journal_folder)  # at each turn, before there are rows that are younger
         recover(journal_folder)
         sealed: list[str] = []
         listing = list_segments(journal_folder)
@@ -76,11 +76,11 @@ def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[S
         numbers: dict[str, int] = {}
         for segment, _, _ in loaded:
             numbers[segment.name.application] = segment.name.number
-        told = {"segments": [str(segment.name) for segment, _, _ in loaded]}
+        metadata = {"segments": [str(segment.name) for segment, _, _ in loaded]}
         if table == "feedback":
-            append_feedback(lake, folder, rows, transactions=numbers, metadata=told, snapshot=snapshot)
+            append_feedback(lake, folder, rows, transactions=numbers, metadata=metadata, snapshot=snapshot)
         else:
-            lake.append(table, rows, transactions=numbers, metadata=told, snapshot=snapshot)
+            lake.append(table, rows, transactions=numbers, metadata=metadata, snapshot=snapshot)
         log.debug("sealed %d rows of %s in %.0f ms", rows.num_rows, table, (time.perf_counter() - started) * 1e3)
     damaged = {segment.path for segment, _, whole in loaded if not whole}
     for segment in segments:
@@ -92,7 +92,7 @@ def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[S
 
 
 def _settled(segment: Segment, rows: pa.Table, listing: list[Segment]) -> pa.Table:
-    """The segment's rows without streams in flight; those that nobody goes on with are aborted."""
+    """The segment's rows without streams in flight; those that no later segment continues are aborted."""
     if segment.name.table != "interactions" or not has_started(rows):
         return rows
     # A writer makes the next segment, with all open streams in it, before it closes one.

@@ -1,7 +1,7 @@
 """Sealing in the background, in a process of its own.
 
 Sealing takes a core for a moment at every turn; beside a server's event loop that would be felt by every request that
-waits for the journal. The child seals at a steady pace and tells its parent how that went, a JSON line a turn; it ends
+waits for the journal. The child seals at a steady pace and reports each turn to its parent as a line of JSON; it ends
 when its parent's end of the pipe is closed, however the parent ended. A child that dies is started again.
 """
 
@@ -28,11 +28,11 @@ from feedback.ingest.deduplication import take_counts
 from feedback.ingest.seal import seal
 from feedback.lake.tables import Lake, LakeError
 from feedback.settings_base import IN_CLEAR
-from feedback.signals import held_back
+from feedback.signals import stop_signals_blocked
 
 log = logging.getLogger(__name__)
 
-_NICENESS = 10  # whoever answers requests goes first
+_NICENESS = 10  # the server goes first
 _PARENT_CHECK_S = 1.0
 _RESTART_DELAY_S = 1.0
 
@@ -88,7 +88,7 @@ class Sealer:
         }
 
     def _spawn(self) -> subprocess.Popen[str]:
-        with held_back():  # they are for the parent, which then ends it in order
+        with stop_signals_blocked():  # the parent handles them, and then ends it in order
             child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "feedback.ingest.sealer_process"],
                 stdin=subprocess.PIPE,
@@ -102,7 +102,7 @@ class Sealer:
         try:
             child.stdin.write(json.dumps(task) + "\n")
             child.stdin.flush()
-        except BrokenPipeError:  # it died at once; _follow tells, and starts another
+        except BrokenPipeError:  # it died at once; _follow reports it, and starts another
             log.error("the sealer died before it began")
         return child
 
@@ -126,29 +126,29 @@ class Sealer:
         assert child.stdout is not None
         with child.stdout as lines:
             for line in lines:
-                told = json.loads(line)
-                self.sealed_segments += told["sealed"]
-                self.left_out.update(told["left_out"])
-                if told["error"] and told["error"] != self.error:
-                    log.error("can't seal %s into %s: %s", self.journal_folder, self.lake.uri, told["error"])
-                self.error = told["error"]
+                turn = json.loads(line)
+                self.sealed_segments += turn["sealed"]
+                self.left_out.update(turn["left_out"])
+                if turn["error"] and turn["error"] != self.error:
+                    log.error("can't seal %s into %s: %s", self.journal_folder, self.lake.uri, turn["error"])
+                self.error = turn["error"]
 
 
-def main(task: IO[str] = sys.stdin, answers: IO[str] = sys.stdout) -> None:
+def main(task: IO[str] = sys.stdin, reports: IO[str] = sys.stdout) -> None:
     """The child: a task as one line of JSON, then turns until the pipe or the parent ends."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     os.nice(_NICENESS)
-    given = json.loads(task.readline())
-    lake = Lake(given["uri"], LakeConfig.model_validate(given["config"]))
-    while not _parent_ended(task, given["parent"], lake.config.seal_seconds):
+    task_fields = json.loads(task.readline())
+    lake = Lake(task_fields["uri"], LakeConfig.model_validate(task_fields["config"]))
+    while not _parent_ended(task, task_fields["parent"], lake.config.seal_seconds):
         sealed, error = 0, None
         try:
-            sealed = len(seal(lake, Path(given["journal"])))
+            sealed = len(seal(lake, Path(task_fields["journal"])))
         except (LakeError, LockTimeoutError, OSError, DeltaError, pa.ArrowException) as failure:
             # The rows stay in the journal, and the next turn tries again.
             error = lake.config.redact(f"{type(failure).__name__}: {failure}")
-        told = {"sealed": sealed, "error": error, "left_out": take_counts()}
-        print(json.dumps(told), file=answers, flush=True)
+        turn = {"sealed": sealed, "error": error, "left_out": take_counts()}
+        print(json.dumps(turn), file=reports, flush=True)
 
 
 def _parent_ended(task: IO[str], parent: int, seconds: float) -> bool:

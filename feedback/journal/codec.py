@@ -1,4 +1,4 @@
-"""Rows as callers give them, checked against their table's schema and turned into Arrow."""
+"""Callers' rows, checked against their table's schema and turned into Arrow."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ def _to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
     if code is not None:
         try:
             return _lists_of_numbers(values, kind, code)
-        except (struct.error, TypeError, OverflowError):  # a null, or what does not fit: pyarrow takes it, or says why
+        except (
+            struct.error,
+            TypeError,
+            OverflowError,
+        ):  # a null, or what does not fit: pyarrow converts it, or raises
             pass
     return pa.array(values, kind)
 

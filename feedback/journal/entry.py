@@ -45,7 +45,7 @@ class Entry:
 
 
 def resolve(entries: Iterable[Entry], error: Exception | None) -> None:
-    """Tell every caller; one wake-up for each event loop, whatever the number of its tasks."""
+    """Wake every caller; one wake-up for each event loop, whatever the number of its tasks."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Entry]] = {}
     for entry in entries:
         if entry.loop is not None:
@@ -56,7 +56,7 @@ def resolve(entries: Iterable[Entry], error: Exception | None) -> None:
         try:
             loop.call_soon_threadsafe(_set_all, group, error)
         except RuntimeError as closed:  # the loop has ended, and its callers with it
-            log.warning("nobody is left to be told of %d rows: %s", len(group), closed)
+            log.warning("the callers of %d rows are gone: %s", len(group), closed)
 
 
 def _set_all(entries: list[Entry], error: Exception | None) -> None:
@@ -65,7 +65,7 @@ def _set_all(entries: list[Entry], error: Exception | None) -> None:
 
 
 def _set(entry: Entry, error: Exception | None) -> None:
-    if entry.waiter.done():  # a caller that was cancelled, or was told already that the disk hangs
+    if entry.waiter.done():  # the caller was cancelled, or refused already because the disk hangs
         return
     error = entry.error or error
     if error is None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from feedback.files import fsync_path, make_folder, try_lock, write_all
-from feedback.journal.segment import END_MARK, Segment, SegmentName, decode, list_segments, scan
+from feedback.journal.segment import END_MARK, Segment, decode, list_segments, scan
 from feedback.schema import TABLES
 
 log = logging.getLogger(__name__)
@@ -75,31 +75,11 @@ def load(segment: Segment) -> tuple[pa.Table, bool] | None:
     return None
 
 
-def read_segment(path: Path) -> pa.Table:
-    """The rows of one segment file, those of damaged messages left out. Raises ValueError if it is no segment."""
-    parsed = SegmentName.parse(path.name)
-    if parsed is None:
-        raise ValueError(f"{path} is not a journal segment")
-    loaded = load(Segment(path, *parsed))
-    if loaded is None:
-        raise FileNotFoundError(path)
-    rows, whole = loaded
-    if not whole:
-        log.error("%s is damaged; its %d whole rows were read", path, rows.num_rows)
-    return rows
-
-
 def load_all(folder: Path, tables: Iterable[str] = tuple(TABLES)) -> list[tuple[Segment, pa.Table]]:
     """Every segment of a journal folder that is of these tables, with its rows, in the order of sealing."""
     wanted = set(tables)
     listing = [segment for segment in list_segments(folder) if segment.name.table in wanted] if folder.exists() else []
     return [(segment, found[0]) for segment in listing if (found := load(segment)) is not None]
-
-
-def rows(folder: Path, table: str) -> pa.Table:
-    """All rows of ``table`` that the journal holds and the lake may not, in the order in which they were written."""
-    found = [rows for _, rows in load_all(folder, [table])]
-    return pa.concat_tables([TABLES[table].empty_table(), *found])
 
 
 def put_aside(path: Path) -> None:

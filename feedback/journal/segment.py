@@ -1,4 +1,4 @@
-"""One journal file: an Arrow IPC stream whose every message proves itself.
+"""One journal file: an Arrow IPC stream whose every message has a checksum.
 
 A segment is an ordinary Arrow IPC stream (a schema, record batches, an end mark), which any Arrow reader can read
 when it is whole. Each message also carries, in its own custom metadata, its length, its number and a CRC32C of all
@@ -6,7 +6,7 @@ its bytes, so that no byte is handed to Arrow before it is known to be what was 
 damaged is left out; those before and behind it are not.
 
 A segment is named ``<table>.<writer>.<incarnation>.<number>.open`` while it is written and ``….arrows`` afterwards.
-An incarnation is one life of a writer; its segments of a table are numbered upwards and sealed in that order.
+An incarnation is one session of a writer; its segments of a table are numbered upwards and sealed in that order.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WRITER: Final = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 @dataclass(frozen=True, order=True)
 class SegmentName:
-    """Which segment it is: the ``number``-th that one life (``incarnation``) of ``writer`` wrote for ``table``."""
+    """Which segment it is: the ``number``-th that one session (``incarnation``) of ``writer`` wrote for ``table``."""
 
     table: str
     writer: str
@@ -232,10 +232,10 @@ def _stream(data: bytes, name: SegmentName, found: Scan) -> pa.Buffer:
 
 
 def list_segments(folder: Path) -> list[Segment]:
-    """All segments of a journal folder, in the order in which they are sealed; files that are none are left out.
+    """All segments of a journal folder, in the order in which they are sealed; other files are left out.
 
     A folder that is read while a file in it is renamed may show that file under neither name. A segment is renamed
-    once in its life, so two listings that agree have missed none.
+    only once, so two listings that agree have missed none.
     """
     previous: list[Segment] | None = None
     while True:

@@ -1,7 +1,7 @@
-"""One life of a journal's writer: the segments it has open, and the streams that are open in them.
+"""A session of a journal's writer: the segments it has open, and the streams that are open in them.
 
-A life ends with its process, or with the first write or fsync that fails: what follows is another life, whose segments
-have nothing to do with these. Only the journal's thread uses it.
+A session ends with its process, or with the first write or fsync that fails. The next session has segments of its own.
+Only the journal's thread uses it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class _OpenSegment:
         return self.path.with_suffix(CLOSED)
 
 
-class Life:
-    """Segments of ``writer`` in ``folder``. Every method may raise OSError; then the life is over: ``abandon`` it."""
+class WriterSession:
+    """Segments of ``writer`` in ``folder``. Any method may raise OSError: the session is over then, ``abandon`` it."""
 
     def __init__(self, folder: Path, config: JournalConfig, writer: str) -> None:
         self.folder = folder
@@ -55,8 +55,8 @@ class Life:
         self.bytes = 0
         self.closed_segments = 0
         self._segments: dict[str, _OpenSegment] = {}  # by table
-        self._leaving: list[_OpenSegment] = []  # that another one has replaced already
-        self._lost: list[Stream] = []  # open ones of an abandoned life, whose last record is to be written still
+        self._replaced: list[_OpenSegment] = []  # by a newer one, not closed yet
+        self._lost: list[Stream] = []  # open ones of an abandoned session, whose last record is still to be written
         self._numbers: dict[str, int] = dict.fromkeys(TABLES, 0)
 
     def write(self, table: str, rows: list[dict[str, Any]]) -> dict[int, RowError]:
@@ -66,11 +66,11 @@ class Life:
 
     def sync(self) -> None:
         """Make all that was written durable."""
-        for segment in (*self._segments.values(), *self._leaving):
+        for segment in (*self._segments.values(), *self._replaced):
             if segment.unsynced:
                 os.fdatasync(segment.fd)
         # Only now is any of it acknowledged: until here a failure takes all of it back.
-        for segment in (*self._segments.values(), *self._leaving):
+        for segment in (*self._segments.values(), *self._replaced):
             if segment.unsynced:
                 segment.size += segment.unsynced
                 segment.messages += segment.unsynced_messages
@@ -94,33 +94,33 @@ class Life:
             if table == "interactions" and self.streams:
                 self._repeat_streams(segment if everything else self._replace(segment), self.streams.values())
             if self._segments[table] is segment:
-                self._leaving.append(self._segments.pop(table))
+                self._replaced.append(self._segments.pop(table))
             self._close(segment)
 
     def abandon(self, reason: str) -> None:
-        """End this life: no caller's row is written any more, its streams are lost. ``cut`` what it leaves."""
+        """End this session: no caller's row is written any more, its streams are lost. ``cut`` what it leaves."""
         for stream in self.streams.values():
             stream.lost = f"{reason}; this response's start was recorded before, and it counts as aborted"
             stream.ended = True
         self._lost = list(self.streams.values())
         self.streams.clear()
-        self._leaving += self._segments.values()
+        self._replaced += self._segments.values()
         self._segments.clear()
 
     def cut(self, *, proven: bool = False, closing: bool = False) -> bool:
-        """Cut an abandoned life's segments to what was acknowledged, and let go of them: a sealer may recover them.
+        """Cut an abandoned session's segments to what was acknowledged, and let go of them: a sealer may recover them.
 
         Before that its lost streams are recorded once more, with their tokens so far, on a disk that is ``proven``;
         where the journal is ``closing``, the tokens of their last record must do. What the disk won't cut, or won't
         take, stays ours, locked, so that rows that were refused are not sealed; then this is False, and to be called
         again. It raises nothing.
         """
-        cut = [segment for segment in self._leaving if self._cut(segment)]
-        if len(cut) < len(self._leaving) or not (closing or self._record_lost(proven)):
+        cut = [segment for segment in self._replaced if self._cut(segment)]
+        if len(cut) < len(self._replaced) or not (closing or self._record_lost(proven)):
             return False
         for segment in cut:
             os.close(segment.fd)
-        self._leaving.clear()
+        self._replaced.clear()
         return True
 
     def _cut(self, segment: _OpenSegment) -> bool:
@@ -140,7 +140,7 @@ class Life:
             return True
         if not proven:
             return False
-        whole = [segment for segment in self._leaving if segment.name.table == "interactions" and segment.size]
+        whole = [segment for segment in self._replaced if segment.name.table == "interactions" and segment.size]
         try:
             self._repeat_streams(max(whole, key=lambda segment: segment.name.number), self._lost)
         except OSError as error:
@@ -150,10 +150,10 @@ class Life:
         return True
 
     def forget(self) -> None:
-        """Close the files of what is another process's life, after a fork, without a trace."""
-        for segment in (*self._segments.values(), *self._leaving):
+        """Close the files of another process's session, after a fork, without a trace."""
+        for segment in (*self._segments.values(), *self._replaced):
             os.close(segment.fd)
-        self._segments, self._leaving = {}, []
+        self._segments, self._replaced = {}, []
 
     def _write(self, segment: _OpenSegment, rows: list[dict[str, Any]]) -> dict[int, RowError]:
         batch, errors = convert(segment.name.table, rows)
@@ -169,7 +169,7 @@ class Life:
         path = self.folder / f"{name}{OPEN}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         if not try_lock(fd) or os.fstat(fd).st_nlink == 0:
-            # Another process recovered the file, empty as it was, before it was locked: take the next number.
+            # Another process recovered the empty file before it was locked: take the next number.
             os.close(fd)
             return self._create(table)
         segment = _OpenSegment(name, path, fd, time.monotonic())
@@ -183,13 +183,13 @@ class Life:
 
     def _replace(self, segment: _OpenSegment) -> _OpenSegment:
         """The next segment of the table, made before ``segment`` is closed."""
-        self._leaving.append(self._segments.pop(segment.name.table))
+        self._replaced.append(self._segments.pop(segment.name.table))
         return self._create(segment.name.table)
 
     def _repeat_streams(self, segment: _OpenSegment, streams: Iterable[Stream]) -> None:
         """Write every one of the streams, as it is, into ``segment``, and make that durable.
 
-        Before the segment that is left is closed, so that whoever seals that one finds the one that goes on.
+        Before the segment that is left is closed, so that a sealer of that one finds the one that continues it.
         """
         streams = list(streams)
         rows = [stream.row() for stream in streams]
@@ -209,5 +209,5 @@ class Life:
         os.rename(segment.path, segment.closed_path)
         fsync_path(self.folder)
         os.close(segment.fd)
-        self._leaving.remove(segment)
+        self._replaced.remove(segment)
         self.closed_segments += 1

@@ -1,12 +1,12 @@
-"""Responses that go out while they are made: a record when they start, a record when they end.
+"""Streamed responses: a record when they start, a record when they end.
 
 The record of a start is a row of ``interactions`` with status ``started``; it is in the journal only. While a stream is
 open, every segment that is closed repeats it, with the tokens so far, at the head of the next one. So a segment's
 started rows matter only if no later segment of the same writer follows: then the writer ended, or was killed, with
 these streams open, and they are sealed as aborted, with the tokens of the last repetition.
 
-A stream that has begun ends. Whose end is refused, or who is abandoned by its owner, is owed an end by the journal,
-which writes it as soon as the disk takes it; a stream holds its place for that, so no queue can be too full for it.
+Every stream that has begun ends. If its end is refused, or its owner abandons it, the journal writes an end as soon as
+the disk takes it. A stream holds its place for that, so the queue is never too full for it.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class Stream:
     ended: bool = False
 
     def row(self) -> dict[str, Any]:
-        """The row that repeats its start, with what there is by then; its last record where that can't be told."""
+        """The row that repeats its start, with what there is by then; its last record if ``so_far`` fails."""
         try:
             row = self.so_far() | {"status": STARTED}
             check_row("interactions", row)
         except Exception:
-            log.exception("stream %s can't tell how far it is; its last record is kept", self.response_id)
+            log.exception("stream %s: so_far failed; its last record is kept", self.response_id)
             return self.last
         return row
 
 
 def aborted(row: dict[str, Any]) -> dict[str, Any]:
-    """A started row as the end of a stream that nobody ended."""
+    """A started row as the end of a stream without one."""
     return row | {"status": ABORTED, "finish_reason": "abort"}
 
 
 def refused(row: dict[str, Any]) -> dict[str, Any]:
-    """The row of an end as it is recorded when its caller was told that it can't be: the client saw an error."""
+    """The row of an end as it is recorded when recording it was refused: the client saw an error."""
     return row | {"status": "error", "finish_reason": None} if row["status"] == "complete" else row
 
 

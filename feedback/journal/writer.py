@@ -18,7 +18,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from feedback.journal.codec import RowError, check_row
 from feedback.journal.entry import Entry, State, resolve
 from feedback.journal.recovery import recover
 from feedback.journal.segment import SegmentName
-from feedback.journal.session import Life
+from feedback.journal.session import WriterSession
 from feedback.journal.streams import STARTED, SoFar, Stream, aborted, refused
 
 log = logging.getLogger(__name__)
@@ -78,9 +77,9 @@ class Journal:
         self._queue: list[Entry] = []
         self._waiting: dict[Entry, None] = {}  # callers beyond the queue's bound, first come first served
         self._taken: list[Entry] = []  # what the writer is about to make durable
-        self._owed: dict[Stream, dict[str, Any] | None] = {}  # streams to end, with the row of the end if there is one
-        self._life = Life(folder, config, writer)
-        self._past: list[Life] = []  # ended by a failing disk
+        self._to_end: dict[Stream, dict[str, Any] | None] = {}  # with the row of the end if there is one
+        self._session = WriterSession(folder, config, writer)
+        self._ended_sessions: list[WriterSession] = []  # by a failing disk
         self._counters = _Counters()
         self._failure: str | None = None
         self._stalled = False
@@ -97,7 +96,7 @@ class Journal:
         self._thread = threading.Thread(target=self._run, name=f"journal-{self.writer}", daemon=True)
         _live.add(self)
         self._thread.start()
-        threading.Thread(target=self._watch, name=f"journal-{self.writer} watch", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"journal-{self.writer}-watch", daemon=True).start()
         return recovered
 
     async def append(self, table: str, row: dict[str, Any]) -> None:
@@ -114,7 +113,7 @@ class Journal:
         """Record the start of a response that goes out while it is made; return when that is on disk.
 
         ``row`` is its interaction as it is, ``so_far`` gives it as it is later; it is called in another thread, at
-        each change of segment. Whoever has the stream ends or abandons it; one that is open when the process ends is
+        each change of segment. The owner of the stream ends or abandons it; one that is open when the process ends is
         recorded as aborted, with the tokens of the last such call. Raises as ``append`` does. After an error, and when
         the caller is cancelled, nothing is recorded, or the stream as aborted.
         """
@@ -142,7 +141,7 @@ class Journal:
 
     def abandon(self, stream: Stream) -> None:
         """End a stream, if it is open still, as aborted with what there is of it, as soon as the disk takes that."""
-        self._owe(stream, None)
+        self._end_later(stream, None)
 
     async def _append(
         self, table: str, row: dict[str, Any], *, begins: Stream | None = None, ends: Stream | None = None
@@ -151,30 +150,14 @@ class Journal:
         waiter: asyncio.Future[None] = loop.create_future()
         entry = Entry(table, row, waiter, loop, begins, ends)
         try:
-            # The writer is woken when the loop has run what is ready: more rows for the same commit, and a
-            # writer that is woken in the midst of it would only wait for the interpreter.
-            if not self._offer(entry, lambda: loop.call_soon(self._wake)):
+            if not self._offer(entry, loop):
                 await asyncio.wait([waiter], timeout=self.config.append_timeout_s)
                 self._refuse_if_waiting(entry)
             await waiter  # the watch ends it if the disk hangs
         except BaseException as error:
             if begins is not None or ends is not None:
-                self._disown(entry, told=not isinstance(error, asyncio.CancelledError))
+                self._give_up(entry, reported=not isinstance(error, asyncio.CancelledError))
             raise
-
-    def append_sync(self, table: str, row: dict[str, Any]) -> None:
-        """``append`` for a thread without an event loop."""
-        check_row(table, row)
-        waiter: Future[None] = Future()
-        entry = Entry(table, row, waiter, None)
-        if not self._offer(entry, self._condition.notify_all):
-            deadline = time.monotonic() + self.config.append_timeout_s
-            with self._condition:
-                self._condition.wait_for(
-                    lambda: entry.state != State.WAITING or waiter.done(), max(0.0, deadline - time.monotonic())
-                )
-            self._refuse_if_waiting(entry)
-        waiter.result()
 
     def close(self) -> None:
         """Write what is queued, close the segments, stop the thread. Later appends raise JournalBroken."""
@@ -192,7 +175,7 @@ class Journal:
 
     @property
     def healthy(self) -> bool:
-        """Whether an append has a chance: open, and the disk has not failed."""
+        """Whether appends are accepted: the journal is open, and the disk has not failed."""
         thread = self._thread
         return (
             thread is not None
@@ -210,27 +193,27 @@ class Journal:
     def stats(self) -> dict[str, float]:
         """Counters since ``open`` and gauges, times in milliseconds."""
         counters = self._counters
-        lives = (*self._past, self._life)
+        sessions = (*self._ended_sessions, self._session)
         return {
             "healthy": float(self.healthy),
             "queued_rows": len(self._queue),
             "waiting_rows": len(self._waiting),
             "rows": counters.rows,
             "commits": counters.commits,
-            "bytes": sum(life.bytes for life in lives),
-            "segments": sum(life.closed_segments for life in lives),
+            "bytes": sum(session.bytes for session in sessions),
+            "segments": sum(session.closed_segments for session in sessions),
             "refused": counters.refused,
             "last_commit_ms": counters.last_commit_ms,
             "last_commit_rows": counters.last_commit_rows,
             "commit_ms_total": counters.commit_ms_total,
-            "open_streams": len(self._life.streams),
+            "open_streams": len(self._session.streams),
             "failures": counters.failures,
         }
 
     # Callers' side: never more than a few microseconds under the lock.
 
-    def _offer(self, entry: Entry, wake: Callable[[], object]) -> bool:
-        """Queue the entry, or let it wait for room (False). ``wake``: has the writer look at a queue that was empty."""
+    def _offer(self, entry: Entry, loop: asyncio.AbstractEventLoop) -> bool:
+        """Queue the entry, or let it wait for room (False)."""
         with self._condition:
             if self._failure is not None:
                 raise JournalBroken(self._failure)
@@ -242,7 +225,9 @@ class Journal:
             entry.state = State.QUEUED
             self._queue.append(entry)
             if len(self._queue) == 1:
-                wake()
+                # The writer is woken when the loop has run what is ready: more rows for the same commit, and a
+                # writer that is woken in the midst of it would only wait for the interpreter.
+                loop.call_soon(self._wake)
             return True
 
     def _wake(self) -> None:
@@ -265,26 +250,26 @@ class Journal:
         self._waiting.pop(entry, None)
         self._counters.refused += 1
 
-    def _disown(self, entry: Entry, *, told: bool) -> None:
-        """End the stream whose begin or end this is, and whose caller was ``told`` that it failed, or was cancelled."""
+    def _give_up(self, entry: Entry, *, reported: bool) -> None:
+        """End the stream whose begin or end this is, and whose caller got an error (``reported``) or was cancelled."""
         with self._condition:
             taken = entry.state == State.TAKEN
             if entry.state in (State.WAITING, State.QUEUED):
                 self._withdraw(entry)
         if entry.ends is not None:
-            self._owe(entry.ends, refused(entry.row) if told else entry.row)
+            self._end_later(entry.ends, refused(entry.row) if reported else entry.row)
         elif entry.begins is not None and taken:
-            self._owe(entry.begins, None)
+            self._end_later(entry.begins, None)
 
-    def _owe(self, stream: Stream, row: dict[str, Any] | None) -> None:
+    def _end_later(self, stream: Stream, row: dict[str, Any] | None) -> None:
         """Have the writer end a stream. What it finds ended, or never begun, it leaves."""
         with self._condition:
             if not stream.ended:
-                self._owed.setdefault(stream, row)
+                self._to_end.setdefault(stream, row)
                 self._condition.notify_all()
 
     def _watch(self) -> None:
-        """Tell callers whose row has waited too long that the disk hangs; rows not yet written are withdrawn."""
+        """Refuse rows that have waited too long because the disk hangs; those not yet written are withdrawn."""
         limit = self.config.commit_timeout_s
         while not self._closed.wait(min(1.0, limit / 4)):
             overdue = time.monotonic() - limit
@@ -294,8 +279,8 @@ class Journal:
                 for entry in queued:
                     self._withdraw(entry)
                 self._stalled = self._stalled or bool(queued or taken)  # until a commit succeeds
-            for entries, fate in ((queued, "is not"), (taken, "may or may not be")):
-                reason = f"journal {self.folder}: no commit within {limit:g} s; the row {fate} recorded"
+            for entries, outcome in ((queued, "is not"), (taken, "may or may not be")):
+                reason = f"journal {self.folder}: no commit within {limit:g} s; the row {outcome} recorded"
                 resolve(entries, JournalBroken(reason))
 
     # The writer thread's side.
@@ -307,7 +292,7 @@ class Journal:
                     return
         except BaseException as error:
             self._break(f"journal {self.folder}: the writer thread ended: {error!r}")
-            self._past[-1].cut(closing=True)
+            self._ended_sessions[-1].cut(closing=True)
             raise
 
     def _write_until_closed(self) -> bool:
@@ -317,7 +302,7 @@ class Journal:
                 entries, closing = self._take()
                 if entries:
                     self._commit(entries)
-                self._life.close_segments(everything=closing and not entries)
+                self._session.close_segments(everything=closing and not entries)
                 if closing and not entries:
                     return True
         except OSError as error:
@@ -331,15 +316,15 @@ class Journal:
             with self._condition:
                 closing = self._condition.wait_for(lambda: self._closing, self.config.probe_seconds)
             if closing:
-                for life in self._past:
-                    life.cut(closing=True)
+                for session in self._ended_sessions:
+                    session.cut(closing=True)
                 return False
             try:
                 prove_disk(self.folder / f".{self.writer}.proof", _PROOF_BYTES)
             except OSError as error:
                 log.warning("journal %s is still broken: %s", self.folder, error)
                 continue
-            if all(life.cut(proven=True) for life in self._past):
+            if all(session.cut(proven=True) for session in self._ended_sessions):
                 break
         with self._condition:
             self._failure = None
@@ -349,15 +334,15 @@ class Journal:
     def _take(self) -> tuple[list[Entry], bool]:
         """All entries that wait; none when it is time to close a segment or the journal."""
         with self._condition:
-            self._stalled = False  # the disk has done all that it was asked to
-            while not self._queue and not self._owed and not self._closing:
-                if not self._condition.wait(self._life.seconds_to_rotation()):
+            self._stalled = False  # the disk has done all that was queued
+            while not self._queue and not self._to_end and not self._closing:
+                if not self._condition.wait(self._session.seconds_to_rotation()):
                     break
             entries = [entry for entry in self._queue if entry.state == State.QUEUED]
-            entries += [_unattended(stream, row) for stream, row in self._owed.items()]
+            entries += [_unattended(stream, row) for stream, row in self._to_end.items()]
             for entry in entries:
                 entry.state = State.TAKEN
-            self._queue, self._taken, self._owed = [], entries, {}
+            self._queue, self._taken, self._to_end = [], entries, {}
             while self._waiting and len(self._queue) < self.config.max_queued_rows:
                 entry = next(iter(self._waiting))
                 del self._waiting[entry]
@@ -370,7 +355,7 @@ class Journal:
     def _commit(self, entries: list[Entry]) -> None:
         """Make the entries durable and wake their callers. Raises OSError after having failed them."""
         started = time.perf_counter()
-        streams, ended = self._life.streams, set[Stream]()
+        streams, ended = self._session.streams, set[Stream]()
         by_table: dict[str, list[Entry]] = {}
         for entry in entries:
             stream = entry.ends
@@ -384,13 +369,13 @@ class Journal:
         try:
             for table, group in by_table.items():
                 cut_short = []
-                for position, error in self._life.write(table, [entry.row for entry in group]).items():
+                for position, error in self._session.write(table, [entry.row for entry in group]).items():
                     group[position].error = error
                     if (stream := group[position].ends) is not None:
                         cut_short.append(aborted(stream.last))
                 if cut_short:
-                    self._life.write(table, cut_short)
-            self._life.sync()
+                    self._session.write(table, cut_short)
+            self._session.sync()
         except BaseException as error:
             resolve(entries, JournalBroken(f"journal {self.folder}: the disk refused a write: {error!r}"))
             raise
@@ -419,18 +404,18 @@ class Journal:
             entries = [*self._queue, *self._waiting]
             self._queue, self._taken = [], []
             self._waiting.clear()
-        self._life.abandon(reason)
-        self._life.cut()
-        self._past.append(self._life)
-        self._life = Life(self.folder, self.config, self.writer)
+        self._session.abandon(reason)
+        self._session.cut()
+        self._ended_sessions.append(self._session)
+        self._session = WriterSession(self.folder, self.config, self.writer)
         resolve(entries, JournalBroken(reason))
         with self._condition:
             self._condition.notify_all()
 
     def _forget_in_child(self) -> None:
         # A forked child would hold the segments' locks after its parent died, and so keep them from recovery.
-        for life in (*self._past, self._life):
-            life.forget()
+        for session in (*self._ended_sessions, self._session):
+            session.forget()
         self._thread = None
 
 

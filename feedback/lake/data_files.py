@@ -2,7 +2,7 @@
 
 deltalake's own writer leaves a local file and the commit that names it to the kernel's cache. A segment may only be
 removed when its rows would survive a power loss, so Parquet files are written and fsynced here, committed through
-deltalake (conflict detection, checkpoints), and the log is fsynced before anyone is told (``delta_log.py``).
+deltalake (conflict detection, checkpoints), and the log is fsynced before the commit is acknowledged (``delta_log``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from deltalake import DeltaTable
 from deltalake.fs import DeltaStorageHandler
 from deltalake.transaction import AddAction
 
-from feedback.files import fsync_path, make_folder, write_all
+from feedback.files import fsync_path, make_folder, replace_file
 from feedback.ids import uuid7
 from feedback.schema import TABLES, TIME_COLUMN
 
@@ -52,7 +51,7 @@ class Store:
 
     def __init__(self, uri: str, storage_options: dict[str, str], *, local: bool) -> None:
         self.folder = Path(uri) if local else None
-        self._filesystem: pa_fs.FileSystem = (
+        self.filesystem: pa_fs.FileSystem = (
             pa_fs.SubTreeFileSystem(uri, pa_fs.LocalFileSystem())
             if local
             else pa_fs.PyFileSystem(DeltaStorageHandler(uri, storage_options))
@@ -62,13 +61,13 @@ class Store:
         """The files in a folder and the folders below it, by path; none if there is no such folder."""
         if self.folder is not None and not (self.folder / folder).exists():
             return []
-        found = self._filesystem.get_file_info(pa_fs.FileSelector(folder, recursive=True, allow_not_found=True))
+        found = self.filesystem.get_file_info(pa_fs.FileSelector(folder, recursive=True, allow_not_found=True))
         files = [StoredFile(info.path, info.size, info.mtime) for info in found if info.type == pa_fs.FileType.File]
         return sorted(files, key=lambda file: file.path)
 
     def read_bytes(self, path: str) -> bytes:
         """All of a file. Raises FileNotFoundError."""
-        with self._filesystem.open_input_file(path) as file:
+        with self.filesystem.open_input_file(path) as file:
             return bytes(file.read())
 
     def write_bytes(self, path: str, data: bytes, *, private: bool = False) -> None:
@@ -78,29 +77,20 @@ class Store:
         """
         if self.folder is None:
             # deltalake's stream takes plain bytes only, which Arrow's own buffering hands it.
-            with self._filesystem.open_output_stream(path, buffer_size=_UPLOAD_BYTES) as stream:
+            with self.filesystem.open_output_stream(path, buffer_size=_UPLOAD_BYTES) as stream:
                 for start in range(0, len(data), _UPLOAD_BYTES // 2):
                     stream.write(data[start : start + _UPLOAD_BYTES // 2])
             return
         target = self.folder / path
         make_folder(target.parent)
-        aside = target.with_name(f".{target.name}.{uuid7()}.tmp")
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
-        try:
-            write_all(fd, data)
-            if target.exists():
-                os.utime(fd, ns=(target.stat().st_atime_ns, target.stat().st_mtime_ns))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(aside, target)
-        fsync_path(target.parent)
+        modified_ns = target.stat().st_mtime_ns if target.exists() else None
+        replace_file(target, data, private=private, modified_ns=modified_ns)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Remove files; one that is not there is no error."""
         for path in paths:
             try:
-                self._filesystem.delete_file(path)
+                self.filesystem.delete_file(path)
             except FileNotFoundError:
                 continue
 
@@ -119,7 +109,7 @@ class TableFiles(Store):
                     writers[day].write(rows)
             return [self._finish(day, writer) for day, writer in writers.items()]
         except BaseException:
-            # What is raised says what was wrong; a disk that is full takes a file's end no more than its rows.
+            # The error raised names the cause; a disk that is full takes a file's end no more than its rows.
             for writer in writers.values():
                 with contextlib.suppress(OSError, pa.ArrowException):
                     writer.close()
@@ -133,7 +123,7 @@ class TableFiles(Store):
         A column that the file lacks (an older Millrace wrote it) is null. Raises FileNotFoundError.
         """
         schema = TABLES[table] if columns is None else pa.schema([TABLES[table].field(name) for name in columns])
-        with self._filesystem.open_input_file(path) as source, pq.ParquetFile(source) as file:
+        with self.filesystem.open_input_file(path) as source, pq.ParquetFile(source) as file:
             there = [name for name in schema.names if name in file.schema_arrow.names]
             for batch in file.iter_batches(_READ_ROWS, columns=there):
                 yield conform(batch, schema)
@@ -144,7 +134,7 @@ class TableFiles(Store):
             make_folder(self.folder / folder)
         path = f"{folder}/part-{uuid7()}.parquet"
         try:
-            return _FileWriter(self._filesystem, path, schema)
+            return _FileWriter(self.filesystem, path, schema)
         except BaseException:  # its name may be there
             with contextlib.suppress(OSError):
                 self.delete([path])
@@ -157,7 +147,7 @@ class TableFiles(Store):
             fsync_path((self.folder / writer.path).parent)
         return AddAction(
             path=writer.path,
-            size=self._filesystem.get_file_info(writer.path).size,
+            size=self.filesystem.get_file_info(writer.path).size,
             partition_values={"date": day.isoformat()},
             modification_time=time.time_ns() // 1_000_000,
             data_change=True,
@@ -192,7 +182,7 @@ class _FileWriter:
     def statistics(self) -> dict[str, Any]:
         """Delta's per-file statistics: https://github.com/delta-io/delta/blob/master/PROTOCOL.md#per-file-statistics
 
-        Bounds are given for every column that is not nested and has a value, or for none: deltalake 1.6's
+        There are bounds for every column that is not nested and has a value, or for none: deltalake 1.6's
         ``to_pyarrow_dataset`` takes a column without bounds, in a file that has some, for one that no filter matches.
         """
         bounds = {name: (_lower(low), _upper(high)) for name, (low, high) in self._bounds.items()}
@@ -233,7 +223,7 @@ def _milliseconds(value: datetime) -> str:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file of a snapshot, as far as the log tells.
+    """A data file of a snapshot, as the log describes it.
 
     ``bounds``: of a column its lowest and highest value; ``empty``: columns of which it has nulls only.
     """

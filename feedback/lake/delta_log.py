@@ -1,4 +1,8 @@
-"""The log of a Delta table beyond what deltalake does: durable on a local disk, and without what must be forgotten."""
+"""The log of a Delta table beyond what deltalake does: durable on a local disk, and without what must be forgotten.
+
+deltalake 1.6 fsyncs neither commits nor checkpoints, leaves a torn commit where it is, and removes expired entries but
+takes nothing out of those that stay.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,13 @@ from feedback.lake.data_files import Store
 log = logging.getLogger(__name__)
 
 LOG_FOLDER: Final = "_delta_log"
+TORN_FOLDER: Final = "_torn"
 FEEDBACK_IDS: Final = "conflicts"
 """The key of a commit's metadata that names ids of feedback (``deduplication.py``)."""
 ERASED: Final = "erased"
 DROPPED: Final = "dropped"
 TAKES_ROWS: Final = frozenset({ERASED, DROPPED})
-"""The keys of a commit's metadata of which one says that it took rows from the table (an erasure, a retention)."""
+"""The keys of a commit's metadata of which either shows that it took rows from the table (an erasure, a retention)."""
 
 _COMMIT: Final = re.compile(r"(\d{20})\.json")
 _DERIVED: Final = re.compile(r"(\d{20})\.(checkpoint.*\.parquet|crc|\d{20}\.compacted\.json)")
@@ -43,9 +48,9 @@ def make_log_durable(table_folder: Path, since: int, until: int) -> None:
 
 
 def drop_torn_commits(table_folder: Path) -> list[Path]:
-    """Put aside the end of a local table's log where a power loss tore it; returns what was put aside.
+    """Move the end of a local table's log that a power loss tore to ``_torn``; returns what was moved.
 
-    Commits are made one at a time and fsynced before anyone is told of them, so a commit that is not whole is the last
+    Commits are made one at a time and fsynced before they are acknowledged, so a commit that is not whole is the last
     one, and what it would have added is in the journal still. The caller holds the table's lock.
     """
     log = table_folder / "_delta_log"
@@ -63,10 +68,10 @@ def drop_torn_commits(table_folder: Path) -> list[Path]:
             if last.exists() and last not in torn:
                 torn.append(last)
     for path in torn:
-        aside = table_folder / "_torn"
-        make_folder(aside)
-        os.rename(path, aside / f"{uuid7()}-{path.name}")
-        fsync_path(aside)
+        folder = table_folder / TORN_FOLDER
+        make_folder(folder)
+        os.rename(path, folder / f"{uuid7()}-{path.name}")
+        fsync_path(folder)
     if torn:
         fsync_path(log)
     return torn
@@ -102,7 +107,7 @@ def last_checkpoint(store: Store) -> int:
 
 
 def forget(store: Store, active: Collection[str], version: int) -> int:
-    """Take out of the log what it says of rows of files that are not ``active``; returns how many files it changed.
+    """Take out of the log what it holds of rows in files that are not ``active``; returns how many files it changed.
 
     A commit holds a file's statistics: the first characters of prompts, the names of users. Commits stay, without
     the statistics of files that are gone, so that a writer that still has an old version in hand finds the commits
@@ -127,11 +132,11 @@ def _without_statistics(commit: bytes, active: Collection[str]) -> bytes:
     lines = []
     for line in commit.splitlines():
         action = json.loads(line)
-        told = [
+        removed = [
             action[kind].pop("stats", None)
             for kind in ("add", "remove")
             if kind in action and action[kind]["path"] not in active
         ]
-        told.append(action.get("commitInfo", {}).pop(FEEDBACK_IDS, None))
-        lines.append(json.dumps(action, ensure_ascii=False, separators=(",", ":")).encode() if any(told) else line)
+        removed.append(action.get("commitInfo", {}).pop(FEEDBACK_IDS, None))
+        lines.append(json.dumps(action, ensure_ascii=False, separators=(",", ":")).encode() if any(removed) else line)
     return b"\n".join(lines) + b"\n" if lines else commit

@@ -5,11 +5,12 @@ a keyed hash of each value, never the value, and the versions of the tables in w
 leaves out rows that it matches and that were made before it. ``<name>.done`` beside it says that the erasure went
 through, and up to which versions; without that, the next maintenance finishes it.
 
-Two machines' clocks may differ, and nobody knows which is wrong. So one for whose clock an erasure is dated later than
-now notes, beside its own journal, when it first saw it: what it made until then is older. The registry's time stays.
+Two machines' clocks may differ, and which is wrong can't be known. So a machine for whose clock an erasure is dated
+later than now notes, beside its own journal, when it first saw it: what it made until then is older. The time in the
+registry stays.
 
-The key lies outside the lake (``LakeConfig.erasure_key``): names are few and easily tried, so that whoever reads the
-lake could otherwise find whom it lost. Each erasure has a salt of its own besides.
+The key lies outside the lake (``LakeConfig.erasure_key``): names are few and easily tried, so that a reader of the
+lake could otherwise find out who was erased. Each erasure has a salt of its own besides.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Kind = Literal["user", "user_of_tenant", "tenant", "response_id"]
 
 FOLDER: Final = "_erasures"
 NOTES: Final = "erasures"
-"""The folder beside a journal that says when this machine first saw erasures that were dated later than its now."""
+"""The folder beside a journal that notes when this machine first saw erasures dated later than its now."""
 
 ALL_TIMES: Final = datetime.max.replace(tzinfo=UTC)
 SKEW: Final = timedelta(minutes=1)
@@ -51,7 +52,7 @@ _KEY_ID: Final = "key_id"
 _FORM: Final = "form"  # there once no entry of an older form is left
 _TIME: Final = "%Y%m%dT%H%M%S%fZ"
 _NAME: Final = re.compile(r"\d{8}T\d{12}Z-[0-9a-f-]{36}")
-_NOBODY: Final = FeedbackIn.model_fields["source"].default
+_ANONYMOUS: Final = FeedbackIn.model_fields["source"].default
 """The source of feedback that names none."""
 
 COLUMNS: Final[dict[str, dict[Kind, tuple[tuple[str, ...], ...]]]] = {
@@ -104,8 +105,8 @@ class Erasure:
 
     ``at`` is when it was made for the machine that asks, ``registered_at`` what the registry says, the same for all.
     ``key`` is None in an old entry, whose ``salt`` is its only key. ``done_until``: the versions of the tables up to
-    which nothing of it is left, if it went through; ``told_until``: those up to which it is on record what had read its
-    rows. An old entry names none.
+    which nothing of it is left, if it went through; ``reported_until``: those up to which it is on record what had
+    read its rows. An old entry names none.
     """
 
     name: str
@@ -117,7 +118,7 @@ class Erasure:
     digests: frozenset[str]
     done: bool
     done_until: Mapping[str, int]
-    told_until: Mapping[str, int]
+    reported_until: Mapping[str, int]
     registered_at: datetime
 
     def is_in(self, column: pa.Array) -> pa.Array:
@@ -137,7 +138,7 @@ def matching(table: str, rows: pa.RecordBatch | pa.Table, selectors: Iterable[Se
     """Of each row whether one of the selectors means it (never null).
 
     Interactions and feedback that were made after a selector's time are not meant (its versions are for who knows
-    where the rows are from); the rewards of a response are, whenever they were given.
+    where the rows are from); the rewards of a response are, whenever they were computed.
     """
     found = pa.repeat(False, rows.num_rows)
     for selector in selectors:
@@ -145,7 +146,7 @@ def matching(table: str, rows: pa.RecordBatch | pa.Table, selectors: Iterable[Se
             text = _joined(rows, names)
             meant = selector.is_in(text)
             if "source" in names:
-                meant = pc.and_(meant, pc.not_equal(rows.column("source"), _NOBODY))
+                meant = pc.and_(meant, pc.not_equal(rows.column("source"), _ANONYMOUS))
             if table != "rewards":
                 meant = pc.and_(meant, _made_before(rows.column("created_at"), selector))
             found = pc.or_(found, pc.fill_null(meant, False))
@@ -161,7 +162,7 @@ def needed_columns(table: str) -> list[str]:
 def drop_erased(lake: Lake, journal_folder: Path, table: str, rows: pa.Table) -> pa.Table:
     """The rows of a journal without those that were erased while they were on their way to the lake.
 
-    What is said of a response that is dropped here must go as well, wherever it is: its id joins the registry.
+    Feedback on a response that is dropped here must go as well, wherever it is: the id joins the registry.
     """
     if not rows.num_rows or table == "rewards":
         return rows
@@ -181,7 +182,7 @@ def drop_erased(lake: Lake, journal_folder: Path, table: str, rows: pa.Table) ->
 
 
 def without_erased(lake: Lake, journal_folder: Path, table: str, rows: pa.Table) -> pa.Table:
-    """The rows of a journal that a seal would not drop; nothing is registered and nothing told."""
+    """The rows of a journal that a seal would not drop; nothing is registered or logged."""
     if not rows.num_rows:
         return rows
     relevant = erasures(lake, journal_folder, since=pc.min(rows.column("created_at")).as_py())
@@ -205,7 +206,7 @@ def register(lake: Lake, kind: Kind, values: Sequence[str], at: datetime, versio
 
     ``versions``: of the tables, read before ``at`` or later where all they hold was made before it.
     """
-    key = _our_key(lake)
+    key = _local_key(lake)
     salt = secrets.token_bytes(16)
     digests = sorted(_digest(value, salt, key) for value in set(values))
     name = f"{at.astimezone(UTC):{_TIME}}-{uuid7()}"
@@ -219,13 +220,13 @@ def id_of(name: str) -> str:
     return name.partition("-")[0]
 
 
-def mark_done(lake: Lake, names: Iterable[str], versions: Mapping[str, int], told: Mapping[str, int]) -> None:
+def mark_done(lake: Lake, names: Iterable[str], versions: Mapping[str, int], reported: Mapping[str, int]) -> None:
     """Note that these erasures went through, and that nothing of them is in the tables up to these versions.
 
-    ``told``: the versions up to which is on record whose rows went.
+    ``reported``: the versions up to which it is on record what had read the rows that went.
     """
     for name in names:
-        _write(lake, f"{name}{_DONE}", {"versions": dict(versions), "told": dict(told)})
+        _write(lake, f"{name}{_DONE}", {"versions": dict(versions), "told": dict(reported)})
 
 
 def reopen(lake: Lake, names: Iterable[str]) -> None:
@@ -245,7 +246,7 @@ def erasures(
     found = []
     for name in sorted(names):
         stem = name.removesuffix(".json")
-        if stem == name or not _NAME.fullmatch(stem):  # somebody else's file
+        if stem == name or not _NAME.fullmatch(stem):  # not one of ours
             continue
         done = f"{stem}{_DONE}" in names
         at = datetime.strptime(stem.partition("-")[0], _TIME).replace(tzinfo=UTC)
@@ -254,8 +255,8 @@ def erasures(
     return found
 
 
-def see(lake: Lake, journal_folder: Path) -> None:
-    """Look at the registry, so that an erasure counts as made now at the latest for the rows of this journal."""
+def note_future_erasures(lake: Lake, journal_folder: Path) -> None:
+    """Read the registry, so that an erasure dated later than now counts as made now for the rows of this journal."""
     erasures(lake, journal_folder, since=datetime.now(UTC))
 
 
@@ -271,7 +272,7 @@ def upgrade(lake: Lake) -> None:
             continue
         content = _content(lake, name)
         if "key" in content:
-            key = _our_key(lake)
+            key = _local_key(lake)
             digests = sorted(_keyed(bytes.fromhex(digest), key) for digest in content["digests"])
             new = {"salt": content.pop("key"), "key_id": _key_id(key), "digests": digests}
             _write(lake, name, {"versions": {}} | content | new)
@@ -291,15 +292,15 @@ def _read(lake: Lake, journal_folder: Path | None, stem: str, registered_at: dat
             done_until = _content(lake, f"{stem}{_DONE}")
         except FileNotFoundError:  # another process has just reopened it
             done = False
-    at = registered_at if journal_folder is None else _by_our_clock(journal_folder, stem, registered_at)
+    at = registered_at if journal_folder is None else _by_local_clock(journal_folder, stem, registered_at)
     key = None if "key" in content else _same_key(lake, content["key_id"], f"{stem}.json")
     salt, digests = bytes.fromhex(content["salt"] if key else content["key"]), frozenset(content["digests"])
     versions, until = content.get("versions", {}), done_until.get("versions", {})
-    told = done_until.get("told", {})
-    return Erasure(stem, content["kind"], at, versions, salt, key, digests, done, until, told, registered_at)
+    reported = done_until.get("told", {})
+    return Erasure(stem, content["kind"], at, versions, salt, key, digests, done, until, reported, registered_at)
 
 
-def _by_our_clock(journal_folder: Path, stem: str, registered_at: datetime) -> datetime:
+def _by_local_clock(journal_folder: Path, stem: str, registered_at: datetime) -> datetime:
     """When an erasure was made, for the rows of a journal: by the clock that dates them, if that is behind."""
     note = journal_folder / NOTES / stem
     if not note.exists():
@@ -319,7 +320,7 @@ def _by_our_clock(journal_folder: Path, stem: str, registered_at: datetime) -> d
 
 
 def _content(lake: Lake, name: str) -> dict[str, Any]:
-    """What a file of the registry says: its fields; none of a mark that an older Millrace left."""
+    """The fields of a file of the registry; none of a mark that an older Millrace left."""
     data = lake.store().read_bytes(f"{FOLDER}/{name}")
     try:
         content = json.loads(data or b"{}")
@@ -351,8 +352,8 @@ def _key_file(lake: Lake) -> Path:
     return path
 
 
-def _our_key(lake: Lake) -> bytes:
-    """The key to hash with; made if the registry has none yet. Raises LakeError if its key is not ours."""
+def _local_key(lake: Lake) -> bytes:
+    """The key to hash with; created if the registry has none yet. Raises LakeError if its key is not ours."""
     path = _key_file(lake)
     try:
         theirs = lake.store().read_bytes(f"{FOLDER}/{_KEY_ID}").decode()

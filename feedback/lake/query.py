@@ -1,4 +1,4 @@
-"""SQL that somebody wrote, over the lake's views: it reads the lake, and can do nothing else.
+"""SQL from outside, over the lake's views: it reads the lake, and can do nothing else.
 
 Two locks, each enough for most: a statement must be a query, all the way down (DuckDB's queries may hold a COPY or an
 INSERT in a WITH clause), and the connection it runs on can reach no file but the tables' own.
@@ -167,7 +167,7 @@ def _lock(connection: duckdb.DuckDBPyConnection, lake: Lake) -> None:
 
 
 def _located(connection: duckdb.DuckDBPyConnection, query: str, error: duckdb.Error) -> QueryError:
-    """The error with its place in the query, which DuckDB tells of a statement that it is to execute."""
+    """The error with its place in the query, which DuckDB reports for a statement that it is to execute."""
     if not _LINE.search(str(error)) and not _EXPLAIN.match(query):
         try:
             connection.execute(f"EXPLAIN\n{query}")

@@ -1,7 +1,8 @@
 """What is in the lake and the journal: sizes, how much feedback there is, rewards by policy, lag, and what is amiss.
 
 Everything is a set operation in DuckDB, over narrow columns, and spills past the lake's memory limit. Quantiles are
-exact, by nearest rank, from counts of each value, not from all values in memory.
+exact, by nearest rank, from counts of each value, not from all values in memory. Rows, files and bytes are in
+deltalake's ``get_add_actions``; all else is about values, which no log has.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class JournalStatistics:
 
     open_segments: int
     closed_segments: int
-    damaged_segments: int  # put aside, their whole rows in the lake
+    damaged_segments: int  # kept in a folder of their own, their whole rows in the lake
     bytes: int
     streams: int
 
@@ -224,7 +225,9 @@ def _size(path: Path) -> int:
 
 def _feedback_rate(connection: duckdb.DuckDBPyConnection) -> FeedbackRate:
     [[complete, answered]] = connection.execute(sql.FEEDBACK_RATE).fetchall()
-    kinds = {kind: KindStatistics(said, about) for kind, said, about in connection.execute(sql.KINDS).fetchall()}
+    kinds = {
+        kind: KindStatistics(count, responses) for kind, count, responses in connection.execute(sql.KINDS).fetchall()
+    }
     return FeedbackRate(complete, answered, kinds)
 
 

@@ -1,13 +1,15 @@
-"""What a Delta table's log says: which files there are, what ids they can hold, and which commits added which.
+"""What a Delta table's log holds: which files there are, what ids they can hold, and which commits added which.
 
 A run that knows up to which version it has come reads the few commits since then, and opens only files that can hold
 what it looks for. So its cost follows what is new, not what there is.
+
+deltalake 1.6 has no public reader of that: ``history`` names no files, ``load_cdf`` returns rows and not the files they
+are in, and two snapshots don't say which of the files between them only rewrote rows.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,13 +23,11 @@ from urllib.parse import unquote
 import duckdb
 import pyarrow as pa
 import pyarrow.dataset as pa_ds
-import pyarrow.fs as pa_fs
 from deltalake import DeltaTable
-from deltalake.fs import DeltaStorageHandler
 
 from feedback.lake.delta_log import ERASED, TAKES_ROWS
 from feedback.lake.tables import Lake, LakeError
-from feedback.lake.views import quoted, unreadable_features
+from feedback.lake.views import quoted_files, unreadable_features
 from feedback.schema import TABLES
 
 _READERS: Final = 8
@@ -136,7 +136,7 @@ class ErasedSince:
         self._rows: Counter[str] = Counter()
 
     def rows(self) -> dict[str, int]:
-        """By table, of those that have lost any; reads the commits made since the last call.
+        """By table, of those that have lost any; reads the commits since the last call.
 
         Rows that came in later count too where one file held both. Raises LakeError, OSError, and LogGoneError if the
         log does not reach back.
@@ -160,7 +160,7 @@ class ErasedSince:
 
 def _commits(lake: Lake, table: str, since: int, until: int) -> Iterator[list[dict[str, Any]]]:
     """The actions of each commit ``since`` < version <= ``until``. Raises LogGoneError if one is not there any more."""
-    files = _filesystem(lake, table)
+    files = lake.files(table).filesystem
 
     def read(version: int) -> list[dict[str, Any]]:
         try:
@@ -188,23 +188,15 @@ def rows_left(lake: Lake, table: str, since: int) -> bool:
 def _commit(version: int, actions: list[dict[str, Any]]) -> Commit:
     added = [action["add"] for action in actions if "add" in action]
     removed = [action["remove"] for action in actions if "remove" in action]
-    told: dict[str, Any] = next((action["commitInfo"] for action in actions if "commitInfo" in action), {})
+    info: dict[str, Any] = next((action["commitInfo"] for action in actions if "commitInfo" in action), {})
     return Commit(
         version,
         [unquote(file["path"]) for file in added],
         # A commit that also removes files rewrites rows that are there already: none of them is new.
         [] if removed else [unquote(file["path"]) for file in added if file.get("dataChange")],
         [unquote(file["path"]) for file in removed],
-        any(file.get("dataChange", True) for file in removed) or (bool(removed) and not TAKES_ROWS.isdisjoint(told)),
+        any(file.get("dataChange", True) for file in removed) or (bool(removed) and not TAKES_ROWS.isdisjoint(info)),
     )
-
-
-def added_files(lake: Lake, table: str, since: int, until: int) -> list[str]:
-    """The files whose rows are new with the commits ``since`` < version <= ``until``, oldest first.
-
-    Raises LogGoneError if the log does not reach back to ``since``.
-    """
-    return [path for commit in commits(lake, table, since, until) for path in commit.fresh]
 
 
 def scan_sql(
@@ -218,23 +210,13 @@ def scan_sql(
     """A SELECT of some columns of some of a table's data files. ``name`` is for what it registers."""
     listed = ", ".join(columns)
     if paths and lake.local:
-        files = ", ".join(quoted(_escaped(f"{lake.table_uri(table)}/{path}")) for path in paths)
+        files = quoted_files(f"{lake.table_uri(table)}/{path}" for path in paths)
         return f"SELECT {listed} FROM read_parquet([{files}], hive_partitioning = false)"
     source: Any = TABLES[table].empty_table()
     if paths:
         # The folder's date is no column of the files, and nothing here asks for it.
-        source = pa_ds.dataset(list(paths), schema=TABLES[table], format="parquet", filesystem=_filesystem(lake, table))
+        source = pa_ds.dataset(
+            list(paths), schema=TABLES[table], format="parquet", filesystem=lake.files(table).filesystem
+        )
     connection.register(name, source)
     return f"SELECT {listed} FROM {name}"
-
-
-def _filesystem(lake: Lake, table: str) -> pa_fs.FileSystem:
-    uri = lake.table_uri(table)
-    if lake.local:
-        return pa_fs.SubTreeFileSystem(uri, pa_fs.LocalFileSystem())
-    return pa_fs.PyFileSystem(DeltaStorageHandler(uri, lake.config.store_options))
-
-
-def _escaped(path: str) -> str:
-    # DuckDB takes a file name for a pattern.
-    return re.sub(r"([*?\[])", r"[\1]", path)

@@ -28,7 +28,6 @@ from feedback.lake.views import (
     CURRENT_REWARDS,
     connect,
     create_view,
-    create_view_between,
     is_file_gone,
     unreadable_features,
 )
@@ -52,7 +51,7 @@ _T = TypeVar("_T")
 
 
 class LakeError(RuntimeError):
-    """The lake can't do what was asked."""
+    """The lake can't do what was requested."""
 
 
 class LakeFileGoneError(LakeError):
@@ -60,7 +59,7 @@ class LakeFileGoneError(LakeError):
 
 
 class LakeConflictError(LakeError):
-    """Somebody else committed what this commit can't go with since the table was read; nothing was written."""
+    """Another process has made a conflicting commit since the table was read; nothing was written."""
 
 
 class Lake:
@@ -105,9 +104,9 @@ class Lake:
             self._create_table(table, schema)
         except (DeltaError, OSError) as error:
             try:
-                self.table(table)  # another replica may have made it in this moment
+                self.table(table)  # another replica may have created it at this moment
             except LakeError:
-                raise LakeError(f"table {self.table_uri(table)} can't be made: {self._said(error)}") from error
+                raise LakeError(f"table {self.table_uri(table)} can't be created: {self._error_text(error)}") from error
 
     def _create_table(self, table: str, schema: pa.Schema) -> None:
         DeltaTable.create(
@@ -126,7 +125,7 @@ class Lake:
         kept = f"interval {self.config.vacuum_hours} hours"
         return {
             "delta.enableChangeDataFeed": "true",  # other readers can follow what is new by it
-            "delta.checkpointInterval": "20",  # whoever opens a table replays at most so many commits
+            "delta.checkpointInterval": "20",  # the most commits to be replayed when a table is opened
             "delta.logRetentionDuration": kept,
             "delta.deletedFileRetentionDuration": kept,
         }
@@ -155,7 +154,7 @@ class Lake:
             except TableNotFoundError as error:
                 raise LakeError(f"no lake at {self.uri}: {error}; Lake.create makes one") from error
             except OSError as error:  # deltalake has tried several times
-                raise LakeError(f"table {self.table_uri(table)} can't be read: {self._said(error)}") from error
+                raise LakeError(f"table {self.table_uri(table)} can't be read: {self._error_text(error)}") from error
             except DeltaError as error:
                 # The log may have been tidied up between the listing and the reading of it.
                 if version is None and attempt < _OPEN_ATTEMPTS:
@@ -275,12 +274,12 @@ class Lake:
             raise LakeConflictError(f"{self.table_uri(table)}: {error}") from error
         snapshot.update_incremental()
         if self.local:
-            # With the commit before it: whoever made that one may have been killed before it was durable.
+            # With the commit before it: its writer may have been killed before it was durable.
             make_log_durable(Path(self.table_uri(table)), before - 1, snapshot.version())
         return snapshot.version()
 
     def make_durable(self, table: str, snapshot: DeltaTable) -> None:
-        """Make what ``snapshot`` shows durable, for who relies on a commit of somebody else's that may have died in it.
+        """Make what ``snapshot`` shows durable: the process that made the last commit may have been killed in it.
 
         An object store's commits are durable. Raises OSError.
         """
@@ -311,7 +310,7 @@ class Lake:
 
     @contextmanager
     def alone(self, table: str, *, wait_s: float | None = None) -> Iterator[None]:
-        """Nobody writes a file or commits meanwhile, on this machine (local disk only).
+        """Keep other writers on this machine from writing files and committing (local disk only).
 
         Raises LockTimeoutError if a writer is still at work after ``wait_s`` (``LakeConfig.lock_timeout_s``) seconds.
         """
@@ -405,14 +404,8 @@ class Lake:
         advice = f"{which} can't be read any more; take a later version" if which else "read again"
         return LakeFileGoneError(f"{self.uri}: a file was removed by a vacuum ({str(error).splitlines()[0]}): {advice}")
 
-    def add_view(
-        self, connection: duckdb.DuckDBPyConnection, name: str, snapshot: DeltaTable, between: tuple[str, str, str]
-    ) -> None:
-        """A view of a table's sealed rows whose text column lies ``between`` (column, low, high), ends included."""
-        create_view_between(connection, name, snapshot, between, self.config.store_options, local=self.local)
-
-    def _said(self, error: Exception) -> str:
-        """What an object store's error says, in one line: it comes as a tree, in colours."""
+    def _error_text(self, error: Exception) -> str:
+        """An object store's error in one line: it comes as a coloured tree."""
         lines = (re.sub(r"\x1b\[[0-9;]*m|↳", "", line).strip() for line in str(error).splitlines())
         return self.config.redact("; ".join(itertools.islice(filter(None, lines), 5)))
 

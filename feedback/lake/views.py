@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import unquote
@@ -36,7 +36,7 @@ CREATE VIEW current_rewards AS
 SELECT * FROM rewards
 QUALIFY row_number() OVER (PARTITION BY response_id ORDER BY scored_at DESC) = 1
 """
-"""Of each response the reward that was given last, whatever the scorer."""
+"""Of each response the latest reward, whatever the scorer."""
 
 
 def connect(memory_limit: str, threads: int) -> duckdb.DuckDBPyConnection:
@@ -65,7 +65,7 @@ def create_view(
     *,
     local: bool,
 ) -> None:
-    """View ``table``, of views ``sealed_<table>``, a Delta table's snapshot, and ``unsealed_<table>``, if it is given.
+    """View ``table``, of views ``sealed_<table>``, a Delta table's snapshot, and ``unsealed_<table>``, if any.
 
     Streams in flight are among the unsealed rows, but not in the view of both.
     """
@@ -79,26 +79,6 @@ def create_view(
     connection.execute(
         f"CREATE VIEW {table} AS SELECT * FROM sealed_{table} UNION ALL BY NAME SELECT * FROM unsealed_{table}{ended}"
     )
-
-
-def create_view_between(
-    connection: duckdb.DuckDBPyConnection,
-    name: str,
-    snapshot: DeltaTable,
-    between: tuple[str, str, str],
-    storage_options: dict[str, str],
-    *,
-    local: bool,
-) -> None:
-    """A view of the rows whose text column lies ``between`` (column, low, high), both ends included.
-
-    Files that can't hold such a row, by the statistics in the log, are not opened.
-    """
-    column, low, high = between
-    condition = f"{column} >= {quoted(low)} AND {column} <= {quoted(high)}"
-    files = snapshot.file_uris(file_pruning_predicate=condition)
-    scan = _scan_sql(connection, name, snapshot, files, storage_options, local=local)
-    connection.execute(f"CREATE VIEW {name} AS {scan} WHERE {condition}")
 
 
 def unreadable_features(snapshot: DeltaTable) -> list[str]:
@@ -116,9 +96,9 @@ def quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def local_path(file_uri: str) -> str:
-    """The path of a data file that ``DeltaTable.file_uris`` names, on a local disk."""
-    return unquote(file_uri)
+def quoted_files(paths: Iterable[str]) -> str:
+    """A SQL list of local files, for ``read_parquet``, which takes a name for a pattern."""
+    return ", ".join(quoted(re.sub(r"([*?\[])", r"[\1]", path)) for path in paths)
 
 
 def _scan_sql(
@@ -132,16 +112,11 @@ def _scan_sql(
 ) -> str:
     """A SELECT over some data files of a table, or over none. ``name`` is for what it registers."""
     if files and local:
-        names = ", ".join(quoted(_escaped(local_path(file))) for file in files)
+        names = quoted_files(unquote(file) for file in files)
         return f"SELECT * FROM read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}})"
     empty = pa.schema(snapshot.schema().to_arrow()).empty_table()
     connection.register(f"files_of_{name}", _dataset(snapshot, storage_options) if files else empty)
     return f"SELECT * FROM files_of_{name}"
-
-
-def _escaped(path: str) -> str:
-    # DuckDB takes a file name for a pattern.
-    return re.sub(r"([*?\[])", r"[\1]", path)
 
 
 def _dataset(snapshot: DeltaTable, storage_options: dict[str, str]) -> pa_ds.Dataset:

@@ -2,16 +2,16 @@
 
 What goes: the interactions of the user, tenant or response; the feedback on those responses, also preferences that
 name one as the rejected response; all feedback of the tenant; feedback whose source is the user (the source ``user``,
-which feedback has that names none, is nobody's); the rewards of those responses. A reward that another response got
-from feedback that goes stays: it is a number that names nobody.
+which feedback has that names none, is no user's); the rewards of those responses. A reward that another response got
+from feedback that goes stays: it is a number that identifies no one.
 
 Only what was made until the moment of the erasure goes; what the same user does later is new. What is in the tables at
 that moment was made before it, also where a clock that ran ahead dated it later: the tables' versions decide. Rows that
-lie in the journal of another machine are dropped when they are sealed, by their time (``erased.py``), and what slipped
-in while an erasure ran is found by ``finish_erasures``, which the scheduled maintenance calls.
+lie in the journal of another machine are dropped when they are sealed, by their time (``erasure_registry``); what was
+sealed while an erasure ran is found by ``finish_erasures``, which the scheduled maintenance calls.
 
-What is said of a response is found by the response's id, which only the response itself tells. So before responses go
-their ids are in the registry, whoever removes them.
+Feedback on a response is found by the response's id, which only the response itself has. So before responses go, their
+ids are entered in the registry, whichever process removes them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from feedback.schema import TABLES
 log = logging.getLogger(__name__)
 
 _ORDER: Final = ("feedback", "rewards", "interactions")
-"""Interactions last: killed before, they still tell whose the rest is."""
+"""Interactions last: if it is killed earlier, they still show whose the rest is."""
 
 _ATTEMPTS: Final = 10
 _POLL_S: Final = 0.1
@@ -81,7 +81,7 @@ class ErasureError(LakeError):
 
 @dataclass(frozen=True)
 class Target:
-    """Whose rows are to go: a user (of one tenant, if it is given, or of all), all of a tenant, or one response."""
+    """Whose rows are to go: a user (of one tenant, or of all), all of a tenant, or one response."""
 
     user: str | None = None
     tenant: str | None = None
@@ -171,7 +171,7 @@ def erase(
     target: Target,
     *,
     wait_s: float = 60.0,
-    say: Callable[[str], None] = log.info,
+    report: Callable[[str], None] = log.info,
     registered: Callable[[str], None] = lambda _: None,
     rewritten: Rewritten = lambda *_: None,
 ) -> Erased:
@@ -188,21 +188,21 @@ def erase(
     versions = lake.versions()
     at = datetime.now(UTC)
     found = find(lake, journal_folder, target, at=at)
-    say(f"found {_listed(found.rows)}")
+    report(f"found {_listed(found.rows)}")
     if found.ahead:
-        say(f"{found.ahead} of them are dated later than now, by a clock that ran ahead; they go too")
+        report(f"{found.ahead} of them are dated later than now, by a clock that ran ahead; they go too")
     kind, value = target.values()
     names = [register(lake, kind, [value], at, versions)]
     if found.response_ids and kind != "response_id":
         names.append(register(lake, "response_id", sorted(found.response_ids), at, versions))
     registered(id_of(names[0]))
-    _drain(lake, journal_folder, wait_s, say)
+    _drain(lake, journal_folder, wait_s, report)
     sealed = lake.versions()  # all that the journal held is there now, and what was made while it was waited for
     main = Values(kind, pa.array([value]), at, versions, sealed, max(at, datetime.now(UTC)) + SKEW)
     selectors: list[Selector] = [main, _responses(found.response_ids, main)]
     more = _register_responses(lake, selectors)  # those that came in while it was registered
-    _rewrite_all(lake, [*selectors, *more.values()], say)
-    left = _purge_all(lake, say)
+    _rewrite_all(lake, [*selectors, *more.values()], report)
+    left = _purge_all(lake, report)
     damaged = drop_damaged_segments(journal_folder)
     drop_spilled()
     take_in_if_used(lake, journal_folder)  # hashes of feedback that is gone
@@ -229,9 +229,9 @@ def finish_erasures(
     if not known:
         return rows
     versions = lake.versions()
-    slipped = _slipped(lake, [erasure for erasure in known if erasure.done])
-    reopen(lake, slipped)  # killed from here on, it is gone through again
-    unfinished = [erasure for erasure in known if not erasure.done or erasure.name in slipped]
+    late = _sealed_late(lake, [erasure for erasure in known if erasure.done])
+    reopen(lake, late)  # killed from here on, it is gone through again
+    unfinished = [erasure for erasure in known if not erasure.done or erasure.name in late]
     pending: list[Selector] = [*unfinished]
     names = [erasure.name for erasure in known if dict(erasure.done_until) != versions]
     if pending:
@@ -241,7 +241,7 @@ def finish_erasures(
         _purge_all(lake, log.info)
     if journal_folder is not None:
         drop_damaged_segments(journal_folder, written_until=max(erasure.at for erasure in known) + _DAMAGED_MARGIN)
-    _tell_of_rows_ahead(lake, known)
+    _warn_of_rows_ahead(lake, known)
     now = lake.versions()
     for erasure_id, since in _since(known, unfinished).items():
         rewritten(erasure_id, since)
@@ -253,10 +253,10 @@ def _since(known: Iterable[Erasure], unfinished: Iterable[Erasure]) -> dict[str,
     """By the id of each unfinished erasure the versions behind which rows went of which nothing is on record."""
     since: dict[str, Mapping[str, int]] = {id_of(erasure.name): erasure.versions for erasure in unfinished}
     for erasure in known:
-        told = since.get(id_of(erasure.name))
-        if told is not None:
+        reported = since.get(id_of(erasure.name))
+        if reported is not None:
             since[id_of(erasure.name)] = {
-                table: max(told.get(table, -1), erasure.told_until.get(table, -1)) for table in TABLES
+                table: max(reported.get(table, -1), erasure.reported_until.get(table, -1)) for table in TABLES
             }
     return since
 
@@ -281,7 +281,7 @@ def was_visible(lake: Lake, table: str, ids: set[str], version: int) -> bool | N
     return False
 
 
-def _drain(lake: Lake, journal_folder: Path, wait_s: float, say: Callable[[str], None]) -> None:
+def _drain(lake: Lake, journal_folder: Path, wait_s: float, report: Callable[[str], None]) -> None:
     """Seal the journal until no segment is left that was there at the first look."""
     deadline = time.monotonic() + wait_s
     waiting: set[str] | None = None
@@ -289,7 +289,7 @@ def _drain(lake: Lake, journal_folder: Path, wait_s: float, say: Callable[[str],
         seal(lake, journal_folder)
         there = {str(segment.name) for segment in list_segments(journal_folder)}
         if waiting is None and there:
-            say(f"waiting for the server to close {len(there)} journal segments")
+            report(f"waiting for the server to close {len(there)} journal segments")
         waiting = there if waiting is None else waiting & there
         if not waiting:
             return
@@ -305,7 +305,7 @@ def _drain(lake: Lake, journal_folder: Path, wait_s: float, say: Callable[[str],
 def _register_responses(lake: Lake, selectors: Sequence[Selector]) -> dict[str, Values]:
     """Register the ids of the sealed responses that are to go and that no selector names; returns selectors by name.
 
-    What is said of a response may still lie in another journal, and is found by nothing else.
+    Feedback on a response may still lie in another journal, and is found by nothing else.
     """
     registered: dict[str, Values] = {}
     for selector in selectors:
@@ -330,7 +330,7 @@ def _register_unnamed(lake: Lake, ids: set[str], of: Selector, selectors: Sequen
 
 
 def _register_responses_of(lake: Lake, file: DataFile, meaning: list[_Meaning], selectors: Sequence[Selector]) -> None:
-    """The same for one file, which was sealed since; the next maintenance removes what is said of its responses."""
+    """The same for one file, which was sealed since; the next maintenance removes the feedback on its responses."""
     for selector, here in meaning:
         if selector.kind != "response_id":
             ids: set[str] = set()
@@ -340,7 +340,7 @@ def _register_responses_of(lake: Lake, file: DataFile, meaning: list[_Meaning], 
             _register_unnamed(lake, ids, selector, selectors)
 
 
-def _slipped(lake: Lake, done: Sequence[Erasure]) -> set[str]:
+def _sealed_late(lake: Lake, done: Sequence[Erasure]) -> set[str]:
     """The names of the erasures of which something was sealed after they went through."""
     return {
         erasure.name
@@ -350,8 +350,8 @@ def _slipped(lake: Lake, done: Sequence[Erasure]) -> set[str]:
     }
 
 
-def _tell_of_rows_ahead(lake: Lake, known: Sequence[Erasure]) -> None:
-    """Warn of rows that were sealed after an erasure, that it means, and whose time says nothing."""
+def _warn_of_rows_ahead(lake: Lake, known: Sequence[Erasure]) -> None:
+    """Warn of rows that were sealed after an erasure, that it means, and whose time is no evidence."""
     late = datetime.now(UTC) + SKEW
     for table in ("interactions", "feedback"):
         for erasure, files in _with_files_since(lake, table, known):
@@ -392,10 +392,10 @@ def _files_since(lake: Lake, table: str, snapshot: DeltaTable, since: int | None
     return [file for file in files if file.path in added]
 
 
-def _rewrite_all(lake: Lake, selectors: Iterable[Selector], say: Callable[[str], None]) -> dict[str, int]:
+def _rewrite_all(lake: Lake, selectors: Iterable[Selector], report: Callable[[str], None]) -> dict[str, int]:
     selectors = list(selectors)
     rows = {table: _rewrite(lake, table, selectors) for table in _ORDER}
-    say(f"removed from the lake: {_listed(rows)}")
+    report(f"removed from the lake: {_listed(rows)}")
     return rows
 
 
@@ -549,10 +549,10 @@ def _responses(ids: Iterable[str], like: Selector) -> Values:
     return Values("response_id", values, like.at, like.versions)
 
 
-def _purge_all(lake: Lake, say: Callable[[str], None]) -> list[str]:
+def _purge_all(lake: Lake, report: Callable[[str], None]) -> list[str]:
     left = [f"{table}/{path}" for table in TABLES for path in purge(lake, table)]
     if left:
-        say(f"{len(left)} files that no version names are younger than lake.orphan_hours and stay until they are not")
+        report(f"{len(left)} files that no version names stay until they are older than lake.orphan_hours")
     return left
 
 

@@ -1,4 +1,7 @@
-"""Sorting more rows than memory should hold: they lie in a file meanwhile, and memory has their keys only."""
+"""Sorting more rows than memory should hold: they lie in a file meanwhile, and memory has their keys only.
+
+DuckDB's ORDER BY keeps whole rows in memory: on 0.6 GB of responses of 4,000 tokens it failed with a limit of 256 MB.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Keeping the lake in order: small files become large ones, old dates go, files that no version needs go.
 
 Everything here may be killed at any moment and repeated, and run beside sealers, scorers, readers and itself. What is
-replaced stays on disk for ``LakeConfig.vacuum_hours``, so that whoever reads an older version can finish.
+replaced stays on disk for ``LakeConfig.vacuum_hours``, so that readers of an older version can finish.
+deltalake's ``optimize`` is not used: it fsyncs nothing, and two commits that replace one file do not conflict.
 
 Retention goes by a row's own date, with one limit for the three tables. Feedback and rewards are never older than
 their interaction, so that what is kept has all of its feedback and rewards; feedback and rewards that came later than
@@ -24,9 +25,9 @@ from typing import Final
 
 import pyarrow as pa
 
-from feedback.files import LockTimeoutError
+from feedback.files import TEMPORARY, LockTimeoutError
 from feedback.lake.data_files import DataFile, StoredFile, TableFiles, data_files
-from feedback.lake.delta_log import DROPPED, LOG_FOLDER, last_checkpoint, make_log_durable
+from feedback.lake.delta_log import DROPPED, LOG_FOLDER, TORN_FOLDER, last_checkpoint, make_log_durable
 from feedback.lake.tables import COMMIT_HOOKS, Lake, LakeConflictError, LakeError
 from feedback.maintenance.erasure import Rewritten, finish_erasures
 from feedback.maintenance.external_sort import sort_rows
@@ -40,7 +41,6 @@ _ORDER: Final = {
     "rewards": ("response_id", "scored_at"),
 }
 _ATTEMPTS: Final = 3
-_TORN_FOLDER: Final = "_torn"
 _TOO_YOUNG: Final = timedelta(days=1)
 
 
@@ -231,7 +231,7 @@ def vacuum(lake: Lake, *, dry_run: bool = False) -> dict[str, Vacuumed]:
     """Remove what no version of the last ``LakeConfig.vacuum_hours`` needs, and what killed writers left behind.
 
     A sealer writes a file before it commits it: a file that no version names is removed only once it is
-    ``LakeConfig.orphan_hours`` old and, on a local disk, while nobody writes. Raises LakeError, LockTimeoutError.
+    ``LakeConfig.orphan_hours`` old and, on a local disk, while there is no writer. Raises LakeError, LockTimeoutError.
     """
     return {table: _vacuum_table(lake, table, dry_run) for table in TABLES}
 
@@ -240,7 +240,7 @@ def _vacuum_table(lake: Lake, table: str, dry_run: bool) -> Vacuumed:
     files = lake.files(table)
     with _without_writers(lake, table) as alone:
         listing = {file.path: file for file in files.list("")}
-        # deltalake says which files these are; it would delete them too, but with two commits of its own, not durable.
+        # deltalake lists these files; it would delete them too, but with two commits of its own, not durable.
         snapshot, hours = lake.table(table), lake.config.vacuum_hours
         replaced = snapshot.vacuum(hours, dry_run=True, enforce_retention_duration=False)
         orphans = snapshot.vacuum(
@@ -260,9 +260,9 @@ def _vacuum_table(lake: Lake, table: str, dry_run: bool) -> Vacuumed:
 
 @contextmanager
 def _without_writers(lake: Lake, table: str) -> Iterator[bool]:
-    """Whether no writer is at work, and none begins meanwhile; on an object store nobody knows.
+    """Whether no writer is at work, and none begins meanwhile; on an object store that can't be known.
 
-    The age of a file alone does not tell that its writer is dead: the clock may have jumped since it was written.
+    The age of a file alone does not prove that its writer is dead: the clock may have jumped since it was written.
     """
     with ExitStack() as stack:
         try:
@@ -279,9 +279,9 @@ def _is_log(path: str) -> bool:
 
 
 def _is_left_behind(file: StoredFile, hours: int) -> bool:
-    """What a killed process left in the log's folder, or ``Lake.create`` put aside, long enough ago."""
+    """What a killed process left in the log's folder, or ``Lake.create`` moved away, long enough ago."""
     old = datetime.now(UTC) - file.modified > timedelta(hours=hours)
-    return old and (file.path.startswith(f"{_TORN_FOLDER}/") or file.path.endswith(".tmp"))
+    return old and (file.path.startswith(f"{TORN_FOLDER}/") or file.path.endswith(TEMPORARY))
 
 
 def _tidy_log(lake: Lake, table: str, files: TableFiles) -> None:

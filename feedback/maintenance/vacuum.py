@@ -17,9 +17,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from feedback.files import fsync_path
+from feedback.files import TEMPORARY, fsync_path
 from feedback.lake.data_files import data_files
-from feedback.lake.delta_log import LOG_FOLDER, forget, make_log_durable
+from feedback.lake.delta_log import LOG_FOLDER, TORN_FOLDER, forget, make_log_durable
 from feedback.lake.tables import Lake
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def purge(lake: Lake, table: str) -> list[str]:
     files = lake.files(table)
     with lake.alone(table):
         snapshot = lake.table(table)
-        # deltalake tells which files the current version does not need: those replaced, and with full all others.
+        # deltalake lists the files that the current version does not need: those replaced, and with full all others.
         gone = set(snapshot.vacuum(0, dry_run=True, enforce_retention_duration=False))
         others = set(snapshot.vacuum(0, dry_run=True, full=True, enforce_retention_duration=False)) - gone
         if not lake.local:
@@ -49,16 +49,16 @@ def purge(lake: Lake, table: str) -> list[str]:
         else:
             kept = set()
         files.delete([*gone, *(others - kept)])
-        aside = [file.path for file in files.list("_torn")]
-        aside += [file.path for file in files.list(LOG_FOLDER) if lake.local and file.path.endswith(".tmp")]
-        files.delete(aside)
+        left_behind = [file.path for file in files.list(TORN_FOLDER)]
+        left_behind += [file.path for file in files.list(LOG_FOLDER) if lake.local and file.path.endswith(TEMPORARY)]
+        files.delete(left_behind)
         snapshot.create_checkpoint()
         if files.folder is not None:
             make_log_durable(files.folder, snapshot.version() - 1, snapshot.version())
-    # Commits that are made never change, so nobody has to wait for this.
+    # Commits that are made never change, so this needs no lock.
     forget(files, {file.path for file in data_files(snapshot)}, snapshot.version())
     if files.folder is not None:
-        for folder in {(files.folder / path).parent for path in (*gone, *others, *aside)}:
+        for folder in {(files.folder / path).parent for path in (*gone, *others, *left_behind)}:
             if folder.exists():
                 fsync_path(folder)
         fsync_path(files.folder / LOG_FOLDER)
@@ -66,10 +66,9 @@ def purge(lake: Lake, table: str) -> list[str]:
 
 
 def drop_damaged_segments(journal_folder: Path, *, written_until: datetime | None = None) -> int:
-    """Remove the damaged segments that sealing put aside, all or those last written until a time; returns how many.
+    """Remove the damaged segments that sealing moved away, all or those last written until a time; returns how many.
 
-    Their whole rows are in the lake. What is left of the others can't be read, so nobody can say that it holds nothing
-    of what was erased.
+    Their whole rows are in the lake. What is left of the others can't be read, so it may hold what was erased.
     """
     folder = journal_folder / "damaged"
     if not folder.exists():

@@ -1,7 +1,7 @@
 """What people's feedback comes to, as SQL over the lake's views: votes, preferences and corrections, each resolved.
 
-One rule for all. Feedback counts for a response of its own tenant that is complete. Of what one source says of the same
-thing the last counts, by its time and then by its id; over sources the majority decides, and a tie decides nothing.
+One rule for all. Feedback counts for a response of its own tenant that is complete. Of one source's feedback on the
+same thing the last counts, by time and then by id; over sources the majority decides, and a tie decides nothing.
 Feedback that was recorded twice under one id, by two servers at once, counts once: what was recorded first.
 """
 
@@ -21,7 +21,7 @@ SAME_TEXT: Final = "both texts are the same"
 OVER_CAP: Final = "over the cap of their prompt"
 
 _SAID: Final = """
-CREATE TEMP TABLE said AS
+CREATE TEMP TABLE entries AS
 SELECT * FROM feedback
 WHERE kind IN ({kinds})
 QUALIFY row_number() OVER (
@@ -36,14 +36,15 @@ SELECT tenant, response_id, status = 'complete' AND len(prompt_token_ids) > 0 AS
        response
 FROM interactions
 SEMI JOIN (
-    SELECT response_id FROM said UNION SELECT rejected_response_id FROM said WHERE rejected_response_id IS NOT NULL
+    SELECT response_id FROM entries
+    UNION SELECT rejected_response_id FROM entries WHERE rejected_response_id IS NOT NULL
 ) USING (response_id)
 """
 
 _JUDGED: Final = f"""
 CREATE TEMP TABLE judged AS
 WITH known AS (SELECT DISTINCT response_id FROM mentioned)
-SELECT said.*, CASE
+SELECT entries.*, CASE
     WHEN known.response_id IS NULL OR (rejected_response_id IS NOT NULL AND known_rejected.response_id IS NULL)
     THEN '{UNKNOWN}'
     WHEN own.usable IS NULL OR (rejected_response_id IS NOT NULL AND rejected.usable IS NULL) THEN '{FOREIGN}'
@@ -51,11 +52,11 @@ SELECT said.*, CASE
 END AS left_out,
     own.prompt_token_ids = rejected.prompt_token_ids AS same_prompt,
     own.response = if(kind = 'correction', text, rejected.response) AS same_text
-FROM said
-LEFT JOIN known ON known.response_id = said.response_id
-LEFT JOIN known known_rejected ON known_rejected.response_id = said.rejected_response_id
-LEFT JOIN mentioned own ON own.tenant = said.tenant AND own.response_id = said.response_id
-LEFT JOIN mentioned rejected ON rejected.tenant = said.tenant AND rejected.response_id = said.rejected_response_id
+FROM entries
+LEFT JOIN known ON known.response_id = entries.response_id
+LEFT JOIN known known_rejected ON known_rejected.response_id = entries.rejected_response_id
+LEFT JOIN mentioned own ON own.tenant = entries.tenant AND own.response_id = entries.response_id
+LEFT JOIN mentioned rejected ON rejected.tenant = entries.tenant AND rejected.response_id = entries.rejected_response_id
 """
 
 _RESOLVED: Final = {
@@ -167,7 +168,7 @@ def resolve(connection: duckdb.DuckDBPyConnection, kinds: Iterable[str]) -> dict
     """Make the temporary tables of these kinds; returns how many feedbacks count for nothing, by reason.
 
     ``thumbs``: tenant, response_id, up, down (votes, one a source), voted_at.
-    ``preferences``: tenant, chosen, rejected, feedback_id and created_at of the last that says so, tied, same_prompt;
+    ``preferences``: tenant, chosen, rejected, feedback_id and created_at of the last one, tied, same_prompt;
     one row for two responses, whichever way round.
     ``corrections``: tenant, response_id, text, source, feedback_id, created_at; each text once.
     """
@@ -183,7 +184,7 @@ def resolve(connection: duckdb.DuckDBPyConnection, kinds: Iterable[str]) -> dict
 
 
 def make_pairs(connection: duckdb.DuckDBPyConnection, thumb_pairs_per_prompt: int) -> dict[str, int]:
-    """Make the temporary table ``pairs`` of what ``resolve`` made; returns how many pairs it leaves out, by reason.
+    """Make the temporary table ``pairs`` from those of ``resolve``; returns how many pairs it leaves out, by reason.
 
     ``pairs``: kind (preference, correction, thumbs), tenant, feedback_id, chosen_id and rejected_id (of responses),
     text (in place of a chosen response), created_at.

@@ -18,7 +18,7 @@ import duckdb
 import pyarrow as pa
 from deltalake import DeltaTable
 
-from feedback.lake.table_changes import DataFiles, LogGoneError, Spans, added_files, scan_sql
+from feedback.lake.table_changes import DataFiles, LogGoneError, Spans, commits, scan_sql
 from feedback.lake.tables import Lake
 from feedback.lake.views import is_file_gone
 
@@ -32,7 +32,7 @@ _FEEDBACK: Final = (
 
 @dataclass(frozen=True)
 class Candidates:
-    """What was found. ``some`` says that it is less than the whole lake, and that table ``touched`` lists it.
+    """What was found. ``some``: it is less than the whole lake, and table ``touched`` lists it.
 
     ``repeats``: there may be responses of which nothing new is known; table ``former`` has their last rewards.
     """
@@ -58,7 +58,7 @@ def find(
     snapshots: of the three tables, as they are to be read.
     since: the versions of interactions and feedback that are scored already; None if the scorer has never run.
     is_vote: SQL condition of feedback that counts.
-    retry: column response_id; responses whose last reward is to be made anew.
+    retry: column response_id; responses whose last reward is to be computed again.
     """
     return _Search(connection, lake, snapshots, scorer, columns).run(since, is_vote, retry)
 
@@ -109,7 +109,7 @@ class _Search:
     def _new_interactions(self, since: int) -> list[str]:
         """The files to read whole. Of files that were rewritten meanwhile the ids become candidates.
 
-        If the log does not tell any more, the candidates are all that have no reward of this scorer: the same
+        If the log does not reach back, the candidates are all that have no reward of this scorer: the same
         responses, by a search through all there is.
         """
         try:
@@ -133,7 +133,7 @@ class _Search:
         return [path for path in added if path in there]
 
     def _new_feedback(self, since: int, is_vote: str) -> None:
-        """Responses with new votes become candidates; all with any, if the log does not tell any more."""
+        """Responses with new votes become candidates; all with any, if the log does not reach back."""
         try:
             self._add_candidates("feedback", self._added("feedback", since), is_vote)
         except (LogGoneError, duckdb.Error, OSError) as error:
@@ -144,7 +144,8 @@ class _Search:
             self._add_candidates("feedback", self.files["feedback"].paths, is_vote)
 
     def _added(self, table: str, since: int) -> list[str]:
-        return added_files(self.lake, table, since, self.snapshots[table].version())
+        changes = commits(self.lake, table, since, self.snapshots[table].version())
+        return [path for commit in changes for path in commit.fresh]
 
     def _add_candidates(
         self, table: str, paths: list[str], condition: str, parameters: list[str] | None = None

@@ -16,7 +16,7 @@ _NO_REASON = "no reason given"
 
 @dataclass(frozen=True)
 class Composed:
-    """A batch of rewards. ``absent`` [rows, components] says what is missing."""
+    """A batch of rewards. ``absent`` [rows, components] marks what is missing."""
 
     reward: pa.Array
     components: pa.Array

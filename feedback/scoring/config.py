@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from feedback.settings_base import Address, Finite, FunctionName, MemorySize, Secret, Section
+from feedback.settings_base import Address, FunctionName, MemorySize, Secret, Section
 
 RESERVED_NAMES: Final = ("human", "model", "judge")
 """Components that are no rule."""
@@ -49,7 +49,7 @@ Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class HumanConfig(Section):
-    """The reward component `human`: what users, and whatever measures for them, said of a response."""
+    """The reward component `human`: feedback on a response, from users and from what measures for them."""
 
     weight: Weight = Field(default=1.0, description="Weight of the votes in the reward; 0 leaves them out.")
     thumbs: Weight = Field(default=1.0, description="Weight of thumbs among a source's votes; 0 leaves them out.")
@@ -84,7 +84,7 @@ class RuleConfig(Section):
     reference: str | None = Field(
         default=None,
         min_length=1,
-        description="exact_match, numeric_equality: the metadata key of the right answer ('answer' if not given).",
+        description="exact_match, numeric_equality: the metadata key of the right answer (default: 'answer').",
     )
     tolerance: float | None = Field(
         default=None,
@@ -97,20 +97,22 @@ class RuleConfig(Section):
         default=None, description="json_schema: the JSON Schema that the response must meet."
     )
     target_tokens: int | None = Field(
-        default=None, ge=0, description="length_penalty: responses of up to so many tokens get 1."
+        default=None, ge=0, description="length_penalty: responses of at most this many tokens get 1."
     )
     max_tokens: int | None = Field(
-        default=None, ge=1, description="length_penalty: responses of so many tokens or more get 0."
+        default=None, ge=1, description="length_penalty: responses of at least this many tokens get 0."
     )
     ngram: int | None = Field(default=None, ge=1, le=16, description="repetition_penalty: tokens in a sequence (4).")
 
     @model_validator(mode="after")
     def _is_one_rule(self) -> Self:
-        given = [name for name in ("function", "sql", "ready") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"a rule has exactly one of function, sql and ready, not {' and '.join(given) or 'none'}")
+        present = [name for name in ("function", "sql", "ready") if getattr(self, name) is not None]
+        if len(present) != 1:
+            raise ValueError(
+                f"a rule has exactly one of function, sql and ready, not {' and '.join(present) or 'none'}"
+            )
         taken = _PARAMETERS.get(self.ready or "", ())
-        what = f"ready rule {self.ready!r}" if self.ready else f"a rule by {given[0]}"
+        what = f"ready rule {self.ready!r}" if self.ready else f"a rule by {present[0]}"
         for name in {name for names in _PARAMETERS.values() for name in names}:
             if getattr(self, name) is not None and name not in taken:
                 raise ValueError(f"{what} takes no {name!r}")
@@ -144,7 +146,7 @@ class RuleConfig(Section):
 
 
 class ModelConfig(Section):
-    """The reward component `model`: what a sequence-classification model says of a response."""
+    """The reward component `model`: the score of a sequence-classification model."""
 
     name: str = Field(min_length=1, description="Folder or Hugging Face name of the model.")
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
@@ -165,23 +167,23 @@ class ModelConfig(Section):
 
 
 class JudgeConfig(Section):
-    """The reward component `judge`: what another language model says of a response, asked by HTTP."""
+    """The reward component `judge`: the score of another language model, by HTTP."""
 
     url: Address = Field(description="Address of an OpenAI-compatible API, such as http://127.0.0.1:8001/v1.")
     model: str = Field(min_length=1, description="Name of the model there.")
     rubric: str = Field(
         min_length=1,
-        description="What the judge is asked. {prompt}, {response} and {metadata.KEY} stand for the response's own.",
+        description="The question to the judge. {prompt}, {response} and {metadata.KEY} stand for the response's own.",
     )
     api_key: Secret | None = Field(default=None, description="Bearer token for the API.")
     weight: Weight = Field(default=1.0, description="Weight of the judge in the reward; 0 leaves it out.")
-    low: Finite = Field(default=0.0, description="The worst score, which becomes 0.")
-    high: Finite = Field(default=10.0, description="The best score, which becomes 1.")
+    low: float = Field(default=0.0, description="The worst score, which becomes 0.")
+    high: float = Field(default=10.0, description="The best score, which becomes 1.")
     max_tokens: int = Field(default=512, ge=1, description="Longest answer of the judge, in tokens.")
     temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Sampling temperature of the judge.")
-    concurrency: int = Field(default=8, ge=1, le=1024, description="Most questions asked at once.")
+    concurrency: int = Field(default=8, ge=1, le=1024, description="Most questions at once.")
     timeout_s: float = Field(default=60.0, gt=0, description="Longest wait for one answer, in seconds.")
-    attempts: int = Field(default=4, ge=1, description="Times that a question is asked in one run while it fails.")
+    attempts: int = Field(default=4, ge=1, description="Attempts at a question in one run while it fails.")
     backoff_s: float = Field(
         default=0.5, gt=0, description="Wait before the second attempt, in seconds; it doubles with every further one."
     )

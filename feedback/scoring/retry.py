@@ -1,7 +1,7 @@
 """Components that are missing for a reason that may pass, such as a server that did not answer.
 
-Such a reason begins with ``try N of M:``. While N is less than M, the scorer's next run makes the response's reward
-anew. All that are pending stand among the rewards of the scorer's last run, so those are the list, as durable and as
+Such a reason begins with ``try N of M:``. While N is less than M, the scorer's next run computes the response's reward
+again. All that are pending stand among the rewards of the scorer's last run, so those are the list, as durable and as
 exact as the rewards are; the run's time and the number of them are application transactions of its commit.
 """
 
@@ -23,7 +23,7 @@ _SCHEMA: Final = pa.schema([("response_id", pa.string()), ("tries", pa.int32())]
 
 
 def reason(tries: int, most: int, why: str) -> str:
-    """Why a component is missing after so many runs have tried, of at most ``most``."""
+    """Why a component is missing after ``tries`` runs, of at most ``most``."""
     return f"try {tries} of {most}: {why}"
 
 

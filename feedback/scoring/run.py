@@ -3,7 +3,7 @@
 What was scored up to which Delta version stands in the commit of the rewards themselves, as application transactions
 of the rewards table. So a run that is killed anywhere and repeated gives each response one reward, and two runs at once
 can't both commit. A response is scored when it appears, again when new feedback on it counts, and again while its
-judge's verdict is missing for a reason that may pass.
+judge's score is missing for a reason that may pass.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _OUT_OF_MEMORY: Final = "Out of Memory"
 
 
 class ScoringError(RuntimeError):
-    """Scoring can't work with these settings, or on this lake. The message says why."""
+    """Scoring can't work with these settings, or on this lake. The message names the reason."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ScoreResult:
 
     ``scored`` responses got a row in ``rewards``; ``missing`` of them have no reward, because every component is
     missing. ``components`` counts the values of each; ``reasons`` counts, for each, why it is missing, the commonest
-    first. Of ``retried`` responses a later run will ask the judge again. ``versions`` are the Delta versions that were
+    first. For ``retried`` responses a later run will ask the judge again. ``versions`` are the Delta versions that were
     read (interactions, feedback) and written (rewards).
     """
 
@@ -76,7 +76,7 @@ def score(
     """Score all that is new since this scorer's last run.
 
     ``kinds``: the scales and metrics that are declared; by default those of the default settings. Raises RuleError,
-    RewardModelError or VerdictsError if a source can't be used, ValueError if none has a weight, ScoringError if
+    RewardModelError or JudgeCacheError if a source can't be used, ValueError if none has a weight, ScoringError if
     memory does not do or the tables don't belong together, LakeConflictError if other runs commit in between again and
     again.
     """
@@ -277,15 +277,15 @@ class _Run:
                 self.retried += each["counts"] if retry.is_transient(each["values"]) else 0
 
 
-def _changed(connection: duckdb.DuckDBPyConnection, batch: pa.RecordBatch, made: Composed) -> pa.RecordBatch:
+def _changed(connection: duckdb.DuckDBPyConnection, batch: pa.RecordBatch, new: Composed) -> pa.RecordBatch:
     """The rows whose reward is not the one that their response has already."""
     numbers = pa.array(range(batch.num_rows), pa.int64())
-    columns = [numbers, batch.column(0), made.reward, made.components, made.missing]
-    connection.register("made", pa.table(columns, names=["number", "response_id", "reward", "components", "missing"]))
+    columns = [numbers, batch.column(0), new.reward, new.components, new.missing]
+    connection.register("new", pa.table(columns, names=["number", "response_id", "reward", "components", "missing"]))
     changed = connection.execute(
-        "SELECT number FROM made LEFT JOIN former USING (response_id) WHERE former.response_id IS NULL "
-        "OR made.reward IS DISTINCT FROM former.reward OR made.components::VARCHAR IS DISTINCT FROM former.components "
-        "OR made.missing::VARCHAR IS DISTINCT FROM former.missing ORDER BY number"
+        "SELECT number FROM new LEFT JOIN former USING (response_id) WHERE former.response_id IS NULL "
+        "OR new.reward IS DISTINCT FROM former.reward OR new.components::VARCHAR IS DISTINCT FROM former.components "
+        "OR new.missing::VARCHAR IS DISTINCT FROM former.missing ORDER BY number"
     ).fetchnumpy()["number"]
-    connection.unregister("made")
+    connection.unregister("new")
     return batch.take(pa.array(changed, pa.int64()))

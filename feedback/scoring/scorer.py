@@ -1,7 +1,7 @@
 """The sources of a reward, as the settings name them, and what identifies them together: the scorer.
 
-Texts that users and judges wrote must not end a run. So a source that fails on a batch is asked again about its halves,
-down to the row that it fails on, which goes without, with the reason.
+Texts that users and judges wrote must not end a run. So a source that fails on a batch is called again with its halves,
+down to the row that it fails on, which has no value, with the reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from feedback.config import KindsConfig, ScoringConfig
 from feedback.scoring.sources import human
-from feedback.scoring.sources.judge_cache import VerdictsError
+from feedback.scoring.sources.judge_cache import JudgeCacheError
 from feedback.scoring.sources.rules import COLUMNS, Reasons, SqlRule, Values, load_rules
 
 log = logging.getLogger(__name__)
@@ -46,9 +46,9 @@ class Source:
 
 
 def guarded(name: str, by_row: ByRow, *unusable: type[Exception]) -> ByRow:
-    """``by_row`` that raises only what says that the source is ``unusable``; else the rows it fails on get a reason.
+    """``by_row`` that raises only the errors of an ``unusable`` source; else the rows it fails on get a reason.
 
-    What the machine lacks (memory, files) says nothing of a response: it is raised too, and a later run scores it.
+    What the machine lacks (memory, files) is no property of a response: it is raised too, and a later run scores it.
     """
 
     def outcomes(batch: pa.Table) -> tuple[Values, Reasons]:
@@ -61,7 +61,7 @@ def guarded(name: str, by_row: ByRow, *unusable: type[Exception]) -> ByRow:
                 middle = batch.num_rows // 2
                 (first, whys), (second, more) = outcomes(batch.slice(0, middle)), outcomes(batch.slice(middle))
                 return first + second, whys + more
-            if _is_the_machines(error):
+            if _is_of_the_machine(error):
                 raise
             log.debug("%s fails on a response", name, exc_info=error)
             values, reasons = [None] * batch.num_rows, [f"{name} failed: {type(error).__name__}: {error}"]
@@ -70,7 +70,7 @@ def guarded(name: str, by_row: ByRow, *unusable: type[Exception]) -> ByRow:
     return outcomes
 
 
-def _is_the_machines(error: Exception) -> bool:
+def _is_of_the_machine(error: Exception) -> bool:
     """PyTorch's errors of a device by their names, since it is not imported here."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return isinstance(error, OSError | MemoryError) or not names.isdisjoint(("OutOfMemoryError", "AcceleratorError"))
@@ -104,7 +104,7 @@ def load_sources(config: ScoringConfig, kinds: KindsConfig) -> list[Source]:
         from feedback.scoring.sources import judge as judges
 
         judge = judges.Judge(config.judge)
-        by_row = guarded(judges.NAME, judge.by_row, VerdictsError)
+        by_row = guarded(judges.NAME, judge.by_row, JudgeCacheError)
         found.append(Source(judges.NAME, config.judge.weight, judge.identity, None, by_row, judges.BATCH_ROWS))
     if not found:
         raise ValueError("no reward source has a weight: set scoring.human.weight, or give scoring.rules a rule")

@@ -165,7 +165,7 @@ async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, s
     counted = server.metrics.feedback
     try:
         row = body.to_row(tenant, server.kinds)
-        verdict = await server.record_feedback(row, made_here=body.feedback_id is None)
+        verdict = await server.record_feedback(row, generated_id=body.feedback_id is None)
     except FeedbackError as error:
         counted.labels(kind=body.kind, verdict="invalid").inc()
         raise field_problem(422, error.field, error.reason) from None

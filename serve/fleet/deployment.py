@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Final
 
 from feedback.config import FeedbackConfig
-from feedback.signals import STOPPING, StopSignal, heeded
+from feedback.signals import STOPPING, StopSignal, handled_signals
 from serve.config import FleetConfig, ServeConfig
 from serve.fleet.controller import Controller
 from serve.fleet.state import FleetError
@@ -254,7 +254,7 @@ def _signals() -> Iterator[None]:
             stopped = True
             raise _Stop
 
-    before = {number: signal.signal(number, stop) for number in heeded()}
+    before = {number: signal.signal(number, stop) for number in handled_signals()}
     try:
         yield
     except SystemExit as error:  # Ray hands on a plain one, whichever ended its wait

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from feedback.files import make_folder, try_lock
+from feedback.files import make_folder, replace_file, try_lock
 from serve.fleet.state import FleetError
 
 _LOCK: Final = ".lock"
@@ -107,12 +107,12 @@ def reports(folder: Path) -> list[Report]:
 
 def write_report(folder: Path, report: Report) -> None:
     """Replace a replica's report, whole or not at all. It need not outlive a crash of the machine."""
-    _replace(folder / f"{report.name}{_REPORT}", json.dumps(asdict(report)).encode())
+    replace_file(folder / f"{report.name}{_REPORT}", json.dumps(asdict(report)).encode(), durable=False)
 
 
 def write_metrics(folder: Path, name: str, text: bytes) -> None:
     """Leave a replica's Prometheus text for the one that is asked for all of them."""
-    _replace(folder / f"{name}{_METRICS}", text)
+    replace_file(folder / f"{name}{_METRICS}", text, durable=False)
 
 
 def read_metrics(folder: Path) -> dict[str, bytes]:
@@ -124,9 +124,3 @@ def read_metrics(folder: Path) -> dict[str, bytes]:
         except FileNotFoundError:
             continue
     return found
-
-
-def _replace(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.new")
-    aside.write_bytes(content)
-    os.replace(aside, path)

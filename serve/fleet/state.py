@@ -14,14 +14,13 @@ reads the record late, ends where the others end.
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from feedback.files import fsync_path, make_folder
+from feedback.files import append_file, make_folder, replace_file
 from serve.policies.store import Pointer, PolicyError
 
 Phase = Literal["preparing", "canary", "committing", "undoing"]
@@ -169,18 +168,9 @@ class FleetRecord:
 
     def write(self, state: FleetState) -> None:
         """Replace the record, whole or not at all; durable when this returns."""
-        aside = self._path.with_name(f".{_FILE}.new")
-        with aside.open("wb") as file:
-            file.write(state.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self._path)
-        fsync_path(self.root)
+        replace_file(self._path, state.to_json())
 
     def append_history(self, entry: dict[str, Any]) -> None:
         """Add a rollout that ended; a crash may repeat or tear the last line."""
         make_folder(self.root)
-        with (self.root / _HISTORY).open("ab") as file:
-            file.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_file(self.root / _HISTORY, json.dumps(entry, ensure_ascii=False).encode() + b"\n")

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import psutil
 
-from feedback.signals import held_back
+from feedback.signals import stop_signals_blocked
 from feedback.user_code import search_path
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def connect(**options: Any) -> None:
     # Ray's own handler, which worker.init and Node set by this function, would end the process and Ray with it.
     setter, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda handler: None
     try:
-        with held_back():
+        with stop_signals_blocked():
             ray.init(**options | search_as_here(options.get("runtime_env", {})))
     finally:
         utils.set_sigterm_handler = setter
@@ -148,7 +148,7 @@ def _variables(wanted: Mapping[str, str | None]) -> Iterator[None]:
 @contextmanager
 def _reaped() -> Iterator[None]:
     """Have all that is started with this token ended if this process dies within the block."""
-    with held_back():
+    with stop_signals_blocked():
         reaper = subprocess.Popen(
             [sys.executable, "-I", str(_REAPER), os.environ["RAY_AUTH_TOKEN_PATH"]],
             stdin=subprocess.PIPE,

@@ -7,7 +7,6 @@ which is for secrets that people choose, would only be paid for at every request
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from feedback.files import fsync_path, locked, write_all
+from feedback.files import locked, replace_file
 
 Scope = Literal["generate", "feedback", "admin"]
 SCOPES: Final[tuple[Scope, ...]] = ("generate", "feedback", "admin")
@@ -154,7 +153,7 @@ def local_secret(path: Path) -> str:
             return file.read_text().strip()
         except FileNotFoundError:
             secret = new_secret(LOCAL)
-            _write(file, f"{secret}\n".encode())
+            replace_file(file, f"{secret}\n".encode(), private=True)
             return secret
 
 
@@ -185,23 +184,9 @@ def _change(path: Path, change: Callable[[tuple[ApiKey, ...]], tuple[ApiKey, ...
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(_lock_file(path), _LOCK_TIMEOUT_S):
             keys = change(read_keys(path))
-            _write(path, KeyFile(keys=keys).model_dump_json(indent=1).encode() + b"\n")
+            replace_file(path, KeyFile(keys=keys).model_dump_json(indent=1).encode() + b"\n", private=True)
     except OSError as error:
         raise KeyFileError(f"the key file {path} can't be written: {error.strerror or error}") from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.unlink(missing_ok=True)  # of a process that was killed
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.fchmod(fd, 0o600)
-        write_all(fd, data)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    os.replace(aside, path)
-    fsync_path(path.parent)
 
 
 def _lock_file(path: Path) -> Path:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,11 +22,15 @@ _TEMPLATES: Final = "additional_chat_templates"  # transformers' folder of those
 
 
 class PolicyError(RuntimeError):
-    """A policy or the store can't be used as asked; the text names what is wrong."""
+    """A policy or the store can't be used as requested; the text names what is wrong."""
 
 
 class PolicyInvalid(PolicyError):
     """A folder is not a policy: a file is missing, is pickle, or isn't what its name says."""
+
+
+class PolicyCorrupt(PolicyError):
+    """A published policy differs from its manifest; the text names the file."""
 
 
 def check_folder(folder: Path) -> None:
@@ -82,7 +85,7 @@ def safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def compute_dtype(folder: Path, setting: str) -> str:
-    """The type that an engine computes a policy in: the one rule for the server and for whoever judges its policies.
+    """The type that an engine computes a policy in: the one rule for the server and for evaluation.
 
     ``setting``: an engine's ``dtype``; auto is what ``declared_dtype`` says. vLLM's own "auto" would take a float32
     policy down to 16 bits. Raises PolicyInvalid if no engine computes in it.
@@ -129,7 +132,7 @@ def fingerprint(path: Path) -> list[int]:
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def copy_model(source: Path, target: Path, leave_out: Collection[str]) -> None:
+def copy_model(source: Path, target: Path) -> None:
     """Copy what a policy consists of: the folder's own files and its further chat templates.
 
     Links are followed; nothing hidden, and no pickle.
@@ -141,7 +144,7 @@ def copy_model(source: Path, target: Path, leave_out: Collection[str]) -> None:
     if pickled and not any(entry.suffix == ".safetensors" for entry in entries):
         raise PolicyInvalid(f"{source} has pickled weights only ({pickled[0]}): convert them to safetensors first")
     for entry in entries:
-        if entry.name not in {*pickled, *leave_out}:
+        if entry.name not in pickled:
             shutil.copyfile(entry, target / entry.name)
     if (templates := source / _TEMPLATES).is_dir():
         shutil.copytree(templates, target / _TEMPLATES, ignore=lambda _, names: {n for n in names if n[0] == "."})

@@ -1,6 +1,6 @@
 """Is what serves what was trained? Logprobs after fixed prompts, compared with the numbers in a policy's manifest.
 
-Whoever publishes a policy has ``measure`` work the numbers out: by transformers, in float32, from the very folder that
+Publishing a policy calls ``measure`` for the numbers: by transformers, in float32, from the very folder that
 is published, so that neither vLLM nor the trainer's memory has a part in them. The server asks its engine for the same
 logprobs after each swap. Weights that stayed behind, a layer or a head, are the commonest fault of swaps, and a silent
 one.
@@ -24,7 +24,7 @@ import psutil
 
 _PROMPTS: Final = 4
 _PROMPT_TOKENS: Final = 12
-_LIKELIEST: Final = 16  # whose logprobs are compared: vLLM tells up to 20
+_LIKELIEST: Final = 16  # whose logprobs are compared: vLLM returns up to 20
 
 TOLERANCE: Final = {"float32": 0.005, "float16": 0.1, "bfloat16": 0.15}
 """Root mean square difference, in nats, by the engine's dtype."""

@@ -4,34 +4,37 @@
     policies/v000042/policy.json the manifest: version, parent, sha256 of every file, lineage, metrics
     policies/v000042/gate.json   the gate's verdict, which comes after the policy and is not hashed
     policies/v000042/erasures.json  erasures of rows that it was trained on, which come after it too
-    policies/serving.json        the pointer, moved by compare-and-swap
-    policies/history.jsonl       every pointer there ever was, oldest first
-    policies/outcomes.jsonl      what came of them: whether a server served the policy, or refused it
+    policies/serving.json        the pointer, with its records (``pointer.py``)
 
-A policy is written aside, fsynced and renamed, so a reader sees all of it or nothing. Versions only grow and are never
-used twice, even when the newest policy has been removed. Imports neither torch nor vLLM.
+A policy is written to a folder beside the others, fsynced and renamed, so a reader sees all of it or nothing. Versions
+only grow and are never used twice, even when the newest policy has been removed. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from feedback.files import ERASURES, try_lock
-from serve.policies.folder import PolicyError, PolicyInvalid, check_folder, copy_model, regular_files, sha256_file
+from feedback.files import ERASURES, fsync_path, fsync_tree, replace_file, try_lock
+from serve.policies.folder import (
+    PolicyCorrupt,
+    PolicyError,
+    PolicyInvalid,
+    check_folder,
+    copy_model,
+    regular_files,
+    sha256_file,
+)
+from serve.policies.pointer import Outcome, Pointer, RecordDamaged, ServingPointer, StalePointer
+from serve.policies.records import now, read_json, record_erasure, write_json
 
 __all__ = [
     "Outcome",
@@ -44,38 +47,19 @@ __all__ = [
     "PolicyStore",
     "RecordDamaged",
     "StalePointer",
+    "record_erasure",
 ]
 
 MANIFEST: Final = "policy.json"
 GATE: Final = "gate.json"
-_HISTORY: Final = "history.jsonl"
-_OUTCOMES: Final = "outcomes.jsonl"
-_LOST_WITH: Final = {
-    _HISTORY: "A rollback without --to then passes over the policy that it named",
-    _OUTCOMES: "A policy of which nothing else says that it served is then rolled back to with --override only",
-}
-"""By the file what is no longer known when a line of it is removed."""
-_OWN: Final = frozenset({MANIFEST, GATE, f".{GATE}.new", ERASURES, f".{ERASURES}.new"})
-"""The store's own files in a policy's folder."""
+_OWN: Final = re.compile("|".join(rf"{name}|\.{name}\..*" for name in map(re.escape, (MANIFEST, GATE, ERASURES))))
+"""The store's own files in a policy's folder, and what a killed process left of one that it was writing."""
 _FOLDER: Final = re.compile(r"v(\d{6,})")
-_ASIDE: Final = ".publishing-"
-_LOCK_TIMEOUT_S: Final = 60.0
+_UNPUBLISHED: Final = ".publishing-"
 
 
 class PolicyNotFound(PolicyError):
     """The store has no such version."""
-
-
-class PolicyCorrupt(PolicyError):
-    """A published policy differs from its manifest; the text names the file."""
-
-
-class StalePointer(PolicyError):
-    """The serving pointer is not what the caller expected: somebody moved it in between."""
-
-
-class RecordDamaged(PolicyError):
-    """A line of what is on record can't be read; the text names file and line, and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -107,40 +91,8 @@ class Policy:
         return [self.path / name for name in sorted(self.files) if name.endswith(".safetensors")]
 
 
-@dataclass(frozen=True)
-class Pointer:
-    """Which policy is to serve. ``generation`` counts the pointer's moves; ``previous`` is what it named before."""
-
-    version: int
-    previous: int | None
-    at: str
-    who: str
-    why: str
-    verdict: dict[str, Any] | None
-    generation: int
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a move of the pointer, as the server ``by`` reports it: it served the policy, or refused it."""
-
-    generation: int
-    version: int
-    served: bool
-    at: str
-    by: str
-
-
-Record = TypeVar("Record", Pointer, Outcome)
-
-
-class PolicyStore:
+class PolicyStore(ServingPointer):
     """The policies under one folder. Safe between threads and processes that share the folder on one machine."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = Path(root)
-
-    # Policies
 
     def publish(
         self,
@@ -154,7 +106,7 @@ class PolicyStore:
     ) -> Policy:
         """Make the next version of what ``source`` holds and return it.
 
-        ``source`` is a function that writes a Hugging Face folder into the (empty) path it is given, or such a folder,
+        ``source`` is a function that writes a Hugging Face folder into an empty path, or such a folder,
         whose top-level files are copied; pickled weights that lie beside the safetensors are left out of a copy.
         ``probe`` works out, from the folder, the numbers that a server proves itself by
         (``serve.policies.probe.measure``).
@@ -166,14 +118,15 @@ class PolicyStore:
         _require_json("metrics", metrics)
         if parent is not None:
             self.get(parent)
-        aside, hold = self._make_aside()
+        aside, hold = self._unpublished()
         try:
             if callable(source):
                 source(aside)
             else:
-                copy_model(Path(source), aside, leave_out=_OWN)
-            for name in _OWN:  # a copy of another policy's folder brings these
-                (aside / name).unlink(missing_ok=True)
+                copy_model(Path(source), aside)
+            for path in aside.iterdir():  # a copy of another policy's folder brings these
+                if _OWN.fullmatch(path.name):
+                    path.unlink()
             check_folder(aside)
             files = {
                 path.relative_to(aside).as_posix(): {"sha256": sha256_file(path), "size": path.stat().st_size}
@@ -181,7 +134,7 @@ class PolicyStore:
             }
             manifest = {
                 "parent": parent,
-                "created_at": _now(),
+                "created_at": now(),
                 "files": files,
                 "lineage": dict(lineage),
                 "metrics": dict(metrics),
@@ -189,16 +142,13 @@ class PolicyStore:
             if probe is not None:
                 manifest["probe"] = probe(aside)
             if gate is not None:
-                (aside / GATE).write_bytes(_dump(dict(gate)))
-            for path in aside.rglob("*"):
-                _fsync(path)
+                write_json(aside / GATE, gate)
+            fsync_tree(aside)
             with self._locked():
                 version = self._next_version()
-                (aside / MANIFEST).write_bytes(_dump({"version": version, **manifest}))
-                _fsync(aside / MANIFEST)
-                _fsync(aside)
+                write_json(aside / MANIFEST, {"version": version, **manifest})
                 os.rename(aside, self._folder(version))
-                _fsync(self.root)
+                fsync_path(self.root)
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
@@ -225,9 +175,9 @@ class PolicyStore:
                 files=manifest["files"],
                 lineage=manifest["lineage"],
                 metrics=manifest["metrics"],
-                gate=_read_json(folder / GATE),
+                gate=read_json(folder / GATE),
                 probe=manifest.get("probe"),
-                erasures=tuple((_read_json(folder / ERASURES) or {}).get("erasures", ())),
+                erasures=tuple((read_json(folder / ERASURES) or {}).get("erasures", ())),
             )
         except (KeyError, TypeError) as error:
             raise PolicyCorrupt(f"{folder / MANIFEST} lacks {error}") from error
@@ -261,8 +211,8 @@ class PolicyStore:
                     f"policy {version}: {name} has sha256 {digest[:12]}…, its manifest says {expected['sha256'][:12]}…"
                 )
         # A loader takes every *.safetensors that it finds, so an extra file is as bad as a changed one.
-        names = {path.relative_to(policy.path).as_posix() for path in regular_files(policy.path)} - _OWN
-        if surplus := sorted(names - policy.files.keys()):
+        names = {path.relative_to(policy.path).as_posix() for path in regular_files(policy.path)}
+        if surplus := sorted(name for name in names - policy.files.keys() if not _OWN.fullmatch(name)):
             raise PolicyCorrupt(f"policy {version}: {surplus[0]} is not in its manifest")
         return policy
 
@@ -270,7 +220,7 @@ class PolicyStore:
         """Keep the gate's verdict with a policy (``Policy.gate``); a later verdict replaces it."""
         with self._locked():
             policy = self.get(version)
-            _replace_file(policy.path / GATE, _dump(dict(verdict)))
+            write_json(policy.path / GATE, verdict)
             return self.get(version)
 
     def record_erasure(self, version: int, *, certainty: str, why: str, erasure: str | None = None) -> Policy:
@@ -289,22 +239,10 @@ class PolicyStore:
             pointer = self.serving()
             if pointer is not None and pointer.version == version:
                 raise PolicyError(f"policy {version} serves, so it can't be withdrawn: roll back first")
-            aside = self.root / f"{_ASIDE}{uuid.uuid4().hex}"  # whoever publishes next removes it if we are killed
+            aside = self.root / f"{_UNPUBLISHED}{uuid.uuid4().hex}"  # the next publish removes it if we are killed
             os.rename(folder, aside)
-            _fsync(self.root)
+            fsync_path(self.root)
         shutil.rmtree(aside)
-
-    # The serving pointer
-
-    def serving(self) -> Pointer | None:
-        """The pointer, or None before the first promotion. Raises PolicyError if serving.json is unreadable."""
-        path = self.root / "serving.json"
-        try:
-            return Pointer(**json.loads(path.read_bytes()))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError) as error:
-            raise PolicyError(f"{path} is no serving pointer: {error}") from error
 
     def promote(
         self,
@@ -315,127 +253,9 @@ class PolicyStore:
         why: str,
         verdict: Mapping[str, Any] | None = None,
     ) -> Pointer:
-        """Point at ``version`` if the pointer is at ``expected`` (None: if there is no pointer yet).
-
-        ``expected``: a version, or a Pointer for that very move: it may have come back to the version since.
-
-        Promoting the version that serves already makes a new generation, which is how a replica is told to try again;
-        ``previous`` stays what it was.
-
-        Raises StalePointer if the pointer is elsewhere, PolicyNotFound if there is no such policy.
-        """
+        """``ServingPointer.promote``; raises PolicyNotFound if there is no such policy."""
         self.get(version)
-        with self._locked():
-            current = self.serving()
-            at_version = current.version if current else None
-            _require_current(current, expected)
-            previous = current.previous if current and current.version == version else at_version
-            pointer = Pointer(
-                version=version,
-                previous=previous,
-                at=_now(),
-                who=who,
-                why=why,
-                verdict=dict(verdict) if verdict is not None else None,
-                generation=current.generation + 1 if current else 1,
-            )
-            if not (self.root / _OUTCOMES).exists():  # before there is a move that the history tells nothing of
-                self._write_lines(_OUTCOMES, self.outcomes())
-            self._write_lines(_HISTORY, self.history())  # what a crash tore or left out, before the pointer moves on
-            _replace_file(self.root / "serving.json", _dump(asdict(pointer)))
-            self._write_lines(_HISTORY, self.history())
-        return pointer
-
-    def move_back(self, refused: Pointer, to: int, *, who: str, why: str) -> Pointer:
-        """Point at ``to``, which serves, again: the server, or fleet, ``who`` refused what ``refused`` named.
-
-        Raises StalePointer if the pointer is no longer at that move.
-        """
-        self.record_outcome(refused, served=False, by=who)
-        return self.promote(to, expected=refused, who=who, why=why, verdict={"rollback_from": refused.version})
-
-    def history(self) -> list[Pointer]:
-        """Every pointer there was, oldest first, the current one last."""
-        pointers = self._read_lines(_HISTORY, Pointer) or []
-        current = self.serving()
-        # The pointer moves first and the history follows, so a crash in between leaves the last line out.
-        if current and (not pointers or pointers[-1].generation < current.generation):
-            pointers.append(current)
-        return pointers
-
-    def record_outcome(self, pointer: Pointer, *, served: bool, by: str) -> None:
-        """Put on record that a server serves what ``pointer`` names, or refused it; once for each move.
-
-        A record with a damaged line is gone on with behind it.
-        """
-        outcome = Outcome(pointer.generation, pointer.version, served, _now(), by)
-        with self._locked():
-            try:
-                outcomes = self.outcomes()
-            except RecordDamaged:
-                self._append_line(_OUTCOMES, outcome)
-                return
-            known = any((o.generation, o.served) == (outcome.generation, outcome.served) for o in outcomes)
-            self._write_lines(_OUTCOMES, outcomes if known else [*outcomes, outcome])
-
-    def outcomes(self) -> list[Outcome]:
-        """What came of the moves of the pointer, in the order in which it was reported. Raises RecordDamaged."""
-        outcomes = self._read_lines(_OUTCOMES, Outcome)
-        return outcomes if outcomes is not None else _outcomes_of(self.history())
-
-    def served(self) -> set[int]:
-        """The versions that have served. A move that any server refused is none by which a policy has.
-
-        Raises RecordDamaged.
-        """
-        outcomes = self.outcomes()
-        refused = {outcome.generation for outcome in outcomes if not outcome.served}
-        return {outcome.version for outcome in outcomes if outcome.served and outcome.generation not in refused}
-
-    # Inside
-
-    def _read_lines(self, name: str, kind: type[Record]) -> list[Record] | None:
-        """The records of a file of lines, None if there is no such file. Raises RecordDamaged."""
-        path = self.root / name
-        try:
-            lines = path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return None
-        records: list[Record] = []
-        for number, line in enumerate(lines, start=1):
-            if not line:
-                continue
-            try:
-                records.append(kind(**json.loads(line)))
-            except (ValueError, TypeError) as error:
-                if number < len(lines):  # a last line without its newline is a torn append; any other is damage
-                    raise RecordDamaged(
-                        f"{path}, line {number} is no {kind.__name__.lower()} ({error}): restore the file from a "
-                        f"backup, or remove that line. {_LOST_WITH[name]}"
-                    ) from error
-        return records
-
-    def _append_line(self, name: str, record: Pointer | Outcome) -> None:
-        """Add a record behind whatever the file ends with."""
-        path = self.root / name
-        torn = b"" if path.read_bytes().endswith(b"\n") else b"\n"
-        with path.open("ab") as file:
-            file.write(torn + _line(record))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _write_lines(self, name: str, records: Sequence[Pointer | Outcome]) -> None:
-        lines = b"".join(map(_line, records))
-        path = self.root / name
-        old = path.read_bytes() if path.exists() else b""
-        if lines.startswith(old):
-            with path.open("ab") as file:
-                file.write(lines[len(old) :])
-                file.flush()
-                os.fsync(file.fileno())
-            _fsync(self.root)
-        else:
-            _replace_file(path, lines)
+        return super().promote(version, expected=expected, who=who, why=why, verdict=verdict)
 
     def _folder(self, version: int) -> Path:
         return self.root / f"v{version:06d}"
@@ -445,98 +265,24 @@ class PolicyStore:
         counter = self.root / ".last_version"
         last = int(counter.read_text()) if counter.exists() else 0
         version = max([last, *self.versions()]) + 1
-        _replace_file(counter, f"{version}\n".encode())
+        replace_file(counter, f"{version}\n".encode())
         return version
 
-    def _make_aside(self) -> tuple[Path, int]:
+    def _unpublished(self) -> tuple[Path, int]:
         """A new folder to write into and an open, locked descriptor of it that marks it as in use."""
         with self._locked():
-            for entry in self.root.glob(_ASIDE + "*"):
+            for entry in self.root.glob(_UNPUBLISHED + "*"):
                 descriptor = os.open(entry, os.O_RDONLY)
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(entry)  # its writer died
-                except BlockingIOError:
-                    pass  # its writer is at work
+                    if try_lock(descriptor):  # its writer died
+                        shutil.rmtree(entry)
                 finally:
                     os.close(descriptor)
-            aside = self.root / f"{_ASIDE}{uuid.uuid4().hex}"
+            aside = self.root / f"{_UNPUBLISHED}{uuid.uuid4().hex}"
             aside.mkdir()
             hold = os.open(aside, os.O_RDONLY)
-            fcntl.flock(hold, fcntl.LOCK_EX)
+            try_lock(hold)
         return aside, hold
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self.root.mkdir(parents=True, exist_ok=True)
-        with _locked(self.root / ".lock", os.O_RDWR | os.O_CREAT):
-            yield
-
-
-def _require_current(current: Pointer | None, expected: Pointer | int | None) -> None:
-    """Raises StalePointer unless the pointer is where it is expected."""
-    version = current.version if current else None
-    if isinstance(expected, Pointer):
-        if current is None or current.generation != expected.generation:
-            raise StalePointer(
-                f"the serving pointer has moved since it named policy {expected.version} (move {expected.generation}; "
-                f"now policy {version}): look again and decide"
-            )
-    elif version != expected:
-        raise StalePointer(f"the serving pointer is at {version}, not at {expected}: look again and decide")
-
-
-def _outcomes_of(history: Sequence[Pointer]) -> list[Outcome]:
-    """What came of the moves of a store that is older than ``outcomes.jsonl``: what no server took back has served.
-
-    A server or a fleet signs a move with its name, a person with user@host.
-    """
-    outcomes = []
-    for pointer, following in zip(history, [*history[1:], None], strict=False):
-        taken_back = (
-            following is not None
-            and "@" not in following.who
-            and (following.verdict or {}).get("rollback_from") == pointer.version
-        )
-        outcomes.append(Outcome(pointer.generation, pointer.version, not taken_back, pointer.at, "history"))
-    return outcomes
-
-
-def record_erasure(folder: Path, *, certainty: str, why: str, erasure: str | None = None) -> None:
-    """Add to the erasures that reach what is in a folder, a policy or a reward model; each ``erasure`` once.
-
-    Raises OSError, PolicyError.
-    """
-    with _locked(folder, os.O_RDONLY):
-        before = (_read_json(folder / ERASURES) or {}).get("erasures", [])
-        if erasure is not None and any(record.get("erasure") == erasure for record in before):
-            return
-        told = {"at": _now(), "certainty": certainty, "why": why} | ({"erasure": erasure} if erasure else {})
-        _replace_file(folder / ERASURES, _dump({"erasures": [*before, told]}))
-
-
-@contextmanager
-def _locked(path: Path, flags: int) -> Iterator[None]:
-    """Hold the lock on a file or folder that is opened so. Raises PolicyError if another holds it for too long."""
-    descriptor = os.open(path, flags, 0o644)
-    deadline = time.monotonic() + _LOCK_TIMEOUT_S
-    try:
-        while not try_lock(descriptor):
-            if time.monotonic() > deadline:
-                raise PolicyError(f"{path} was held by another for {_LOCK_TIMEOUT_S:.0f} s")
-            time.sleep(0.01)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    try:
-        return json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise PolicyCorrupt(f"{path} is not JSON: {error}") from error
 
 
 def _require_json(what: str, value: Mapping[str, Any]) -> None:
@@ -545,36 +291,3 @@ def _require_json(what: str, value: Mapping[str, Any]) -> None:
             json.dumps(item, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{what}[{key!r}] can't be kept as JSON: {error}") from error
-
-
-def _dump(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False).encode() + b"\n"
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    _fsync(path.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not (error.errno == errno.EINVAL and path.is_dir()):  # some file systems can't sync a directory
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _line(record: Pointer | Outcome) -> bytes:
-    return json.dumps(asdict(record), ensure_ascii=False).encode() + b"\n"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

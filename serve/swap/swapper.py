@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from feedback.files import append_file
 from serve.config import SwapConfig
 from serve.policies.probe import Numbers, judge
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
@@ -438,10 +438,7 @@ class Swapper:
 
 def _append(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_file(path, json.dumps(record).encode() + b"\n")
 
 
 def _describe(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from feedback.signals import held_back
+from feedback.signals import stop_signals_blocked
 from serve.config import EngineConfig
 from serve.generation.request import Generated as Generated
 from serve.generation.request import Generation as Generation
@@ -655,13 +655,13 @@ def _dying_with_this_process() -> Iterator[None]:
     Of signals they heed this process's alone (``serve.vllm.response_collector``): it ends them when the requests have
     ended.
     """
-    with held_back():  # starting the tracker unblocks what a process above us holds back
+    with stop_signals_blocked():  # starting the tracker unblocks what a process above us holds back
         resource_tracker.ensure_running()  # this one is to clean up after us
     before = multiprocessing.spawn.get_executable()
     os.environ["MILLRACE_PYTHON"], os.environ["MILLRACE_PARENT"] = sys.executable, str(os.getpid())
     multiprocessing.set_executable(str(_TIED_PYTHON))
     try:
-        with held_back():
+        with stop_signals_blocked():
             yield
     finally:
         multiprocessing.set_executable(before)

@@ -26,7 +26,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from feedback.signals import heed_parent
+from feedback.signals import handle_parent_signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -95,7 +95,7 @@ class WholeResponses(_Base):
         self._core = _maker()
         self._stats_due = 0.0
         self._seen_version = ""
-        heed_parent()
+        handle_parent_signals()
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """As vLLM's.

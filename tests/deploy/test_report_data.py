@@ -5,6 +5,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from feedback_rows import append
 
 from deploy.config.root import Settings
 from deploy.display.report_data import ReportError, gather
@@ -54,7 +55,7 @@ def used(home_with_policy: Settings, model: Path) -> Settings:
     resolved = settings.resolved()
     journal = Journal(Path(resolved.feedback.journal.folder), resolved.feedback.journal, "replica-0")
     journal.open()
-    journal.append_sync("interactions", _interaction(at))
+    append(journal, "interactions", _interaction(at))
     journal.close()
     return settings
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from feedback.events import FeedbackIn
 from feedback.journal.codec import to_batch
+from feedback.journal.recovery import load_all
+from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
 from feedback.schema import TABLES
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+
+
+def append(journal: Journal, table: str, row: dict[str, Any]) -> None:
+    """Append a row, and return when it is durable, also where an event loop runs already."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: asyncio.run(journal.append(table, row))).result()
 
 
 def interaction(response_id: str, **columns: Any) -> dict[str, Any]:
@@ -69,6 +80,11 @@ def reward(response_id: str, value: float | None, *, minute: int = 0, **columns:
 
 def table_of(table: str, rows: list[dict[str, Any]]) -> pa.Table:
     return pa.Table.from_batches([to_batch(rows, TABLES[table])])
+
+
+def rows(folder: Path, table: str) -> pa.Table:
+    """All rows of ``table`` in a journal, in the order in which they were written."""
+    return pa.concat_tables([TABLES[table].empty_table(), *(found for _, found in load_all(folder, [table]))])
 
 
 def put(lake: Lake, table: str, rows: list[dict[str, Any]]) -> None:

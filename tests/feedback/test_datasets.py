@@ -50,11 +50,11 @@ def asked(lake):
 def test_a_prompt_stands_once_the_latest_first_with_its_latest_metadata(asked):
     second, first = prompts(asked)
     assert (second.prompt_token_ids, second.prompt, second.messages) == ([2], None, '[{"role": "user"}]')
-    assert (first.prompt_token_ids, first.prompt, first.asked) == ([1], "one", 2)
+    assert (first.prompt_token_ids, first.prompt, first.requests) == ([1], "one", 2)
     assert first.metadata == {"answer": "four"}
 
 
-def test_a_cap_above_one_repeats_prompts_as_often_as_they_were_asked(asked):
+def test_a_cap_above_one_repeats_prompts_as_often_as_they_were_requested(asked):
     assert [prompt.prompt_token_ids for prompt in prompts(asked, max_per_prompt=5)] == [[2], [1], [1]]
     assert [prompt.prompt_token_ids for prompt in prompts(asked, max_per_prompt=5, limit=2)] == [[2], [1]]
     assert [prompt.prompt_token_ids for prompt in prompts(asked, limit=1)] == [[2]]

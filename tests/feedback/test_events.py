@@ -129,7 +129,7 @@ def test_without_a_declared_metric_every_metric_is_refused():
         FeedbackIn(response_id="a", kind="metric", name="clicked", value=1).to_row("t")
 
 
-def test_a_given_id_is_kept_and_a_missing_one_is_made():
+def test_a_callers_id_is_kept_and_a_missing_one_is_generated():
     assert FeedbackIn(response_id="a", kind="thumb", value=1, feedback_id="mine").to_row("t")["feedback_id"] == "mine"
     body = FeedbackIn(response_id="a", kind="thumb", value=1)
     assert body.to_row("t")["feedback_id"] != body.to_row("t")["feedback_id"]

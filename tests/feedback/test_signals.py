@@ -14,16 +14,16 @@ import pytest
 from feedback.config import LakeConfig
 from feedback.ingest.sealer_process import Sealer
 from feedback.lake.tables import Lake
-from feedback.signals import held_back
+from feedback.signals import stop_signals_blocked
 from tests.paths import ROOT
 
 CHILD = """
 import os, signal, sys, threading
-from feedback.signals import heed_parent
+from feedback.signals import handle_parent_signals
 asked = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: asked.set())  # a handler of its own, as vLLM's engine has
 if "heeds" in sys.argv:
-    heed_parent()
+    handle_parent_signals()
 print("up", flush=True)
 while sys.stdin.readline().strip() == "asked?":
     print(asked.is_set(), flush=True)
@@ -59,7 +59,7 @@ def send_from_elsewhere(process: subprocess.Popen[str], *numbers: int) -> None:
 
 
 def test_a_process_that_is_started_with_signals_held_back_outlives_them_whatever_handler_it_has() -> None:
-    with held_back():
+    with stop_signals_blocked():
         process = start()
     try:
         send_from_elsewhere(process, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -72,7 +72,7 @@ def test_a_process_that_is_started_with_signals_held_back_outlives_them_whatever
 
 
 def test_a_process_that_heeds_its_parent_acts_upon_its_parents_signals_alone() -> None:
-    with held_back():
+    with stop_signals_blocked():
         process = start("heeds")
     try:
         send_from_elsewhere(process, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -89,7 +89,7 @@ def test_what_comes_while_signals_are_held_back_comes_afterwards() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
-        with held_back():
+        with stop_signals_blocked():
             os.kill(os.getpid(), signal.SIGTERM)
             assert came == []
         assert came == [signal.SIGTERM]

@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from train.checkpoint.layout import CheckpointError, require_room, step_of, torn, write_synced
+from feedback.files import replace_file
+from train.checkpoint.layout import CheckpointError, require_room, step_of, torn
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
 
 _FAILURES: Final = (OSError, RuntimeError, CheckpointException)
@@ -112,7 +113,7 @@ class Saver:
                 folder.mkdir(parents=True)
                 require_room(folder, float(needed))
         with self._agreed():
-            write_synced(folder / f"rank-{rank:04d}.json", mine)
+            replace_file(folder / f"rank-{rank:04d}.json", mine.encode(), private=True)
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
         written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
         assert isinstance(written, Future)

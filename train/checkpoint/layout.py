@@ -8,12 +8,11 @@ a folder for each model in training (train/checkpoint/dcp.py), and ``whole.json`
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Final
 
-from feedback.files import fsync_path, private
+from feedback.files import fsync_path, replace_file
 
 FORMAT: Final = 2
 
@@ -87,7 +86,7 @@ def begin_aside(folder: Path, step: int, driver: str) -> Path:
     aside = aside_of(folder, step)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    write_synced(aside / "driver.json", driver)
+    replace_file(aside / "driver.json", driver.encode(), private=True)  # a driver's state has texts of users in it
     return aside
 
 
@@ -100,7 +99,7 @@ def make_whole(folder: Path, step: int) -> Path:
     aside, final = aside_of(folder, step), folder / name_of(step)
     inside = sorted(aside.rglob("*"))
     files = {path.relative_to(aside).as_posix(): path.stat().st_size for path in inside if path.is_file()}
-    write_synced(aside / "whole.json", json.dumps({"format": FORMAT, "files": files}, indent=1))
+    replace_file(aside / "whole.json", json.dumps({"format": FORMAT, "files": files}, indent=1).encode(), private=True)
     for directory in [path for path in inside if path.is_dir()] + [aside]:
         fsync_path(directory)
     if final.exists():  # of the same step, by a run that was started again with other settings
@@ -118,10 +117,3 @@ def require_room(folder: Path, needed: float) -> None:
             f"a checkpoint needs {needed / 2**20:.0f} MiB, {folder} has {free / 2**20:.0f} MiB left: free some, or "
             "lower train.checkpoint.keep, or raise train.checkpoint.every_steps"
         )
-
-
-def write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8", opener=private) as file:  # a driver's state has texts of users in it
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from pydantic import BaseModel
 
-from feedback.files import try_lock
+from feedback.files import LockTimeoutError, locked, replace_file
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
-from train.checkpoint.layout import CheckpointError, checkpoints, remove_unfinished, torn, write_synced
+from train.checkpoint.layout import CheckpointError, checkpoints, remove_unfinished, torn
 from train.config.resume_settings import differing_settings
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
@@ -113,28 +112,23 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
 def keep_start(context: JobContext, start: RunStart) -> None:
     """Write down what the run is started with; from here on it is unfinished."""
     checkpoints_of(context).mkdir(exist_ok=True)
-    aside = context.folder / ".start.json.new"
-    write_synced(aside, start.model_dump_json(indent=1))
-    aside.replace(context.folder / START)
+    replace_file(context.folder / START, start.model_dump_json(indent=1).encode(), private=True)
 
 
 @contextmanager
 def only_run(context: JobContext) -> Iterator[None]:
     """Hold the run's folder; the lock goes with the process. Raises CheckpointError if another process holds it."""
     context.folder.mkdir(parents=True, exist_ok=True)
-    with (context.folder / LOCK).open("a+") as lock:
-        deadline = time.monotonic() + _LOCK_WAIT_S
-        while not (held := try_lock(lock.fileno())) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if not held:
-            lock.seek(0)
+    path = context.folder / LOCK
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(path, _LOCK_WAIT_S))
+        except LockTimeoutError:
             raise CheckpointError(
-                f"another process ({lock.read().strip() or 'unknown'}) is in the middle of run {context.run} "
+                f"another process ({path.read_text().strip() or 'unknown'}) is in the middle of run {context.run} "
                 f"({context.folder}); wait for it, end it, or give this run another name (--run)"
-            )
-        lock.truncate(0)
-        lock.write(f"pid {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
+            ) from None
+        path.write_text(f"pid {os.getpid()} on {socket.gethostname()}\n")
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from feedback.settings_base import FUNCTION, Finite, Section
+from feedback.settings_base import FUNCTION, Section
 
 ONLINE: Final = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo"),
@@ -119,7 +119,7 @@ class CriticConfig(Section):
         description="Folder of a reward model with the policy's tokens that it starts from, as InstructGPT's does; the "
         "parent policy with a head of zeros if unset.",
     )
-    learning_rate: Finite = Field(
+    learning_rate: float = Field(
         1e-5, gt=0, description="Peak learning rate; how it is reached, and all else, is as train.optimizer says."
     )
     warmup_steps: int = Field(0, ge=0, description="First steps in which the critic alone learns.")

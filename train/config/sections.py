@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-class TrainSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
-
+from feedback.settings_base import Section
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerConfig(TrainSection):
+class OptimizerConfig(Section):
     """AdamW."""
 
     learning_rate: float = Field(1e-6, gt=0, description="Peak learning rate.")
@@ -25,7 +22,7 @@ class OptimizerConfig(TrainSection):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
 
 
-class FsdpConfig(TrainSection):
+class FsdpConfig(Section):
     """How the weights in training are spread over the ranks."""
 
     layers: list[str] | None = Field(
@@ -54,7 +51,7 @@ class FsdpConfig(TrainSection):
     )
 
 
-class LoraConfig(TrainSection):
+class LoraConfig(Section):
     """Low-rank adapters: what is trained in place of the weights themselves."""
 
     rank: int = Field(16, ge=1, description="Rank of the adapters.")
@@ -68,7 +65,7 @@ class LoraConfig(TrainSection):
     )
 
 
-class RolloutConfig(TrainSection):
+class RolloutConfig(Section):
     """How training samples fresh responses: vLLM inside the training processes."""
 
     temperature: float = Field(1.0, gt=0, description="Sampling temperature. Full support is kept: no top-p, no top-k.")
@@ -97,7 +94,7 @@ class RolloutConfig(TrainSection):
     )
 
 
-class DataConfig(TrainSection):
+class DataConfig(Section):
     """What training learns from."""
 
     prompts_per_step: int = Field(
@@ -141,7 +138,7 @@ class DataConfig(TrainSection):
         return self.prompts_per_step - self.traffic_prompts_per_step
 
 
-class CheckpointConfig(TrainSection):
+class CheckpointConfig(Section):
     """What a run keeps so that it can go on after its process was killed."""
 
     every_steps: int | None = Field(

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from feedback.scoring.config import RuleName, Weight
-from feedback.settings_base import Address
+from feedback.settings_base import Address, Section
 from train.config.algorithms import GROUPED, AlgorithmConfig
 from train.config.placement import PlacementConfig
 from train.config.sections import (
@@ -19,12 +19,13 @@ from train.config.sections import (
     LoraConfig,
     OptimizerConfig,
     RolloutConfig,
-    TrainSection,
 )
 
 
-class TrainConfig(TrainSection):
+class TrainConfig(Section):
     """The training job."""
+
+    model_config = ConfigDict(frozen=False)  # a validator completes ``algorithm``
 
     runs: Path = Field(Path("runs"), description="Folder of training runs, relative to home.")
     ranks: int = Field(1, ge=1, description="Worker processes; each holds an FSDP shard and generates.")

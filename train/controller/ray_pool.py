@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from feedback.signals import held_back
+from feedback.signals import stop_signals_blocked
 from train.config.placement import Strategy
 from train.controller.dispatch import NOT_CALLED, Layout
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
@@ -30,7 +30,9 @@ class Host(Workers):
         # Ray shows a rank its own GPU alone, which is then number 0 to it.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0" if gpus else str(rank))
         torch.set_num_threads(threads)
-        with held_back():  # starting the tracker, as vLLM would, unblocks signals that are blocked in Ray's processes
+        with (
+            stop_signals_blocked()
+        ):  # starting the tracker, as vLLM would, unblocks signals that are blocked in Ray's processes
             resource_tracker.ensure_running()
         self.rank, self.ranks = rank, ranks
         self.store: TCPStore | None = None

@@ -7,12 +7,12 @@ starts; it returns a ``Tracker``.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
+from feedback.files import replace_file
 from train.observe.hooks import Hook, HookError, RunInfo, load_function, named
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ class JsonLines(Tracker):
     def __init__(self, run: RunInfo, history: Sequence[Mapping[str, float]]) -> None:
         super().__init__(run)
         path = run.folder / "metrics.jsonl"
-        aside = path.with_name(".metrics.jsonl.new")
-        aside.write_text("".join(_line(step, metrics) for step, metrics in enumerate(history)), encoding="utf-8")
-        os.replace(aside, path)
+        replace_file(path, "".join(_line(step, metrics) for step, metrics in enumerate(history)).encode())
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from feedback.files import fsync_path
+from feedback.files import fsync_path, fsync_tree
 from serve.policies.store import Policy
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RunStart
@@ -60,8 +60,7 @@ def publish_reward_model(
     if erased:
         manifest["lineage"]["erased_rows"] = dict(erased)
     (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in [*aside.rglob("*"), aside]:
-        fsync_path(path)
+    fsync_tree(aside)
     if final.exists():
         final.rename(old)
     aside.rename(final)

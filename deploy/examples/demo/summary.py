@@ -13,7 +13,7 @@ from deploy.config.root import Settings
 from deploy.display import report_data
 from deploy.loop import records
 from evaluation.report.page import ReportData, build
-from evaluation.results import write_whole
+from feedback.files import replace_file
 
 LEAST_GAIN = 0.25
 
@@ -30,7 +30,7 @@ def write(settings: Settings, folder: Path, account: list[dict[str, Any]], secon
     swaps = sum(swap.ok for swap in data.swaps)
     seconds = {**seconds, **stage_seconds(settings)}
     figures = {**learning(settings, data), "swaps": swaps, **counts, "seconds": seconds}
-    write_whole(folder / "summary.json", json.dumps(figures, indent=2).encode() + b"\n")
+    replace_file(folder / "summary.json", json.dumps(figures, indent=2).encode() + b"\n")
     build(data, folder / "report.html")
     return figures
 

@@ -1,7 +1,7 @@
-"""The ready rules. Each gives a number from 0 (bad) to 1 (good), so that weights mean the same for all.
+"""The built-in rules. Each gives a number from 0 (bad) to 1 (good), so that weights mean the same for all.
 
 ``exact_match``
-    1 if the response is the reference, else 0. White space (as Python's ``str.strip`` knows it) around both is ignored;
+    1 if the response is the reference, else 0. White space (as for Python's ``str.strip``) around both is ignored;
     case and what stands within are not. The reference is ``metadata[reference]``, ``'answer'`` if no key is given.
     Missing without a reference.
 ``numeric_equality``
@@ -16,7 +16,7 @@
     1 if the response is a JSON text that meets the schema, else 0. White space around it is ignored, NaN and Infinity
     are no JSON. References are resolved within the schema; nothing is fetched. Patterns are in RE2's syntax, which
     takes time in proportion to the text, whatever the text is. Missing where JSON is nested too deeply, or a number too
-    large, to be held against the schema.
+    large, to be checked against the schema.
 ``length_penalty``
     1 for responses of up to ``target_tokens`` tokens, 0 from ``max_tokens`` on, in between falling in a straight line
     (the shape of DAPO's soft punishment of overlong responses, arXiv 2503.14476, eq. 13, one higher).
@@ -40,7 +40,7 @@ DEFAULT_REFERENCE: Final = "answer"
 DEFAULT_TOLERANCE: Final = 1e-9
 DEFAULT_NGRAM: Final = 4
 
-_SPACE: Final = r"[\x09-\x0d\x1c-\x20\x{85}\p{Z}]"  # what str.isspace says yes to, for RE2
+_SPACE: Final = r"[\x09-\x0d\x1c-\x20\x{85}\p{Z}]"  # str.isspace, for RE2
 _DIGITS: Final = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _NUMBER: Final = rf"(?:^|[^\w])([-+]?(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?)"
 
@@ -100,7 +100,7 @@ class JsonSchema:
             return 0.0
         try:
             return float(self._validator.is_valid(value))
-        except (RecursionError, OverflowError):  # nested too deeply, or a number too large, to be held against it
+        except (RecursionError, OverflowError):  # nested too deeply, or a number too large, to be checked
             return None
 
 

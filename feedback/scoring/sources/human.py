@@ -1,4 +1,4 @@
-"""The reward component ``human``: what was said of a response, between 0 (bad) and 1 (good).
+"""The reward component ``human``: people's feedback on a response, between 0 (bad) and 1 (good).
 
 The rule. A **vote** is a number from 0 to 1: a thumb's value; a rating, as its place on its scale; a metric, as its
 place in its range, from the other end where lower is better; a preference is a vote of 1 for the response that was

@@ -1,13 +1,13 @@
-"""The reward component ``judge``: what another language model, asked over an OpenAI-compatible API, says of a response.
+"""The reward component ``judge``: the score that another model, behind an OpenAI-compatible API, gives a response.
 
-The judge gets the rubric with the response's own texts put in, and answers a score, asked for as JSON by
-``response_format``; a server that knows no ``response_format`` is asked in words alone. Scores become 0..1 by the range
-in the settings.
+The judge gets the rubric with the response's own texts put in, and answers a score, requested as JSON by
+``response_format``, or in words alone from a server that does not know it. Scores become 0..1 by the range in the
+settings.
 
-A question that fails is asked again after a wait that doubles, is shaken, and honours ``Retry-After``. What still
+A question that fails is asked again after a wait that doubles, has jitter, and honours ``Retry-After``. What still
 fails is missing for the reason, and a later run asks again, as often as the settings say; an answer without a usable
-score is final. A status that says that the settings are wrong (401, 404 …) ends the asking for this run. Verdicts are
-kept in a database, so that a run which is killed and repeated asks nothing twice; it holds hashes and scores, no text.
+score is final. A status that says that the settings are wrong (401, 404 …) ends the questions of this run. Scores are
+kept in a database, so that a run which is killed and repeated asks nothing twice; it holds hashes, no text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import pyarrow as pa
 from feedback.config import JudgeConfig
 from feedback.scoring import retry
 from feedback.scoring.config import PLACEHOLDER
-from feedback.scoring.sources.judge_cache import Verdicts
+from feedback.scoring.sources.judge_cache import JudgeCache
 from feedback.scoring.sources.rules import Reasons, Values
 
 NAME: Final = "judge"
@@ -43,12 +43,12 @@ _MOST_QUOTED: Final = 200
 _NUMBER: Final = r"(?:[-+]|(?<!\d))\d++(?:\.\d++)?(?:[eE][-+]?\d++)?"
 
 
-class NoVerdictError(Exception):
-    """There is no verdict, and asking again would not change it."""
+class NoScoreError(Exception):
+    """There is no score, and asking again would not change it."""
 
 
 class _FailedError(Exception):
-    """There is no verdict for a reason that may pass. ``again`` says whether to ask at once; ``wait`` is in seconds."""
+    """There is no score for a reason that may pass. ``again``: whether to ask at once; ``wait`` is in seconds."""
 
     def __init__(self, why: str, *, again: bool = True, wait: float = 0.0) -> None:
         super().__init__(why)
@@ -57,15 +57,15 @@ class _FailedError(Exception):
 
 
 class Judge:
-    """Asks about the responses of one scoring run."""
+    """The judge of the responses of one scoring run."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self.config = config
         self.identity = [config.model, config.rubric, config.low, config.high, config.temperature, config.extra]
-        self._verdicts = Verdicts(config.cache)
+        self._cache = JudgeCache(config.cache)
         self._structured: bool | None = None  # whether the server knows response_format; None: not known yet
         self._deadline: float | None = None
-        self._not_before = 0.0  # the server asked everybody to wait until then
+        self._not_before = 0.0  # the server demands a pause until then
         self._halted: str | None = None
 
     def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
@@ -73,29 +73,29 @@ class Judge:
         rows = batch.to_pylist()
         values: Values = [None] * len(rows)
         reasons: Reasons = [None] * len(rows)
-        asked: dict[str, list[int]] = {}
+        questions: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
             try:
-                asked.setdefault(question(self.config, row), []).append(index)
-            except NoVerdictError as error:
+                questions.setdefault(question(self.config, row), []).append(index)
+            except NoScoreError as error:
                 reasons[index] = str(error)
-        answers = asyncio.run(self._ask_all(list(asked)))
-        for text, indexes in asked.items():
+        answers = asyncio.run(self._ask_all(list(questions)))
+        for text, indexes in questions.items():
             for index in indexes:
                 answer = answers[text]
                 if isinstance(answer, float):
                     values[index] = (answer - self.config.low) / (self.config.high - self.config.low)
-                elif isinstance(answer, NoVerdictError):
+                elif isinstance(answer, NoScoreError):
                     reasons[index] = str(answer)
                 else:
                     reasons[index] = retry.reason((rows[index].get("tries") or 0) + 1, self.config.runs, str(answer))
         return values, reasons
 
     async def _ask_all(self, questions: list[str]) -> dict[str, float | Exception]:
-        """A score, or why there is none, for every question; the cache is asked first."""
+        """A score, or why there is none, for every question; the cache is read first."""
         answers: dict[str, float | Exception] = {}
         keys = {text: self._key(text) for text in questions}
-        known = self._verdicts.known(keys.values())
+        known = self._cache.known(keys.values())
         open_questions = iter([text for text in questions if keys[text] not in known])
         answers.update({text: known[key] for text, key in keys.items() if key in known})
         if self._deadline is None:
@@ -105,8 +105,8 @@ class Judge:
             for text in open_questions:
                 try:
                     answers[text] = score = await self._ask(client, text)
-                    self._verdicts.keep(keys[text], score)
-                except (NoVerdictError, _FailedError) as error:
+                    self._cache.keep(keys[text], score)
+                except (NoScoreError, _FailedError) as error:
                     answers[text] = error
 
         headers = {}
@@ -188,10 +188,10 @@ class Judge:
         low, high = self.config.low, self.config.high
         whole = low.is_integer() and high.is_integer()
         low, high = (int(low), int(high)) if whole else (low, high)
-        asked = f'Give a score from {low} (worst) to {high} (best), as JSON: {{"score": <number>}}'
+        instruction = f'Give a score from {low} (worst) to {high} (best), as JSON: {{"score": <number>}}'
         request: dict[str, Any] = {
             "model": self.config.model,
-            "messages": [{"role": "user", "content": f"{text}\n\n{asked}"}],
+            "messages": [{"role": "user", "content": f"{text}\n\n{instruction}"}],
             "temperature": self.config.temperature,
             "max_tokens": self.config.max_tokens,
         }
@@ -209,7 +209,7 @@ class Judge:
         return {key: value for key, value in request.items() if value is not None}
 
     def _refused(self, status: int, headers: httpx.Headers, body: bytes) -> Exception:
-        why = f"HTTP {status}{_said(body)}"
+        why = f"HTTP {status}{_error_in(body)}"
         if self.config.api_key is not None:
             why = why.replace(self.config.api_key.get_secret_value(), "***")
         if status in _MAY_PASS or status >= 500:
@@ -225,14 +225,14 @@ class Judge:
             choice = json.loads(body)["choices"][0]
             content = choice["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise _FailedError(f"an answer that is no chat completion{_said(body)}") from None
+            raise _FailedError(f"an answer that is no chat completion{_error_in(body)}") from None
         if not isinstance(content, str):
-            raise NoVerdictError(f"the judge answered no text (finish_reason {choice.get('finish_reason')})")
+            raise NoScoreError(f"the judge answered no text (finish_reason {choice.get('finish_reason')})")
         score = parse_score(content, self.config.high)
         if score is None:
-            raise NoVerdictError(f"no score in the judge's answer {content[:_MOST_QUOTED]!r}")
+            raise NoScoreError(f"no score in the judge's answer {content[:_MOST_QUOTED]!r}")
         if not self.config.low <= score <= self.config.high:
-            raise NoVerdictError(f"the judge's score {score:g} is not from {self.config.low:g} to {self.config.high:g}")
+            raise NoScoreError(f"the judge's score {score:g} is not from {self.config.low:g} to {self.config.high:g}")
         return score
 
     def _key(self, text: str) -> str:
@@ -248,7 +248,7 @@ class Judge:
 
 
 def question(config: JudgeConfig, row: Mapping[str, Any]) -> str:
-    """The rubric about one response. Raises NoVerdictError if the response lacks what the rubric asks for."""
+    """The rubric about one response. Raises NoScoreError if the response lacks what the rubric refers to."""
 
     def text(found: re.Match[str]) -> str:
         name = found[1]
@@ -259,7 +259,7 @@ def question(config: JudgeConfig, row: Mapping[str, Any]) -> str:
         key = name.removeprefix("metadata.")
         metadata = dict(row["metadata"] or ())
         if key not in metadata:
-            raise NoVerdictError(f"no {key!r} in the response's metadata, which the rubric asks for")
+            raise NoScoreError(f"no {key!r} in the response's metadata, which the rubric refers to")
         return str(metadata[key])
 
     return PLACEHOLDER.sub(text, config.rubric)  # in one pass, so that braces in the texts stand for themselves
@@ -290,16 +290,16 @@ def _prompt(row: Mapping[str, Any]) -> str:
     if row["prompt"] is not None and row["messages"] is None:
         return str(row["prompt"])
     if row["messages"] is None:
-        raise NoVerdictError("the prompt has no text, which the rubric asks for")
+        raise NoScoreError("the prompt has no text, which the rubric refers to")
     try:
         messages = json.loads(row["messages"])
         return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in messages)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise NoVerdictError(f"the messages can't be read: {type(error).__name__}: {error}") from error
+        raise NoScoreError(f"the messages can't be read: {type(error).__name__}: {error}") from error
 
 
 def _retry_after(headers: httpx.Headers) -> float:
-    """Seconds that the server asks to wait, 0 if it does not or can't be understood (RFC 9110, section 10.2.3)."""
+    """Seconds that the server wants, 0 if it does not or can't be understood (RFC 9110, section 10.2.3)."""
     text = headers.get("Retry-After", "")
     if re.fullmatch(r"\d{1,9}(\.\d+)?", text):
         return float(text)
@@ -309,12 +309,12 @@ def _retry_after(headers: httpx.Headers) -> float:
         return 0.0
 
 
-def _said(body: bytes) -> str:
-    """What an error's body says, for a message."""
+def _error_in(body: bytes) -> str:
+    """The message in an error's body."""
     text = body.decode(errors="replace")
     try:
-        said = json.loads(text)
-        error = said.get("error", said)
+        content = json.loads(text)
+        error = content.get("error", content)
         text = error if isinstance(error, str) else str(error.get("message", text))
     except (ValueError, AttributeError, RecursionError):
         pass

@@ -1,7 +1,7 @@
-"""Verdicts that were paid for: a small database in a folder, safe for several processes and after a kill.
+"""The judge's scores so far: a small database in a folder, safe for several processes and after a kill.
 
-They are kept by keyed hashes of what was asked: without the key nobody can try whether a text was scored, nor find one
-that was erased. The key is a file of its owner's beside the folder, so that who is given the folder has no key.
+They are kept by keyed hashes of the questions: without the key it can't be tried whether a text was scored, nor one
+found that was erased. The key is a private file beside the folder, so that a copy of the folder has no key.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _MOST_PARAMETERS: Final = 500
 _FORM: Final = 1  # SQLite's user_version of a database whose hashes are keyed
 
 
-class VerdictsError(RuntimeError):
+class JudgeCacheError(RuntimeError):
     """Verdicts can't be kept. The message names the file."""
 
 
-class Verdicts:
-    """Scores by the hash of what was asked."""
+class JudgeCache:
+    """Scores by the hash of the question."""
 
     def __init__(self, folder: str) -> None:
-        """Raises VerdictsError if the folder can't be written to, or holds something else."""
+        """Raises JudgeCacheError if the folder can't be written to, or holds something else."""
         self.path = Path(folder) / _FILE
         try:
             make_folder(self.path.parent)
@@ -41,7 +41,7 @@ class Verdicts:
             self._database.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL NOT NULL)")
             self._upgrade()
         except (OSError, ValueError, sqlite3.Error) as error:
-            raise VerdictsError(f"verdicts can't be kept in {self.path}: {error}") from error
+            raise JudgeCacheError(f"verdicts can't be kept in {self.path}: {error}") from error
 
     def _upgrade(self) -> None:
         """Key the hashes that an older Millrace kept as they were, and leave nothing of them in the files."""
@@ -75,7 +75,7 @@ class Verdicts:
                 rows = self._database.execute(f"SELECT key, score FROM verdicts WHERE key IN ({marks})", some)
                 found.update({wanted[hashed]: score for hashed, score in rows})
         except sqlite3.Error as error:
-            raise VerdictsError(f"verdicts can't be read from {self.path}: {error}") from error
+            raise JudgeCacheError(f"verdicts can't be read from {self.path}: {error}") from error
         return found
 
     def keep(self, key: str, score: float) -> None:
@@ -83,4 +83,4 @@ class Verdicts:
         try:
             self._database.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?)", (self._hashed(key), score))
         except sqlite3.Error as error:
-            raise VerdictsError(f"a verdict can't be kept in {self.path}: {error}") from error
+            raise JudgeCacheError(f"a verdict can't be kept in {self.path}: {error}") from error

@@ -1,4 +1,4 @@
-"""The reward component ``model``: what a sequence-classification model of Hugging Face's says of a response.
+"""The reward component ``model``: the score that a Hugging Face sequence-classification model gives a response.
 
 The model reads the conversation by its tokenizer's chat template, if the request had messages and there is a template;
 else the pair (prompt, response), as the tokenizer joins a pair. The reward is the logit of one label, brought into
@@ -30,7 +30,7 @@ NAME: Final = "model"
 BATCH_ROWS: Final = 1024  # small, so that progress is seen; large, so that rows of like length come together
 _FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _MOST_QUOTED: Final = 300
-_NO_LIMIT: Final = 10**9  # a tokenizer that knows no limit says a huge number
+_NO_LIMIT: Final = 10**9  # a tokenizer without a limit has a huge number
 
 Inputs = dict[str, list[int]]
 """What the tokenizer makes of a response: ``input_ids`` and, for some, ``token_type_ids``."""
@@ -41,7 +41,7 @@ class RewardModelError(RuntimeError):
 
 
 class RewardModel:
-    """A model that is loaded when it is first asked."""
+    """A model that is loaded when it is first used."""
 
     def __init__(self, config: ModelConfig) -> None:
         """Raises RewardModelError if its files aren't there and can't be fetched."""
@@ -114,9 +114,9 @@ class RewardModel:
         return found
 
     def _pad_token(self, rows: list[Inputs]) -> int:
-        """A decoder reads its verdict at the last token that is no padding. So without a padding token of the model's
+        """The model's padding token, or else one that is in none of the rows.
 
-        own, one is taken that stands in none of the rows.
+        A decoder's score is read at the last token that is no padding.
         """
         if self._tokenizer.pad_token_id is not None:
             return int(self._tokenizer.pad_token_id)
@@ -213,7 +213,7 @@ def token_batches(lengths: dict[int, int], config: ModelConfig) -> Iterator[list
 
 
 def files_digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of a model's files; of nothing that is put on record about it later."""
+    """SHA-256 over the names and contents of a model's files; not of the records that come later."""
     digest = hashlib.sha256()
     named = (path for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in _FILES))
     for path in sorted(path for path in named if path.name != ERASURES):

@@ -1,4 +1,4 @@
-"""Reward components by rule: a Python function, a SQL expression, or one of the ready rules (``builtin.py``).
+"""Reward components by rule: a Python function, a SQL expression, or one of the built-in rules (``builtin``).
 
 A rule takes a table with the columns ``prompt`` (string), ``messages`` (string, JSON), ``response`` (string),
 ``response_token_ids`` (list<int32>) and ``metadata`` (map<string, string>), one row a response, and returns one number,
@@ -161,7 +161,7 @@ class RuleMean(Rule):
         values: Values = []
         reasons: Reasons = []
         for row in range(batch.num_rows):
-            present = [(weight, given[row]) for _, weight, given, _ in scored if given[row] is not None]
+            present = [(weight, rewards[row]) for _, weight, rewards, _ in scored if rewards[row] is not None]
             weights = sum(weight for weight, _ in present)
             values.append(sum(weight * (value or 0.0) for weight, value in present) / weights if present else None)
             missing = None if present else "; ".join(f"{rule.name}: {why[row]}" for rule, _, _, why in scored)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from feedback_rows import append
 
 from deploy import cli
 from deploy.config import root
@@ -175,7 +176,7 @@ def test_erase_lists_the_policies_that_the_rows_went_into(
     sibling = publish(1)
     journal = Journal(Path(resolved.feedback.journal.folder), JournalConfig(), "replica-0")
     journal.open()
-    journal.append_sync("feedback", FeedbackIn(response_id="his", kind="thumb", value=1).to_row("default"))
+    append(journal, "feedback", FeedbackIn(response_id="his", kind="thumb", value=1).to_row("default"))
     journal.close()
 
     file = tmp_path / "erased.json"

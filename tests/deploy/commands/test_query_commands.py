@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from feedback_rows import append
 
 from deploy import cli
 from feedback.config import JournalConfig, LakeConfig
@@ -66,7 +67,7 @@ def used(tmp_path: Path) -> Iterator[Lake]:
     put(lake, "feedback", {"feedback_id": "2", "response_id": "nowhere"} | thumb)
     journal = Journal(tmp_path / "home" / "journal", JournalConfig(segment_seconds=60), "replica-0")
     journal.open()
-    journal.append_sync("interactions", interaction("b"))
+    append(journal, "interactions", interaction("b"))
     yield lake
     journal.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feedback_rows import put, table_of, thumb
+from feedback_rows import append, put, table_of, thumb
 
 from feedback.config import JournalConfig, LakeConfig
 from feedback.ingest.deduplication import append_feedback, take_counts
@@ -30,7 +30,7 @@ def journaled(folder: Path, writer: str, *votes: dict[str, Any]) -> Path:
     journal = Journal(folder, JournalConfig(), writer)
     journal.open()
     for row in votes:
-        journal.append_sync("feedback", row)
+        append(journal, "feedback", row)
     journal.close()
     return folder
 

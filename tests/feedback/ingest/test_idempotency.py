@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feedback_rows import put, thumb
+from feedback_rows import append, put, rows, thumb
 
 from feedback.config import JournalConfig, LakeConfig
 from feedback.ingest.id_index import take_in
-from feedback.ingest.idempotency import FeedbackLedger, LedgerError
+from feedback.ingest.idempotency import SeenFeedback, SeenFeedbackError
 from feedback.ingest.seal import seal
-from feedback.journal.recovery import rows
 from feedback.journal.writer import Journal, JournalBroken
 from feedback.lake.tables import Lake
 from feedback.maintenance.erasure import Target, erase, finish_erasures
@@ -34,12 +33,12 @@ def quick_lake(lake: Lake) -> Lake:
 
 
 @pytest.fixture
-def opened(quick_lake: Lake, folder: Path) -> Iterator[Callable[[], FeedbackLedger]]:
+def opened(quick_lake: Lake, folder: Path) -> Iterator[Callable[[], SeenFeedback]]:
     """Opens a ledger over the lake and the journal's folder, as a start of a server does."""
-    ledgers: list[FeedbackLedger] = []
+    ledgers: list[SeenFeedback] = []
 
-    def make() -> FeedbackLedger:
-        ledgers.append(FeedbackLedger(quick_lake, folder))
+    def make() -> SeenFeedback:
+        ledgers.append(SeenFeedback(quick_lake, folder))
         ledgers[-1].open()
         return ledgers[-1]
 
@@ -85,7 +84,7 @@ async def test_many_at_once_with_one_id_record_one_row(folder, journal, opened):
 
 async def test_a_start_knows_what_lake_and_journal_hold(lake, journal, opened):
     put(lake, "feedback", [body(feedback_id="sealed")])
-    journal.append_sync("feedback", body(feedback_id="unsealed"))
+    append(journal, "feedback", body(feedback_id="unsealed"))
     ledger = opened()
     for known in ("sealed", "unsealed"):
         assert ledger.check(body(feedback_id=known)) == "same"
@@ -122,7 +121,7 @@ async def test_a_damaged_index_refuses_feedback_until_it_is_built_anew(folder, l
     with the_index(folder).open("r+b") as index:
         index.seek(4096)
         index.write(b"\xff" * (1 << 20))
-    with pytest.raises(LedgerError, match=r"held against what is recorded.*malformed"):
+    with pytest.raises(SeenFeedbackError, match=r"compared with what is recorded.*malformed"):
         await ledger.record(body(feedback_id="f0"), journal)
     assert rows(folder, "feedback").num_rows == 0
     assert ledger.stats()["healthy"] == 0
@@ -142,10 +141,10 @@ async def test_an_index_that_somebody_removed_is_built_anew(folder, lake, opened
     assert ledger.check(body()) == "same"
 
 
-async def test_a_ledger_goes_over_to_an_index_that_another_process_built(folder, lake, opened):
+async def test_seen_feedback_goes_over_to_an_index_that_another_process_built(folder, lake, opened):
     ledger = opened()
     put(lake, "feedback", [body()])
-    take_in(lake, folder, anew=True)
+    take_in(lake, folder, rebuild=True)
     follower = asyncio.create_task(ledger.follow())
     await until(lambda: ledger.check(body()) == "same")
     follower.cancel()
@@ -184,22 +183,22 @@ async def test_a_caller_that_goes_away_does_not_block_the_id(folder, journal, op
     assert rows(folder, "feedback").num_rows == 1
 
 
-async def test_a_recorded_id_that_cannot_be_remembered_is_told_and_recorded_once_in_the_lake(folder, lake, opened):
+async def test_a_recorded_id_that_cannot_be_remembered_is_reported_and_is_in_the_lake_once(folder, lake, opened):
     ledger = opened()
     ledger._unsealed.execute("DROP TABLE ids")
     journal = Journal(folder, JournalConfig(), "replica-0")
     journal.open()
     for _ in range(2):
-        assert await ledger.record(body(), journal, made_here=True) == "new"
+        assert await ledger.record(body(), journal, generated_id=True) == "new"
     journal.close()
     assert ledger.stats()["healthy"] == 0
-    with pytest.raises(LedgerError, match="no such table"):
+    with pytest.raises(SeenFeedbackError, match="no such table"):
         ledger.check(body())
     seal(lake, folder)
     assert lake.counts()["feedback"] == 1
 
 
-async def test_feedback_that_was_erased_before_it_was_sealed_is_new_when_it_is_said_again(folder, lake, opened):
+async def test_feedback_that_was_erased_before_it_was_sealed_is_new_when_it_is_sent_again(folder, lake, opened):
     journal = Journal(folder, JournalConfig(segment_seconds=0.05), "replica-0")
     journal.open()
     ledger = opened()
@@ -243,7 +242,7 @@ def interrupt(*_: object, **__: object) -> None:
 
 @pytest.mark.parametrize("how", ["erasure", "killed erasure", "retention", "another tool"])
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_feedback_that_left_the_lake_elsewhere_is_recorded_when_it_is_said_again(
+async def test_feedback_that_left_the_lake_elsewhere_is_recorded_when_it_is_sent_again(
     folder, tmp_path, lake, opened, how, restarted
 ):
     ledger = opened()
@@ -343,7 +342,7 @@ async def test_feedback_that_an_unfinished_erasure_means_is_not_acknowledged_as_
     journal = Journal(folder, JournalConfig(), "replica-0")
     journal.open()
     ledger = opened()
-    with pytest.raises(LedgerError, match=r"'f1' is known, but an erasure.*lake maintain"):
+    with pytest.raises(SeenFeedbackError, match=r"'f1' is known, but an erasure.*lake maintain"):
         await ledger.record(body(source="eve"), journal)
     assert await ledger.record(body(feedback_id="b1", source="bob"), journal) == "same"
     assert finish_erasures(lake, folder)["feedback"] == 1
@@ -355,7 +354,7 @@ async def test_feedback_that_an_unfinished_erasure_means_is_not_acknowledged_as_
     assert lake.counts()["feedback"] == 2
 
 
-async def test_feedback_that_was_sealed_and_left_the_lake_before_the_index_knew_it_is_new_when_it_is_said_again(
+async def test_feedback_that_was_sealed_and_left_the_lake_before_the_index_knew_it_is_new_when_it_is_sent_again(
     folder, tmp_path, lake, opened, monkeypatch
 ):
     ledger = opened()

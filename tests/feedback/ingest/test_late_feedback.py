@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feedback_rows import interaction, thumb
+from feedback_rows import append, interaction, thumb
 
 from feedback.config import JournalConfig
 from feedback.ingest.seal import seal
@@ -17,7 +17,7 @@ from feedback.lake.tables import Lake
 def journaled(folder: Path, writer: str, table: str, row: dict[str, Any]) -> Path:
     journal = Journal(folder, JournalConfig(), writer)
     journal.open()
-    journal.append_sync(table, row)
+    append(journal, table, row)
     journal.close()
     return folder
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from feedback.config import JournalConfig, LakeConfig
-from feedback.ingest.idempotency import FeedbackLedger
+from feedback.ingest.idempotency import SeenFeedback
 from feedback.ingest.seal import seal
 from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
@@ -49,7 +49,7 @@ class Replica:
         # Each commit closes its segment, so that a seal finds all that is acknowledged.
         self.journal = Journal(self.folder, JournalConfig(segment_bytes=1), self.name)
         self.journal.open()
-        self.ledger = FeedbackLedger(self.lake, self.folder)
+        self.ledger = SeenFeedback(self.lake, self.folder)
         self.ledger.open()
 
     def stop(self) -> None:

@@ -9,11 +9,11 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from feedback_rows import interaction, thumb
+from feedback_rows import append, interaction, rows, thumb
 
 from feedback.config import JournalConfig
 from feedback.journal.codec import RowError
-from feedback.journal.recovery import recover, rows
+from feedback.journal.recovery import recover
 from feedback.journal.segment import list_segments
 from feedback.journal.writer import Journal, JournalBroken, JournalError, JournalFull
 
@@ -100,7 +100,7 @@ def test_many_event_loops_and_threads_may_append_at_once(folder, journal):
 
     def plain(name: str) -> None:
         for i in range(20):
-            journal.append_sync("feedback", thumb(f"{name}-{i}", 1))
+            append(journal, "feedback", thumb(f"{name}-{i}", 1))
 
     threads = [threading.Thread(target=loop, args=(f"loop{i}",)) for i in range(3)]
     threads += [threading.Thread(target=plain, args=(f"plain{i}",)) for i in range(3)]
@@ -151,7 +151,7 @@ async def test_past_the_bound_callers_wait_are_refused_with_a_time_and_leave_no_
         await journal.append("feedback", thumb("refused", 1))
     assert refusal.value.retry_after == pytest.approx(0.2)
     with pytest.raises(JournalFull):
-        await asyncio.to_thread(journal.append_sync, "feedback", thumb("refused-too", 1))
+        await asyncio.to_thread(append, journal, "feedback", thumb("refused-too", 1))
     assert journal.stats()["waiting_rows"] == 0
     late = asyncio.create_task(journal.append("feedback", thumb("late", 1)))
     await until(lambda: journal.stats()["waiting_rows"] == 1)
@@ -174,7 +174,7 @@ async def test_a_failed_fsync_is_final_and_what_was_refused_is_not_recorded(fold
     with pytest.raises(JournalBroken, match="the disk is gone"):
         await journal.append("feedback", thumb("refused-later", 1))
     with pytest.raises(JournalBroken):
-        await asyncio.to_thread(journal.append_sync, "feedback", thumb("refused-later", 1))
+        await asyncio.to_thread(append, journal, "feedback", thumb("refused-later", 1))
     journal.close()
 
     again = opened(folder)
@@ -320,7 +320,7 @@ async def test_a_disk_that_hangs_while_a_segment_is_replaced_is_forgiven_without
     assert rows(folder, "feedback").column("response_id").to_pylist() == ["first", "afterwards"]
 
 
-async def test_a_cancelled_caller_harms_nobody(folder, disk, journal):
+async def test_a_cancelled_caller_harms_no_other(folder, disk, journal):
     await journal.append("feedback", thumb("first", 1))
     disk.free.clear()
     gone = asyncio.create_task(journal.append("feedback", thumb("gone", 1)))
@@ -380,15 +380,15 @@ def test_opening_twice_is_an_error(journal):
 def test_two_writers_share_a_folder(folder, journal):
     other = Journal(folder, JournalConfig(), "replica-1")
     other.open()
-    journal.append_sync("feedback", thumb("a", 1))
-    other.append_sync("feedback", thumb("b", 1))
+    append(journal, "feedback", thumb("a", 1))
+    append(other, "feedback", thumb("b", 1))
     other.close()
     assert sorted(rows(folder, "feedback").column("response_id").to_pylist()) == ["a", "b"]
 
 
 def test_a_forked_child_does_not_keep_the_segments_locked(folder):
     journal = opened(folder)
-    journal.append_sync("feedback", thumb("a", 1))
+    append(journal, "feedback", thumb("a", 1))
     [segment] = list_segments(folder)
     read_end, write_end = os.pipe()
     child = os.fork()

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from feedback_rows import NOON, interaction, put, reward, said
+from feedback_rows import NOON, append, interaction, put, reward, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,10 +38,10 @@ def test_an_empty_lake_has_statistics_of_nothing(lake, tmp_path):
 
 def test_tables_and_journal_are_counted(lake, folder, journal):
     put(lake, "interactions", [interaction("a"), interaction("b", created_at=NOON + timedelta(days=1))])
-    journal.append_sync("interactions", interaction("c", created_at=NOON + timedelta(days=2)))
-    journal.append_sync("interactions", interaction("going", status="started"))
-    journal.append_sync("interactions", interaction("gone", status="started"))
-    journal.append_sync("interactions", interaction("gone"))
+    append(journal, "interactions", interaction("c", created_at=NOON + timedelta(days=2)))
+    append(journal, "interactions", interaction("going", status="started"))
+    append(journal, "interactions", interaction("gone", status="started"))
+    append(journal, "interactions", interaction("gone"))
     (folder / "damaged").mkdir()
     (folder / "damaged" / "x.arrows").write_bytes(b"")
     found = gather(lake, folder)
@@ -73,13 +73,13 @@ def test_the_feedback_rate_is_of_complete_responses_of_the_same_tenant(lake, fol
             said("5", "theirs", "thumb", value=0.0),
         ],
     )
-    journal.append_sync("feedback", said("6", "c", "thumb", value=1.0))
+    append(journal, "feedback", said("6", "c", "thumb", value=1.0))
     found = gather(lake, folder).feedback
     assert (found.complete_responses, found.responses_with_feedback, found.rate) == (5, 3, 0.6)
     assert found.kinds == {"thumb": KindStatistics(5, 3), "comment": KindStatistics(1, 1)}
 
 
-def test_rewards_are_told_by_the_policy_of_the_last_token(lake):
+def test_rewards_are_counted_by_the_policy_of_the_last_token(lake):
     put(lake, "interactions", [interaction(name, policy_spans=spans(1, 2)) for name in "abcde"])
     put(lake, "interactions", [interaction("f", policy_spans=spans(1)), interaction("x", status="aborted")])
     put(lake, "rewards", [reward(name, value) for name, value in zip("abcd", (9.0, 2.0, 3.0, 4.0), strict=True)])
@@ -119,13 +119,13 @@ def test_feedback_without_its_response_is_counted_and_listed_until_the_response_
             said("5", "going", "thumb", value=1.0),
         ],
     )
-    journal.append_sync("interactions", interaction("going", status="started"))
+    append(journal, "interactions", interaction("going", status="started"))
     found = [(orphan.feedback_id, orphan.response_id, orphan.kind) for orphan in orphans(lake, folder, limit=10)]
     assert found == [("3", "theirs", "comment"), ("2", "late", "thumb"), ("4", "nowhere", "preference")]
     assert [orphan.feedback_id for orphan in orphans(lake, folder, limit=1)] == ["3"]
     counted = gather(lake, folder).orphans
     assert (counted.count, counted.oldest) == (3, NOON + timedelta(minutes=1))
-    journal.append_sync("interactions", interaction("late"))
+    append(journal, "interactions", interaction("late"))
     assert gather(lake, folder).orphans.count == 2
     journal.close()
     seal(lake, folder)
@@ -133,10 +133,10 @@ def test_feedback_without_its_response_is_counted_and_listed_until_the_response_
     assert gather(lake, None).orphans.count == 2
 
 
-def test_an_id_that_is_sealed_twice_is_told(lake, folder, journal):
+def test_an_id_that_is_sealed_twice_is_reported(lake, folder, journal):
     put(lake, "interactions", [interaction("a"), interaction("a"), interaction("b")])
     put(lake, "feedback", [said("1", "a", "thumb", value=1.0), said("1", "a", "thumb", value=1.0, tenant="them")])
-    journal.append_sync("feedback", said("1", "a", "thumb", value=1.0))  # the seal leaves it out
+    append(journal, "feedback", said("1", "a", "thumb", value=1.0))  # the seal leaves it out
     put(lake, "rewards", [reward("a", 1.0), reward("a", 1.0), reward("a", 1.0, minute=1)])
     found = gather(lake, folder).tables
     assert {name: numbers.duplicates for name, numbers in found.items()} == {

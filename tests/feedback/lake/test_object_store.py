@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
-from feedback_rows import interaction, put, table_of, thumb
+from feedback_rows import append, interaction, put, table_of, thumb
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
 from feedback.ingest.seal import seal
@@ -58,7 +58,7 @@ def journal_of(folder: Path, *rows: tuple[str, dict[str, object]]) -> None:
     journal = Journal(folder, JournalConfig(segment_bytes=1), "replica-0")
     journal.open()
     for table, row in rows:
-        journal.append_sync(table, row)
+        append(journal, table, row)
     journal.close()
 
 
@@ -241,12 +241,12 @@ def test_an_erased_user_is_in_no_object_and_rows_that_come_behind_are_dropped(la
     assert score(lake, ScoringConfig()).scored == 2, "r2 and r3"
 
 
-def test_files_that_a_writer_may_be_about_to_commit_are_told_of_by_an_erasure(lake, folder):
+def test_an_erasure_reports_files_that_a_writer_may_be_about_to_commit(lake, folder):
     [written] = lake.files("feedback").write("feedback", table_of("feedback", [thumb("c", 1)]))
     assert erase(lake, folder, Target(user="ann")).left == [f"feedback/{written.path}"]
 
 
-def test_an_erasure_from_an_object_store_needs_to_be_told_where_its_key_is(lake, folder):
+def test_an_erasure_from_an_object_store_needs_the_path_of_its_key(lake, folder):
     without = Lake(lake.uri, lake.config.model_copy(update={"erasure_key": None}))
     with pytest.raises(LakeError, match=r"feedback\.lake\.erasure_key must name"):
         erase(without, folder, Target(user="ann"))

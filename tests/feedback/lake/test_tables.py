@@ -16,7 +16,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
-from feedback_rows import NOON, interaction, put, table_of, thumb
+from feedback_rows import NOON, append, interaction, put, table_of, thumb
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +48,7 @@ def fill(folder: Path, names: list[str], writer: str = "replica-0", segment_byte
     journal = Journal(folder, JournalConfig(segment_bytes=segment_bytes), writer)
     journal.open()
     for name in names:
-        journal.append_sync("feedback", thumb(name, 1))
+        append(journal, "feedback", thumb(name, 1))
     journal.close()
 
 
@@ -237,7 +237,7 @@ def test_a_sealer_that_is_kept_waiting_too_long_says_so(folder, lake):
 
 
 def test_a_living_writers_open_segment_is_read_but_not_sealed(folder, lake, journal):
-    journal.append_sync("feedback", thumb("a", 1))
+    append(journal, "feedback", thumb("a", 1))
     assert seal(lake, folder) == []
     assert count(lake, folder) == (1, 1)
     assert count(lake) == (0, 0)
@@ -306,7 +306,7 @@ def test_a_full_disk_keeps_rows_in_the_journal_until_there_is_room_in_the_lake(f
     journal = Journal(folder, JournalConfig(), "replica-0")
     journal.open()
     for number in range(200):
-        journal.append_sync("interactions", interaction(f"r{number}", response=os.urandom(5000).hex()))
+        append(journal, "interactions", interaction(f"r{number}", response=os.urandom(5000).hex()))
     journal.close()
     filler = small_disk / "filler"
     with filler.open("wb") as file, contextlib.suppress(OSError):
@@ -333,14 +333,14 @@ def test_the_sealer_seals_in_the_background_and_once_more_at_the_end(folder, tmp
     sealer = Sealer(lake, folder)
     assert not sealer.healthy
     sealer.start()
-    journal.append_sync("feedback", thumb("a", 1))
+    append(journal, "feedback", thumb("a", 1))
     for _ in range(400):
         if lake.counts()["feedback"] and sealer.healthy:
             break
         threading.Event().wait(0.02)
     assert count(lake) == (1, 1)
     assert sealer.healthy
-    journal.append_sync("feedback", thumb("b", 1))
+    append(journal, "feedback", thumb("b", 1))
     journal.close()
     sealer.close()
     assert count(lake) == (2, 2)

@@ -12,7 +12,7 @@ from typing import Any
 import boto3
 import pytest
 from deltalake import DeltaTable, TableFeatures
-from feedback_rows import NOON, interaction, put, said, table_of
+from feedback_rows import NOON, append, interaction, put, said, table_of
 
 from feedback.config import JournalConfig, LakeConfig
 from feedback.ingest.seal import seal
@@ -123,7 +123,7 @@ def test_a_view_is_of_the_moment_it_was_made(any_lake):
     assert len(fetch(any_lake, "SELECT feedback_id FROM feedback")) == 2
 
 
-def test_only_the_views_that_are_asked_for_are_there(lake):
+def test_only_the_requested_views_exist(lake):
     put(lake, "feedback", [said("1", "a", "thumb", value=1.0)])
     assert fetch(lake, "SHOW TABLES", tables=("feedback",)) == [("feedback",), ("sealed_feedback",)]
     with lake.connect(tables=()) as connection:
@@ -155,8 +155,8 @@ def test_a_name_in_a_query_is_no_variable_of_the_program(lake):
 
 
 def test_responses_that_are_still_going_out_are_not_in_the_view(lake, folder, journal):
-    journal.append_sync("interactions", interaction("ended"))
-    journal.append_sync("interactions", interaction("going", status="started"))
+    append(journal, "interactions", interaction("ended"))
+    append(journal, "interactions", interaction("going", status="started"))
     assert fetch(lake, "SELECT response_id FROM interactions", folder) == [("ended",)]
     assert len(fetch(lake, "SELECT response_id FROM unsealed_interactions", folder)) == 2
 
@@ -164,8 +164,8 @@ def test_responses_that_are_still_going_out_are_not_in_the_view(lake, folder, jo
 def test_a_pinned_table_has_no_unsealed_rows_and_the_others_have(lake, folder, journal):
     put(lake, "feedback", [said("sealed", "a", "thumb", value=1.0)])
     put(lake, "interactions", [interaction("a")])
-    journal.append_sync("feedback", said("unsealed", "a", "thumb", value=1.0))
-    journal.append_sync("interactions", interaction("b"))
+    append(journal, "feedback", said("unsealed", "a", "thumb", value=1.0))
+    append(journal, "interactions", interaction("b"))
     pinned = {"feedback": 1}
     assert fetch(lake, "SELECT feedback_id FROM feedback", folder, versions=pinned) == [("sealed",)]
     assert len(fetch(lake, "SELECT response_id FROM interactions", folder, versions=pinned)) == 2
@@ -190,7 +190,7 @@ def test_every_row_is_there_once_for_many_readers_while_several_journals_are_sea
 
     def write(number: int) -> None:
         for row in range(60):
-            journals[number].append_sync("feedback", said(f"{number}-{row}", "a", "thumb", value=1.0))
+            append(journals[number], "feedback", said(f"{number}-{row}", "a", "thumb", value=1.0))
             acknowledged[number] = row + 1
 
     def seal_on() -> None:

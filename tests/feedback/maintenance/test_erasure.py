@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
-from feedback_rows import NOON, interaction, put, reward, table_of, thumb
+from feedback_rows import NOON, append, interaction, put, reward, table_of, thumb
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
 from feedback.events import FeedbackIn
@@ -73,7 +73,7 @@ def journal_of(folder: Path, rows: list[tuple[str, dict[str, object]]], **config
     journal = Journal(folder, JournalConfig(**config), "replica-0")
     journal.open()
     for table, row in rows:
-        journal.append_sync(table, row)
+        append(journal, table, row)
     journal.close()
 
 
@@ -134,7 +134,7 @@ def test_an_erased_user_is_in_no_file_of_journal_and_lake(lake, folder):
     )
     root = Path(lake.uri)
     assert len(holders(root, folder)) > 10
-    done = erase(lake, folder, Target(user=SECRET), say=print)
+    done = erase(lake, folder, Target(user=SECRET), report=print)
     assert holders(root, folder) == set()
     assert done.rows == {"interactions": 4, "feedback": 4, "rewards": 3}
     assert (done.damaged, done.left) == (1, [])
@@ -178,7 +178,7 @@ def test_a_user_of_one_tenant_is_not_that_of_another(lake, folder):
     assert (ids(lake), ids(lake, "feedback")) == (["b", "c"], ["b"])
 
 
-def test_one_response_goes_with_what_was_said_of_it(lake, folder):
+def test_one_response_goes_with_its_feedback(lake, folder):
     put(lake, "interactions", [secret("1"), secret("2"), interaction("a")])
     put(lake, "feedback", [thumb(f"{SECRET}-1", 1), preference("a", f"{SECRET}-1"), thumb("a", 1)])
     score(lake, ScoringConfig())
@@ -188,7 +188,7 @@ def test_one_response_goes_with_what_was_said_of_it(lake, folder):
     assert holders(Path(lake.uri), needle=f"{SECRET}-1") == set()
 
 
-def test_feedback_of_nobody_in_particular_is_not_that_of_a_user_called_user(lake, folder):
+def test_anonymous_feedback_is_not_that_of_a_user_called_user(lake, folder):
     put(lake, "interactions", [interaction("a", user="user"), interaction("b")])
     put(lake, "feedback", [thumb("a", 1), thumb("b", 1)])
     assert erase(lake, folder, Target(user="user")).rows == {"interactions": 1, "feedback": 1, "rewards": 0}
@@ -209,7 +209,7 @@ def test_a_target_that_means_nothing_or_too_much_is_refused(target, says):
 
 
 SERVER = """
-import sys, time
+import asyncio, sys, time
 from pathlib import Path
 from feedback.config import JournalConfig
 from feedback.journal.writer import Journal
@@ -217,8 +217,8 @@ from feedback_rows import interaction, thumb
 
 journal = Journal(Path(sys.argv[1]), JournalConfig(segment_seconds=float(sys.argv[2])), "replica-0")
 journal.open()
-journal.append_sync("interactions", interaction("open", user=sys.argv[3]))
-journal.append_sync("feedback", thumb("open", 1))
+asyncio.run(journal.append("interactions", interaction("open", user=sys.argv[3])))
+asyncio.run(journal.append("feedback", thumb("open", 1)))
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -284,7 +284,7 @@ def test_rows_in_the_journal_of_another_machine_are_dropped_when_they_are_sealed
     assert ids(lake, "feedback") == ["ann's"]
 
 
-def test_the_registry_names_nobody_and_costs_a_seal_nothing_that_is_newer(lake, folder, monkeypatch):
+def test_the_registry_holds_no_name_and_costs_a_seal_nothing_that_is_newer(lake, folder, monkeypatch):
     erase(lake, folder, Target(user=SECRET))
     assert holders(Path(lake.uri)) == set()
     [entry] = erasures(lake, since=datetime.now(UTC) - timedelta(minutes=1))
@@ -469,7 +469,7 @@ def at_the_second(call: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def test_what_was_said_of_a_response_goes_too_where_the_erasure_was_killed_before_it_registered_its_id(
+def test_feedback_on_a_response_goes_too_where_the_erasure_was_killed_before_it_registered_its_id(
     lake, folder, tmp_path, monkeypatch
 ):
     put(lake, "interactions", [secret("1"), interaction("a")])
@@ -490,7 +490,7 @@ def test_what_was_said_of_a_response_goes_too_where_the_erasure_was_killed_befor
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_behind_the_back_of_the_erasure(
+def test_feedback_on_a_response_goes_too_where_it_was_sealed_behind_the_back_of_the_erasure(
     lake, folder, tmp_path, monkeypatch, killed
 ):
     elsewhere, late = tmp_path / "elsewhere", tmp_path / "late"
@@ -519,7 +519,7 @@ def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_behind_the_bac
     assert holders(Path(lake.uri)) == set()
 
 
-def test_what_was_said_of_a_response_goes_too_where_it_was_sealed_when_interactions_were_already_rewritten(
+def test_feedback_on_a_response_goes_too_where_it_was_sealed_when_interactions_were_already_rewritten(
     lake, folder, monkeypatch
 ):
     put(lake, "interactions", [secret("1"), interaction("a")])
@@ -571,7 +571,7 @@ def ahead() -> datetime:
 
 
 @pytest.mark.parametrize("finished", ["at once", "by the maintenance"])
-def test_rows_that_were_made_while_the_clock_ran_ahead_are_erased_and_told_of(lake, folder, monkeypatch, finished):
+def test_rows_that_were_made_while_the_clock_ran_ahead_are_erased_and_reported(lake, folder, monkeypatch, finished):
     put(lake, "interactions", [secret("sealed", created_at=ahead()), interaction("a", created_at=ahead())])
     put(lake, "feedback", [thumb(f"{SECRET}-sealed", 1, created_at=ahead()), thumb("a", 1, created_at=ahead())])
     put(lake, "feedback", [thumb("a", 0, source=SECRET, created_at=ahead())])
@@ -595,7 +595,7 @@ def test_rows_that_were_made_while_the_clock_ran_ahead_are_erased_and_told_of(la
     assert holders(Path(lake.uri), folder) == set()
 
 
-def test_rows_from_the_future_that_come_behind_an_erasure_are_told_of_once(lake, folder, caplog):
+def test_rows_from_the_future_that_come_after_an_erasure_are_reported_once(lake, folder, caplog):
     erase(lake, folder, Target(user=SECRET))
     put(lake, "interactions", [secret("1", created_at=ahead()), interaction("a", created_at=ahead())])
     maintain(lake)
@@ -658,7 +658,7 @@ class SlowClock(datetime):
         return datetime.now(tz) - timedelta(minutes=10)
 
 
-def test_a_machine_whose_clock_is_behind_weakens_an_erasure_for_nobody_else(lake, folder, tmp_path, monkeypatch):
+def test_a_machine_whose_clock_is_behind_weakens_an_erasure_for_no_other(lake, folder, tmp_path, monkeypatch):
     right, behind = tmp_path / "right", tmp_path / "behind"
     made = datetime.now(UTC) - timedelta(minutes=2)
     journal_of(right, [("interactions", secret("1", created_at=made)), ("interactions", interaction("a"))])

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
-from feedback_rows import NOON, interaction, put, table_of, thumb
+from feedback_rows import NOON, append, interaction, put, table_of, thumb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -277,7 +277,7 @@ def test_compaction_runs_beside_sealers_scorers_and_another_compaction(lake, fol
         ]
         try:
             for number in range(60):
-                journal.append_sync("interactions", interaction(f"r{number:02}"))
+                append(journal, "interactions", interaction(f"r{number:02}"))
                 if number % 6 == 0:
                     compact(lake)
         finally:
@@ -332,7 +332,7 @@ def test_a_file_that_a_killed_writer_left_goes_once_it_is_old(lake, monkeypatch)
 def test_a_sealer_that_is_about_to_commit_keeps_its_file(lake, folder, monkeypatch):
     journal = Journal(folder, JournalConfig(), "replica-0")
     journal.open()
-    journal.append_sync("feedback", thumb("a", 1))
+    append(journal, "feedback", thumb("a", 1))
     journal.close()
     write = TableFiles.write
 
@@ -492,7 +492,7 @@ def a_month_of_rows(lake: Lake, *, also: timedelta | None = None) -> datetime:
 
 
 @pytest.mark.parametrize("traffic", [False, True], ids=["no traffic meanwhile", "traffic meanwhile"])
-def test_retention_drops_nothing_by_a_clock_that_is_far_ahead_of_the_rows_unless_it_is_told_to(tmp_path, traffic):
+def test_retention_drops_nothing_by_a_clock_that_is_far_ahead_of_the_rows_unless_it_is_allowed_to(tmp_path, traffic):
     lake = Lake(str(tmp_path / "lake"), LakeConfig(retain_days=30))
     lake.create()
     ahead = timedelta(days=40)

@@ -27,7 +27,7 @@ from pydantic import SecretStr, ValidationError
 from feedback.config import HumanConfig, JudgeConfig, ScoringConfig
 from feedback.scoring.run import score
 from feedback.scoring.sources.judge import Judge, parse_score, question
-from feedback.scoring.sources.judge_cache import VerdictsError
+from feedback.scoring.sources.judge_cache import JudgeCacheError
 from loadtests.tiny_model import make_model_folder
 from tests.paths import ROOT
 
@@ -63,7 +63,7 @@ def at(config: JudgeConfig, url: str, **changes: Any) -> Judge:
     return Judge(JudgeConfig.model_validate(config.model_dump() | {"url": url} | changes))
 
 
-def test_a_score_is_asked_for_with_the_rubric_and_brought_into_0_to_1(config):
+def test_a_score_is_requested_with_the_rubric_and_brought_into_0_to_1(config):
     with judge_server(lambda asked, _: says(json.dumps({"score": 5 if "good one" in asked.text else 2}))) as server:
         judge = at(config, server.url, low=1, high=5, api_key="sk-1", extra={"top_p": 0.5, "max_tokens": None})
         assert judge.by_row(rows("good one", "bad one")) == ([1.0, 0.25], [None, None])
@@ -89,7 +89,7 @@ def test_braces_in_the_texts_stand_for_themselves_and_metadata_can_be_named(conf
         assert texts[0].startswith(expected)
         values, reasons = judge.by_row(rows("a", "b", metadata=[]))
     assert values == [None, None]
-    assert reasons == ["no 'gold-answer' in the response's metadata, which the rubric asks for"] * 2
+    assert reasons == ["no 'gold-answer' in the response's metadata, which the rubric refers to"] * 2
     assert len(texts) == 1
 
 
@@ -278,8 +278,8 @@ def test_messages_that_are_nested_too_deeply_to_be_read_are_a_reason_and_no_end_
 def test_verdicts_that_can_t_be_kept_end_the_run_and_name_the_file(config):
     with judge_server(lambda asked, _: says("5")) as server:
         judge = at(config, server.url)
-        judge._verdicts._database.execute("PRAGMA query_only = ON")
-        with pytest.raises(VerdictsError, match=r"verdicts\.sqlite"):
+        judge._cache._database.execute("PRAGMA query_only = ON")
+        with pytest.raises(JudgeCacheError, match=r"verdicts\.sqlite"):
             judge.by_row(rows("a"))
 
 
@@ -321,7 +321,7 @@ def test_who_reads_the_kept_verdicts_without_the_key_can_not_try_texts_against_t
     key = tmp_path / "judge.key"
     assert key.stat().st_mode & 0o777 == 0o600
     key.write_text("short")
-    with pytest.raises(VerdictsError, match=r"judge\.key is no key"):
+    with pytest.raises(JudgeCacheError, match=r"judge\.key is no key"):
         at(config, server.url)
 
 
@@ -369,11 +369,11 @@ def test_a_run_that_is_killed_and_repeated_asks_nothing_twice(config):
 
 def test_a_folder_for_verdicts_that_can_not_be_written_is_named(config, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(VerdictsError, match=r"verdicts\.sqlite"):
+    with pytest.raises(JudgeCacheError, match=r"verdicts\.sqlite"):
         Judge(config.model_copy(update={"cache": str(tmp_path / "file")}))
 
 
-def test_responses_whose_judge_failed_are_asked_about_by_later_runs_until_it_answers_or_they_give_up(lake, config):
+def test_responses_whose_judge_failed_are_judged_by_later_runs_until_it_answers_or_they_give_up(lake, config):
     broken = {"r0", "r1"}
 
     def script(asked: Asked, _: int) -> Answer:
@@ -429,7 +429,7 @@ def test_a_judges_settings_that_can_not_work_are_refused(config, changes, says_w
     assert says_what in str(error.value)
 
 
-def test_an_api_key_is_written_in_clear_only_where_that_is_asked_for(config):
+def test_an_api_key_is_written_in_clear_only_where_that_is_requested(config):
     with_key = config.model_copy(update={"api_key": SecretStr("sk-1")})
     assert "sk-1" not in repr(with_key) + str(with_key.model_dump(mode="json"))
     assert with_key.model_dump(mode="json", context={"secrets": True})["api_key"] == "sk-1"

@@ -173,7 +173,7 @@ def test_one_row_that_a_source_fails_on_goes_without_and_a_source_that_is_unusab
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError("none left")])
-def test_what_the_machine_lacks_is_said_of_no_response(error: Exception) -> None:
+def test_what_the_machine_lacks_is_no_reason_of_a_response(error: Exception) -> None:
     def by_row(table: pa.Table) -> tuple[Values, Reasons]:
         raise error
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
-from feedback_rows import interaction
+from feedback_rows import interaction, rows
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
-from feedback.journal.recovery import rows
 from serve.api.generate_stream import Events
 from serve.app import Server, create_app
 from serve.config import ServeConfig
@@ -128,7 +127,7 @@ async def test_without_its_index_of_ids_feedback_is_refused_and_not_recorded(
     server.ledger.close()
     single = await client.post("/feedback", json=thumb("a"))
     assert (single.status_code, single.headers["Retry-After"]) == (503, "5")
-    assert "held against what is recorded" in single.json()["detail"]
+    assert "compared with what is recorded" in single.json()["detail"]
     assert rows(server.journal.folder, "feedback").num_rows == 0
 
 

@@ -18,10 +18,10 @@ from urllib.parse import quote
 import httpx
 import pytest
 from fastapi import FastAPI, Request, Response
+from feedback_rows import rows
 from starlette.routing import Route
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
-from feedback.journal.recovery import rows
 from serve.app import Server, create_app
 from serve.config import LimitsConfig, ServeConfig
 from serve.middleware.api_keys import create_key

@@ -217,7 +217,7 @@ def test_every_erasure_of_many_at_once_is_on_record(store: PolicyStore, tmp_path
     store.verify(version)
 
 
-def test_an_erasure_that_is_told_again_is_on_record_once(store: PolicyStore) -> None:
+def test_an_erasure_that_is_reported_again_is_on_record_once(store: PolicyStore) -> None:
     version = publish(store)
     for erasure in ("first", "first", "second"):
         store.record_erasure(version, certainty="yes", why="test", erasure=erasure)
