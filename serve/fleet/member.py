@@ -18,7 +18,7 @@ from serve.fleet.metrics_merge import merge
 from serve.fleet.reports import Name, Report
 from serve.fleet.state import FleetRecord, FleetState, Task, task_of
 from serve.policies.store import PolicyError
-from serve.swap.swapper import Orders
+from serve.swap.swapper import DesiredState
 
 if TYPE_CHECKING:
     from serve.app import Server
@@ -70,13 +70,13 @@ class Member:
 
     # What the replica follows
 
-    def orders(self) -> Orders:
+    def orders(self) -> DesiredState:
         """What to serve and what to prepare. Raises PolicyError or OSError if the record can't be read."""
         self._state = self._read()
         task = task_of(self._state, self.name)
         if self._server is not None:
             _try_out(self._server, task)
-        return Orders(task.serve, task.prepare)
+        return DesiredState(task.serve, task.prepare)
 
     def lost(self) -> str | None:
         """Why this replica should be replaced: the fleet is where it can't follow. None if all is well."""

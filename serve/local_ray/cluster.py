@@ -45,7 +45,7 @@ def local_ray(**options: Any) -> Iterator[None]:
     """
     with (
         tempfile.TemporaryDirectory(prefix="millrace-ray-") as folder,
-        _variables(_environment(Path(folder))),
+        environment(_variables(Path(folder))),
         _reaped(),
     ):
         import ray
@@ -82,6 +82,17 @@ def connect(**options: Any) -> None:
         utils.set_sigterm_handler = setter
 
 
+@contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of this process (None: unset them), and put back what was there when the block ends."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
 def loopback_sockets() -> dict[str, str]:
     """Variables by which gloo and NCCL listen on loopback alone."""
     names = [name for name, found in psutil.net_if_addrs().items() if any(each.address == LOOPBACK for each in found)]
@@ -101,7 +112,15 @@ def exposed(processes: Iterable[psutil.Process]) -> list[str]:
     return found
 
 
-def _environment(folder: Path) -> dict[str, str | None]:
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _variables(folder: Path) -> dict[str, str | None]:
     """What Ray's processes and those that run on it have in their environment; None: what they don't have."""
     token = folder / "token"
     token.touch(0o600)
@@ -119,16 +138,6 @@ def _environment(folder: Path) -> dict[str, str | None]:
 
 
 @contextmanager
-def _variables(wanted: Mapping[str, str | None]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    _set(wanted)
-    try:
-        yield
-    finally:
-        _set(before)
-
-
-@contextmanager
 def _reaped() -> Iterator[None]:
     """Have all that is started with this token ended if this process dies within the block."""
     with held_back():
@@ -142,14 +151,6 @@ def _reaped() -> Iterator[None]:
     finally:
         reaper.kill()
         reaper.communicate()
-
-
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _start(options: Mapping[str, Any]) -> None:

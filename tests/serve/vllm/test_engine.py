@@ -15,7 +15,8 @@ from serve.config import EngineConfig, SwapConfig
 from serve.generation.request import Underway
 from serve.policies.store import Policy, PolicyStore
 from serve.swap.swapper import Swapper
-from serve.vllm.engine import Engine, EngineRefused, Generated, Sampling, default_threads
+from serve.vllm.boot import default_threads
+from serve.vllm.engine import Engine, EngineRefused, Generated, Sampling
 from tests.serve.conftest import reference_logprobs, reference_model
 
 PROMPT = list(b"the mill turns")

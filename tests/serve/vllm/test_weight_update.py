@@ -239,7 +239,7 @@ async def test_a_replica_that_is_to_prepare_a_policy_with_another_end_tells_why_
     other = swapper.store.publish(folder, parent=2, lineage={}, metrics={})
     serving = swapper.store.serving()
     assert serving is not None
-    await swapper._get_ready(replace(serving, version=other.version, generation=serving.generation + 1))
+    await swapper._prepare_ahead(replace(serving, version=other.version, generation=serving.generation + 1))
     assert swapper.prepared is None
     assert swapper.failed is not None
     assert swapper.failed["version"] == other.version

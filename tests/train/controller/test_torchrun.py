@@ -27,7 +27,7 @@ from feedback.journal.codec import to_batch
 from feedback.lake.tables import Lake
 from feedback.schema import TABLES
 from serve.policies.store import PolicyStore
-from serve.swap.compatibility import require_swappable
+from serve.swap.compatibility import require_compatible
 from tests.paths import ROOT
 from train.context import JobResult
 
@@ -136,7 +136,7 @@ def test_a_whole_job_runs_on_one_rank_without_torchrun_around_it_and_without_ray
     assert kept[0] == kept[1], "all that decides an answer besides the weights is the parent's, byte by byte"
     assert {"config.json", "generation_config.json", "additional_chat_templates/tool_use.jinja"} < kept[0].keys()
     assert parent.files["model.safetensors"] != candidate.files["model.safetensors"]
-    require_swappable(parent, candidate)
+    require_compatible(parent, candidate)
     warned = [line for line in output.splitlines() if re.search(r"\bWARNING\b|FutureWarning", line)]
     assert [line for line in warned if "LD_PRELOAD" not in line] == [], "nobody can do anything about it"
     assert torch.cuda.is_available() or "LD_PRELOAD" in os.environ or warned, "of this somebody can"
