@@ -53,15 +53,15 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     log.info("%s", keyring.describe())
     controller = Controller(PolicyStore(Path(config.policies)), Path(config.replicas), config.fleet)
     stop = threading.Event()
-    ray_life = ExitStack()
+    ray_stack = ExitStack()
     try:
         with _signals():
             state = controller.open()
             log.info("policy %d is what the fleet serves", state.serving.version)
             _require_free_port(config)
-            ray_life.enter_context(_ray(config.fleet))
+            ray_stack.enter_context(_ray(config.fleet))
             driver = threading.Thread(
-                target=controller.run, args=(stop, config.swap.poll_seconds), name="rollout", daemon=True
+                target=controller.run, args=(stop, config.swap.poll_seconds), name="fleet controller", daemon=True
             )
             driver.start()
             _deploy(config, feedback_config)
@@ -71,7 +71,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     finally:
         with _ignored_signals():
             _end(controller, config)
-            ray_life.close()
+            ray_stack.close()
             stop.set()
             controller.close()
 
@@ -117,14 +117,14 @@ def _ray(config: FleetConfig) -> Iterator[None]:
 
 
 def _deploy(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
-    """Start the replicas and wait until they serve. Raises FleetError with what they say if they can't."""
+    """Start the replicas and wait until they serve. Raises FleetError with their reason if they can't."""
     from ray import serve as ray_serve
     from ray.serve.config import HTTPOptions
     from ray.serve.schema import LoggingConfig
 
-    from serve.fleet.rate_limit_store import start_keeper
+    from serve.fleet.rate_limit_store import start_store
 
-    start_keeper()
+    start_store()
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     ray_serve.start(
         http_options=HTTPOptions(
@@ -187,7 +187,7 @@ def _deployment(config: ServeConfig, logging_config: Any) -> Any:
 
 
 def _watch() -> None:
-    """Return never; say when the replicas' number or state changes."""
+    """Never returns; logs when the replicas' number or state changes."""
     from ray import serve as ray_serve
 
     before = None
@@ -208,12 +208,12 @@ def _end(controller: Controller, config: ServeConfig) -> None:
         return
     from ray import serve as ray_serve
 
-    from serve.fleet.rate_limit_store import end_keeper
+    from serve.fleet.rate_limit_store import end_store
 
     try:
-        controller.ask_to_stop()
+        controller.request_stop()
         ray_serve.delete(APPLICATION)  # before the proxies go, through which the answers go
-        end_keeper()
+        end_store()
         if config.fleet.ray_address is None:
             ray_serve.shutdown()
     except Exception as error:  # noqa: BLE001 - whatever of it failed, Ray must end too
@@ -227,9 +227,9 @@ def _reason() -> str | None:
     application = ray_serve.status().applications.get(APPLICATION)
     if application is None:
         return None
-    told = next((found.message for found in application.deployments.values() if found.message), application.message)
+    message = next((found.message for found in application.deployments.values() if found.message), application.message)
     # A traceback in a traceback; its last line says what it was.
-    return next((line.strip() for line in reversed(told.splitlines()) if line.strip()), None)
+    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), None)
 
 
 def _require_free_port(config: ServeConfig) -> None:

@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.fleet.proxy_state import entrance, has_body, nobody_is_there
+from serve.fleet.proxy_state import body_reader, has_body, has_no_replica
 from serve.http import Problem
 from serve.middleware.connections import BoundedHttp
 from serve.observability import log_format
@@ -57,9 +57,9 @@ class Explained:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith(_OWN_PATHS):
             return await self.app(scope, receive, send)
-        if nobody_is_there():  # Ray Serve would have the request wait until there is one
+        if has_no_replica():  # Ray Serve would have the request wait until there is one
             return await _answer(_absent("no replica is there at the moment; ask again"), scope, receive, send)
-        if (reader := entrance()) is None:
+        if (reader := body_reader()) is None:
             if has_body(scope):  # Ray Serve would read it without a bound
                 return await _answer(_absent("the proxy is starting; ask again"), scope, receive, send)
         else:

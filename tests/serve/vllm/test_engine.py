@@ -260,7 +260,7 @@ async def test_a_load_that_fails_in_the_middle_puts_the_old_weights_back(
     assert difference(policies[2], PROMPT, answer.responses[0]) < CLOSE
 
 
-async def test_vllm_s_own_refusal_is_told(swapper: Swapper) -> None:
+async def test_vllm_s_own_refusal_is_reported(swapper: Swapper) -> None:
     with pytest.raises(EngineRefused):
         await swapper.engine.generate("long", [5] * 300, Sampling(max_tokens=2))
     several_greedy = Sampling(n=2, temperature=0, max_tokens=2)
