@@ -46,10 +46,10 @@ class Swap:
     ok: bool
     error: str | None
     prepare_ms: float
-    hold_ms: float
-    in_flight: int
-    in_place: bool
-    probe: str
+    hold_ms: float = 0.0
+    in_flight: int = 0
+    in_place: bool = False
+    probe: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The record with its keys as they are written: ``from`` and ``to``."""
@@ -255,7 +255,15 @@ class Swapper:
             else:
                 prepared = await self.prepare(pointer.version)
         except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
-            return self._record_of(pointer.version, pointer.generation, _describe(failure), _since_ms(started))
+            return Swap(
+                at=_now(),
+                from_version=self.policy.version,
+                to_version=pointer.version,
+                generation=pointer.generation,
+                ok=False,
+                error=_describe(failure),
+                prepare_ms=_since_ms(started),
+            )
         return await self.commit(prepared, pointer.generation, prepare_ms=_since_ms(started))
 
     @property
@@ -332,7 +340,7 @@ class Swapper:
                 exchanged = await self.engine.commit(
                     prepared.weights, recompute=config.recompute, timeout_s=config.hold_timeout_s
                 )
-                hold_ms = exchanged.ms
+                hold_ms = round(exchanged.ms, 3)
             probe = await self._prove(prepared)
             self._serving = prepared.weights
             if exchanged is not None and exchanged.kept and config.shadow_weights:
@@ -343,16 +351,18 @@ class Swapper:
             error = _describe(failure)
             await self._put_back(old, exchanged, error)
             hold_ms = hold_ms or _since_ms(held)
-        return self._record_of(
-            policy.version,
-            generation,
-            error,
-            prepare_ms,
+        return Swap(
+            at=_now(),
+            from_version=old.policy.version,
+            to_version=policy.version,
+            generation=generation,
+            ok=error is None,
+            error=error,
+            prepare_ms=prepare_ms,
             hold_ms=hold_ms,
             in_flight=in_flight,
             in_place=prepared.in_place,
             probe=probe,
-            from_version=old.policy.version,
         )
 
     async def _prove_start(self) -> None:
@@ -403,33 +413,6 @@ class Swapper:
             log.critical("the engine is stopped: %s", self.broken)
             await self.engine.close()
 
-    def _record_of(
-        self,
-        version: int,
-        generation: int,
-        error: str | None,
-        prepare_ms: float,
-        *,
-        hold_ms: float = 0.0,
-        in_flight: int = 0,
-        in_place: bool = False,
-        probe: str = "",
-        from_version: int | None = None,
-    ) -> Swap:
-        return Swap(
-            at=_now(),
-            from_version=from_version or self._serving.policy.version,
-            to_version=version,
-            generation=generation,
-            ok=error is None,
-            error=error,
-            prepare_ms=round(prepare_ms, 3),
-            hold_ms=round(hold_ms, 3),
-            in_flight=in_flight,
-            in_place=in_place,
-            probe=probe,
-        )
-
 
 def _append(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -446,7 +429,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _since_ms(started: float) -> float:
-    return (time.monotonic() - started) * 1e3
+    return round((time.monotonic() - started) * 1e3, 3)
 
 
 def _now() -> str:

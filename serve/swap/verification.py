@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +37,7 @@ async def verify(store: PolicyStore, version: int, *, check_finite: bool, timeou
 
     Raises Refused, naming the file or the tensor, and TimeoutError.
     """
-    output: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    output: Future[str] = Future()
     command = [
         sys.executable,
         "-m",
@@ -47,7 +48,8 @@ async def verify(store: PolicyStore, version: int, *, check_finite: bool, timeou
     ]
     thread = threading.Thread(target=_run, args=(command, timeout_s, output), name="verification", daemon=True)
     thread.start()
-    result = json.loads(await output)
+    text = await asyncio.wrap_future(output)
+    result = json.loads(text)
     if "refused" in result:
         raise Refused(result["refused"])
     files: Files = result["files"]
@@ -77,26 +79,21 @@ def read(store: PolicyStore, version: int, *, check_finite: bool) -> Files:
     }
 
 
-def _run(command: list[str], timeout_s: float, output: asyncio.Future[str]) -> None:
+def _run(command: list[str], timeout_s: float, output: Future[str]) -> None:
     """Run the process; from a thread, whose priority it inherits, and with which it would die."""
-    loop = output.get_loop()
-
-    def settle(method: Any, value: Any) -> None:
-        if not output.done():
-            method(value)
-
+    output.set_running_or_notify_cancel()
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         if done.returncode != 0:
             raise Refused(f"reading the policy ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     except subprocess.TimeoutExpired:
-        error = TimeoutError(f"the policy was not read within serve.swap.prepare_timeout_s ({timeout_s:g} s)")
-        loop.call_soon_threadsafe(settle, output.set_exception, error)
+        reason = f"the policy was not read within serve.swap.prepare_timeout_s ({timeout_s:g} s)"
+        output.set_exception(TimeoutError(reason))
     except Exception as error:  # noqa: BLE001 - a thread's failure is the future's
-        loop.call_soon_threadsafe(settle, output.set_exception, error)
+        output.set_exception(error)
     else:
-        loop.call_soon_threadsafe(settle, output.set_result, done.stdout)
+        output.set_result(done.stdout)
 
 
 if __name__ == "__main__":
