@@ -145,5 +145,5 @@ class Controller:
         try:
             why = f"policy {deployment.to.version} was undone: {deployment.error}"
             self.store.move_back(deployment.to, state.serving.version, who=WHO, why=why)
-        except StalePointer as error:  # somebody was faster; the next turn reads where it is
+        except StalePointer as error:  # it was moved meanwhile; the next turn reads where it is
             log.info("%s", error)

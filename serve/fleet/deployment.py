@@ -37,7 +37,7 @@ _OBJECT_STORE_BYTES: Final = 128 << 20  # requests and answers pass through it o
 
 
 class _Stop(StopSignal):
-    """A signal asks the fleet to end."""
+    """A signal to stop the fleet."""
 
 
 def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
@@ -228,7 +228,7 @@ def _reason() -> str | None:
     if application is None:
         return None
     message = next((found.message for found in application.deployments.values() if found.message), application.message)
-    # A traceback in a traceback; its last line says what it was.
+    # A traceback in a traceback; its last line is the reason.
     return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), None)
 
 
@@ -247,7 +247,7 @@ def _require_free_port(config: ServeConfig) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Raise _Stop at the first signal that asks to end; further ones change nothing."""
+    """Raise _Stop at the first signal to stop; further ones change nothing."""
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -143,7 +143,7 @@ class Member:
         }
 
     def metrics(self) -> bytes:
-        """All replicas' Prometheus texts as one, told apart by the label ``replica``; the others' seconds old."""
+        """All replicas' Prometheus texts as one, distinguished by the label ``replica``; the others' seconds old."""
         texts = reports.read_metrics(self._folder)
         if self._server is not None:
             texts[self.name] = self._server.metrics.render()
@@ -237,7 +237,7 @@ class Member:
 
 
 def _try_out(server: Server, task: Task) -> None:
-    """Have the rows of a policy on trial say so. Before it serves: they may be made at once."""
+    """Label the rows of a policy on trial. To be called before it serves, since rows may come at once."""
     server.trials.set(task.serve.version if task.variant else None, task.variant or "")
 
 

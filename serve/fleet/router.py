@@ -19,7 +19,7 @@ from serve.fleet.proxy_state import configure, set_replica_count
 
 
 class Router(RequestRouter):
-    """A Ray Serve request router; made in each proxy."""
+    """A Ray Serve request router, one in each proxy."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray Serve when replicas came or went."""

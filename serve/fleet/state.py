@@ -37,7 +37,7 @@ class FleetError(RuntimeError):
 
 @dataclass(frozen=True)
 class Instant:
-    """A moment. ``seconds``: of a clock that nobody sets; ``clock`` names it, and no other one's seconds compare.
+    """A moment. ``seconds``: of a monotonic clock; ``clock`` names it, and seconds of two clocks don't compare.
 
     ``wall``: seconds since 1970, for people.
     """

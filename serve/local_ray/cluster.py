@@ -1,6 +1,6 @@
 """A Ray on this machine that belongs to the process that starts it.
 
-It listens on loopback alone, and asks for a token that is made for it alone. Signals don't reach it: its owner ends it,
+It listens on loopback alone, and requires a token of its own. Signals don't reach it: its owner ends it,
 when what runs on it has ended, and nothing of it is left. Ray is imported when one is started.
 """
 
@@ -39,9 +39,9 @@ class LocalRayError(RuntimeError):
 def local_ray(**options: Any) -> Iterator[None]:
     """Start a Ray with these options of ``ray.init``, and end all of its processes when the block ends.
 
-    With ``RAY_AUTH_MODE=disabled`` in the environment it asks for no token.
+    With ``RAY_AUTH_MODE=disabled`` in the environment it requires no token.
 
-    Raises LocalRayError if it does not start, or if others could reach a Ray that asks for no token.
+    Raises LocalRayError if it does not start, or if others could reach a Ray that requires no token.
     """
     with (
         tempfile.TemporaryDirectory(prefix="millrace-ray-") as folder,
@@ -52,7 +52,7 @@ def local_ray(**options: Any) -> Iterator[None]:
         from ray._private import ray_constants
 
         # Ray takes a loopback address for a mistake and replaces it by that of the way out; where it runs no cluster,
-        # which on Linux this constant of its alone says (services.get_node_ip_address), loopback is its own choice.
+        # which on Linux only this constant says (services.get_node_ip_address), it chooses loopback itself.
         is_cluster, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
         try:
             _start(options)
@@ -168,7 +168,7 @@ def _start(options: Mapping[str, Any]) -> None:
 
 
 def _read_environment() -> None:
-    """Have this process forget what it has read of its environment for another Ray, the token among it."""
+    """Have this process read its environment again: it may have read another Ray's, with its token."""
     import ray
 
     compiled: Any = ray._raylet
@@ -186,7 +186,7 @@ def _refuse_exposed() -> None:
     where = f"Ray {ray.__version__} runs on {address}; other machines reach {', '.join(listening) or 'that address'}"
     if os.environ[_AUTH_MODE] == "disabled":
         raise LocalRayError(f"{where}, and {_AUTH_MODE}=disabled lets all of them in: unset {_AUTH_MODE}")
-    log.warning("%s; it takes no call without a token that is made at each start", where)
+    log.warning("%s; it takes no call without a token that is new at each start", where)
 
 
 def _end() -> None:

@@ -56,7 +56,7 @@ class Metrics:
         self.came_to: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
         """The same, for this process to read."""
         self.prompt_tokens = Counter("millrace_prompt_tokens", "Prompt tokens read.", registry=self.registry)
-        self.response_tokens = Counter("millrace_response_tokens", "Response tokens made.", registry=self.registry)
+        self.response_tokens = Counter("millrace_response_tokens", "Response tokens sampled.", registry=self.registry)
         self.responses = Counter(
             "millrace_responses", "Responses recorded, by how they ended.", ("status",), registry=self.registry
         )
@@ -87,7 +87,7 @@ class Metrics:
         self.swaps = Counter("millrace_swaps", "Policy swaps.", ("ok",), registry=self.registry)
         self.hold_seconds = Histogram(
             "millrace_swap_hold_seconds",
-            "Time in a swap for which no token was made.",
+            "Time in a swap for which no token was sampled.",
             buckets=_SWAP_SECONDS,
             registry=self.registry,
         )

@@ -35,8 +35,9 @@ REMEMBERED: Final = 20
 class Swap:
     """One swap as it is recorded; times in milliseconds.
 
-    ``prepare_ms``: while the old policy served; ``hold_ms``: how long no token could be made; ``in_place``: loaded into
-    the live weights, not exchanged; ``probe``: how far the logprobs were from the manifest's, or why that isn't known.
+    ``prepare_ms``: while the old policy served; ``hold_ms``: how long no token could be sampled; ``in_place``: loaded
+    into the live weights, not exchanged; ``probe``: how far the logprobs were from the manifest's, or why that isn't
+    known.
     """
 
     at: str
@@ -131,7 +132,9 @@ class Swapper:
         files = await asyncio.to_thread(read, self.store, pointer.version, check_finite=False)
         self._serving = Weights(self.store.get(pointer.version), files)
         await self.engine.start(self._serving.policy)
-        await self._prove_start()
+        numbers = Numbers.of(self.policy.probe) if self.config.probe else "serve.swap.probe is off"
+        proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
+        log.info("probe of policy %d: %s", self.engine.version, proof)
         await asyncio.to_thread(self._record_served, pointer)
         self._pointer, self._seen, self._since = pointer, pointer.generation, _now()
         self._task = asyncio.create_task(self._follow(), name="swapper")
@@ -238,7 +241,7 @@ class Swapper:
         try:
             why = f"policy {swap.to_version} was refused: {swap.error}"
             back = self.store.move_back(pointer, swap.from_version, who=self.name, why=why)
-        except StalePointer as error:  # somebody was faster; the next look sees where it is
+        except StalePointer as error:  # it was moved meanwhile; the next turn reads where it is
             log.info("%s", error)
         except (PolicyError, OSError) as error:
             log.error("the serving pointer stays at policy %d: %s", pointer.version, error)
@@ -364,11 +367,6 @@ class Swapper:
             in_place=prepared.in_place,
             probe=probe,
         )
-
-    async def _prove_start(self) -> None:
-        numbers = Numbers.of(self._serving.policy.probe) if self.config.probe else "serve.swap.probe is off"
-        proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
-        log.info("probe of policy %d: %s", self.engine.version, proof)
 
     def _compatible(self, old: Policy, version: int) -> Policy:
         policy = self.store.get(version)

@@ -56,6 +56,7 @@ def server_engine(config: EngineConfig, path: Path, stats: dict[str, float]) -> 
 
     Raises IncompatibleVersion, and what vLLM raises.
     """
+    compat.require()  # the versions, before a name is imported that another one may lack
     with environment(_server_variables(config)):
         _silence()
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -63,10 +64,10 @@ def server_engine(config: EngineConfig, path: Path, stats: dict[str, float]) -> 
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        compat.require()  # the names
         from serve.vllm import detokenizer
         from serve.vllm.stat_logger import StatLogger
 
-        compat.require()
         detokenizer.install()
         kv_cache_bytes = config.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if current_platform.is_cpu() else None)
         arguments: dict[str, Any] = {
@@ -105,6 +106,7 @@ def offline_engine(path: Path, *, extra: Mapping[str, Any] | None = None, **argu
     ``extra``: a server's further arguments; those that its asynchronous engine alone takes are left out. What vLLM
     reads from the environment (``engine_variables``) must be set before. Raises as ``server_engine``.
     """
+    compat.require()
     _silence()
     from vllm import LLM, EngineArgs
 

@@ -119,7 +119,7 @@ class Engine:
             await self.generate("warm-up", [0, 0], Sampling(n=2, max_tokens=2, seed=0))
 
     def _boot(self, path: Path) -> None:
-        self._llm = server_engine(self.config, path, self.stats)  # also when nobody waits any more: close() stops it
+        self._llm = server_engine(self.config, path, self.stats)  # so that close() stops it if start was cancelled
 
     async def close(self) -> None:
         """Stop the engine's process. Requests still in flight are lost; may be called twice."""
@@ -260,7 +260,7 @@ class Engine:
         return self._salt
 
     def keep_whole(self, request_id: str, params: SamplingParams) -> None:
-        """Have the scheduler hand over the only response when it is whole; nothing else may look at its tokens."""
+        """Have the scheduler send the only response when it is whole; no one may read its tokens before."""
         params.extra_args = _WHOLE
         self._whole.add(request_id)
 
@@ -270,7 +270,7 @@ class Engine:
         self._whole.discard(request_id)
 
     def read(self, final: RequestOutput, prompt_token_ids: list[int], started: float, *, decoded: bool) -> Generation:
-        """What the only output of a request says. ``decoded``: vLLM made the text; ``started``: time.monotonic()."""
+        """Read the only output of a request. ``decoded``: vLLM has decoded the text; ``started``: time.monotonic()."""
         note, final.kv_transfer_params = final.kv_transfer_params, None  # the scheduler's, and not the client's
         responses = []
         for output in final.outputs:
@@ -363,7 +363,7 @@ class Engine:
             exchange = loop.create_task(llm.collective_rpc("millrace_commit", args=(weights.hashes,)))
             label = loop.create_task(core.set_weight_version_async(str(weights.policy.version)))
             resume = loop.create_task(core.resume_scheduler_async())
-            # Tasks start in the order in which they were made, and send before they wait. So what is sent after this
+            # Tasks start in the order of their creation, and send before they wait. So what is sent after this
             # call comes after the exchange, and what was sent before it before.
             loop.call_soon(self._set_version, weights.policy.version)
             await asyncio.gather(exchange, label, resume)

@@ -111,7 +111,6 @@ class ResponseCollector(_Base):
         return super().schedule(*args, **kwargs)
 
     def add_request(self, request: Request) -> None:
-        """As vLLM's."""
         super().add_request(request)
         parameters = request.sampling_params
         if parameters is not None and parameters.extra_args and MARK in parameters.extra_args:

@@ -34,7 +34,7 @@ class Need:
     strides: tuple[int, ...]
 
     def view(self, parameter: Tensor, box: Box) -> Tensor:
-        """Where ``box``, a part of this need's, lies in the parameter (laid out as the checkpoint has it)."""
+        """Where ``box``, a part of this need's, lies in the parameter (in the checkpoint's layout)."""
         starts = [b0 - n0 for (b0, _), (n0, _) in zip(box, self.box, strict=True)]
         return parameter.data.as_strided(
             [stop - start for start, stop in box],
