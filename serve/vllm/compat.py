@@ -212,8 +212,8 @@ def require() -> None:
         installed = _installed(package)
         if installed != expected:
             raise IncompatibleVersion(
-                f"{package} {installed} is installed, and Millrace uses internals of {package} {expected}: install "
-                f"what requirements-cpu.txt or requirements-gpu.txt pins (make setup), or see ARCHITECTURE.md, "
+                f"{package} {installed or '(none)'} is installed, and Millrace uses internals of {package} {expected}: "
+                "install what requirements-cpu.txt or requirements-gpu.txt pins (make setup), or see ARCHITECTURE.md, "
                 f"Moving to a new {_title(package)}"
             )
     for name, (attributes, why) in USES.items():
