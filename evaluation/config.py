@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from feedback.settings_base import Section
-from serve.local_ray.cluster import loopback_sockets
 
 MIB = 1024 * 1024
 
@@ -93,17 +91,3 @@ class EvaluationConfig(Section):
         if self.gate.max_kl is not None and self.kl_samples == 0:
             raise ValueError("gate.max_kl needs kl_samples of 1 or more: without samples no KL is measured")
         return self
-
-
-def prepare_environment(config: EngineConfig) -> None:
-    """Set what vLLM reads from the environment; call it before vLLM is imported.
-
-    One rank runs in this process: a second process would take seconds to start and buys an offline batch nothing.
-    """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if config.tensor_parallel_size == 1 else "1"
-    os.environ["VLLM_LOGGING_LEVEL"] = config.log_level
-    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"  # stdout belongs to the caller
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"
-    # Left to itself gloo listens on whatever address the machine's name has.
-    for name, value in loopback_sockets().items():
-        os.environ.setdefault(name, value)

@@ -1,27 +1,28 @@
-"""The offline engine: the only place where evaluation touches vLLM. vLLM is imported when an engine starts."""
+"""The offline engine of an evaluation. vLLM is imported when one starts."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from evaluation.config import EngineConfig, prepare_environment
+from evaluation.config import EngineConfig
 from serve.policies.folder import compute_dtype
-from serve.vllm.prefill import prefill_arguments
+from serve.vllm.boot import engine_variables, offline_engine, sampling_params
 
 TokenIds = list[int]
 
 
 class EngineError(RuntimeError):
-    """The engine can't do what was asked; the text says what and why."""
+    """The engine can't do what was requested; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Done:
-    """The answers to a Work, in its order. ``scored`` [i] holds one log-probability a response token."""
+    """The answers to a Work, in its order. ``scored`` [i] holds one log-probability per response token."""
 
     greedy: list[Generation]
     sampled: list[Generation]
@@ -60,29 +61,24 @@ class OfflineEngine:
     """One policy in vLLM, in this process. Use as a context manager: leaving it frees what vLLM holds."""
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
-        prepare_environment(config)
+        one_process = config.tensor_parallel_size == 1
+        variables = engine_variables(config.log_level, one_process=one_process, one_machine=True)
+        os.environ.update(variables | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"})  # stdout belongs to the caller
         gc.collect()  # an engine closed before this one leaves reference cycles that hold its weights
-        # Ten seconds of import, which an evaluation that the cache answers never pays.
-        from vllm import LLM, EngineArgs
-
         self._eager = config.enforce_eager
-        own = {
-            "model": str(path),
-            "dtype": compute_dtype(path, config.dtype),
-            "max_model_len": -1 if config.max_model_len is None else config.max_model_len,
-            "max_num_seqs": config.max_num_seqs,
-            "max_num_batched_tokens": config.max_batched_tokens,
-            "kv_cache_memory_bytes": config.kv_cache_bytes,
-            "tensor_parallel_size": config.tensor_parallel_size,
-            "distributed_executor_backend": "uni" if config.tensor_parallel_size == 1 else "mp",
-            "enforce_eager": config.enforce_eager,
-            "use_tqdm_on_load": False,
-            **prefill_arguments(),
-        }
-        # The server's extra arguments may be of its asynchronous engine alone: how it logs.
-        known = {field.name for field in fields(EngineArgs)}
-        extra = {name: value for name, value in (config.extra or {}).items() if name in known}
-        self._llm: Any = LLM(**extra | own)
+        self._llm: Any = offline_engine(
+            path,
+            extra=config.extra,
+            dtype=compute_dtype(path, config.dtype),
+            max_model_len=-1 if config.max_model_len is None else config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_batched_tokens,
+            kv_cache_memory_bytes=config.kv_cache_bytes,
+            tensor_parallel_size=config.tensor_parallel_size,
+            distributed_executor_backend="uni" if one_process else "mp",
+            enforce_eager=config.enforce_eager,
+            use_tqdm_on_load=False,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +92,7 @@ class OfflineEngine:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
 
-    def _stance(self) -> AbstractContextManager[Any]:
+    def _compile_mode(self) -> AbstractContextManager[Any]:
         """enforce_eager keeps vLLM from compiling the model, but not the sampler: that costs up to 8 s on two cores."""
         import torch
 
@@ -131,25 +127,19 @@ class OfflineEngine:
 
     def run(self, work: Work, *, max_tokens: int, seed: int) -> Done:
         """Do all of ``work`` in one batch. ``seed`` decides the sampled responses (each has its own generator)."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        common: dict[str, Any] = {"flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
-        greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=0, **common)
+        greedy = sampling_params(temperature=0.0, max_tokens=max_tokens)
         sampled = [
-            SamplingParams(
-                temperature=1.0, seed=seed + i, max_tokens=max_tokens, logprobs=0, detokenize=False, **common
-            )
+            sampling_params(temperature=1.0, seed=seed + i, max_tokens=max_tokens, detokenize=False)
             for i in range(len(work.sampled))
         ]
         # vLLM scores a prompt's tokens on the way to a next one, which is thrown away: the pair must leave room for it.
-        score = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, **common)
+        score = sampling_params(temperature=0.0, max_tokens=1, logprobs=None, prompt_logprobs=0, detokenize=False)
         room = self.max_model_len - 1
         prompts = [*work.greedy, *work.sampled, *((prompt + response)[:room] for prompt, response in work.scored)]
         if not prompts:
             return Done([], [], [])
         params = [greedy] * len(work.greedy) + sampled + [score] * len(work.scored)
-        with self._stance():
+        with self._compile_mode():
             outputs = self._llm.generate(
                 [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=sys.stderr.isatty()
             )
@@ -158,7 +148,7 @@ class OfflineEngine:
             greedy=[_generation(output.outputs[0]) for output in outputs[:first]],
             sampled=[_generation(output.outputs[0]) for output in outputs[first:second]],
             scored=[
-                _prompt_logprobs(output.prompt_logprobs, output.prompt_token_ids)[len(prompt) :]
+                _chosen(output.prompt_logprobs, output.prompt_token_ids)[len(prompt) :]
                 for output, (prompt, _) in zip(outputs[second:], work.scored, strict=True)
             ],
         )
@@ -166,17 +156,14 @@ class OfflineEngine:
 
 def _generation(output: Any) -> Generation:
     token_ids = list(output.token_ids)
-    logprobs = _chosen(output.logprobs, token_ids)
-    return Generation(output.text or "", token_ids, logprobs, output.finish_reason)
-
-
-def _prompt_logprobs(flat: Any, token_ids: TokenIds) -> NDArray[np.float32]:
-    """Log-probability of each prompt token given those before it; the first, which has none, is NaN."""
-    return _chosen(flat, token_ids)
+    return Generation(output.text or "", token_ids, _chosen(output.logprobs, token_ids), output.finish_reason)
 
 
 def _chosen(flat: Any, token_ids: TokenIds) -> NDArray[np.float32]:
-    """The log-probability of the token at each position: vLLM lists it first, other candidates after it."""
+    """The log-probability of each token given those before it; NaN where vLLM has none, at a prompt's first token.
+
+    vLLM lists a position's token first and other candidates after it.
+    """
     found = np.full(len(token_ids), np.nan, dtype=np.float32)
     for i, (start, end, token) in enumerate(zip(flat.start_indices, flat.end_indices, token_ids, strict=True)):
         if start < end:

@@ -41,7 +41,7 @@ from serve.middleware.request_context import Doors
 from serve.observability import log_format
 from serve.observability.metrics import Metrics
 from serve.policies.store import PolicyStore
-from serve.swap.swapper import Orders, Swap, Swapper
+from serve.swap.swapper import DesiredState, Swap, Swapper
 from serve.vllm.engine import Engine, EngineError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Server:
         self,
         config: ServeConfig,
         feedback_config: FeedbackConfig,
-        orders: Callable[[], Orders] | None = None,
+        orders: Callable[[], DesiredState] | None = None,
         engine: Engine | None = None,
     ) -> None:
         """``orders``: what to serve, where that is not the store's pointer alone. ``engine``: in vLLM's place."""
@@ -84,7 +84,7 @@ class Server:
             config.swap,
             Path(config.replicas) / f"{config.replica_name}.jsonl",
             observe=self._observe_swap,
-            orders=orders,
+            desired_state=orders,
             name=config.replica_name,
         )
         self._journal_folder = Path(feedback_config.journal.folder)
@@ -303,7 +303,7 @@ def _recording() -> Iterator[None]:
 def create_app(
     config: ServeConfig,
     feedback_config: FeedbackConfig,
-    orders: Callable[[], Orders] | None = None,
+    orders: Callable[[], DesiredState] | None = None,
     server: Server | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops everything; ``app.state.server`` has the parts."""

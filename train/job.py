@@ -13,6 +13,7 @@ from typing import Any
 
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyStore
+from serve.vllm import compat
 from train import dataflows
 from train.checkpoint.layout import CheckpointError
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
@@ -44,11 +45,13 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
     erased meanwhile (train/run/erasures.py), ends early: the result has no candidate, and the reason.
 
     Raises:
+        serve.vllm.compat.IncompatibleVersion: an installed package is not the one whose internals are used.
         train.controller.worker_group.WorkerError: a worker failed; nothing is published.
         train.checkpoint.layout.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.observe.hooks.HookError: a hook or tracker of the config failed.
         feedback.scoring.sources.rules.RuleError: the reward failed, or returned something else than rewards.
     """
+    compat.require()
     with only_run(context):
         store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
         begun = begin(config, context, store, lake)

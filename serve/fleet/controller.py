@@ -1,6 +1,6 @@
-"""The one that drives rollouts: it looks, takes one step, keeps it, and looks again.
+"""Drives deployments: it reads records and reports, takes one step, records it, and reads again.
 
-It holds no state of its own. Killed at any moment, it is started again and goes on from the record.
+It holds no state of its own. Killed at any moment and started again, it goes on from the record.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from feedback.files import make_folder, try_lock
 from serve.config import FleetConfig
 from serve.fleet.planner import NOTHING, next_step
 from serve.fleet.reports import Report, reports
-from serve.fleet.state import FleetError, FleetRecord, FleetState, Instant, Rollout, instant
+from serve.fleet.state import Deployment, FleetError, FleetRecord, FleetState, Instant, instant
 from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged, StalePointer
 
 log = logging.getLogger(__name__)
@@ -67,13 +67,13 @@ class Controller:
         return self.record.read() or state
 
     def close(self) -> None:
-        """Let another one be the controller."""
+        """Let another process be the controller."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
     def run(self, stop: threading.Event, seconds: float) -> None:
-        """Take steps until ``stop`` is set; what can't be read is told and looked at again."""
+        """Take steps until ``stop`` is set; what can't be read is logged and read again."""
         wrong = None
         while not stop.wait(seconds):
             try:
@@ -81,8 +81,8 @@ class Controller:
                     pass
                 wrong = None
             except (PolicyError, OSError, ValueError, TypeError) as error:
-                if str(error) != wrong:  # once, not at every look
-                    log.error("the rollout can't go on: %s", error)
+                if str(error) != wrong:  # once, not at every turn
+                    log.error("the deployment can't go on: %s", error)
                 wrong = str(error)
 
     def turn(self) -> bool:
@@ -94,17 +94,17 @@ class Controller:
         state, pointer = self.record.read(), self.store.serving()
         if state is None or pointer is None:
             raise PolicyError(f"the fleet's record or the serving pointer is gone from {self.store.root}")
-        told = reports(self.folder)
-        served = self._served() if state.rollout is not None else ()
-        step = next_step(state, pointer, told, served, self.config, self._clock())
-        if step.said:
-            log.info("%s", step.said)
-        self._record_served((step.state or state).serving, told)
+        reported = reports(self.folder)
+        served = self._served() if state.deployment is not None else ()
+        step = next_step(state, pointer, reported, served, self.config, self._clock())
+        if step.message:
+            log.info("%s", step.message)
+        self._record_served((step.state or state).serving, reported)
         if step.back:
-            assert state.rollout is not None
-            self._move_back(state, state.rollout)
+            assert state.deployment is not None
+            self._move_back(state, state.deployment)
         elif step.state is not None:
-            self._keep(state, step.state)
+            self._write(state, step.state)
         return step != NOTHING
 
     def _served(self) -> Collection[int]:
@@ -119,44 +119,44 @@ class Controller:
         self._damage = None
         return served
 
-    def _record_served(self, serving: Pointer, told: Sequence[Report]) -> None:
+    def _record_served(self, serving: Pointer, reported: Sequence[Report]) -> None:
         """Put on record that the fleet serves what it is settled on, so that it can be rolled back to."""
         if self._recorded == serving.generation:
             return
         at = (serving.version, serving.generation)
-        if any(r.state == "ready" and r.unready is None and (r.version, r.generation) == at for r in told):
+        if any(r.state == "ready" and r.unready is None and (r.version, r.generation) == at for r in reported):
             self.store.record_outcome(serving, served=True, by=WHO)
             self._recorded = serving.generation
 
-    def ask_to_stop(self) -> None:
-        """Have all replicas end what they have at work, within serve.drain_timeout_s."""
+    def request_stop(self) -> None:
+        """Have all replicas finish their requests, within serve.drain_timeout_s."""
         with self._turn:
             if (state := self.record.read()) is not None:
                 self.record.write(replace(state, stopping=True))
 
-    def _keep(self, before: FleetState, after: FleetState) -> None:
-        rollout = before.rollout
-        if rollout is not None and after.rollout is None:
+    def _write(self, before: FleetState, after: FleetState) -> None:
+        deployment = before.deployment
+        if deployment is not None and after.deployment is None:
             self.record.append_history(
                 {
                     "from": before.serving.version,
-                    "to": rollout.to.version,
-                    "generation": rollout.to.generation,
-                    "outcome": "undone" if rollout.phase == "undoing" else "done",
-                    "error": rollout.error,
-                    "unproven": rollout.unproven,
-                    "who": rollout.to.who,
-                    "why": rollout.to.why,
-                    "started": rollout.started,
-                    "seconds": round(self._clock().wall - rollout.started, 3),
-                    "canaries": list(rollout.canaries),
+                    "to": deployment.to.version,
+                    "generation": deployment.to.generation,
+                    "outcome": "undone" if deployment.phase == "undoing" else "done",
+                    "error": deployment.error,
+                    "unproven": deployment.unproven,
+                    "who": deployment.to.who,
+                    "why": deployment.to.why,
+                    "started": deployment.started,
+                    "seconds": round(self._clock().wall - deployment.started, 3),
+                    "canaries": list(deployment.canaries),
                 }
             )
         self.record.write(after)
 
-    def _move_back(self, state: FleetState, rollout: Rollout) -> None:
+    def _move_back(self, state: FleetState, deployment: Deployment) -> None:
         try:
-            why = f"policy {rollout.to.version} was undone: {rollout.error}"
-            self.store.move_back(rollout.to, state.serving.version, who=WHO, why=why)
-        except StalePointer as error:  # somebody was faster; the next look sees where it is
+            why = f"policy {deployment.to.version} was undone: {deployment.error}"
+            self.store.move_back(deployment.to, state.serving.version, who=WHO, why=why)
+        except StalePointer as error:  # it was moved meanwhile; the next turn reads where it is
             log.info("%s", error)

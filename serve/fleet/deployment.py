@@ -36,7 +36,7 @@ _OBJECT_STORE_BYTES: Final = 128 << 20  # requests and answers pass through it o
 
 
 class _Stop(StopSignal):
-    """A signal asks the fleet to end."""
+    """A signal to stop the fleet."""
 
 
 def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
@@ -52,15 +52,15 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     log.info("%s", keyring.describe())
     controller = Controller(PolicyStore(Path(config.policies)), Path(config.replicas), config.fleet)
     stop = threading.Event()
-    ray_life = ExitStack()
+    ray_stack = ExitStack()
     try:
         with _signals():
             state = controller.open()
             log.info("policy %d is what the fleet serves", state.serving.version)
             _require_free_port(config)
-            ray_life.enter_context(_ray(config.fleet))
+            ray_stack.enter_context(_ray(config.fleet))
             driver = threading.Thread(
-                target=controller.run, args=(stop, config.swap.poll_seconds), name="rollout", daemon=True
+                target=controller.run, args=(stop, config.swap.poll_seconds), name="fleet controller", daemon=True
             )
             driver.start()
             _deploy(config, feedback_config)
@@ -70,7 +70,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     finally:
         with _ignored_signals():
             _end(controller, config)
-            ray_life.close()
+            ray_stack.close()
             stop.set()
             controller.close()
 
@@ -115,14 +115,14 @@ def _ray(config: FleetConfig) -> Iterator[None]:
 
 
 def _deploy(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
-    """Start the replicas and wait until they serve. Raises FleetError with what they say if they can't."""
+    """Start the replicas and wait until they serve. Raises FleetError with their reason if they can't."""
     from ray import serve as ray_serve
     from ray.serve.config import HTTPOptions
     from ray.serve.schema import LoggingConfig
 
-    from serve.fleet.rate_limit_store import start_keeper
+    from serve.fleet.rate_limit_store import start_store
 
-    start_keeper()
+    start_store()
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     ray_serve.start(
         http_options=HTTPOptions(
@@ -185,7 +185,7 @@ def _deployment(config: ServeConfig, logging_config: Any) -> Any:
 
 
 def _watch() -> None:
-    """Return never; say when the replicas' number or state changes."""
+    """Never returns; logs when the replicas' number or state changes."""
     from ray import serve as ray_serve
 
     before = None
@@ -206,12 +206,12 @@ def _end(controller: Controller, config: ServeConfig) -> None:
         return
     from ray import serve as ray_serve
 
-    from serve.fleet.rate_limit_store import end_keeper
+    from serve.fleet.rate_limit_store import end_store
 
     try:
-        controller.ask_to_stop()
+        controller.request_stop()
         ray_serve.delete(APPLICATION)  # before the proxies go, through which the answers go
-        end_keeper()
+        end_store()
         if config.fleet.ray_address is None:
             ray_serve.shutdown()
     except Exception as error:  # noqa: BLE001 - whatever of it failed, Ray must end too
@@ -225,9 +225,9 @@ def _reason() -> str | None:
     application = ray_serve.status().applications.get(APPLICATION)
     if application is None:
         return None
-    told = next((found.message for found in application.deployments.values() if found.message), application.message)
-    # A traceback in a traceback; its last line says what it was.
-    return next((line.strip() for line in reversed(told.splitlines()) if line.strip()), None)
+    message = next((found.message for found in application.deployments.values() if found.message), application.message)
+    # A traceback in a traceback; its last line is the reason.
+    return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), None)
 
 
 def _require_free_port(config: ServeConfig) -> None:
@@ -245,7 +245,7 @@ def _require_free_port(config: ServeConfig) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Raise _Stop at the first signal that asks to end; further ones change nothing."""
+    """Raise _Stop at the first signal to stop; further ones change nothing."""
     stopped = False
 
     def stop(number: int, frame: FrameType | None) -> None:

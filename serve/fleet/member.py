@@ -8,17 +8,22 @@ import os
 import re
 import time
 import uuid
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
 from serve.config import ServeConfig
 from serve.fleet import reports
-from serve.fleet.metrics_merge import merge
 from serve.fleet.reports import Name, Report
 from serve.fleet.state import FleetRecord, FleetState, Task, task_of
 from serve.policies.store import PolicyError
-from serve.swap.swapper import Orders
+from serve.swap.swapper import DesiredState
 
 if TYPE_CHECKING:
     from serve.app import Server
@@ -29,7 +34,7 @@ _METRICS_SECONDS: Final = 2.0
 
 
 class Member:
-    """One replica of a fleet. ``orders`` is what its swapper follows; ``run`` reports until it is cancelled."""
+    """One replica of a fleet. ``desired_state`` is what its swapper follows; ``run`` reports until it is cancelled."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Take a name. Raises PolicyError if there is no fleet's record to follow, FleetError if no name is free."""
@@ -41,7 +46,7 @@ class Member:
         self._report = Report(self._name.name, uuid.uuid4().hex, "starting")
         self._server: Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._tell(self._report)
+        self._write_report(self._report)
 
     @property
     def name(self) -> str:
@@ -59,10 +64,10 @@ class Member:
         ]
 
     def stop(self, state: Literal["stopping"] = "stopping") -> None:
-        """Report no more, take part in no rollout."""
+        """Report no more, take part in no deployment."""
         for task in self._tasks:
             task.cancel()
-        self._tell(replace(self._report, state=state))
+        self._write_report(replace(self._report, state=state))
 
     def release(self) -> None:
         """Give the name up."""
@@ -70,13 +75,13 @@ class Member:
 
     # What the replica follows
 
-    def orders(self) -> Orders:
+    def desired_state(self) -> DesiredState:
         """What to serve and what to prepare. Raises PolicyError or OSError if the record can't be read."""
         self._state = self._read()
         task = task_of(self._state, self.name)
         if self._server is not None:
             _try_out(self._server, task)
-        return Orders(task.serve, task.prepare)
+        return DesiredState(task.serve, task.prepare)
 
     def lost(self) -> str | None:
         """Why this replica should be replaced: the fleet is where it can't follow. None if all is well."""
@@ -94,17 +99,17 @@ class Member:
     def routing(self) -> dict[str, Any]:
         """What the router must know of this replica; Ray hands it on."""
         server = self._server
-        told: dict[str, Any] = {"ready": server is not None and server.unready() is None}
-        rollout = self._state.rollout
-        if server is not None and rollout is not None and (variant := server.trials.label) is not None:
-            told |= {"variant": variant, "share": rollout.share, "salt": rollout.to.generation}
-        return told
+        stats: dict[str, Any] = {"ready": server is not None and server.unready() is None}
+        deployment = self._state.deployment
+        if server is not None and deployment is not None and (variant := server.trials.label) is not None:
+            stats |= {"variant": variant, "share": deployment.share, "salt": deployment.to.generation}
+        return stats
 
-    # What clients are told
+    # What clients see
 
     def policy(self) -> dict[str, Any]:
         """``GET /policy`` of the fleet. ``version``: what all of it serves; ``replicas``: what each does."""
-        state, rollout = self._state, self._state.rollout
+        state, deployment = self._state, self._state.deployment
         return {
             "version": state.serving.version,
             "previous": state.serving.previous,
@@ -113,22 +118,22 @@ class Member:
             "failed": state.failed,
             "phase": state.phase,
             "rollout": None
-            if rollout is None
+            if deployment is None
             else {
-                "to": rollout.to.version,
-                "generation": rollout.to.generation,
-                "canaries": list(rollout.canaries),
-                "share": rollout.share,
-                "held": rollout.held,
-                "done": list(rollout.done),
-                "error": rollout.error,
+                "to": deployment.to.version,
+                "generation": deployment.to.generation,
+                "canaries": list(deployment.canaries),
+                "share": deployment.share,
+                "held": deployment.held,
+                "done": list(deployment.done),
+                "error": deployment.error,
             },
             "replicas": {
                 report.name: {
                     "state": "unready" if report.state == "ready" and report.unready else report.state,
                     "version": report.version,
                     "variant": report.variant,
-                    "prepared": report.prepared is not None and rollout is not None,
+                    "prepared": report.prepared is not None and deployment is not None,
                     "unready": report.unready,
                     "requests": report.requests,
                     "failures": report.failures,
@@ -138,7 +143,7 @@ class Member:
         }
 
     def metrics(self) -> bytes:
-        """All replicas' Prometheus texts as one, told apart by the label ``replica``; the others' seconds old."""
+        """All replicas' Prometheus texts as one, distinguished by the label ``replica``; the others' seconds old."""
         texts = reports.read_metrics(self._folder)
         if self._server is not None:
             texts[self.name] = self._server.metrics.render()
@@ -170,7 +175,7 @@ class Member:
             asyncio.get_running_loop().call_later(server.config.drain_timeout_s, self._cut_off)
         report = self._report_of(server)
         if report != self._report:
-            self._tell(report)
+            self._write_report(report)
 
     def _report_of(self, server: Server) -> Report:
         status, prepared = server.swapper.status(), server.swapper.prepared
@@ -208,7 +213,7 @@ class Member:
                 log.error("%s can't leave its metrics: %s", self.name, error)
             await asyncio.sleep(_METRICS_SECONDS)
 
-    def _tell(self, report: Report) -> None:
+    def _write_report(self, report: Report) -> None:
         reports.write_report(self._folder, replace(report, at=time.time()))
         self._report = report
 
@@ -232,7 +237,7 @@ class Member:
 
 
 def _try_out(server: Server, task: Task) -> None:
-    """Have the rows of a policy on trial say so. Before it serves: they may be made at once."""
+    """Label the rows of a policy on trial. To be called before it serves, since rows may come at once."""
     server.trials.set(task.serve.version if task.variant else None, task.variant or "")
 
 
@@ -240,3 +245,24 @@ def _counts(server: Server) -> tuple[int, int]:
     """(requests that were answered, or failed; those of them that failed). Refused and abandoned ones don't count."""
     came_to = server.metrics.came_to
     return came_to["complete"] + came_to["failed"], came_to["failed"]
+
+
+def merge(texts: Mapping[str, bytes]) -> bytes:
+    """Prometheus texts by replica as one, each sample labelled with its replica; a metric comes once."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Merged(texts))
+    return generate_latest(registry)
+
+
+class _Merged(Collector):
+    def __init__(self, texts: Mapping[str, bytes]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        merged: dict[str, Metric] = {}
+        for replica in sorted(self._texts):
+            for family in text_string_to_metric_families(self._texts[replica].decode()):
+                metric = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    metric.samples.append(sample._replace(labels={**sample.labels, "replica": replica}))
+        yield from merged.values()

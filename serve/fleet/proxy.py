@@ -1,9 +1,9 @@
 """What Ray Serve's proxies do themselves: read bodies, and answer where no replica does. Imports no torch and no vLLM.
 
 A body is read here, whole, before its request takes a place in a replica: Ray Serve would have it read from there. So
-who asks is looked at here before that; a replica looks again, and at requests without a body too. A proxy answers
-instead of a replica when there is none, when all queues are full, and when a replica dies with the request. All of
-these are 503: what was not answered is not promised, and may be asked again.
+its sender is authenticated here first; a replica does it again, also for requests without a body. A proxy answers in
+place of a replica when there is none, when all queues are full, and when a replica dies with the request. All of these
+are 503: the request was not answered, and may be sent again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.fleet.proxy_state import entrance, has_body, nobody_is_there
+from serve.fleet.proxy_state import body_reader, has_body, has_no_replica
 from serve.http import Problem
 from serve.middleware.connections import BoundedHttp
 from serve.observability import log_format
@@ -38,7 +38,8 @@ def bound_connections() -> None:
     """Have the uvicorn that Ray Serve starts in this process use our protocol, and no websockets.
 
     Ray Serve makes its uvicorn.Config without saying which (``ray.serve._private.http_util.start_asgi_http_server``),
-    and takes none from outside, so "auto" means ours here. Raises RuntimeError where uvicorn does not look there.
+    and takes none from outside, so "auto" means ours here. Raises RuntimeError if uvicorn takes its protocols from
+    elsewhere.
     """
     uvicorn.config.HTTP_PROTOCOLS["auto"] = "serve.middleware.connections:BoundedHttp"
     uvicorn.config.WS_PROTOCOLS["auto"] = None
@@ -57,9 +58,9 @@ class Explained:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith(_OWN_PATHS):
             return await self.app(scope, receive, send)
-        if nobody_is_there():  # Ray Serve would have the request wait until there is one
+        if has_no_replica():  # Ray Serve would have the request wait until there is one
             return await _answer(_absent("no replica is there at the moment; ask again"), scope, receive, send)
-        if (reader := entrance()) is None:
+        if (reader := body_reader()) is None:
             if has_body(scope):  # Ray Serve would read it without a bound
                 return await _answer(_absent("the proxy is starting; ask again"), scope, receive, send)
         else:

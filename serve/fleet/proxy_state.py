@@ -1,6 +1,6 @@
-"""What a proxy's router tells the proxy around it. Imports no torch and no vLLM.
+"""State that a proxy's router shares with the proxy around it. Imports no torch and no vLLM.
 
-A module of its own: Ray Serve pickles the router's by value, so that what is kept there is not what others import.
+A module of its own: Ray Serve pickles the router's module by value, so its globals are not those that others import.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from serve.middleware.bodies import Bodies
 from serve.middleware.principals import Keyring
 
 _replicas: int | None = None
-_entrance: Entrance | None = None
+_body_reader: BodyReader | None = None
 
 
-class Entrance:
+class BodyReader:
     """Which bodies a proxy reads, and how."""
 
     def __init__(self, config: ServeConfig) -> None:
@@ -33,7 +33,7 @@ class Entrance:
     async def read(self, scope: Scope, receive: Receive) -> bytes:
         """A request's body, if its sender may have it read: strangers must not take the room of others' bodies.
 
-        Raises Problem 401, 403 or 421; 503 while nobody knows who may; as ``Bodies.read``.
+        Raises Problem 401, 403 or 421; 503 while the keys can't be read; as ``Bodies.read``.
         """
         if self._following is None:
             self._following = asyncio.create_task(self._keyring.follow(), name="keys")
@@ -52,24 +52,24 @@ def has_body(scope: Scope) -> bool:
     )
 
 
-def tell_replicas(number: int) -> None:
+def set_replica_count(number: int) -> None:
     """How many replicas there are."""
     global _replicas
     _replicas = number
 
 
-def tell_config(config: dict[str, Any]) -> None:
-    """The server's settings, as JSON values: as far as they say who may ask, and how much."""
-    global _entrance
-    if _entrance is None:
-        _entrance = Entrance(ServeConfig(**config))
+def configure(config: dict[str, Any]) -> None:
+    """The server's settings of keys and limits, as JSON values."""
+    global _body_reader
+    if _body_reader is None:
+        _body_reader = BodyReader(ServeConfig(**config))
 
 
-def nobody_is_there() -> bool:
-    """Whether this process's router knows that there is no replica: a request would wait for one."""
+def has_no_replica() -> bool:
+    """Whether this process's router has no replica: a request would wait for one."""
     return _replicas == 0
 
 
-def entrance() -> Entrance | None:
-    """None while this process's router is not there, and the settings are not known."""
-    return _entrance
+def body_reader() -> BodyReader | None:
+    """None until this process's router has called ``configure``."""
+    return _body_reader

@@ -1,9 +1,8 @@
-"""The limits of keys in a fleet: one process has all buckets, the keeper, and every replica pays there.
+"""The rate-limit store of a fleet: one process has the token buckets of all keys, and every replica takes from them.
 
 What it guarantees: a key gets what its limit says of the whole fleet, whichever replicas its requests go to, through
-however many proxies on however many nodes, while replicas come and go. A keeper that dies is started again by Ray, and
-begins with full buckets; what is asked meanwhile waits for it. A request that could not be counted in time gets 503. A
-key without limits asks nobody.
+however many proxies on however many nodes, while replicas come and go. A store that dies is started again by Ray, with
+full buckets; requests wait for it. One that could not be counted in time gets 503. A key without limits needs no store.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ log = logging.getLogger(__name__)
 
 _NAME: Final = "millrace limits"
 _NAMESPACE: Final = "millrace"
-_TIMEOUT_S: Final = 5.0  # a keeper that is started anew takes two or three
+_TIMEOUT_S: Final = 5.0  # a store that is started anew takes two or three
 _RETRY_AFTER_S: Final = 2.0
 
 
-class Keeper:
-    """The process with the buckets: a Ray actor, one a fleet."""
+class RateLimitStore:
+    """The process with the buckets: a Ray actor, one per fleet."""
 
     def __init__(self) -> None:
         self._buckets = Buckets()
@@ -41,39 +40,39 @@ class Keeper:
         self._buckets.give_back(name, amount)
 
 
-def start_keeper() -> None:
-    """Have the fleet's keeper run. Like the replicas, it outlives the process that started it, until ``end_keeper``."""
-    ray.remote(Keeper).options(
+def start_store() -> None:
+    """Have the fleet's store run. Like the replicas, it outlives the process that started it, until ``end_store``."""
+    ray.remote(RateLimitStore).options(
         name=_NAME,
         namespace=_NAMESPACE,
         lifetime="detached",
         get_if_exists=True,
         num_cpus=0,
         max_restarts=-1,
-        max_task_retries=-1,  # by a keeper that begins anew, so nothing is paid twice
+        max_task_retries=-1,  # the store then begins anew, so nothing is taken twice
     ).remote()
 
 
-def end_keeper() -> None:
+def end_store() -> None:
     """End it, if it is there."""
     try:
         ray.kill(ray.get_actor(_NAME, namespace=_NAMESPACE))
     except ValueError:
-        log.debug("there is no keeper of limits to be ended")
+        log.debug("there is no rate-limit store to end")
 
 
 class FleetBuckets:
-    """The keeper's buckets, as a replica pays from them (``serve.middleware.rate_limits.SharedBuckets``)."""
+    """The store's buckets, as a replica takes from them (``serve.middleware.rate_limits.SharedBuckets``)."""
 
     def __init__(self) -> None:
-        """Raises ValueError if there is no keeper."""
-        self._keeper = ray.get_actor(_NAME, namespace=_NAMESPACE)
+        """Raises ValueError if there is no store."""
+        self._store = ray.get_actor(_NAME, namespace=_NAMESPACE)
 
     async def take(self, name: BucketName, rate: float, capacity: float, amount: float) -> tuple[float, float]:
-        """As ``Buckets.take``. Raises Problem 503 if the keeper doesn't answer in time."""
+        """As ``Buckets.take``. Raises Problem 503 if the store doesn't answer in time."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
-                wait, level = await self._keeper.take.remote(name, rate, capacity, amount)
+                wait, level = await self._store.take.remote(name, rate, capacity, amount)
         except (RayError, TimeoutError) as error:
             log.error("the fleet's limits can't be counted: %s: %s", type(error).__name__, error)
             reason = "the limits of keys can't be counted at the moment; ask again"
@@ -81,5 +80,5 @@ class FleetBuckets:
         return wait, level
 
     def give_back(self, name: BucketName, amount: float) -> None:
-        """As ``Buckets.give_back``. Nobody waits for it: a keeper that never hears of it begins with full buckets."""
-        self._keeper.give_back.remote(name, amount)
+        """As ``Buckets.give_back``. Nobody waits for it: a store that never hears of it begins with full buckets."""
+        self._store.give_back.remote(name, amount)

@@ -11,10 +11,11 @@ from feedback.config import FeedbackConfig
 from serve.config import ServeConfig
 from serve.fleet.member import Member
 from serve.observability import log_format
+from serve.vllm import compat
 
 
 class Replica:
-    """What Ray Serve starts, asks for its health, and ends. The server's config comes as JSON values."""
+    """What Ray Serve starts, checks, and ends. The server's config comes as JSON values."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
         self, config: dict[str, Any], feedback_config: FeedbackConfig
@@ -24,17 +25,17 @@ class Replica:
         from serve.fleet.rate_limit_store import FleetBuckets
 
         _listen_on_its_own_address_alone()
-        given = ServeConfig(**config)
+        settings = ServeConfig(**config)
         logging.getLogger().handlers.clear()
-        log_format.configure(given.log_format)
-        self.member = Member(given)
+        log_format.configure(settings.log_format)
+        self.member = Member(settings)
         try:
-            named = given.model_copy(update={"replica_name": self.member.name})
-            self.application = create_app(named, feedback_config, orders=self.member.orders)
+            named = settings.model_copy(update={"replica_name": self.member.name})
+            self.application = create_app(named, feedback_config, orders=self.member.desired_state)
             self.server: Server = self.application.state.server
             self.server.limiter.shared = FleetBuckets()
-            self._life = self.application.router.lifespan_context(self.application)
-            await self._life.__aenter__()
+            self._lifespan = self.application.router.lifespan_context(self.application)
+            await self._lifespan.__aenter__()
         except BaseException:
             self.member.release()
             raise
@@ -64,11 +65,11 @@ class Replica:
 
     async def __del__(self) -> None:
         """Called by Ray Serve once the requests at work are done: stop the engine, seal what was recorded."""
-        if not hasattr(self, "_life"):
+        if not hasattr(self, "_lifespan"):
             return
         self.member.stop()
         try:
-            await self._life.__aexit__(None, None, None)
+            await self._lifespan.__aexit__(None, None, None)
         finally:
             self.member.release()
 
@@ -77,17 +78,13 @@ def _listen_on_its_own_address_alone() -> None:
     """Have Ray Serve's gRPC server beside this replica listen on the address of its node in Ray.
 
     It opens it on "[::]:0" (Replica._on_initialized in ray.serve._private.replica, which runs after this), though
-    nothing calls it here, and would unpickle what comes. Raises RuntimeError if that can't be changed.
+    nothing calls it here, and would unpickle what comes. Raises IncompatibleVersion if that can't be changed.
     """
     import ray
     from ray._common.network_utils import build_address
     from ray._common.tls_utils import add_port_to_grpc_server
     from ray.serve._private import replica
 
-    if not hasattr(replica, "add_port_to_grpc_server"):
-        raise RuntimeError(
-            f"Ray {ray.__version__} opens a replica's gRPC server otherwise than Ray 2.60: see where, in "
-            "ray.serve._private.replica, and have it listen on the node's address alone"
-        )
+    compat.require()
     own = build_address(ray.util.get_node_ip_address(), 0)
     replica.add_port_to_grpc_server = lambda server, everywhere: add_port_to_grpc_server(server, own)

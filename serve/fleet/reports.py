@@ -1,7 +1,7 @@
-"""Who is in the fleet, and what each replica says of itself: small files in one folder, a few for each name.
+"""Which replicas are in the fleet, and their reports: small files in one folder, a few for each name.
 
-A name belongs to whoever holds the lock on its file, so a name can't be taken twice, is free again when its holder
-dies, however that happens, and is taken by the one that replaces it.
+A name belongs to the process that holds the lock on its file, so a name can't be taken twice, is free again when its
+holder dies, however that happens, and is taken by the one that replaces it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _LOCK: Final = ".lock"
 _REPORT: Final = ".report.json"
 _METRICS: Final = ".prom"
 _MOST_REPLICAS: Final = 10_000
-_TRIES: Final = 5  # at a name: whoever looks who lives holds its lock for a moment
+_TRIES: Final = 5  # at a name: ``living`` holds its lock for a moment
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica says of itself.
+    """A replica's report.
 
     life: one process's; the next with the same name has another.
     version, generation: the policy that it serves, and the move of the pointer that it followed to it.
@@ -77,7 +77,7 @@ class Name:
 
 
 def living(folder: Path) -> list[str]:
-    """The names that somebody holds."""
+    """The names that are held."""
     found = []
     for path in sorted(folder.glob(f"*{_LOCK}")):
         try:
@@ -93,15 +93,15 @@ def living(folder: Path) -> list[str]:
 
 
 def reports(folder: Path) -> list[Report]:
-    """What the living replicas say; one that has said nothing yet is starting."""
+    """The living replicas' reports; one without a report is starting."""
     found = []
     for name in living(folder):
         try:
-            given = json.loads((folder / f"{name}{_REPORT}").read_bytes())
+            written = json.loads((folder / f"{name}{_REPORT}").read_bytes())
         except FileNotFoundError:
             found.append(Report(name, "", "starting"))
             continue
-        found.append(Report(**given | {"failed": tuple(given["failed"]) if given["failed"] else None}))
+        found.append(Report(**written | {"failed": tuple(written["failed"]) if written["failed"] else None}))
     return found
 
 
@@ -111,7 +111,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def write_metrics(folder: Path, name: str, text: bytes) -> None:
-    """Leave a replica's Prometheus text for the one that is asked for all of them."""
+    """Leave a replica's Prometheus text for the one that serves all of them."""
     replace_file(folder / f"{name}{_METRICS}", text, durable=False)
 
 

@@ -2,33 +2,34 @@
 
 Requests go to the less loaded of two replicas that are drawn at random, by the number of requests at work. While a
 canary is out, a share of the sessions goes to it and the others to the rest; with ``sticky``, the requests of a session
-go to one replica for as long as that has room. The session is what the header X-Session-Id says: no body is read here.
+go to one replica for as long as that has room. The header X-Session-Id names the session: no body is read here. Both
+go by hashes, so that all proxies agree.
 """
 
 from __future__ import annotations
 
+import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from serve.fleet.proxy_state import tell_config, tell_replicas
-from serve.fleet.session_hashing import in_share, rank
+from serve.fleet.proxy_state import configure, set_replica_count
 
 
 class Router(RequestRouter):
-    """A Ray Serve request router; made in each proxy."""
+    """A Ray Serve request router, one in each proxy."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray Serve when replicas came or went."""
-        tell_replicas(len(replicas))
+        set_replica_count(len(replicas))
         super().update_replicas(replicas)
 
     def initialize_state(self, sticky: bool, config: dict[str, Any]) -> None:
-        """``sticky``: whether a session stays with a replica. ``config``: as ``tell_config``'s."""
+        """``sticky``: whether a session stays with a replica. ``config``: as ``configure``'s."""
         self.sticky = sticky
-        tell_config(config)
+        configure(config)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -50,12 +51,30 @@ class Router(RequestRouter):
 
 def _allowed(replicas: Sequence[RunningReplica], key: str) -> list[RunningReplica]:
     """The replicas that may answer: those that are ready, on the right side of a canary; all, if that leaves none."""
-    told: dict[Any, dict[str, Any]] = {replica.replica_id: replica.routing_stats or {} for replica in replicas}
-    ready = [replica for replica in replicas if told[replica.replica_id].get("ready", True)] or list(replicas)
-    canaries = [replica for replica in ready if told[replica.replica_id].get("variant") is not None]
+    stats: dict[Any, dict[str, Any]] = {replica.replica_id: replica.routing_stats or {} for replica in replicas}
+    ready = [replica for replica in replicas if stats[replica.replica_id].get("ready", True)] or list(replicas)
+    canaries = [replica for replica in ready if stats[replica.replica_id].get("variant") is not None]
     if not canaries:
         return ready
-    stats = told[canaries[0].replica_id]
-    if in_share(key, stats["salt"], stats["share"]):
+    canary = stats[canaries[0].replica_id]
+    if in_share(key, canary["salt"], canary["share"]):
         return canaries
     return [replica for replica in ready if replica not in canaries] or ready
+
+
+def in_share(key: str, salt: int, share: float) -> bool:
+    """Whether a session is in a share (0 to 1) of all. ``salt``: other sessions each time it is another."""
+    return _hash(f"{salt}:{key}") < share
+
+
+def rank(session: str, replicas: Iterable[str]) -> list[str]:
+    """The replicas in the order in which a session prefers them.
+
+    Rendezvous hashing: of those that stay, each session keeps its order when others come or go.
+    """
+    return sorted(replicas, key=lambda replica: (_hash(f"{session}:{replica}"), replica), reverse=True)
+
+
+def _hash(text: str) -> float:
+    """Even in [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64

@@ -1,8 +1,9 @@
-"""What the replicas of a fleet are told: one durable record, written by the controller alone and read by all.
+"""A fleet's desired state: one durable record, written by the controller alone and read by all replicas.
 
-Between rollouts all replicas serve ``serving``. A rollout takes them to the policy that the store's pointer names::
+Between deployments all replicas serve ``serving``. A deployment takes them to the policy that the store's pointer
+names. In the record and in ``GET /policy`` it is called rollout::
 
-    preparing   each replica verifies the policy and lays it out, while it serves
+    preparing   each replica verifies the policy and prepares its weights, while it serves
     canary      one replica serves it, to its share of the traffic
     committing  the others follow, one at a time
     undoing     something failed: all go back to ``serving``, the pointer too
@@ -30,12 +31,12 @@ _HISTORY: Final = "rollouts.jsonl"
 
 
 class FleetError(RuntimeError):
-    """The fleet can't be run as asked; the text says why and what to do."""
+    """The fleet can't be run as configured; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Instant:
-    """A moment. ``seconds``: of a clock that nobody sets; ``clock`` names it, and no other one's seconds compare.
+    """A moment. ``seconds``: of a monotonic clock; ``clock`` names it, and seconds of two clocks don't compare.
 
     ``wall``: seconds since 1970, for people.
     """
@@ -62,13 +63,13 @@ def instant() -> Instant:
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """A promotion on its way through the fleet. Times are an Instant's seconds by ``clock``, ``started`` its wall time.
+class Deployment:
+    """A policy on its way into the fleet. Times are an Instant's seconds by ``clock``, ``started`` its wall time.
 
     ``since``: when the step that is waited for began. ``lives``: which life of each canary was chosen.
     ``judged_from``: when the canary served the policy; from then on ``baseline`` counts, by replica: (life, requests,
     failures). ``held``: it serves alone for longer, having answered too few; ``unproven``: it never answered enough.
-    ``done``: who was told to serve the policy, the last of them perhaps not doing so yet.
+    ``done``: the replicas that should serve the policy, of which the last may not do so yet.
     """
 
     to: Pointer
@@ -89,49 +90,48 @@ class Rollout:
 
 @dataclass(frozen=True)
 class FleetState:
-    """The record. ``failed``: the last rollout, if it was undone, as ``GET /policy`` tells it.
-
-    ``stopping``: the fleet is asked to end.
-    """
+    """The record. ``failed``: the last deployment, if it was undone; ``stopping``: the fleet is to stop."""
 
     serving: Pointer
-    rollout: Rollout | None = None
+    deployment: Deployment | None = None
     failed: dict[str, Any] | None = None
     stopping: bool = False
 
     @property
     def phase(self) -> str:
-        """The rollout's phase, or ``settled``."""
-        return self.rollout.phase if self.rollout else "settled"
+        """The deployment's phase, or ``settled``."""
+        return self.deployment.phase if self.deployment else "settled"
 
     def to_json(self) -> bytes:
-        """The record as it is kept."""
-        return json.dumps(asdict(self), ensure_ascii=False, indent=2).encode() + b"\n"
+        """The record as it is on disk."""
+        record = asdict(self)
+        record["rollout"] = record.pop("deployment")
+        return json.dumps(record, ensure_ascii=False, indent=2).encode() + b"\n"
 
     @classmethod
     def of_json(cls, text: bytes) -> FleetState:
         """Raises ValueError, TypeError or KeyError for what is no such record."""
-        given = json.loads(text)
-        rollout = given["rollout"]
-        if rollout is not None:
-            rollout = Rollout(
-                **rollout
+        record = json.loads(text)
+        deployment = record["rollout"]
+        if deployment is not None:
+            deployment = Deployment(
+                **deployment
                 | {
-                    "to": Pointer(**rollout["to"]),
-                    "canaries": tuple(rollout["canaries"]),
-                    "done": tuple(rollout["done"]),
-                    "baseline": {name: tuple(counts) for name, counts in rollout["baseline"].items()},
+                    "to": Pointer(**deployment["to"]),
+                    "canaries": tuple(deployment["canaries"]),
+                    "done": tuple(deployment["done"]),
+                    "baseline": {name: tuple(counts) for name, counts in deployment["baseline"].items()},
                 }
             )
-        return cls(Pointer(**given["serving"]), rollout, given["failed"], given["stopping"])
+        return cls(Pointer(**record["serving"]), deployment, record["failed"], record["stopping"])
 
 
 @dataclass(frozen=True)
 class Task:
     """What one replica has to do: serve a policy, and have another one ready.
 
-    ``trial``: the policy may fail, which the replica tells, staying where it was. Otherwise the whole fleet is there,
-    and a replica that can't follow has to go.
+    ``trial``: the policy may fail; the replica then reports it and stays where it was. Otherwise the whole fleet is
+    there, and a replica that can't follow is replaced.
     """
 
     serve: Pointer
@@ -142,12 +142,12 @@ class Task:
 
 def task_of(state: FleetState, name: str) -> Task:
     """What the replica called ``name`` has to do."""
-    rollout = state.rollout
-    if rollout is None or rollout.phase == "undoing":
+    deployment = state.deployment
+    if deployment is None or deployment.phase == "undoing":
         return Task(state.serving)
-    if name in rollout.done or (rollout.phase == "canary" and name in rollout.canaries):
-        return Task(rollout.to, trial=True, variant=CANARY if rollout.phase == "canary" else None)
-    return Task(state.serving, prepare=rollout.to)
+    if name in deployment.done or (deployment.phase == "canary" and name in deployment.canaries):
+        return Task(deployment.to, trial=True, variant=CANARY if deployment.phase == "canary" else None)
+    return Task(state.serving, prepare=deployment.to)
 
 
 class FleetRecord:
@@ -171,6 +171,6 @@ class FleetRecord:
         replace_file(self._path, state.to_json())
 
     def append_history(self, entry: dict[str, Any]) -> None:
-        """Add a rollout that ended; a crash may repeat or tear the last line."""
+        """Add a deployment that ended; a crash may repeat or tear the last line."""
         make_folder(self.root)
         append_file(self.root / _HISTORY, json.dumps(entry, ensure_ascii=False).encode() + b"\n")

@@ -1,6 +1,6 @@
 """A Ray on this machine that belongs to the process that starts it.
 
-It listens on loopback alone, and asks for a token that is made for it alone. Signals don't reach it: its owner ends it,
+It listens on loopback alone, and requires a token of its own. Signals don't reach it: its owner ends it,
 when what runs on it has ended, and nothing of it is left. Ray is imported when one is started.
 """
 
@@ -40,20 +40,20 @@ class LocalRayError(RuntimeError):
 def local_ray(**options: Any) -> Iterator[None]:
     """Start a Ray with these options of ``ray.init``, and end all of its processes when the block ends.
 
-    With ``RAY_AUTH_MODE=disabled`` in the environment it asks for no token.
+    With ``RAY_AUTH_MODE=disabled`` in the environment it requires no token.
 
-    Raises LocalRayError if it does not start, or if others could reach a Ray that asks for no token.
+    Raises LocalRayError if it does not start, or if others could reach a Ray that requires no token.
     """
     with (
         tempfile.TemporaryDirectory(prefix="millrace-ray-") as folder,
-        _variables(_environment(Path(folder))),
+        environment(_variables(Path(folder))),
         _reaped(),
     ):
         import ray
         from ray._private import ray_constants
 
         # Ray takes a loopback address for a mistake and replaces it by that of the way out; where it runs no cluster,
-        # which on Linux this constant of its alone says (services.get_node_ip_address), loopback is its own choice.
+        # which on Linux only this constant says (services.get_node_ip_address), it chooses loopback itself.
         is_cluster, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
         try:
             _start(options)
@@ -99,6 +99,17 @@ def search_as_here(runtime_env: Mapping[str, Any]) -> dict[str, Any]:
     return {"runtime_env": {**runtime_env, "env_vars": variables}, "job_config": WithoutWorkingDirectory()}
 
 
+@contextmanager
+def environment(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Set variables of this process (None: unset them), and put back what was there when the block ends."""
+    before = {name: os.environ.get(name) for name in variables}
+    _set(variables)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
 def loopback_sockets() -> dict[str, str]:
     """Variables by which gloo and NCCL listen on loopback alone."""
     names = [name for name, found in psutil.net_if_addrs().items() if any(each.address == LOOPBACK for each in found)]
@@ -118,7 +129,15 @@ def exposed(processes: Iterable[psutil.Process]) -> list[str]:
     return found
 
 
-def _environment(folder: Path) -> dict[str, str | None]:
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _variables(folder: Path) -> dict[str, str | None]:
     """What Ray's processes and those that run on it have in their environment; None: what they don't have."""
     token = folder / "token"
     token.touch(0o600)
@@ -133,16 +152,6 @@ def _environment(folder: Path) -> dict[str, str | None]:
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # a GCS on this machine that has died does not come back
         **loopback_sockets(),
     }
-
-
-@contextmanager
-def _variables(wanted: Mapping[str, str | None]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in wanted}
-    _set(wanted)
-    try:
-        yield
-    finally:
-        _set(before)
 
 
 @contextmanager
@@ -161,14 +170,6 @@ def _reaped() -> Iterator[None]:
         reaper.communicate()
 
 
-def _set(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 def _start(options: Mapping[str, Any]) -> None:
     import ray
 
@@ -184,7 +185,7 @@ def _start(options: Mapping[str, Any]) -> None:
 
 
 def _read_environment() -> None:
-    """Have this process forget what it has read of its environment for another Ray, the token among it."""
+    """Have this process read its environment again: it may have read another Ray's, with its token."""
     import ray
 
     compiled: Any = ray._raylet
@@ -202,7 +203,7 @@ def _refuse_exposed() -> None:
     where = f"Ray {ray.__version__} runs on {address}; other machines reach {', '.join(listening) or 'that address'}"
     if os.environ[_AUTH_MODE] == "disabled":
         raise LocalRayError(f"{where}, and {_AUTH_MODE}=disabled lets all of them in: unset {_AUTH_MODE}")
-    log.warning("%s; it takes no call without a token that is made at each start", where)
+    log.warning("%s; it takes no call without a token that is new at each start", where)
 
 
 def _end() -> None:

@@ -1,1 +1,1 @@
-"""Logs and metrics: ``log_format``, ``metrics`` (for Prometheus) and ``prometheus_counters`` (cheap to count)."""
+"""Logs and metrics: ``log_format`` and ``metrics`` (for Prometheus)."""

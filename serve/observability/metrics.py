@@ -1,4 +1,4 @@
-"""What the server tells Prometheus. One registry a server, so that two in one process don't mix."""
+"""The server's metrics for Prometheus. One registry a server, so that two in one process don't mix."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Final, Literal, get_args
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-
-from serve.observability.prometheus_counters import Tally
 
 _SECONDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKEN_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -23,25 +21,25 @@ OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 
 
 class Metrics:
-    """Counters that the routes and the swapper move, and gauges read when somebody looks."""
+    """Counters that the routes and the swapper move, and gauges that are read at each scrape."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter("millrace_requests", "Requests answered.", ("route", "code"), registry=self.registry)
-        self.seconds = Tally(
+        self.seconds = Histogram(
             "millrace_request_seconds",
             "Time to answer a request.",
             ("route",),
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.first_token_seconds = Tally(
+        self.first_token_seconds = Histogram(
             "millrace_first_token_seconds",
             "Time to a request's first token, in the engine.",
             buckets=_SECONDS,
             registry=self.registry,
         )
-        self.inter_token_seconds = Tally(
+        self.inter_token_seconds = Histogram(
             "millrace_inter_token_seconds",
             "Time between two tokens of a response, on average over the response.",
             buckets=_TOKEN_SECONDS,
@@ -58,7 +56,7 @@ class Metrics:
         self.came_to: dict[Outcome, int] = dict.fromkeys(OUTCOMES, 0)
         """The same, for this process to read."""
         self.prompt_tokens = Counter("millrace_prompt_tokens", "Prompt tokens read.", registry=self.registry)
-        self.response_tokens = Counter("millrace_response_tokens", "Response tokens made.", registry=self.registry)
+        self.response_tokens = Counter("millrace_response_tokens", "Response tokens sampled.", registry=self.registry)
         self.responses = Counter(
             "millrace_responses", "Responses recorded, by how they ended.", ("status",), registry=self.registry
         )
@@ -89,12 +87,12 @@ class Metrics:
         self.swaps = Counter("millrace_swaps", "Policy swaps.", ("ok",), registry=self.registry)
         self.hold_seconds = Histogram(
             "millrace_swap_hold_seconds",
-            "Time in a swap for which no token was made.",
+            "Time in a swap for which no token was sampled.",
             buckets=_SWAP_SECONDS,
             registry=self.registry,
         )
         self.policy_version = Gauge("millrace_policy_version", "The policy that serves.", registry=self.registry)
-        self._answered: dict[tuple[str, int], tuple[Counter, Tally]] = {}
+        self._answered: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
 
     def answered(self, route: str, code: int, seconds: float) -> None:
         """Count an answer. ``route``: the route's template, or "other"."""
@@ -118,7 +116,7 @@ class Metrics:
         self.registry.register(_Gauges(prefix, numbers))
 
     def render(self) -> bytes:
-        """The text that Prometheus reads: ours, and what is in the process's own registry, vLLM's above all."""
+        """The text that Prometheus reads: the server's, and that of the process's own registry, which has vLLM's."""
         return generate_latest(self.registry) + generate_latest(REGISTRY)
 
 

@@ -37,51 +37,53 @@ _COSMETIC_OF: Final = {
 }
 
 
-class NotSwappable(PolicyError):
+class IncompatiblePolicy(PolicyError):
     """A policy can't be loaded into the engine that runs; the text names the file, the setting or the tensor."""
 
 
 def require_whole(policy: Policy) -> None:
-    """Raise NotSwappable naming the first file that is missing or has another size than the manifest says."""
+    """Raise IncompatiblePolicy naming the first file that is missing or has another size than the manifest says."""
     for name, expected in policy.files.items():
         path = policy.path / name
         if not path.is_file():
-            raise NotSwappable(f"policy {policy.version}: {name} is missing")
+            raise IncompatiblePolicy(f"policy {policy.version}: {name} is missing")
         if (size := path.stat().st_size) != expected["size"]:
-            raise NotSwappable(
+            raise IncompatiblePolicy(
                 f"policy {policy.version}: {name} has {size} bytes, its manifest says {expected['size']}"
             )
 
 
-def require_swappable(old: Policy, new: Policy) -> None:
-    """Raise NotSwappable unless the two differ in the values of their weights and in nothing else that matters."""
+def require_compatible(old: Policy, new: Policy) -> None:
+    """Raise IncompatiblePolicy unless the two differ in their weights' values and in nothing else that matters."""
     _require_same_files(old, new)
     if (dtype := declared_dtype(new.path)) != (before_dtype := declared_dtype(old.path)):
-        raise NotSwappable(
+        raise IncompatiblePolicy(
             f"policy {new.version} is computed in {dtype}, policy {old.version} in {before_dtype}; {_REMEDY}"
         )
     before, after = _tensors(old), _tensors(new)
     if missing := sorted(before.keys() - after.keys()):
-        raise NotSwappable(f"policy {new.version} lacks the tensor {missing[0]} ({len(missing)} in all)")
+        raise IncompatiblePolicy(f"policy {new.version} lacks the tensor {missing[0]} ({len(missing)} in all)")
     if surplus := sorted(after.keys() - before.keys()):
-        raise NotSwappable(f"policy {new.version} has a surplus tensor {surplus[0]} ({len(surplus)} in all)")
+        raise IncompatiblePolicy(f"policy {new.version} has a surplus tensor {surplus[0]} ({len(surplus)} in all)")
     for name, entry in after.items():
         if entry["shape"] != before[name]["shape"]:
-            raise NotSwappable(
+            raise IncompatiblePolicy(
                 f"policy {new.version}: {name} has shape {entry['shape']}, policy {old.version} has "
                 f"{before[name]['shape']}"
             )
         if entry["dtype"] not in FLOATS:
-            raise NotSwappable(f"policy {new.version}: {name} is {entry['dtype']}, not one of {', '.join(FLOATS)}")
+            raise IncompatiblePolicy(
+                f"policy {new.version}: {name} is {entry['dtype']}, not one of {', '.join(FLOATS)}"
+            )
         if entry["dtype"] != before[name]["dtype"]:
-            raise NotSwappable(
+            raise IncompatiblePolicy(
                 f"policy {new.version}: {name} is {entry['dtype']}, policy {old.version} has {before[name]['dtype']}; "
                 f"{_REMEDY}"
             )
 
 
 def require_finite(policy: Policy) -> None:
-    """Raise NotSwappable naming the first tensor that has a NaN or an infinity."""
+    """Raise IncompatiblePolicy naming the first tensor that has a NaN or an infinity."""
     for path in policy.weight_files:
         header = safetensors_header(path)
         with path.open("rb") as file:
@@ -90,7 +92,9 @@ def require_finite(policy: Policy) -> None:
                 for name, entry in header.items():
                     first, last = (start + offset for offset in entry["data_offsets"])
                     if not _finite(mapped, first, last, entry["dtype"]):
-                        raise NotSwappable(f"policy {policy.version}: {name} in {path.name} has a NaN or an infinity")
+                        raise IncompatiblePolicy(
+                            f"policy {policy.version}: {name} in {path.name} has a NaN or an infinity"
+                        )
 
 
 def _finite(mapped: mmap.mmap, first: int, last: int, dtype: str) -> bool:
@@ -116,18 +120,18 @@ def _require_same_files(old: Policy, new: Policy) -> None:
             continue
         for one, other in ((old, new), (new, old)):
             if name not in one.files:
-                raise NotSwappable(f"policy {one.version} has no {name}, policy {other.version} has; {_REMEDY}")
+                raise IncompatiblePolicy(f"policy {one.version} has no {name}, policy {other.version} has; {_REMEDY}")
         if old.files[name]["sha256"] == new.files[name]["sha256"]:
             continue
         before, after = (_content(policy, name) for policy in (old, new))
         for key in sorted(before.keys() | after.keys()):
             if key not in before or key not in after or before[key] != after[key]:
-                raise NotSwappable(
+                raise IncompatiblePolicy(
                     f"policy {new.version}: {name} has {key} = {_brief(after, key)}, the running engine was started "
                     f"with {_brief(before, key)}; {_REMEDY}"
                 )
         if not name.endswith(".json"):
-            raise NotSwappable(f"policy {new.version}: {name} differs from policy {old.version}'s; {_REMEDY}")
+            raise IncompatiblePolicy(f"policy {new.version}: {name} differs from policy {old.version}'s; {_REMEDY}")
 
 
 def _is_weights(name: str) -> bool:
@@ -144,7 +148,7 @@ def _content(policy: Policy, name: str) -> dict[str, Any]:
     """A JSON file without what only says how it was written; {} of any other file."""
     content = (policy.path / name).read_bytes()
     if (digest := hashlib.sha256(content).hexdigest()) != (expected := policy.files[name]["sha256"]):
-        raise NotSwappable(
+        raise IncompatiblePolicy(
             f"policy {policy.version}: {name} has sha256 {digest[:12]}…, its manifest says {expected[:12]}…"
         )
     if not name.endswith(".json"):
@@ -152,7 +156,7 @@ def _content(policy: Policy, name: str) -> dict[str, Any]:
     try:
         value = json.loads(content)
     except ValueError as error:
-        raise NotSwappable(f"policy {policy.version}: {name} is not JSON: {error}") from error
+        raise IncompatiblePolicy(f"policy {policy.version}: {name} is not JSON: {error}") from error
     if not isinstance(value, dict):
         return {"its content": value}
     cosmetic = _COSMETIC | _COSMETIC_OF.get(name, frozenset())

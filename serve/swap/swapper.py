@@ -1,8 +1,8 @@
 """The swap, step by step, in one replica: follow the store's serving pointer without failing a request.
 
-Prepare, still serving: compare, verify, lay out -> commit: exchange the weights between two engine steps -> prove it by
-the numbers in the manifest. Requests in flight go on under the new policy. If anything fails, the old weights are what
-serves, the replica says so, and the pointer's generation is not tried again.
+Prepare, still serving: compare, verify, prepare standby weights -> commit: exchange the weights between two engine
+steps -> prove it by the numbers in the manifest. Requests in flight go on under the new policy. If anything fails, the
+old weights are what serves, the replica says so, and the pointer's generation is not tried again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from feedback.files import append_file
 from serve.config import SwapConfig
 from serve.policies.probe import Numbers, judge
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
-from serve.swap.compatibility import require_swappable, require_whole
-from serve.swap.verification import read, vet
+from serve.swap.compatibility import require_compatible, require_whole
+from serve.swap.verification import read, verify
 from serve.vllm.engine import Engine, EngineError, Exchanged, Weights
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,9 @@ REMEMBERED: Final = 20
 class Swap:
     """One swap as it is recorded; times in milliseconds.
 
-    ``prepare_ms``: while the old policy served; ``hold_ms``: how long no token could be made; ``in_place``: loaded into
-    the live weights, not exchanged; ``probe``: how far the logprobs were from the manifest's, or why that isn't known.
+    ``prepare_ms``: while the old policy served; ``hold_ms``: how long no token could be sampled; ``in_place``: loaded
+    into the live weights, not exchanged; ``probe``: how far the logprobs were from the manifest's, or why that isn't
+    known.
     """
 
     at: str
@@ -46,10 +47,10 @@ class Swap:
     ok: bool
     error: str | None
     prepare_ms: float
-    hold_ms: float
-    in_flight: int
-    in_place: bool
-    probe: str
+    hold_ms: float = 0.0
+    in_flight: int = 0
+    in_place: bool = False
+    probe: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The record with its keys as they are written: ``from`` and ``to``."""
@@ -72,15 +73,15 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What a replica has to serve, and what it has to have ready beside that."""
+class DesiredState:
+    """What a replica should serve, and what it should have prepared beside that."""
 
     serve: Pointer | None
     prepare: Pointer | None = None
 
 
 class Swapper:
-    """Keeps one engine on the policy that the store's pointer names, or that ``orders`` name."""
+    """Keeps one engine on the policy that the store's pointer names, or ``desired_state``."""
 
     def __init__(
         self,
@@ -90,13 +91,13 @@ class Swapper:
         record: Path,
         *,
         observe: Callable[[Swap], None] = lambda swap: None,
-        orders: Callable[[], Orders] | None = None,
+        desired_state: Callable[[], DesiredState] | None = None,
         name: str = "server",
     ) -> None:
         """``record``: the file that each swap is appended to, one JSON a line; ``observe`` is called after each.
 
-        ``orders``: asked at every turn instead of the store's pointer; raises PolicyError or OSError if it can't tell.
-        Without it, the pointer is moved back from a policy that is refused, by ``name``.
+        ``desired_state``: read at every turn in place of the store's pointer; may raise PolicyError or OSError. Without
+        it, the pointer is moved back from a policy that is refused, by ``name``.
         """
         self.store = store
         self.engine = engine
@@ -107,13 +108,13 @@ class Swapper:
         self.failed: dict[str, Any] | None = None
         """The pointer that could not be followed, or prepared for, until another one is."""
         self.name = name
-        self._orders = orders
+        self._desired_state = desired_state
         self._ready: tuple[int, Prepared] | None = None  # the generation that was prepared for
         self._readied = 0  # the newest generation that was prepared for, well or not
         self._observe = observe
-        self._weights: Weights | None = None
-        self._spare: Weights | None = None  # what is laid out beside them
-        self._obstacle: str | None = None  # what was told of already
+        self._serving: Weights  # from start on
+        self._spare: Weights | None = None  # the standby weights
+        self._logged_reason: str | None = None  # why weights are loaded in place
         self._pointer: Pointer | None = None
         self._seen = 0  # the newest generation that was acted upon, well or not
         self._since = _now()
@@ -125,13 +126,15 @@ class Swapper:
 
         Raises PolicyError (no pointer, no such policy, a damaged one), EngineError.
         """
-        pointer = self._ask_orders().serve
+        pointer = self._desired().serve
         if pointer is None:
             raise PolicyError(f"{self.store.root} has no serving policy yet: promote one first (millrace init)")
         files = await asyncio.to_thread(read, self.store, pointer.version, check_finite=False)
-        self._weights = Weights(self.store.get(pointer.version), files)
-        await self.engine.start(self._weights.policy)
-        await self._prove_start()
+        self._serving = Weights(self.store.get(pointer.version), files)
+        await self.engine.start(self._serving.policy)
+        numbers = Numbers.of(self.policy.probe) if self.config.probe else "serve.swap.probe is off"
+        proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
+        log.info("probe of policy %d: %s", self.engine.version, proof)
         await asyncio.to_thread(self._record_served, pointer)
         self._pointer, self._seen, self._since = pointer, pointer.generation, _now()
         self._task = asyncio.create_task(self._follow(), name="swapper")
@@ -147,15 +150,6 @@ class Swapper:
         except asyncio.CancelledError:
             if not task.cancelled():  # it is this call that was cancelled
                 raise
-
-    @property
-    def _serving(self) -> Weights:
-        assert self._weights is not None, "start() comes first"
-        return self._weights
-
-    @_serving.setter
-    def _serving(self, weights: Weights) -> None:
-        self._weights = weights
 
     @property
     def healthy(self) -> bool:
@@ -179,21 +173,21 @@ class Swapper:
         while self.broken is None:
             await asyncio.sleep(self.config.poll_seconds)
             try:
-                orders = self._ask_orders()
+                desired = self._desired()
                 unreadable = None
             except (PolicyError, OSError) as error:
-                if str(error) != unreadable:  # once, not at every look
+                if str(error) != unreadable:  # once, not at every turn
                     log.error("the serving pointer can't be read, policy %d stays: %s", self.engine.version, error)
                 unreadable = str(error)
                 continue
-            if orders.serve is not None and orders.serve.generation != self._seen:
-                self._seen = orders.serve.generation
-                step = self._act(orders.serve)
-            elif orders.prepare is not None and orders.prepare.generation != self._readied:
-                self._readied = orders.prepare.generation
-                step = self._get_ready(orders.prepare)
-            elif orders.prepare is None and self._ready is not None:
-                step = self._let_go()
+            if desired.serve is not None and desired.serve.generation != self._seen:
+                self._seen = desired.serve.generation
+                step = self._act(desired.serve)
+            elif desired.prepare is not None and desired.prepare.generation != self._readied:
+                self._readied = desired.prepare.generation
+                step = self._prepare_ahead(desired.prepare)
+            elif desired.prepare is None and self._ready is not None:
+                step = self._discard_prepared()
             else:
                 continue
             # Shielded: once begun, a swap is finished or undone, also when the server stops.
@@ -204,14 +198,14 @@ class Swapper:
                 await swap
                 raise
 
-    def _ask_orders(self) -> Orders:
-        return Orders(self.store.serving()) if self._orders is None else self._orders()
+    def _desired(self) -> DesiredState:
+        return DesiredState(self.store.serving()) if self._desired_state is None else self._desired_state()
 
     async def _act(self, pointer: Pointer) -> None:
         if pointer.version == self.engine.version:
             await asyncio.to_thread(self._record_served, pointer)
             self._pointer, self.failed = pointer, None
-            await self._let_go()
+            await self._discard_prepared()
             return
         swap = await self.swap_to(pointer)
         self._swaps.append(swap)
@@ -221,7 +215,7 @@ class Swapper:
             log.info("policy %d serves, held for %.1f ms; probe: %s", swap.to_version, swap.hold_ms, swap.probe)
         else:
             log.error("policy %d refused, %d stays: %s", swap.to_version, swap.from_version, swap.error)
-            if self._orders is None and self.broken is None and self.engine.healthy:
+            if self._desired_state is None and self.broken is None and self.engine.healthy:
                 await asyncio.to_thread(self._move_back, pointer, swap)
             self._fail(pointer, swap.error or "")
         self._observe(swap)
@@ -232,7 +226,7 @@ class Swapper:
 
     def _record_served(self, pointer: Pointer) -> None:
         """Put on record that the policy serves, so that it can be rolled back to; of a fleet, its controller does."""
-        if self._orders is not None:
+        if self._desired_state is not None:
             return
         try:
             self.store.record_outcome(pointer, served=True, by=self.name)
@@ -247,7 +241,7 @@ class Swapper:
         try:
             why = f"policy {swap.to_version} was refused: {swap.error}"
             back = self.store.move_back(pointer, swap.from_version, who=self.name, why=why)
-        except StalePointer as error:  # somebody was faster; the next look sees where it is
+        except StalePointer as error:  # it was moved meanwhile; the next turn reads where it is
             log.info("%s", error)
         except (PolicyError, OSError) as error:
             log.error("the serving pointer stays at policy %d: %s", pointer.version, error)
@@ -263,8 +257,16 @@ class Swapper:
                 prepared = ready[1]
             else:
                 prepared = await self.prepare(pointer.version)
-        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is told
-            return self._told(pointer.version, pointer.generation, _describe(failure), _since_ms(started))
+        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
+            return Swap(
+                at=_now(),
+                from_version=self.policy.version,
+                to_version=pointer.version,
+                generation=pointer.generation,
+                ok=False,
+                error=_describe(failure),
+                prepare_ms=_since_ms(started),
+            )
         return await self.commit(prepared, pointer.generation, prepare_ms=_since_ms(started))
 
     @property
@@ -277,15 +279,15 @@ class Swapper:
         """What serves."""
         return self._serving.policy
 
-    async def _get_ready(self, pointer: Pointer) -> None:
-        await self._let_go()
+    async def _prepare_ahead(self, pointer: Pointer) -> None:
+        await self._discard_prepared()
         try:
             self._ready = pointer.generation, await self.prepare(pointer.version)
-        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is told
+        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
             self._fail(pointer, _describe(failure))
             log.error("policy %d can't be prepared: %s", pointer.version, _describe(failure))
 
-    async def _let_go(self) -> None:
+    async def _discard_prepared(self) -> None:
         """Give up what was prepared and is not wanted any more."""
         if self._ready is not None:
             self._ready = None
@@ -300,22 +302,26 @@ class Swapper:
         Raises PolicyError, EngineError, TimeoutError with what is wrong; nothing has changed then.
         """
         config, old = self.config, self._serving
-        policy = await asyncio.to_thread(self._swappable, old.policy, version)
+        policy = await asyncio.to_thread(self._compatible, old.policy, version)
         weights = self._spare
         # Kept weights are those of one version: another one with the same bytes has files and a label of its own.
         if weights is None or (weights.policy.version, weights.policy.files) != (version, policy.files):
-            files = await vet(self.store, version, check_finite=config.check_finite, timeout_s=config.prepare_timeout_s)
+            files = await verify(
+                self.store, version, check_finite=config.check_finite, timeout_s=config.prepare_timeout_s
+            )
             weights = Weights(policy, files)
-        obstacle = "serve.swap.in_place is set" if config.in_place else await self.engine.obstacle()
+        reason = "serve.swap.in_place is set" if config.in_place else await self.engine.unsupported_reason()
         self._spare = None
-        if obstacle is None:
-            await self.engine.lay_out(weights, spare_bytes=config.spare_bytes, timeout_s=config.prepare_timeout_s)
-        elif obstacle != self._obstacle:
-            log.warning("weights are loaded in place, requests wait for the load: %s", obstacle)
-            self._obstacle = obstacle
+        if reason is None:
+            await self.engine.prepare_standby(
+                weights, spare_bytes=config.spare_bytes, timeout_s=config.prepare_timeout_s
+            )
+        elif reason != self._logged_reason:
+            log.warning("weights are loaded in place, requests wait for the load: %s", reason)
+            self._logged_reason = reason
         numbers = Numbers.of(policy.probe) if config.probe else "serve.swap.probe is off"
         before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
-        return Prepared(weights, in_place=obstacle is not None, numbers=numbers, before=before)
+        return Prepared(weights, in_place=reason is not None, numbers=numbers, before=before)
 
     async def commit(self, prepared: Prepared, generation: int, *, prepare_ms: float = 0.0) -> Swap:
         """Have what was prepared serve, and prove it; or put the old policy back."""
@@ -337,38 +343,35 @@ class Swapper:
                 exchanged = await self.engine.commit(
                     prepared.weights, recompute=config.recompute, timeout_s=config.hold_timeout_s
                 )
-                hold_ms = exchanged.ms
+                hold_ms = round(exchanged.ms, 3)
             probe = await self._prove(prepared)
             self._serving = prepared.weights
             if exchanged is not None and exchanged.kept and config.shadow_weights:
                 self._spare = old
             else:
                 await self.engine.release()
-        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy must serve on and the cause be told
+        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy must serve on and the cause be recorded
             error = _describe(failure)
             await self._put_back(old, exchanged, error)
             hold_ms = hold_ms or _since_ms(held)
-        return self._told(
-            policy.version,
-            generation,
-            error,
-            prepare_ms,
+        return Swap(
+            at=_now(),
+            from_version=old.policy.version,
+            to_version=policy.version,
+            generation=generation,
+            ok=error is None,
+            error=error,
+            prepare_ms=prepare_ms,
             hold_ms=hold_ms,
             in_flight=in_flight,
             in_place=prepared.in_place,
             probe=probe,
-            from_version=old.policy.version,
         )
 
-    async def _prove_start(self) -> None:
-        numbers = Numbers.of(self._serving.policy.probe) if self.config.probe else "serve.swap.probe is off"
-        proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
-        log.info("probe of policy %d: %s", self.engine.version, proof)
-
-    def _swappable(self, old: Policy, version: int) -> Policy:
+    def _compatible(self, old: Policy, version: int) -> Policy:
         policy = self.store.get(version)
         require_whole(policy)
-        require_swappable(old, policy)
+        require_compatible(old, policy)
         return policy
 
     async def _ask(self, numbers: Numbers) -> list[list[float]]:
@@ -408,33 +411,6 @@ class Swapper:
             log.critical("the engine is stopped: %s", self.broken)
             await self.engine.close()
 
-    def _told(
-        self,
-        version: int,
-        generation: int,
-        error: str | None,
-        prepare_ms: float,
-        *,
-        hold_ms: float = 0.0,
-        in_flight: int = 0,
-        in_place: bool = False,
-        probe: str = "",
-        from_version: int | None = None,
-    ) -> Swap:
-        return Swap(
-            at=_now(),
-            from_version=from_version or self._serving.policy.version,
-            to_version=version,
-            generation=generation,
-            ok=error is None,
-            error=error,
-            prepare_ms=round(prepare_ms, 3),
-            hold_ms=round(hold_ms, 3),
-            in_flight=in_flight,
-            in_place=in_place,
-            probe=probe,
-        )
-
 
 def _append(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -448,7 +424,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _since_ms(started: float) -> float:
-    return (time.monotonic() - started) * 1e3
+    return round((time.monotonic() - started) * 1e3, 3)
 
 
 def _now() -> str:

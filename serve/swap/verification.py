@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,12 +32,12 @@ class Refused(PolicyError):
     """The policy is not fit to serve; the text says why."""
 
 
-async def vet(store: PolicyStore, version: int, *, check_finite: bool, timeout_s: float) -> Files:
+async def verify(store: PolicyStore, version: int, *, check_finite: bool, timeout_s: float) -> Files:
     """Read a policy whole; each of its weight files with its ``sha256`` and its ``fingerprint`` while it was read.
 
     Raises Refused, naming the file or the tensor, and TimeoutError.
     """
-    answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    output: Future[str] = Future()
     command = [
         sys.executable,
         "-P",
@@ -46,9 +47,10 @@ async def vet(store: PolicyStore, version: int, *, check_finite: bool, timeout_s
         str(version),
         str(int(check_finite)),
     ]
-    thread = threading.Thread(target=_run, args=(command, timeout_s, answer), name="vetting", daemon=True)
+    thread = threading.Thread(target=_run, args=(command, timeout_s, output), name="verification", daemon=True)
     thread.start()
-    result = json.loads(await answer)
+    text = await asyncio.wrap_future(output)
+    result = json.loads(text)
     if "refused" in result:
         raise Refused(result["refused"])
     files: Files = result["files"]
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 def read(store: PolicyStore, version: int, *, check_finite: bool) -> Files:
-    """``vet``, in this process. Raises PolicyError."""
+    """``verify``, in this process. Raises PolicyError."""
     from serve.swap.compatibility import require_finite
 
     prints = {path.name: fingerprint(path) for path in store.get(version).weight_files if path.exists()}
@@ -78,26 +80,21 @@ def read(store: PolicyStore, version: int, *, check_finite: bool) -> Files:
     }
 
 
-def _run(command: list[str], timeout_s: float, answer: asyncio.Future[str]) -> None:
+def _run(command: list[str], timeout_s: float, output: Future[str]) -> None:
     """Run the process; from a thread, whose priority it inherits, and with which it would die."""
-    loop = answer.get_loop()
-
-    def settle(method: Any, value: Any) -> None:
-        if not answer.done():
-            method(value)
-
+    output.set_running_or_notify_cancel()
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         if done.returncode != 0:
             raise Refused(f"reading the policy ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     except subprocess.TimeoutExpired:
-        error = TimeoutError(f"the policy was not read within serve.swap.prepare_timeout_s ({timeout_s:g} s)")
-        loop.call_soon_threadsafe(settle, answer.set_exception, error)
-    except Exception as error:  # noqa: BLE001 - a thread's failure is handed to whoever waits for it
-        loop.call_soon_threadsafe(settle, answer.set_exception, error)
+        reason = f"the policy was not read within serve.swap.prepare_timeout_s ({timeout_s:g} s)"
+        output.set_exception(TimeoutError(reason))
+    except Exception as error:  # noqa: BLE001 - a thread's failure is the future's
+        output.set_exception(error)
     else:
-        loop.call_soon_threadsafe(settle, answer.set_result, done.stdout)
+        output.set_result(done.stdout)
 
 
 if __name__ == "__main__":

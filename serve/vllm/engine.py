@@ -1,4 +1,4 @@
-"""The vLLM engine; the only place where serving touches vLLM.
+"""A server's vLLM engine: requests, and weights that change under them.
 
 What a response's logprobs mean: for each token, the log probability under the distribution it was sampled from, in
 nats: log_softmax(logits / temperature) after min_p, top_k and top_p have cut the distribution (vLLM's
@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import multiprocessing
-import multiprocessing.spawn
 import os
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from feedback.signals import stop_signals_blocked
 from serve.config import EngineConfig
 from serve.generation.request import Generated as Generated
 from serve.generation.request import Generation as Generation
@@ -34,30 +29,24 @@ from serve.generation.request import Sampling as Sampling
 from serve.generation.request import Underway
 from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
-from serve.local_ray.cluster import loopback_sockets
-from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
-from serve.vllm.prefill import prefill_arguments
+from serve.vllm.boot import sampling_params, server_engine
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
-WORKER: Final = "serve.vllm.weight_update.MillraceWorker"
-SCHEDULER: Final = "serve.vllm.response_collector.WholeResponses"
 # serve.vllm.response_collector.MARK and STREAM; that module is for the engine's process.
 _WHOLE: Final = {"millrace_whole": True}
 _STREAM: Final = {"millrace_whole": "stream"}
-_TIED_PYTHON: Final = Path(__file__).with_name("tied_python")
-_CPU_KV_CACHE_BYTES: Final = 512 << 20
 _ABORT_TIMEOUT_S: Final = 10.0
-_LOOK_S: Final = 0.25  # between two looks whether the engine's process lives, while it is waited for
-_ORDER_TIMEOUT_S: Final = 60.0  # it is taken between two steps, and a step may be a long prefill
+_ALIVE_CHECK_S: Final = 0.25  # between two checks that the engine's process is alive, while a call waits for it
+_CALL_TIMEOUT_S: Final = 60.0  # a call is served between two steps, and a step may be a long prefill
 
 
 class EngineError(RuntimeError):
-    """The engine can't do what was asked; the text says why."""
+    """The engine can't do what was requested; the text says why."""
 
 
 class EngineDead(EngineError):
@@ -99,24 +88,24 @@ class Engine:
         self.requests: set[str] = set()
         """Ids of the requests that wait for their last token."""
         self.stats: dict[str, float] = {"running": 0, "waiting": 0, "kv_cache_usage": 0.0, "preemptions": 0}
-        self._whole: set[str] = set()  # of these requests, those that the scheduler keeps until they are whole
+        self._whole: set[str] = set()  # of these requests, those that the scheduler collects until they are whole
         self._text: Text | None = None
         self._llm: AsyncLLM | None = None
         self._salt = ""
         self._loads = 0
-        self._asked = 0
+        self._probes = 0
         self._background: set[asyncio.Task[Any]] = set()
         self.processes: list[int] = []
         """Ids of the worker processes."""
 
-    # Life
+    # Start and stop
 
     async def start(self, policy: Policy) -> None:
         """Start vLLM on a policy. Raises EngineError with vLLM's own reason when it can't."""
         started = time.monotonic()
         try:
             # In a thread: it takes seconds, and signals should be noticed meanwhile.
-            await asyncio.to_thread(self._build, policy.path)
+            await asyncio.to_thread(self._boot, policy.path)
         except Exception as error:
             raise EngineError(f"vLLM can't start on policy {policy.version} ({policy.path}): {error}") from error
         remaining = max(1.0, self.config.start_timeout_s - (time.monotonic() - started))
@@ -129,6 +118,9 @@ class Engine:
             self._set_version(policy.version)
             # The first steps make kernels, which takes seconds; no user should wait for them.
             await self.generate("warm-up", [0, 0], Sampling(n=2, max_tokens=2, seed=0))
+
+    def _boot(self, path: Path) -> None:
+        self._llm = server_engine(self.config, path, self.stats)  # so that close() stops it if start was cancelled
 
     async def close(self) -> None:
         """Stop the engine's process. Requests still in flight are lost; may be called twice."""
@@ -181,16 +173,12 @@ class Engine:
         fails.
         """
         started = time.monotonic()
-        # vLLM looks for stop strings in the API process, token by token.
-        whole = sampling.n == 1 and not sampling.stop
-        if whole:
-            self._whole.add(request_id)
-        try:
-            final: RequestOutput | None = None
-            async for output in self._outputs(request_id, prompt_token_ids, _sampling_params(sampling, whole=whole)):
-                final = output
-        finally:
-            self._whole.discard(request_id)
+        params = _params(sampling)
+        if sampling.n == 1 and not sampling.stop:  # vLLM looks for stop strings in the API process, token by token
+            self.keep_whole(request_id, params)
+        final: RequestOutput | None = None
+        async for output in self._outputs(request_id, prompt_token_ids, params):
+            final = output
         if final is None:
             raise EngineError("vLLM ended the request without an answer")
         return self.read(final, prompt_token_ids, started, decoded=bool(sampling.stop))
@@ -198,49 +186,33 @@ class Engine:
     async def stream(
         self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: Underway
     ) -> AsyncIterator[list[tuple[int, str]]]:
-        """The same, read while it is made: at each turn the pieces of text, by the index of their response.
+        """The same, read while it is generated: at each turn the pieces of text, by the index of their response.
 
         ``underway`` has what there is, all of it at the end. Raises as ``generate`` does.
         """
-        params = _sampling_params(sampling, streaming=True)
+        params = _params(sampling, streaming=True)
         marked = sampling.n == 1 and not sampling.stop
         if marked:
             params.extra_args = _STREAM
             self._whole.add(request_id)
-        try:
-            async for pieces in self._pieces(request_id, prompt_token_ids, sampling, params, underway, marked):
-                yield pieces
-        finally:
-            self._whole.discard(request_id)
-
-    async def _pieces(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        sampling: Sampling,
-        params: Any,
-        underway: Underway,
-        marked: bool,
-    ) -> AsyncIterator[list[tuple[int, str]]]:
         async for output in self._outputs(request_id, prompt_token_ids, params):
             if underway.first_token_ms is None and (metrics := output.metrics) is not None:
                 underway.queue_ms = _milliseconds(metrics.scheduled_ts - metrics.queued_ts)
                 underway.first_token_ms = _milliseconds(metrics.first_token_latency)
             pieces = []
-            for made in output.outputs:
-                growing = underway.responses[made.index]
-                text, note = made.text, output.kv_transfer_params or {}
-                last = made.finish_reason is not None
-                told = made.logprobs if not marked else None if last else note.get("logprobs")
-                growing.add(text, made.token_ids, told, self.version)
-                if made.finish_reason is not None:
-                    spans = [(span.start, int(span.version)) for span in made.weight_versions or []]
+            for new in output.outputs:
+                growing = underway.responses[new.index]
+                note = output.kv_transfer_params or {}
+                last = new.finish_reason is not None
+                logprobs = new.logprobs if not marked else None if last else note.get("logprobs")
+                growing.add(new.text, new.token_ids, logprobs, self.version)
+                if new.finish_reason is not None:
                     all_logprobs = np.frombuffer(note["logprobs"], "<f4") if marked and note else None
-                    growing.end(made.finish_reason, spans, all_logprobs)
-                    if marked and all_logprobs is None and made.finish_reason != "abort":
+                    growing.end(new.finish_reason, _spans(new), all_logprobs)
+                    if marked and all_logprobs is None and new.finish_reason != "abort":
                         raise EngineError("vLLM ended a stream without its logprobs")
-                if text:
-                    pieces.append((made.index, text))
+                if new.text:
+                    pieces.append((new.index, new.text))
             yield pieces
 
     async def _outputs(self, request_id: str, prompt_token_ids: list[int], params: Any) -> AsyncIterator[RequestOutput]:
@@ -260,26 +232,7 @@ class Engine:
         except EngineGenerateError as error:
             raise EngineError(f"vLLM failed: {error.__cause__ or error}") from error
         finally:
-            self.requests.discard(request_id)
-
-    def _generation(
-        self,
-        responses: list[Generated],
-        output: RequestOutput,
-        started: float,
-        first_token_at: float | None = None,
-    ) -> Generation:
-        metrics = output.metrics
-        first_token_s = metrics.first_token_latency if metrics else None
-        if first_token_at is not None:  # of the same clock as ``started``, in every process of the machine
-            first_token_s = first_token_at - started
-        return Generation(
-            responses=responses,
-            policy_version=max((r.policy_spans[-1][1] for r in responses if r.policy_spans), default=self.version),
-            queue_ms=_milliseconds(metrics.scheduled_ts - metrics.queued_ts) if metrics else None,
-            first_token_ms=_milliseconds(first_token_s) if first_token_s is not None else None,
-            total_ms=(time.monotonic() - started) * 1e3,
-        )
+            self.forget(request_id)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its ``generate`` returns the tokens so far with finish_reason "abort"."""
@@ -308,7 +261,7 @@ class Engine:
         return self._salt
 
     def keep_whole(self, request_id: str, params: SamplingParams) -> None:
-        """Have the scheduler hand over the only response when it is whole; nothing else may look at its tokens."""
+        """Have the scheduler send the only response when it is whole; no one may read its tokens before."""
         params.extra_args = _WHOLE
         self._whole.add(request_id)
 
@@ -318,37 +271,56 @@ class Engine:
         self._whole.discard(request_id)
 
     def read(self, final: RequestOutput, prompt_token_ids: list[int], started: float, *, decoded: bool) -> Generation:
-        """What the only output of a request says. ``decoded``: vLLM made the text; ``started``: time.monotonic()."""
-        if (note := final.kv_transfer_params) is not None:
-            response = self._read_whole(final.outputs[0], note, self._response_text(final.outputs[0], prompt_token_ids))
-            return self._generation([response], final, started, note["first_token_at"])
-        responses = [
-            self._read(output, output.text if decoded else self._response_text(output, prompt_token_ids))
-            for output in final.outputs
-        ]
-        return self._generation(responses, final, started)
+        """Read the only output of a request. ``decoded``: vLLM has decoded the text; ``started``: time.monotonic()."""
+        note, final.kv_transfer_params = final.kv_transfer_params, None  # the scheduler's, and not the client's
+        responses = []
+        for output in final.outputs:
+            token_ids = list(output.token_ids)
+            if note is None:
+                logprobs: Any = sampled_logprobs(token_ids, output.logprobs)
+                spans = _spans(output)
+            else:
+                logprobs = np.frombuffer(note["logprobs"], "<f4")
+                spans = [(start, int(version)) for start, version in note["spans"]]
+            if len(logprobs) != len(token_ids) or (token_ids and not spans):
+                raise EngineError(
+                    f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens"
+                )
+            text = output.text if decoded and note is None else self._response_text(output, prompt_token_ids)
+            responses.append(Generated(text, token_ids, logprobs, spans, output.finish_reason or "abort"))
+        metrics = final.metrics
+        first_token_s = metrics.first_token_latency if metrics else None
+        if note is not None and note["first_token_at"] is not None:
+            first_token_s = note["first_token_at"] - started  # of one clock in all processes of the machine
+        return Generation(
+            responses=responses,
+            policy_version=max((r.policy_spans[-1][1] for r in responses if r.policy_spans), default=self.version),
+            queue_ms=_milliseconds(metrics.scheduled_ts - metrics.queued_ts) if metrics else None,
+            first_token_ms=_milliseconds(first_token_s) if first_token_s is not None else None,
+            total_ms=(time.monotonic() - started) * 1e3,
+        )
 
-    # Changing the weights: lay_out, commit, release; or, in place: hold, load, resume
+    # Changing the weights: prepare_standby, commit, release; or, in place: hold, load, resume
 
-    async def obstacle(self) -> str | None:
-        """Why this model's weights can't be laid out beforehand and must be loaded in place; None if they can."""
-        async with self._within(_ORDER_TIMEOUT_S):
-            reasons = await self._running.collective_rpc("millrace_obstacle")
+    async def unsupported_reason(self) -> str | None:
+        """Why standby weights of this model can't be prepared and it must be loaded in place; None if they can."""
+        async with self._within(_CALL_TIMEOUT_S):
+            reasons = await self._running.collective_rpc("millrace_unsupported_reason")
         return next((reason for reason in reasons if reason), None)
 
-    async def lay_out(self, weights: Weights, *, spare_bytes: int, timeout_s: float) -> None:
-        """Have a second set of weights laid out in the engine's process, in the kernels' form, while it serves.
+    async def prepare_standby(self, weights: Weights, *, spare_bytes: int, timeout_s: float) -> None:
+        """Prepare standby weights in the engine's process, in the kernels' form, while it serves.
 
-        ``spare_bytes``: memory that must be left then. Raises EngineError saying why it can't be, the set being gone.
+        ``spare_bytes``: memory that must stay free. Raises EngineError if that can't be; none are left then.
         """
         llm = self._running
         try:
             async with self._within(timeout_s):
                 arguments = (str(weights.policy.path), weights.files, spare_bytes)
-                await llm.collective_rpc("millrace_lay_out", args=arguments)
+                await llm.collective_rpc("millrace_prepare_standby", args=arguments)
                 wait = 0.002
                 while True:
-                    states = await llm.collective_rpc("millrace_laid_out")
+                    states = await llm.collective_rpc("millrace_standby_state")
                     if failed := next((state["error"] for state in states if state["error"]), None):
                         raise EngineError(f"policy {weights.policy.version}: {failed}")
                     if all(state["done"] for state in states):
@@ -370,11 +342,11 @@ class Engine:
         return bool(done)
 
     async def commit(self, weights: Weights, *, recompute: bool, timeout_s: float) -> Exchanged:
-        """Exchange the two sets of weights between two steps, requests in flight going on.
+        """Exchange serving and standby weights between two steps, requests in flight going on.
 
-        Four orders in one go: pause, exchange, label, resume. The engine takes them one after the other, so that
-        nothing is made between the exchange and its label; and nobody waits for an answer of this process, which has
-        its hands full just then. ``recompute``: drop every KV cache, running requests' too.
+        Four calls are sent together: pause, exchange, label, resume. The engine serves them one after the other, so
+        that no token is sampled between the exchange and its label, and none of them waits for this process, which is
+        busy just then. ``recompute``: drop every KV cache, running requests' too.
         """
         llm, loop = self._running, asyncio.get_running_loop()
         core = llm.engine_core
@@ -392,17 +364,17 @@ class Engine:
             exchange = loop.create_task(llm.collective_rpc("millrace_commit", args=(weights.hashes,)))
             label = loop.create_task(core.set_weight_version_async(str(weights.policy.version)))
             resume = loop.create_task(core.resume_scheduler_async())
-            # Tasks start in the order in which they were made, and send before they wait. So what is sent after this
+            # Tasks start in the order of their creation, and send before they wait. So what is sent after this
             # call comes after the exchange, and what was sent before it before.
             loop.call_soon(self._set_version, weights.policy.version)
             await asyncio.gather(exchange, label, resume)
-        made = exchange.result()
-        ms = max(part["ms"] for part in made) if held is None else _milliseconds(time.monotonic() - held)
-        return Exchanged(ms=ms, kept=all(part["kept"] for part in made))
+        results = exchange.result()
+        ms = max(result["ms"] for result in results) if held is None else _milliseconds(time.monotonic() - held)
+        return Exchanged(ms=ms, kept=all(result["kept"] for result in results))
 
     async def release(self) -> None:
-        """Give up the second set of weights, if there is one."""
-        async with self._within(_ORDER_TIMEOUT_S):
+        """Free the standby weights, if there are any."""
+        async with self._within(_CALL_TIMEOUT_S):
             await self._running.collective_rpc("millrace_release")
 
     async def hold(self, *, recompute: bool, timeout_s: float) -> None:
@@ -447,30 +419,29 @@ class Engine:
         No request of a client: nothing counts or records it.
         """
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        params = SamplingParams(
+        params = sampling_params(
             max_tokens=1,
             temperature=0,
             logprob_token_ids=token_ids,
             logprobs=len(token_ids),
+            flat_logprobs=False,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._asked += 1
-        prompt = tokens_input(prompt_token_ids, cache_salt=f"own {self._asked}")
+        self._probes += 1
+        prompt = tokens_input(prompt_token_ids, cache_salt=f"own {self._probes}")
         async with self._within(timeout_s):
-            async for output in self._running.generate(prompt, params, f"own {self._asked}"):
+            async for output in self._running.generate(prompt, params, f"own {self._probes}"):
                 logprobs = output.outputs[0].logprobs
         if not logprobs or any(token not in logprobs[0] for token in token_ids):
-            raise EngineError("vLLM did not tell the logprobs that were asked for")
+            raise EngineError("vLLM did not return the requested logprobs")
         return [logprobs[0][token].logprob for token in token_ids]
 
     # Inside
 
     @asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[None]:
-        """As ``asyncio.timeout``; an engine that dies meanwhile is not waited for (EngineDead): vLLM does not tell."""
+        """As ``asyncio.timeout``; an engine that dies meanwhile raises EngineDead: vLLM's calls would wait for ever."""
         llm = self._running
         try:
             async with asyncio.timeout(timeout_s) as limit:
@@ -498,67 +469,6 @@ class Engine:
         self._loads += 1
         self._salt = f"{version}.{self._loads}"
 
-    def _build(self, path: Path) -> None:
-        config = self.config
-        with _environment(config):
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.platforms import current_platform
-            from vllm.usage.usage_lib import UsageContext
-            from vllm.v1.engine.async_llm import AsyncLLM
-
-            from serve.vllm import detokenizer
-            from serve.vllm.metrics import EngineStats
-
-            detokenizer.install()
-
-            on_cpu = current_platform.is_cpu()
-            arguments: dict[str, Any] = {
-                "model": str(path),
-                "served_model_name": "millrace",  # a label of its metrics: the first policy's path would stay there
-                "dtype": compute_dtype(path, config.dtype),
-                "max_model_len": config.max_model_len,
-                "max_num_seqs": config.max_num_seqs,
-                "kv_cache_memory_bytes": config.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if on_cpu else None),
-                "gpu_memory_utilization": config.gpu_memory_utilization,
-                "enforce_eager": config.enforce_eager,
-                "enable_prefix_caching": config.enable_prefix_caching,
-                "tensor_parallel_size": config.tensor_parallel_size,
-                "seed": config.seed,
-                "logprobs_mode": "processed_logprobs",
-                "generation_config": "auto",
-                "worker_extension_cls": WORKER,
-                "scheduler_cls": SCHEDULER,
-                "weight_transfer_config": {"backend": "millrace_mapped"},
-                "disable_log_stats": True,
-                **prefill_arguments(),
-            }
-            if config.tensor_parallel_size == 1:
-                arguments["distributed_executor_backend"] = "uni"
-            with _dying_with_this_process():
-                self._llm = AsyncLLM.from_engine_args(
-                    AsyncEngineArgs(**(arguments | config.extra)),
-                    usage_context=UsageContext.ENGINE_CONTEXT,
-                    stat_loggers=[EngineStats.into(self.stats)],
-                )
-
-    def _read_whole(self, output: CompletionOutput, note: dict[str, Any], text: str) -> Generated:
-        """A response that the scheduler kept, with its note."""
-        token_ids = list(output.token_ids)
-        logprobs = np.frombuffer(note["logprobs"], "<f4")
-        spans = [(start, int(version)) for start, version in note["spans"]]
-        if len(logprobs) != len(token_ids) or (token_ids and not spans):
-            raise EngineError(f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens")
-        return Generated(text, token_ids, logprobs, spans, output.finish_reason or "abort")
-
-    def _read(self, output: CompletionOutput, text: str) -> Generated:
-        """A response that vLLM put together."""
-        token_ids = list(output.token_ids)
-        logprobs = sampled_logprobs(token_ids, output.logprobs)
-        spans = [(span.start, int(span.version)) for span in output.weight_versions or []]
-        if len(logprobs) != len(token_ids) or (token_ids and not spans):
-            raise EngineError(f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens")
-        return Generated(text, token_ids, logprobs, spans, output.finish_reason or "abort")
-
     def _response_text(self, output: CompletionOutput, prompt: list[int]) -> str:
         # The token that ended the response is part of it, but not of its text.
         ended = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
@@ -567,105 +477,38 @@ class Engine:
 
 async def _end_with(llm: AsyncLLM, limit: asyncio.Timeout) -> None:
     while not llm.errored:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_ALIVE_CHECK_S)
     limit.reschedule(asyncio.get_running_loop().time())
 
 
-def _sampling_params(sampling: Sampling, *, streaming: bool = False, whole: bool = False) -> Any:
+def _params(sampling: Sampling, *, streaming: bool = False) -> SamplingParams:
     """As vLLM has it. Raises EngineRefused."""
     from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import RequestOutputKind
 
     try:
-        return _params(sampling, streaming=streaming, whole=whole)
+        return sampling_params(
+            n=sampling.n,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            stop=list(sampling.stop) or None,
+            stop_token_ids=list(sampling.stop_token_ids) or None,
+            seed=sampling.seed,
+            # Without stop strings, a response that is not streamed is decoded once, at its end.
+            detokenize=streaming or bool(sampling.stop),
+            output_kind=RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
     except (VLLMClientError, ValueError) as error:
         raise EngineRefused(f"vLLM refuses the request: {error}") from error
 
 
-def _params(sampling: Sampling, *, streaming: bool, whole: bool) -> Any:
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
-
-    return SamplingParams(
-        n=sampling.n,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        stop=list(sampling.stop) or None,
-        stop_token_ids=list(sampling.stop_token_ids) or None,
-        seed=sampling.seed,
-        logprobs=0,  # of the sampled token alone
-        flat_logprobs=True,
-        # Without stop strings, one decode at the end does for a response that is not streamed, instead of one a token.
-        detokenize=streaming or bool(sampling.stop),
-        output_kind=RequestOutputKind.DELTA if streaming else RequestOutputKind.FINAL_ONLY,
-        extra_args=_WHOLE if whole else None,
-        skip_clone=True,
-    )
-
-
-@contextmanager
-def _environment(config: EngineConfig) -> Iterator[None]:
-    """What vLLM and its process take from the environment; put back afterwards."""
-    wanted = {
-        "VLLM_LOGGING_LEVEL": config.log_level,
-        "VLLM_NO_USAGE_STATS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONWARNINGS": "ignore::FutureWarning",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.start_timeout_s)),
-        "OMP_WAIT_POLICY": "PASSIVE",  # OpenMP threads that have no work sleep, the cores are shared with training
-    }
-    if config.tensor_parallel_size == 1:
-        # On a CPU, vLLM runs one rank inside the engine's process only with this; else it starts a third process.
-        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if config.enforce_eager:
-        # Eager engines still compile a few helpers, which takes seconds and a C++ compiler.
-        wanted["TORCHDYNAMO_DISABLE"] = "1"
-    if (threads := config.threads or default_threads()) is not None:
-        wanted["OMP_NUM_THREADS"] = str(threads)
-    # Left to itself gloo listens on whatever address the machine's name has.
-    wanted |= {name: value for name, value in loopback_sockets().items() if name not in os.environ}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def default_threads() -> int | None:
-    """On a CPU all cores that this process may use but one; None on a GPU, where vLLM chooses."""
-    import torch
-
-    if torch.cuda.is_available():
-        return None
-    return max(1, len(os.sched_getaffinity(0)) - 1)
-
-
-@contextmanager
-def _dying_with_this_process() -> Iterator[None]:
-    """Have the processes that are spawned meanwhile killed when this one dies, also while they only start.
-
-    ``millrace_adopt`` comes when vLLM is ready, and left to itself a starting engine waits minutes for its parent.
-    Of signals they heed this process's alone (``serve.vllm.response_collector``): it ends them when the requests have
-    ended.
-    """
-    with stop_signals_blocked():  # starting the tracker unblocks what a process above us holds back
-        resource_tracker.ensure_running()  # this one is to clean up after us
-    before = multiprocessing.spawn.get_executable()
-    os.environ["MILLRACE_PYTHON"], os.environ["MILLRACE_PARENT"] = sys.executable, str(os.getpid())
-    multiprocessing.set_executable(str(_TIED_PYTHON))
-    try:
-        with stop_signals_blocked():
-            yield
-    finally:
-        multiprocessing.set_executable(before)
-        del os.environ["MILLRACE_PYTHON"], os.environ["MILLRACE_PARENT"]
+def _spans(output: CompletionOutput) -> list[tuple[int, int]]:
+    """(first token, policy version) of a response that ended."""
+    return [(span.start, int(span.version)) for span in output.weight_versions or []]
 
 
 def _milliseconds(seconds: float) -> float:

@@ -1,12 +1,12 @@
-"""vLLM's scheduler, which hands over a response when it is whole, if nobody reads it before that.
+"""vLLM's scheduler, which sends a response that is not streamed to the API process when it is whole.
 
-vLLM's engine tells the API process of every token. For a response that is not streamed that is, for nothing, a message,
-a decoding and a turn of the event loop a step. A request that is marked (``MARK`` in its ``extra_args``) has its tokens
-kept here, in the engine's process, and goes out as one message, with a note (in ``kv_transfer_params``, which nothing
-else uses without a KV connector) of what would be known from the single ones: when its first token was made, the
-logprobs, and which policy made which token. One that is marked as a stream has its tokens handed over at once, each
-with its logprob as a plain number in the note: the arrays that vLLM would send cost it a third of its time.
-Numbers for the metrics go out a few times a second.
+vLLM's engine sends the API process each token: a message, a decoding and a turn of the event loop per step, which a
+response that is not streamed doesn't need. A request that is marked (``MARK`` in its ``extra_args``) has its tokens
+collected here, in the engine's process, and sent as one message, with a note (in ``kv_transfer_params``, see
+``serve.vllm.compat``) of what the single messages would tell: the time of the first token, the logprobs, and which
+policy sampled which token. One that is marked as a stream has its tokens sent at once, each with its logprob as a plain
+number in the note: the arrays that vLLM would send take a third of a stream's time. Statistics for the metrics are sent
+a few times per second.
 
 The engine's process imports this module by name (``scheduler_cls``).
 """
@@ -46,8 +46,8 @@ _Base: Any = Scheduler if current_platform.is_cpu() else AsyncScheduler
 
 
 @dataclass(slots=True)
-class _Kept:
-    """What a marked request has made so far. ``spans``: [first token, policy version], rising."""
+class _Collected:
+    """The tokens of a marked request so far. ``spans``: [first token, policy version], rising."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
@@ -71,7 +71,7 @@ class _Kept:
         if output.prefill_stats is not None:
             self.prefill_stats = output.prefill_stats
 
-    def put_into(self, output: EngineCoreOutput) -> None:
+    def attach_to(self, output: EngineCoreOutput) -> None:
         """Make the last output the only one, or of a stream the one that has all logprobs."""
         if not self.streams:
             output.new_token_ids = self.tokens
@@ -85,14 +85,14 @@ class _Kept:
         }
 
 
-class WholeResponses(_Base):
-    """The scheduler that ``serve.vllm.engine`` names to vLLM."""
+class ResponseCollector(_Base):
+    """The scheduler that ``serve.vllm.boot`` names to vLLM."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._kept: dict[str, _Kept] = {}
+        self._collected: dict[str, _Collected] = {}
         self._cut_off: list[Request] = []
-        self._core = _maker()
+        self._core = _constructing_core()
         self._stats_due = 0.0
         self._seen_version = ""
         handle_parent_signals()
@@ -111,33 +111,32 @@ class WholeResponses(_Base):
         return super().schedule(*args, **kwargs)
 
     def add_request(self, request: Request) -> None:
-        """As vLLM's."""
         super().add_request(request)
         parameters = request.sampling_params
         if parameters is not None and parameters.extra_args and MARK in parameters.extra_args:
-            self._kept[request.request_id] = _Kept(streams=parameters.extra_args[MARK] == STREAM)
+            self._collected[request.request_id] = _Collected(streams=parameters.extra_args[MARK] == STREAM)
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         """As vLLM's; a marked request that is aborted hands over what it has, with the next step."""
         finished: list[Request] = super().finish_requests(request_ids, finished_status)
         if finished_status == RequestStatus.FINISHED_ABORTED:
-            self._cut_off += [request for request in finished if request.request_id in self._kept]
+            self._cut_off += [request for request in finished if request.request_id in self._collected]
         return finished
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """As vLLM's, without the outputs that are kept."""
+        """As vLLM's, without the outputs that are collected."""
         by_client: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        if self._kept:
+        if self._collected:
             version = self._version()
             for outputs in by_client.values():
                 outputs.outputs = [output for output in outputs.outputs if self._passes(output, version)]
         for request in self._cut_off:
-            kept = self._kept.pop(request.request_id, None)
-            if kept is not None:
+            collected = self._collected.pop(request.request_id, None)
+            if collected is not None:
                 output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT)
-                kept.put_into(output)
+                collected.attach_to(output)
                 by_client.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
         self._cut_off.clear()
         return {
@@ -147,7 +146,7 @@ class WholeResponses(_Base):
         }
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
-        """As vLLM's, some times a second and when nothing is left to do; what they count is counted on meanwhile."""
+        """As vLLM's, some times a second and when nothing is left to do; counters go on counting meanwhile."""
         now = time.monotonic()
         if now < self._stats_due and (self.running or self.waiting):
             return None
@@ -156,29 +155,29 @@ class WholeResponses(_Base):
         return stats
 
     def _passes(self, output: EngineCoreOutput, version: str) -> bool:
-        kept = self._kept.get(output.request_id)
-        if kept is None:
+        collected = self._collected.get(output.request_id)
+        if collected is None:
             return True
-        kept.add(output, version)
+        collected.add(output, version)
         if output.finish_reason is None:
-            if kept.streams and output.new_logprobs is not None:
+            if collected.streams and output.new_logprobs is not None:
                 output.kv_transfer_params = {"logprobs": output.new_logprobs.logprobs[:, 0].tolist()}
                 output.new_logprobs = None
-            return kept.streams
-        kept.put_into(output)
-        del self._kept[output.request_id]
+            return collected.streams
+        collected.attach_to(output)
+        del self._collected[output.request_id]
         return True
 
     def _version(self) -> str:
-        """The label that the engine gives to what this step made."""
+        """The label that the engine gives to this step's tokens."""
         return str(self._core.get_weight_version())
 
 
-def _maker() -> EngineCore:
-    """The engine core that is about to make a scheduler: vLLM hands its scheduler no reference to it."""
+def _constructing_core() -> EngineCore:
+    """The engine core whose ``__init__`` constructs the scheduler, to which it hands no reference to itself."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
-        if isinstance(maker := frame.f_locals.get("self"), EngineCore):
-            return maker
+        if isinstance(core := frame.f_locals.get("self"), EngineCore):
+            return core
     raise RuntimeError("this scheduler is for vLLM's engine core only")

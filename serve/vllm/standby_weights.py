@@ -1,11 +1,11 @@
-"""A second set of weights, laid out in the form that vLLM's kernels use while the first one serves.
+"""Standby weights: a second set, in the form that vLLM's kernels use, prepared while the first one serves.
 
-A twin of the live model is loaded by the model's own loaders and prepared by vLLM's own layers: fused, padded, and on a
-CPU prepacked. What then differs between the two, parameters and the kernels' own attributes, is a list of places; an
-exchange swaps their contents, by reference where nothing holds addresses (an eager engine), else by copying into the
-live tensors (compiled graphs and CUDA graphs go on reading where they read before).
+A standby copy of the live model's layers is loaded by the model's own loaders and prepared by vLLM's own layers: fused,
+padded, and on a CPU prepacked. What then differs between the two, parameters and the kernels' own attributes, is a list
+of places; an exchange swaps their contents, by reference where nothing holds addresses (an eager engine), else by
+copying into the live tensors (compiled graphs and CUDA graphs go on reading where they read before).
 
-Which layers can be laid out so is decided by ``obstacle``; a model with any other is loaded in place.
+``unsupported_reason`` decides which models can have standby weights; any other is loaded in place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from serve.policies.folder import safetensors_header
 from serve.policies.mapped_safetensors import MappedFile
 
 _NICENESS: Final = 10  # about a tenth of a processor beside one busy thread: behind requests, and yet in time
-_BREATH_S: Final = 0.002  # between two tensors, so that the engine's thread gets the interpreter
+_YIELD_S: Final = 0.002  # between two tensors, so that the engine's thread gets the interpreter
 _SLACK: Final = 1.05  # allocators round up
 _RELEASE_TIMEOUT_S: Final = 60.0
 
@@ -54,12 +54,12 @@ class Place:
     """One thing that an exchange swaps: ``key`` of two dicts."""
 
     live: dict[str, Any]
-    twin: dict[str, Any]
+    standby: dict[str, Any]
     key: str
 
 
-class Shadow:
-    """The second set. Made by a thread of low priority; ``done`` and ``error`` tell how far it is."""
+class StandbyWeights:
+    """The second set, prepared by a thread of low priority; ``done`` and ``error`` are its state."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Shadow:
         self._folder, self._files = folder, files
         self._places: list[Place] = []
         self._layers: list[nn.Module] = []
-        self._thread = threading.Thread(target=self._run, name="millrace-shadow", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="millrace-standby", daemon=True)
         self._thread.start()
 
     @property
@@ -100,12 +100,12 @@ class Shadow:
         if not self._by_reference:
             with torch.no_grad():
                 for place in self._places:
-                    place.live[place.key].data.copy_(place.twin[place.key].data, non_blocking=True)
+                    place.live[place.key].data.copy_(place.standby[place.key].data, non_blocking=True)
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()
             return False
         for place in self._places:
-            place.live[place.key], place.twin[place.key] = place.twin[place.key], place.live[place.key]
+            place.live[place.key], place.standby[place.key] = place.standby[place.key], place.live[place.key]
         self.holds = serving
         return True
 
@@ -125,8 +125,8 @@ class Shadow:
                 self._after.join(_RELEASE_TIMEOUT_S)
             self._require_memory()
             torch._C.set_num_threads(1)  # of this thread; vLLM has put torch.set_num_threads out of use
-            self._lay_out()
-        except BaseException as error:  # noqa: BLE001 - a thread's failure is handed to whoever asks for its state
+            self._prepare()
+        except BaseException as error:  # noqa: BLE001 - a thread's failure is part of its state
             self.error = error
             self._release()
         finally:
@@ -143,73 +143,73 @@ class Shadow:
             )
 
     @torch.no_grad()
-    def _lay_out(self) -> None:
+    def _prepare(self) -> None:
         files = [MappedFile(self._folder / name, self._files[name]["fingerprint"]) for name in sorted(self._files)]
-        twins = make_twins(self._model)
-        self._layers = list(twins.values())
-        for twin in twins.values():
-            initialize_online_processing(twin)
-        twins[self._model].load_weights(_breathing(files))
-        loaded = self._finish(twins)
-        self._places = [place for layer, twin in twins.items() if twin in loaded for place in _places(layer, twin)]
+        standby = standby_layers(self._model)
+        self._layers = list(standby.values())
+        for copy in standby.values():
+            initialize_online_processing(copy)
+        standby[self._model].load_weights(_yielding(files))
+        loaded = self._finish(standby)
+        self._places = [place for layer, copy in standby.items() if copy in loaded for place in _places(layer, copy)]
         for file in files:
             file.require_unchanged()
 
-    def _finish(self, twins: dict[nn.Module, nn.Module]) -> set[nn.Module]:
-        """Prepare what the loaders left open; the twins that hold weights of the new policy."""
+    def _finish(self, standby: dict[nn.Module, nn.Module]) -> set[nn.Module]:
+        """Prepare what the loaders left open; returns the copies that hold weights of the new policy."""
         names = {layer: name for name, layer in self._model.named_modules()}
         loaded, rest = set(), []
-        for layer, twin in twins.items():
-            info = get_layerwise_info(twin)
+        for layer, copy in standby.items():
+            info = get_layerwise_info(copy)
             if not info.can_load():  # all its weights came, so it was prepared at once
-                loaded.add(twin)
+                loaded.add(copy)
             elif info.load_numel > 0:  # all but its padding
-                _layerwise_process(twin, info)
-                loaded.add(twin)
+                _layerwise_process(copy, info)
+                loaded.add(copy)
             else:
-                rest.append((layer, twin))
-            time.sleep(_BREATH_S)
+                rest.append((layer, copy))
+            time.sleep(_YIELD_S)
         # A tied head is not named by a checkpoint: its weight is the embedding's, and it has its own prepacked copy.
         new = {
-            id(layer._parameters[key]): twin._parameters[key]
-            for layer, twin in twins.items()
-            if twin in loaded
+            id(layer._parameters[key]): copy._parameters[key]
+            for layer, copy in standby.items()
+            if copy in loaded
             for key in layer._parameters
         }
-        for layer, twin in rest:
+        for layer, copy in rest:
             parameters = {key: value for key, value in layer._parameters.items() if value is not None}
             if not any(value.numel() for value in parameters.values()):
                 continue
             for key, value in parameters.items():
                 if id(value) not in new:
                     raise RuntimeError(f"{names[layer]}.{key} got no new weights: it would keep the old policy's")
-                twin._parameters[key] = new[id(value)]
-            if method := getattr(twin, "quant_method", None):
-                method.process_weights_after_loading(twin)
-            loaded.add(twin)
+                copy._parameters[key] = new[id(value)]
+            if method := getattr(copy, "quant_method", None):
+                method.process_weights_after_loading(copy)
+            loaded.add(copy)
         return loaded
 
     def _release(self) -> None:
         if threading.current_thread() is not self._thread:
-            self._thread.join()  # it may still be at work, when the API gave it up
+            self._thread.join()  # it may still be at work when the API has given up waiting
         _low_priority()
         places, self._places = self._places, []
         layers, self._layers = self._layers, []
         self.holds = {}
         with torch.no_grad():
             for place in places:
-                value = place.twin.pop(place.key, None)
+                value = place.standby.pop(place.key, None)
                 if isinstance(value, torch.Tensor) and value is not place.live.get(place.key):
                     torch.Tensor.set_(value)  # frees the memory without the interpreter's lock, as `del` doesn't
                     value.__dict__.clear()
                 del value
-                time.sleep(_BREATH_S / 10)
+                time.sleep(_YIELD_S / 10)
         for layer in layers:
             layer.__dict__.clear()  # a parameter's loader is a method of its layer: a cycle
 
 
-def obstacle(model: nn.Module, vllm_config: Any) -> str | None:
-    """Why a second set of this model's weights can't be laid out beforehand; None if it can."""
+def unsupported_reason(model: nn.Module, vllm_config: Any) -> str | None:
+    """Why this model can't have standby weights; None if it can."""
     if vllm_config.speculative_config is not None:
         return "it is served with a draft model"
     if vllm_config.lora_config is not None:
@@ -271,38 +271,38 @@ def bytes_available(device: torch.device) -> int:
     return available
 
 
-def make_twins(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """layer -> its twin, for all layers of a model: the same settings, its own weights, in the checkpoint's form."""
-    twins: dict[nn.Module, nn.Module] = {}
+def standby_layers(model: nn.Module) -> dict[nn.Module, nn.Module]:
+    """layer -> its standby copy, for all layers: the same settings, weights of its own, in a checkpoint's layout."""
+    standby: dict[nn.Module, nn.Module] = {}
 
     def make(layer: nn.Module) -> nn.Module:
-        if layer not in twins:
-            twin = twins[layer] = object.__new__(type(layer))
-            twin.__dict__.update(layer.__dict__)
-            twin.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
+        if layer not in standby:
+            copy = standby[layer] = object.__new__(type(layer))
+            copy.__dict__.update(layer.__dict__)
+            copy.__dict__["_non_persistent_buffers_set"] = set(layer._non_persistent_buffers_set)
             for kind in ("_parameters", "_buffers"):
-                twin.__dict__[kind] = dict(layer.__dict__[kind])
-            twin.__dict__["_modules"] = {
+                copy.__dict__[kind] = dict(layer.__dict__[kind])
+            copy.__dict__["_modules"] = {
                 name: child if child is None else make(child) for name, child in layer._modules.items()
             }
-        return twins[layer]
+        return standby[layer]
 
     make(model)
-    for layer, twin in twins.items():
-        source, info = get_layerwise_info(layer), get_layerwise_info(twin)
+    for layer, copy in standby.items():
+        source, info = get_layerwise_info(layer), get_layerwise_info(copy)
         info.restore_device = source.restore_device
         info.restore_metadata = (
-            {name: _belonging_to(twin, to_meta_tensor(tensor)) for name, tensor in source.restore_metadata[0].items()},
-            {name: _belonging_to(twin, to_meta_tensor(tensor)) for name, tensor in source.restore_metadata[1].items()},
+            {name: _belonging_to(copy, to_meta_tensor(tensor)) for name, tensor in source.restore_metadata[0].items()},
+            {name: _belonging_to(copy, to_meta_tensor(tensor)) for name, tensor in source.restore_metadata[1].items()},
         )
-        restore_layer_on_meta(twin, info)
-        for name, parameter in twin._parameters.items():
+        restore_layer_on_meta(copy, info)
+        for name, parameter in copy._parameters.items():
             if parameter is not None and parameter is layer._parameters.get(name):  # vLLM leaves biases where they are
                 own = torch.empty_like(parameter)
                 own.__class__ = parameter.__class__
                 own.__dict__ = dict(parameter.__dict__)
-                twin._parameters[name] = _belonging_to(twin, own)
-    return twins
+                copy._parameters[name] = _belonging_to(copy, own)
+    return standby
 
 
 def _belonging_to(layer: nn.Module, tensor: torch.Tensor) -> Any:
@@ -317,28 +317,28 @@ def _belonging_to(layer: nn.Module, tensor: torch.Tensor) -> Any:
     return tensor
 
 
-def _places(layer: nn.Module, twin: nn.Module) -> Iterator[Place]:
-    """Where a prepared twin differs from its layer."""
-    if missing := layer._parameters.keys() ^ twin._parameters.keys():
+def _places(layer: nn.Module, copy: nn.Module) -> Iterator[Place]:
+    """Where a prepared standby layer differs from the live one."""
+    if missing := layer._parameters.keys() ^ copy._parameters.keys():
         raise RuntimeError(f"{type(layer).__name__} has other parameters after loading: {sorted(missing)}")
     for key, parameter in layer._parameters.items():
-        if parameter is not None and twin._parameters[key] is not parameter:
-            _belonging_to(layer, twin._parameters[key])
-            yield Place(layer._parameters, twin._parameters, key)
-    for key in layer.__dict__.keys() | twin.__dict__.keys():
+        if parameter is not None and copy._parameters[key] is not parameter:
+            _belonging_to(layer, copy._parameters[key])
+            yield Place(layer._parameters, copy._parameters, key)
+    for key in layer.__dict__.keys() | copy.__dict__.keys():
         if key.startswith(("_parameters", "_buffers", "_modules", "_non_persistent")):
             continue
-        if key not in layer.__dict__ or key not in twin.__dict__:
+        if key not in layer.__dict__ or key not in copy.__dict__:
             raise RuntimeError(f"{type(layer).__name__} has other attributes after loading: {key}")
-        if layer.__dict__[key] is not twin.__dict__[key]:
-            yield Place(layer.__dict__, twin.__dict__, key)
+        if layer.__dict__[key] is not copy.__dict__[key]:
+            yield Place(layer.__dict__, copy.__dict__, key)
 
 
-def _breathing(files: list[MappedFile]) -> Iterator[tuple[str, torch.Tensor]]:
+def _yielding(files: list[MappedFile]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         for item in file.tensors():
             yield item
-            time.sleep(_BREATH_S)
+            time.sleep(_YIELD_S)
 
 
 def _low_priority() -> None:

@@ -1,11 +1,10 @@
 """New weights into a live vLLM engine.
 
 This module runs inside vLLM's worker process, which imports it because ``worker_extension_cls`` names
-``MillraceWorker``. There are two ways. Where the model allows it, a second set of weights is laid out in the kernels'
-form while the first one serves, and ``millrace_commit`` exchanges the two between two engine steps
-(serve/vllm/standby_weights.py). Else the weights are loaded in place, the engine held, by the weight-transfer backend
-``millrace_mapped`` through vLLM's layerwise reload, which knows about every kind of fused, sharded, quantized and
-prepacked weight.
+``MillraceWorker``. There are two ways. Where the model allows it, standby weights are prepared while the first set
+serves, and ``millrace_commit`` exchanges the two between two engine steps (``serve.vllm.standby_weights``). Else the
+weights are loaded in place, the engine held, by the weight-transfer backend ``millrace_mapped`` through vLLM's
+layerwise reload, which knows about every kind of fused, sharded, quantized and prepacked weight.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from serve.policies.mapped_safetensors import MappedFile
 from serve.vllm import sampler
-from serve.vllm.standby_weights import Shadow, hashes, obstacle
+from serve.vllm.standby_weights import StandbyWeights, hashes, unsupported_reason
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +67,16 @@ class MappedWeights(WeightTransferEngine[MappedInitInfo, MappedUpdateInfo]):
 
     loaded: dict[str, str] | None = None
     """sha256 by file of the weights that serve, if a swap brought them."""
-    shadow: Shadow | None = None
-    """The second set of weights."""
+    standby: StandbyWeights | None = None
     releasing: threading.Thread | None = None
-    """What gives the memory of an earlier second set back."""
+    """The thread that frees earlier standby weights."""
     _open = False
 
     def init_transfer_engine(self, init_info: MappedInitInfo) -> None:
         """Nothing to set up."""
 
     def start_weight_update(self) -> None:
-        """Lay the model out as a checkpoint has it, ready to be loaded."""
+        """Give the model the layout of a checkpoint, ready to be loaded."""
         self._open = True
         initialize_layerwise_reload(self.model)
 
@@ -141,45 +139,41 @@ class MillraceWorker:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         return os.getpid()
 
-    def millrace_obstacle(self) -> str | None:
-        """Why weights can't be laid out beforehand; None if they can."""
-        return obstacle(self.weight_transfer_engine.model, self.vllm_config)
+    def millrace_unsupported_reason(self) -> str | None:
+        """Why the model can't have standby weights; None if it can."""
+        return unsupported_reason(self.weight_transfer_engine.model, self.vllm_config)
 
-    def millrace_lay_out(self, folder: str, files: dict[str, dict[str, Any]], spare_bytes: int) -> None:
-        """Begin to lay out a second set of weights, unless the one there holds them already.
-
-        ``files``: name of each safetensors file -> its ``sha256`` and ``fingerprint``. ``spare_bytes``: memory that
-        must be left when it is done.
-        """
+    def millrace_prepare_standby(self, folder: str, files: dict[str, dict[str, Any]], spare_bytes: int) -> None:
+        """Begin to prepare standby weights, unless those that are there hold them already. As ``StandbyWeights``."""
         engine = self.weight_transfer_engine
-        if engine.shadow is not None and engine.shadow.done and engine.shadow.holds == hashes(files):
+        if engine.standby is not None and engine.standby.done and engine.standby.holds == hashes(files):
             return
         self.millrace_release()
-        engine.shadow = Shadow(
+        engine.standby = StandbyWeights(
             engine.model, self.vllm_config, Path(folder), files, spare_bytes=spare_bytes, after=engine.releasing
         )
 
-    def millrace_laid_out(self) -> dict[str, Any]:
-        """{"done": bool, "error": text or None} of the second set."""
-        shadow = self.weight_transfer_engine.shadow
-        if shadow is None:
-            return {"done": True, "error": "no weights are laid out"}
-        error = f"{type(shadow.error).__name__}: {shadow.error}" if shadow.error else None
-        return {"done": shadow.done, "error": error}
+    def millrace_standby_state(self) -> dict[str, Any]:
+        """{"done": bool, "error": text or None} of the standby weights."""
+        standby = self.weight_transfer_engine.standby
+        if standby is None:
+            return {"done": True, "error": "no standby weights are prepared"}
+        error = f"{type(standby.error).__name__}: {standby.error}" if standby.error else None
+        return {"done": standby.done, "error": error}
 
     def millrace_commit(self, wanted: dict[str, str]) -> dict[str, Any]:
-        """Exchange the two sets; the second one must hold the weights ``wanted``, sha256 by file.
+        """Exchange the two sets; the standby weights must be ``wanted``, sha256 by file.
 
         {"ms": how long it took, "kept": whether the old set is there to go back to}. The label of what follows and the
-        order to go on are on their way already, so a failure ends this process: better no token than a wrong label.
+        call to resume are on their way already, so a failure ends this process: better no token than a wrong label.
         """
         began = time.perf_counter()
         engine = self.weight_transfer_engine
-        shadow = engine.shadow
+        standby = engine.standby
         try:
-            if shadow is None or not shadow.done or shadow.error or shadow.holds != wanted:
-                raise RuntimeError("the second set of weights is not the one that was laid out")
-            kept = shadow.exchange(engine.loaded or {})
+            if standby is None or not standby.done or standby.error or standby.holds != wanted:
+                raise RuntimeError("the standby weights are not the ones that were prepared")
+            kept = standby.exchange(engine.loaded or {})
         except BaseException:
             log.critical("the exchange of the weights failed: the engine ends", exc_info=True)
             logging.shutdown()
@@ -188,11 +182,11 @@ class MillraceWorker:
         return {"ms": (time.perf_counter() - began) * 1e3, "kept": kept}
 
     def millrace_release(self) -> None:
-        """Forget the second set, if there is one."""
+        """Free the standby weights, if there are any."""
         engine = self.weight_transfer_engine
-        shadow, engine.shadow = engine.shadow, None
-        if shadow is not None:
-            engine.releasing = shadow.release()
+        standby, engine.standby = engine.standby, None
+        if standby is not None:
+            engine.releasing = standby.release()
 
     def millrace_abandon(self) -> None:
         """End a weight update that failed, wherever it did, so that another one can start."""
@@ -206,7 +200,7 @@ class MillraceWorker:
         return self.weight_transfer_engine.loaded or {}
 
     def millrace_serves(self, files: dict[str, str]) -> None:
-        """Tell which weights the engine was started on."""
+        """Record which weights the engine was started on."""
         self.weight_transfer_engine.loaded = dict(files)
 
 
@@ -236,14 +230,9 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def _got_nothing(layer: torch.nn.Module) -> bool:
-    """Whether a layer with parameters of its own waits for weights and has been given none in this update."""
+    """Whether a layer with parameters of its own waits for weights and got none in this update."""
     info = get_layerwise_info(layer)
     return info.can_load() and info.load_numel <= 0 and any(True for _ in layer.parameters(recurse=False))
 
 
-def _register() -> None:
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, MappedWeights)
-
-
-_register()
+WeightTransferEngineFactory.register_engine(BACKEND, MappedWeights)

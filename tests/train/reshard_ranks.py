@@ -25,7 +25,7 @@ from train.model.fsdp import build
 from train.model.mesh import make_meshes
 from train.weight_sync.errors import ReshardError
 from train.weight_sync.gather import gather
-from train.weight_sync.sync import HandOver
+from train.weight_sync.sync import WeightSync
 from train.workers.rollout import RolloutWorker
 
 DTYPE = torch.bfloat16
@@ -55,7 +55,7 @@ class Ranks:
         peers: Any = {"actor": SimpleNamespace(model=self.model)}
         self.llm = RolloutWorker(policy=policy, config=self.config, seed=0, peers=peers).llm
         self.engine: nn.Module = self.llm.collective_rpc(lambda worker: worker.get_model())[0]
-        self.hand_over = HandOver(self.model, self.llm, bucket_bytes=2**14)
+        self.weight_sync = WeightSync(self.model, self.llm, bucket_bytes=2**14)
 
 
 def plan_gives_the_weights_that_vllms_own_loaders_give(ranks: Ranks) -> None:
@@ -68,18 +68,18 @@ def plan_gives_the_weights_that_vllms_own_loaders_give(ranks: Ranks) -> None:
     change(ranks.model, 1)
     with torch.no_grad():  # leaves what is outside the layers gathered, in the compute dtype
         ranks.model(input_ids=torch.tensor([[5, 6]]), position_ids=torch.tensor([[0, 1]]), use_cache=False)
-    checked = ranks.hand_over.run(checked_tensors=10**9)
-    assert set(checked) == set(ranks.hand_over.held)
+    checked = ranks.weight_sync.run(checked_tensors=10**9)
+    assert set(checked) == set(ranks.weight_sync.held)
     for name, values in computed(ranks.engine).items():
         assert torch.equal(values, expected[name]), f"{name} differs by {(values - expected[name]).abs().max()}"
 
 
 def what_is_received_is_what_the_plan_says(ranks: Ranks) -> None:
     with ReceivedBytes() as counter:
-        ranks.hand_over.run()
-    assert counter.received == ranks.hand_over.plan.received * DTYPE.itemsize
-    assert len(ranks.hand_over.plan.buckets) > 3, "the buckets must be small enough for several"
-    assert ranks.hand_over.plan.largest_exchange * DTYPE.itemsize <= 2**13
+        ranks.weight_sync.run()
+    assert counter.received == ranks.weight_sync.plan.received * DTYPE.itemsize
+    assert len(ranks.weight_sync.plan.buckets) > 3, "the buckets must be small enough for several"
+    assert ranks.weight_sync.plan.largest_exchange * DTYPE.itemsize <= 2**13
 
 
 def loaders_ask_for_the_slices_that_the_table_is_computed_from(ranks: Ranks) -> None:
@@ -94,12 +94,12 @@ def loaders_ask_for_the_slices_that_the_table_is_computed_from(ranks: Ranks) -> 
         c.hidden_size // c.num_attention_heads,
         c.vocab_size,
     )
-    supposed, asked = table.slices(shapes, ranks.config.ranks, 2), ranks.hand_over.needed
+    supposed, asked = table.slices(shapes, ranks.config.ranks, 2), ranks.weight_sync.needed
     placed = table.placed(shapes, ranks.config.ranks, 2)
     for rank in range(ranks.config.ranks):
         for name in placed:
             assert asked.by(rank, name) == supposed.by(rank, name), name
-    assert all(placed[name] == ranks.hand_over.held[name] for name in placed)
+    assert all(placed[name] == ranks.weight_sync.held[name] for name in placed)
 
 
 def an_adapter_arrives_merged(ranks: Ranks) -> None:
@@ -107,21 +107,21 @@ def an_adapter_arrives_merged(ranks: Ranks) -> None:
     change(model, 3)
     gather(model, ranks.llm)
     expected = computed(ranks.engine)
-    ranks.hand_over.run()
-    HandOver(model, ranks.llm).run(checked_tensors=10**9)
+    ranks.weight_sync.run()
+    WeightSync(model, ranks.llm).run(checked_tensors=10**9)
     for name, values in computed(ranks.engine).items():
         assert torch.equal(values, expected[name]), name
 
 
 def weights_that_arrive_changed_are_found_and_named(ranks: Ranks) -> None:
-    wrong = HandOver(ranks.model, ranks.llm)
+    wrong = WeightSync(ranks.model, ranks.llm)
     name, write = "model.layers.1.self_attn.q_proj.weight", wrong._target.write
     wrong._target.write = lambda need, box, values: write(  # type: ignore[method-assign]
         need, box, values.flip(0) if need.tensor == name else values
     )
     with pytest.raises(ReshardError, match=f"rank . generates with other weights than are in training: {name}$"):
         wrong.run(checked_tensors=10**9)
-    ranks.hand_over.run(checked_tensors=10**9)
+    ranks.weight_sync.run(checked_tensors=10**9)
 
 
 def a_loader_that_computes_is_refused_by_name(ranks: Ranks) -> None:
@@ -130,8 +130,8 @@ def a_loader_that_computes_is_refused_by_name(ranks: Ranks) -> None:
     weight = get_layerwise_info(ranks.engine.get_submodule("model.norm")).restore_metadata[0]["weight"]
     weight.weight_loader = lambda parameter, loaded: parameter.data.copy_(loaded * 2)
     try:
-        with pytest.raises(ReshardError, match=r"of model\.norm\.weight can't be followed at model\.norm\.weight"):
-            HandOver(ranks.model, ranks.llm)
+        with pytest.raises(ReshardError, match=r"of model\.norm\.weight can't be traced at model\.norm\.weight"):
+            WeightSync(ranks.model, ranks.llm)
     finally:
         del weight.weight_loader
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from feedback.config import RuleConfig
+from serve.vllm.boot import engine_variables
 from train import algorithms
 from train.config.training import TrainConfig
 from train.controller import torchrun
@@ -139,9 +140,8 @@ def sizes(config: TrainConfig, pool: str) -> dict[str, int]:
 def environment(config: TrainConfig) -> dict[str, str]:
     """What the processes of the workers have in their environment."""
     return {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        **engine_variables("WARNING", one_process=True, one_machine=False),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "WARNING",
         "TOKENIZERS_PARALLELISM": "false",
         # Eager engines still compile a few helpers, which takes seconds and a C++ compiler.
         **({"TORCHDYNAMO_DISABLE": "1"} if config.rollout.enforce_eager else {}),

@@ -47,7 +47,7 @@ class Comparison:
         if name not in self._rows:
             return
         known: dict[Box, int] = {}
-        for target, box in self._plan.given(name):
+        for target, box in self._plan.supplied(name):
             if box not in known:
                 known[box] = checksum(shard[within(box, self._plan.own[name])], box, self._dtype)
             self._expected[self._rows[name], target] += known[box]

@@ -2,4 +2,4 @@
 
 
 class ReshardError(RuntimeError):
-    """The weights could not be handed over; the text names the tensor and the layer."""
+    """The weights could not be resharded; the text names the tensor and the layer."""

@@ -75,7 +75,7 @@ class Exchange:
             self._shards[name] = shard
         sending, receiving = sum(bucket.send_counts), sum(bucket.receive_counts)
         sent, received = buffer[:sending], buffer[sending : sending + receiving]
-        for transfer, place in _laid_out(bucket.sends, sent):
+        for transfer, place in _places(bucket.sends, sent):
             tensor = transfer.piece.tensor
             place.copy_(self._shards[tensor][within(transfer.box, self._plan.own[tensor])])
         work = torch.distributed.all_to_all_single(
@@ -86,7 +86,7 @@ class Exchange:
     def _write(self, flight: _Flight) -> None:
         """Write what came and what this rank had itself, and have each layer prepared that is complete."""
         arrived: dict[Piece, list[tuple[Transfer, Tensor]]] = {}
-        for transfer, values in _laid_out(flight.bucket.receives, flight.received):
+        for transfer, values in _places(flight.bucket.receives, flight.received):
             arrived.setdefault(transfer.piece, []).append((transfer, values))
         for piece in flight.bucket.pieces:
             needs = self._needs.get(piece.tensor, [])
@@ -107,7 +107,7 @@ class Exchange:
         return {need.layer for need in self._needs.get(piece.tensor, ())}
 
 
-def _laid_out(transfers: tuple[Transfer, ...], buffer: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
+def _places(transfers: tuple[Transfer, ...], buffer: Tensor) -> Iterator[tuple[Transfer, Tensor]]:
     """Each transfer with its place in the buffer, in the shape of its box."""
     offset = 0
     for transfer in transfers:

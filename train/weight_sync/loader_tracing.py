@@ -1,7 +1,7 @@
 """What vLLM's own weight loaders read and where they put it, found by running them on tensors without values.
 
-A twin of the live model, laid out as checkpoints have it, is loaded on the meta device, and every copy that a loader
-makes is written down: which slice of which checkpoint tensor goes to which slice of which parameter. That covers fused
+A copy of the live model, in a checkpoint's layout, is loaded on the meta device, and every copy that a loader makes is
+recorded: which slice of which checkpoint tensor goes to which slice of which parameter. That covers fused
 projections, padded vocabularies, replicated heads and tied embeddings without a table of architectures.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from serve.vllm.standby_weights import make_twins
+from serve.vllm.standby_weights import standby_layers
 from train.weight_sync.errors import ReshardError
 from train.weight_sync.slices import Box
 
@@ -34,7 +34,7 @@ class Need:
     strides: tuple[int, ...]
 
     def view(self, parameter: Tensor, box: Box) -> Tensor:
-        """Where ``box``, a part of this need's, lies in the parameter (laid out as the checkpoint has it)."""
+        """Where ``box``, a part of this need's, lies in the parameter (in the checkpoint's layout)."""
         starts = [b0 - n0 for (b0, _), (n0, _) in zip(box, self.box, strict=True)]
         return parameter.data.as_strided(
             [stop - start for start, stop in box],
@@ -56,15 +56,15 @@ class Filled:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What the loaders of one rank asked for. ``forms``: (shape, strides) of each parameter that gets weights."""
+class LoaderTrace:
+    """What the loaders of one rank need. ``forms``: (shape, strides) of each parameter that gets weights."""
 
     needs: tuple[Need, ...]
     fills: tuple[Filled, ...]
     forms: Mapping[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
-def ask_loaders(model: nn.Module, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> Answers:
+def trace_loaders(model: nn.Module, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> LoaderTrace:
     """Run the loaders of ``model``, a live vLLM model, on tensors of these names and shapes; it stays as it is.
 
     Must run under vLLM's ``set_current_vllm_config``.
@@ -72,36 +72,36 @@ def ask_loaders(model: nn.Module, shapes: Mapping[str, Sequence[int]], dtype: to
     Raises:
         ReshardError: a loader does more than copy, or leaves part of a parameter without weights.
     """
-    twins = make_twins(model)
+    standby = standby_layers(model)
     names = {layer: name for name, layer in model.named_modules()}
     parameters = {
         (names[layer], key): parameter
-        for layer, twin in twins.items()
-        for key, parameter in twin._parameters.items()
+        for layer, copy in standby.items()
+        for key, parameter in copy._parameters.items()
         if parameter is not None
     }
     buffers = {
         (names[layer], key): buffer
-        for layer, twin in twins.items()
-        for key, buffer in twin._buffers.items()
+        for layer, copy in standby.items()
+        for key, buffer in copy._buffers.items()
         if buffer is not None
     }
-    watch = _Watch(parameters, buffers)
-    with torch.no_grad(), watch:
+    recorder = _CopyRecorder(parameters, buffers)
+    with torch.no_grad(), recorder:
         try:
-            twins[model].load_weights(watch.offered(shapes, dtype))
+            standby[model].load_weights(recorder.offered(shapes, dtype))
         except ReshardError:
             raise
         except Exception as error:
             raise ReshardError(
-                f"{type(model).__name__}'s loaders can't be followed at {watch.current}: {type(error).__name__}: "
+                f"{type(model).__name__}'s loaders can't be traced at {recorder.current}: {type(error).__name__}: "
                 f"{error}; set train.rollout.reshard to gather, which loads whole tensors"
             ) from error
-    return watch.answers(model)
+    return recorder.trace(model)
 
 
-class _Watch(TorchDispatchMode):
-    """Writes down what is copied from the tensors on offer into the parameters."""
+class _CopyRecorder(TorchDispatchMode):
+    """Records what is copied from the tensors on offer into the parameters."""
 
     def __init__(self, parameters: dict[tuple[str, str], Tensor], buffers: dict[tuple[str, str], Tensor]) -> None:
         super().__init__()
@@ -132,16 +132,16 @@ class _Watch(TorchDispatchMode):
                 )
             else:
                 raise self._error(place, f"calls {func} on it")
-            return args[0]  # there is nothing to copy, and a bias of the twin is not on the meta device
+            return args[0]  # there is nothing to copy, and a bias of the copy is not on the meta device
         return func(*args, **(kwargs or {}))
 
-    def answers(self, model: nn.Module) -> Answers:
+    def trace(self, model: nn.Module) -> LoaderTrace:
         self._require_all(model)
         touched = {(n.layer, n.parameter) for n in self._needs} | {(f.layer, f.parameter) for f in self._fills}
         forms = {
             place: (tuple(p.shape), tuple(p.stride())) for place, p in self._parameters.items() if place in touched
         }
-        return Answers(tuple(self._needs), tuple(self._fills), forms)
+        return LoaderTrace(tuple(self._needs), tuple(self._fills), forms)
 
     def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[str, str] | None:
         """The parameter that an operation writes to."""
@@ -202,7 +202,7 @@ class _Watch(TorchDispatchMode):
 
     def _error(self, place: tuple[str, str], what: str) -> ReshardError:
         return ReshardError(
-            f"vLLM's loader of {'.'.join(place)} can't be followed at {self.current}: it {what}; set "
+            f"vLLM's loader of {'.'.join(place)} can't be traced at {self.current}: it {what}; set "
             "train.rollout.reshard to gather, which loads whole tensors"
         )
 

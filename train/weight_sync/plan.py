@@ -80,7 +80,7 @@ class Plan:
         """Elements that the rank receives."""
         return sum(sum(bucket.receive_counts) for bucket in self.buckets)
 
-    def given(self, tensor: str) -> Iterator[tuple[int, Box]]:
+    def supplied(self, tensor: str) -> Iterator[tuple[int, Box]]:
         """(rank, box) of everything of a tensor that comes from this rank's shard, to itself and to others."""
         yield from ((self.rank, box) for _, box in self.local.get(tensor, ()))
         for bucket in self.buckets:

@@ -1,4 +1,4 @@
-"""The hand-over of a step: plan once, execute, compare."""
+"""Weights of a step into the engine: plan once, execute, compare."""
 
 from __future__ import annotations
 
@@ -22,19 +22,11 @@ BUCKET_BYTES = 64 * 2**20
 CHECKED_TENSORS = 4
 
 
-def hand_over(model: nn.Module, llm: Any) -> None:
-    """Load the trained weights into the engine of this process, once; every rank must call it.
-
-    Who does it more than once keeps a ``HandOver``, and with it the plan.
-    """
-    HandOver(model, llm).run()
-
-
-class HandOver:
-    """The plan from one model in training to the engine in the same processes. Every rank makes one, and runs it."""
+class WeightSync:
+    """From one model in training to the engine in the same processes, by a plan. Every rank makes one, and runs it."""
 
     def __init__(self, model: nn.Module, llm: Any, *, bucket_bytes: int = BUCKET_BYTES) -> None:
-        """Ask the loaders, and plan.
+        """Trace the loaders, and plan.
 
         Args:
             model: what ``train.model.fsdp.build`` made.
@@ -47,7 +39,7 @@ class HandOver:
         """
         from vllm.config import set_current_vllm_config
 
-        from train.weight_sync.loader_tracing import ask_loaders
+        from train.weight_sync.loader_tracing import trace_loaders
         from train.weight_sync.vllm_writer import LiveWeights
 
         worker = llm.collective_rpc(_itself)[0]
@@ -57,12 +49,12 @@ class HandOver:
         self.held = self._sources.held
         shapes = {name: place.shape for name, place in self.held.items()}
         with set_current_vllm_config(self._vllm_config):
-            answers = ask_loaders(engine, shapes, self.dtype)
-        self._target = LiveWeights(engine, self._vllm_config.model_config, answers)
+            trace = trace_loaders(engine, shapes, self.dtype)
+        self._target = LiveWeights(engine, self._vllm_config.model_config, trace)
         self._needs: dict[str, list[Need]] = {}
-        for need in answers.needs:
+        for need in trace.needs:
             self._needs.setdefault(need.tensor, []).append(need)
-        self.needed = told_to_all({name: tuple(n.box for n in needs) for name, needs in self._needs.items()})
+        self.needed = gather_needs({name: tuple(n.box for n in needs) for name, needs in self._needs.items()})
         self.plan = make_plan(
             torch.distributed.get_rank(),
             self.held,
@@ -73,7 +65,7 @@ class HandOver:
 
     @torch.no_grad()
     def run(self, *, checked_tensors: int = CHECKED_TENSORS) -> list[str]:
-        """Hand over the weights as they are, and compare checksums of some tensors; their names.
+        """Load the weights as they are, and compare checksums of some tensors; returns their names.
 
         Raises:
             ReshardError: a tensor does not arrive as it is in training.
@@ -89,16 +81,16 @@ class HandOver:
         return names
 
 
-def told_to_all(boxes: dict[str, tuple[Box, ...]]) -> Needed:
+def gather_needs(boxes: dict[str, tuple[Box, ...]]) -> Needed:
     """What every rank needs, from what this one does. What several ranks need alike is sent once."""
     digests: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(digests, hashlib.sha256(pickle.dumps(sorted(boxes.items()))).hexdigest())
     order = list(dict.fromkeys(digests))
     kinds = []
     for digest in order:
-        told: list[Any] = [boxes]
-        torch.distributed.broadcast_object_list(told, src=digests.index(digest))
-        kinds.append(told[0])
+        message: list[Any] = [boxes]
+        torch.distributed.broadcast_object_list(message, src=digests.index(digest))
+        kinds.append(message[0])
     return Needed(tuple(kinds), tuple(order.index(digest) for digest in digests))
 
 

@@ -55,28 +55,28 @@ class WeightStream:
                 waiting, size = [], 0
         if waiting:
             self._send_bucket(waiting, dtype)
-        self._tell({})
+        self._send_header({})
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor), in the order they were sent in. The tensors of a bucket share memory."""
-        while told := self._hear():
-            shapes: dict[str, list[int]] = told["shapes"]
+        while header := self._receive_header():
+            shapes: dict[str, list[int]] = header["shapes"]
             sizes = [torch.Size(shape).numel() for shape in shapes.values()]
-            flat = torch.empty(sum(sizes), dtype=getattr(torch, told["dtype"]), device=self._device)
+            flat = torch.empty(sum(sizes), dtype=getattr(torch, header["dtype"]), device=self._device)
             self._data.broadcast(flat, 0).wait()
             for (name, shape), part in zip(shapes.items(), flat.split(sizes), strict=True):
                 yield name, part.view(shape)
 
     def _send_bucket(self, named: list[tuple[str, Tensor]], dtype: torch.dtype) -> None:
-        self._tell({"dtype": str(dtype).removeprefix("torch."), "shapes": {n: list(t.shape) for n, t in named}})
+        self._send_header({"dtype": str(dtype).removeprefix("torch."), "shapes": {n: list(t.shape) for n, t in named}})
         self._data.broadcast(torch.cat([t.reshape(-1) for _, t in named]), 0).wait()
 
-    def _tell(self, header: dict[str, Any]) -> None:
+    def _send_header(self, header: dict[str, Any]) -> None:
         text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
         self._control.broadcast(torch.tensor([len(text)]), 0).wait()
         self._control.broadcast(text, 0).wait()
 
-    def _hear(self) -> dict[str, Any]:
+    def _receive_header(self) -> dict[str, Any]:
         length = torch.zeros(1, dtype=torch.int64)
         self._control.broadcast(length, 0).wait()
         text = torch.empty(int(length), dtype=torch.uint8)

@@ -1,7 +1,8 @@
 """Writes slices into the weights of a live vLLM model, layer by layer, and has vLLM prepare what its kernels need.
 
-A parameter that lies as checkpoints have it is written in place. One that vLLM has rearranged since (a CPU's prepacked
-layers, quantized ones) is laid out anew, filled, and prepared by vLLM's own processing, as its layerwise reload does.
+A parameter that lies as checkpoints have it is written in place. The layout of one that vLLM has rearranged since (a
+CPU's prepacked layers, quantized ones) is restored first, and prepared again by vLLM's own processing, as its layerwise
+reload does.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers
 
-from train.weight_sync.loader_tracing import Answers, Need
+from train.weight_sync.loader_tracing import LoaderTrace, Need
 from train.weight_sync.slices import Box
 
 
 class LiveWeights:
     """The weights of one rank of an engine that is between two batches."""
 
-    def __init__(self, model: nn.Module, model_config: Any, answers: Answers) -> None:
+    def __init__(self, model: nn.Module, model_config: Any, trace: LoaderTrace) -> None:
         self._model, self._config = model, model_config
-        self._fills = answers.fills
-        self._layers = {name: model.get_submodule(name) for name in dict.fromkeys(n.layer for n in answers.needs)}
-        self._rearranged = {name for name, layer in self._layers.items() if not _as_loaded(name, layer, answers)}
+        self._fills = trace.fills
+        self._layers = {name: model.get_submodule(name) for name in dict.fromkeys(n.layer for n in trace.needs)}
+        self._rearranged = {name for name, layer in self._layers.items() if not _as_loaded(name, layer, trace)}
         self._open: set[str] = set()
 
     @property
@@ -41,8 +42,8 @@ class LiveWeights:
         self.at(need, box).copy_(values)
 
     def at(self, need: Need, box: Box) -> Tensor:
-        """Where ``box`` lies; its layer is laid out anew first if its kernels had rearranged it."""
-        self._lay_out(need.layer)
+        """Where ``box`` lies; its layer's layout is restored first if its kernels had rearranged it."""
+        self._restore_layout(need.layer)
         return need.view(self._layers[need.layer].get_parameter(need.parameter), box)
 
     def finish(self, layer: str) -> None:
@@ -66,7 +67,7 @@ class LiveWeights:
             if is_deferred_attention_layer(layer):
                 layer.process_weights_after_loading(self._config.dtype)
 
-    def _lay_out(self, name: str) -> None:
+    def _restore_layout(self, name: str) -> None:
         if name not in self._rearranged or name in self._open:
             return
         layer = self._layers[name]
@@ -85,7 +86,7 @@ class LiveWeights:
                 )
 
 
-def _as_loaded(name: str, layer: nn.Module, answers: Answers) -> bool:
+def _as_loaded(name: str, layer: nn.Module, trace: LoaderTrace) -> bool:
     """Whether the layer's parameters lie as checkpoints have them, so that new values can be written over the old."""
     method = getattr(layer, "quant_method", None)
     if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
@@ -93,7 +94,7 @@ def _as_loaded(name: str, layer: nn.Module, answers: Answers) -> bool:
     return all(
         (parameter := layer._parameters.get(key)) is not None
         and (tuple(parameter.shape), tuple(parameter.stride())) == form
-        for (owner, key), form in answers.forms.items()
+        for (owner, key), form in trace.forms.items()
         if owner == name
     )
 

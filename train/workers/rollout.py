@@ -11,21 +11,20 @@ from typing import Any
 import torch
 
 from serve.generation.tokenizer import Text
-from serve.vllm.prefill import prefill_arguments
+from serve.vllm.boot import launched_executor, offline_engine, sampling_params
 from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig
 from train.controller.dispatch import by_engine, dispatch, to_all
 from train.controller.worker import Worker
 from train.weight_sync.gather import gather
-from train.weight_sync.sync import HandOver
-from train.workers.engine_log import quieten
+from train.weight_sync.sync import WeightSync
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A sampled response. ``log_probs``: nats, of the distribution it was sampled from, one a token."""
+    """A sampled response. ``log_probs``: nats, of the distribution it was sampled from, one per token."""
 
     token_ids: list[int]
     text: str
@@ -38,20 +37,17 @@ class RolloutWorker(Worker):
 
     def __init__(self, *, policy: Path, config: TrainConfig, seed: int, **peers: Any) -> None:
         super().__init__(**peers)
-        quieten()
-        from vllm import LLM
-
         r = config.rollout
         self.config = config
-        self.hand_over: HandOver | None = None
+        self.weight_sync: WeightSync | None = None
         self.asleep = False
         self.sleeps = torch.cuda.is_available() and config.placement.rollout == config.placement.actor
         if self.rank == 0 and not torch.cuda.is_available():
             log.warning("no sleep on a CPU: the engine keeps its weights and its KV cache while the policy is trained")
         job = [uuid.uuid4().hex]
         torch.distributed.broadcast_object_list(job, src=0)
-        self.llm = LLM(
-            model=str(policy),
+        self.llm = offline_engine(
+            policy,
             dtype=config.dtype,
             seed=seed + self.rank // r.tensor_parallel_size,
             tensor_parallel_size=r.tensor_parallel_size,
@@ -65,7 +61,6 @@ class RolloutWorker(Worker):
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
             disable_log_stats=True,
-            **prefill_arguments(),
         )
         self.text = Text(self.llm.get_tokenizer())
         torch.distributed.barrier()
@@ -99,9 +94,9 @@ class RolloutWorker(Worker):
         if self.config.rollout.reshard == "gather":
             gather(model, self.llm)
             return
-        if self.hand_over is None:
-            self.hand_over = HandOver(model, self.llm, bucket_bytes=self.config.rollout.reshard_bucket_bytes)
-        self.hand_over.run()
+        if self.weight_sync is None:
+            self.weight_sync = WeightSync(model, self.llm, bucket_bytes=self.config.rollout.reshard_bucket_bytes)
+        self.weight_sync.run()
 
     @dispatch(by_engine)
     def generate(
@@ -113,50 +108,34 @@ class RolloutWorker(Worker):
             seed: of all samples of the call; equal weights and prompts give equal samples, on any number of engines.
                 None: the engine's own.
         """
-        from vllm import SamplingParams
-
         if self.asleep:
             raise RuntimeError("the engine sleeps: call load_actor_weights before it generates")
         r = self.config.rollout
         engine, engines = self.rank // r.tensor_parallel_size, self.world_size // r.tensor_parallel_size
         numbers = [engine + i * engines for i in range(len(prompts))]  # in the whole call: by_engine deals them out
-        # The sampled token's logprob alone, and text once it is whole: what is made for each token adds up.
-        same = {"max_tokens": r.max_tokens, "logprobs": 0, "flat_logprobs": True, "detokenize": False}
-        sampled = [
+        same = {"max_tokens": r.max_tokens, "detokenize": False}  # text is decoded once, when it is whole
+        params = [
             # vLLM adds a sample's index to the seed.
-            SamplingParams(n=n, temperature=r.temperature, seed=None if seed is None else seed_of(seed, number), **same)
+            sampling_params(
+                n=n, temperature=r.temperature, seed=None if seed is None else seed_of(seed, number), **same
+            )
             for number in numbers
         ]
-        likeliest = [SamplingParams(temperature=0.0, **same)] * len(prompts) if greedy else []
-        asked = [{"prompt_token_ids": p} for p in prompts]
-        outputs = self.llm.generate(asked * (2 if greedy else 1), sampled + likeliest, use_tqdm=False)
+        if greedy:
+            params += [sampling_params(temperature=0.0, **same)] * len(prompts)
+        inputs = [{"prompt_token_ids": p} for p in prompts]
+        outputs = self.llm.generate(inputs * (2 if greedy else 1), params, use_tqdm=False)
         samples = [[to_sample(c, output.prompt_token_ids, self.text) for c in output.outputs] for output in outputs]
         return [samples[i] + (samples[len(prompts) + i] if greedy else []) for i in range(len(prompts))]
 
 
-def launched_executor(job: str) -> type:
-    """vLLM's executor for processes that somebody else launched, its shared memory named after this job.
-
-    vLLM takes that name from the last part of the init method, which is otherwise unused here: the process group
-    exists. With its own ``env://``, all jobs of a machine would share one name, and a second one would not start.
-    """
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    class LaunchedExecutor(ExecutorWithExternalLauncher):
-        def _distributed_args(self) -> tuple[str, int, int]:
-            _, rank, local_rank = super()._distributed_args()
-            return f"env://:{job}", rank, local_rank
-
-    return LaunchedExecutor
-
-
 def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:
-    """A sample from what vLLM gives, with one logprob a token and no text."""
+    """A sample from vLLM's output, which has one logprob per token and no text."""
     token_ids, log_probs = list(completion.token_ids), list(completion.logprobs.logprobs)
     if completion.logprobs.token_ids != token_ids:
         raise ValueError(f"generation gave logprobs of {completion.logprobs.token_ids} for the tokens {token_ids}")
     if not torch.tensor(log_probs).isfinite().all():
         raise FloatingPointError(f"generation gave logprobs that are not finite: {log_probs}")
     # The token that ended a response is part of it, but not of its text.
-    said = token_ids[:-1] if completion.finish_reason == "stop" else token_ids
-    return Sample(token_ids, text.response(prompt, said), log_probs, completion.finish_reason)
+    spoken = token_ids[:-1] if completion.finish_reason == "stop" else token_ids
+    return Sample(token_ids, text.response(prompt, spoken), log_probs, completion.finish_reason)

@@ -25,7 +25,7 @@ from train.config.training import TrainConfig
 from train.model.fsdp import build
 from train.weight_sync.gather import gather
 from train.weight_sync.slices import numel
-from train.weight_sync.sync import HandOver
+from train.weight_sync.sync import WeightSync
 from train.workers.rollout import RolloutWorker
 
 
@@ -55,7 +55,7 @@ def main(policy: Path, tp: int, rounds: int, bucket_bytes: int) -> None:
     model = build_model(policy, config)
     rollout = RolloutWorker(policy=policy, config=config, seed=0, peers={"actor": SimpleNamespace(model=model)})
     began = time.perf_counter()
-    plan = HandOver(model, rollout.llm, bucket_bytes=bucket_bytes)
+    plan = WeightSync(model, rollout.llm, bucket_bytes=bucket_bytes)
     planning = time.perf_counter() - began
     plan.run(checked_tensors=10**9)
     gather(model, rollout.llm)
@@ -107,15 +107,15 @@ def build_model(policy: Path, config: TrainConfig) -> torch.nn.Module:
     return build(policy, dtype=getattr(torch, config.dtype), meshes=meshes)
 
 
-def least_received(hand_over: HandOver, ranks: int) -> float:
+def least_received(weight_sync: WeightSync, ranks: int) -> float:
     """Elements that a rank must receive at least: what it needs of each tensor, less the 1/N of it that it can hold.
 
     For a tensor that is cut in t that is (N − t)/(tN) of it (design.md); for a replicated one (N − 1)/N.
     """
     least = 0.0
-    for tensor, place in hand_over.held.items():
+    for tensor, place in weight_sync.held.items():
         size = numel(tuple((0, n) for n in place.shape))
-        needed = sum(numel(box) for box in hand_over.needed.by(hand_over.plan.rank, tensor))
+        needed = sum(numel(box) for box in weight_sync.needed.by(weight_sync.plan.rank, tensor))
         least += max(0.0, needed - size / ranks)
     return least
 

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 
-from serve.fleet.session_hashing import in_share
+from serve.fleet.router import in_share
 from serve.middleware.api_keys import create_key
 from serve.policies import probe
 from serve.policies.store import Pointer, PolicyStore
@@ -136,7 +136,7 @@ async def test_it_says_who_is_in_it_and_how_they_are(fleet_client: httpx.AsyncCl
     assert 'millrace_policy_version{replica="replica-1"} 1.0' in text
 
 
-async def test_a_keys_limits_are_those_of_the_whole_fleet_and_are_counted_on_when_their_keeper_dies(
+async def test_a_keys_limits_are_those_of_the_whole_fleet_and_are_counted_on_when_their_store_dies(
     fleet: LiveServer, fleet_client: httpx.AsyncClient
 ) -> None:
     sessions = await sessions_by_replica(fleet, fleet_client)
@@ -155,8 +155,8 @@ async def test_a_keys_limits_are_those_of_the_whole_fleet_and_are_counted_on_whe
     assert 0.5 * POOR < used <= POOR + POOR / 60 * (time.monotonic() - began)
     assert {answer.status_code for answer in answers} == {200, 429}
 
-    (keeper,) = actors(fleet, "ray::Keeper")
-    keeper.kill()
+    (store,) = actors(fleet, "ray::RateLimitStore")
+    store.kill()
     deadline = time.monotonic() + PATIENCE_S
     while (answer := await ask(fleet_client, key="slow", max_tokens=1)).status_code == 503:  # until there is another
         assert time.monotonic() < deadline, answer.text

@@ -154,11 +154,11 @@ def test_what_others_reach_is_refused_without_a_token_and_logged_with_one(mode: 
         cwd=ROOT,
         env=os.environ | {"RAY_AUTH_MODE": mode},
     )
-    said = done.stdout + done.stderr
-    assert done.stdout.startswith(begins), said
-    assert "other machines reach" in said
-    assert "on 0.0.0.0:" in said
-    assert ("unset RAY_AUTH_MODE" in said) == (mode == "disabled")
+    output = done.stdout + done.stderr
+    assert done.stdout.startswith(begins), output
+    assert "other machines reach" in output
+    assert "on 0.0.0.0:" in output
+    assert ("unset RAY_AUTH_MODE" in output) == (mode == "disabled")
 
 
 @pytest.mark.parametrize(

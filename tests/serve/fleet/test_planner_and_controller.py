@@ -1,4 +1,4 @@
-"""The rollout across a fleet, without Ray: the real record, pointer, names and reports; replicas that fail and die."""
+"""Deployments into a fleet, without Ray: the real record, pointer, names and reports; replicas that fail and die."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from serve.fleet.controller import Controller
 from serve.fleet.member import Member
 from serve.fleet.planner import next_step
 from serve.fleet.reports import Name, Report, living, reports, write_report
-from serve.fleet.session_hashing import in_share, rank
-from serve.fleet.state import FleetError, FleetRecord, FleetState, Instant, Rollout, instant, task_of
+from serve.fleet.router import in_share, rank
+from serve.fleet.state import Deployment, FleetError, FleetRecord, FleetState, Instant, instant, task_of
 from serve.middleware.api_keys import create_key
 from serve.policies.store import Pointer, PolicyStore
 from serve.vllm.engine import Weights
@@ -40,7 +40,7 @@ class Killed(BaseException):
 
 @dataclass(eq=False)
 class Fake:
-    """A replica as far as the rollout sees it: it follows the record as ``serve.swap.swapper`` does, and can fail."""
+    """A replica as far as a deployment sees it: it follows the record as ``serve.swap.swapper`` does, and can fail."""
 
     folder: Path
     record: FleetRecord
@@ -149,7 +149,7 @@ class Fleet:
             assert state is not None
             assert pointer is not None
             if (
-                state.rollout is None
+                state.deployment is None
                 and state.serving == pointer
                 and all(self._is_there(r.report) for r in self.replicas)
             ):
@@ -212,7 +212,7 @@ def test_nobody_changes_anything_before_all_have_prepared(fleet: Fleet) -> None:
     assert fleet.versions == [2, 2, 2]
 
 
-def test_a_replica_that_never_prepares_undoes_the_rollout(fleet: Fleet) -> None:
+def test_a_replica_that_never_prepares_undoes_the_deployment(fleet: Fleet) -> None:
     slow = fleet.replicas.pop()
     fleet.promote(2)
     fleet.run(3)
@@ -231,8 +231,8 @@ def test_the_canary_has_its_label_and_its_time_and_only_then_do_the_others_follo
     assert [replica.report.variant for replica in fleet.replicas] == [None, None, "canary"]
     state = fleet.record.read()
     assert state is not None
-    assert state.rollout is not None
-    assert state.rollout.share == pytest.approx(1 / 3)
+    assert state.deployment is not None
+    assert state.deployment.share == pytest.approx(1 / 3)
     fleet.run(4)
     assert fleet.versions == [1, 1, 2]
     fleet.run(20)
@@ -264,19 +264,19 @@ def test_failures_that_all_have_alike_are_no_fault_of_the_canary(fleet: Fleet) -
     assert fleet.until_settled().serving.version == 2
 
 
-def waiting(fleet: Fleet) -> Rollout:
-    """The rollout, in whose canary no request has come; its time of `canary_seconds` is over."""
+def waiting(fleet: Fleet) -> Deployment:
+    """The deployment, in whose canary no request has come; its time of `canary_seconds` is over."""
     fleet.requests = 0
     fleet.promote(2)
     fleet.run(6 + int(CONFIG.canary_seconds) * 2)
-    return rollout_of(fleet)
+    return deployment_of(fleet)
 
 
-def rollout_of(fleet: Fleet) -> Rollout:
+def deployment_of(fleet: Fleet) -> Deployment:
     state = fleet.record.read()
     assert state is not None
-    assert state.rollout is not None
-    return state.rollout
+    assert state.deployment is not None
+    return state.deployment
 
 
 def test_a_canary_that_saw_too_little_is_held_and_passes_once_it_has_seen_enough(fleet: Fleet) -> None:
@@ -284,7 +284,7 @@ def test_a_canary_that_saw_too_little_is_held_and_passes_once_it_has_seen_enough
     assert fleet.versions == [1, 1, 2]
     fleet.requests = 1  # of which 20 are needed
     fleet.run(CONFIG.canary_requests - 5)
-    assert rollout_of(fleet).phase == "canary"
+    assert deployment_of(fleet).phase == "canary"
     fleet.run(10)
     assert fleet.until_settled().serving.version == 2
     assert history(fleet)[-1]["unproven"] is None
@@ -334,25 +334,25 @@ def test_a_canarys_time_is_not_over_when_somebody_sets_the_clock(fleet: Fleet, m
     controller = fleet.controller
     controller._clock = instant  # the machine's own, as for a real fleet
     controller.turn()
-    judged_from = rollout_of(fleet).judged_from
+    judged_from = deployment_of(fleet).judged_from
     wall = instant().wall
     monkeypatch.setattr("time.time", lambda: wall + 10 * CONFIG.step_timeout_s)
     for _ in range(3):
         controller.turn()
-    rollout = rollout_of(fleet)
-    assert (rollout.phase, rollout.judged_from) == ("canary", judged_from)
+    deployment = deployment_of(fleet)
+    assert (deployment.phase, deployment.judged_from) == ("canary", judged_from)
 
 
 def test_a_canarys_time_goes_on_while_the_controller_is_dead(fleet: Fleet) -> None:
     fleet.promote(2)
     fleet.run(6)
-    judged_from = rollout_of(fleet).judged_from
+    judged_from = deployment_of(fleet).judged_from
     assert judged_from is not None
     assert fleet.controller is not None
     fleet.controller.close()
     fleet.now = judged_from + CONFIG.canary_seconds
     fleet.controller = fleet.start()
-    assert rollout_of(fleet).phase == "committing"
+    assert deployment_of(fleet).phase == "committing"
 
 
 def test_on_another_machines_clock_a_canarys_time_begins_anew(fleet: Fleet) -> None:
@@ -362,15 +362,15 @@ def test_on_another_machines_clock_a_canarys_time_begins_anew(fleet: Fleet) -> N
     fleet.controller.close()
     fleet.now, fleet.clock = 1e6, "boot 2"
     fleet.controller = fleet.start()
-    rollout = rollout_of(fleet)
-    assert (rollout.phase, rollout.judged_from, rollout.clock) == ("canary", 1e6, "boot 2")
+    deployment = deployment_of(fleet)
+    assert (deployment.phase, deployment.judged_from, deployment.clock) == ("canary", 1e6, "boot 2")
     fleet.now += CONFIG.canary_seconds - 1
     fleet.controller.turn()
-    assert rollout_of(fleet).phase == "canary"
+    assert deployment_of(fleet).phase == "canary"
     assert fleet.until_settled().serving.version == 2
 
 
-def test_a_rollout_that_an_older_version_recorded_is_gone_on_with(fleet: Fleet) -> None:
+def test_a_deployment_that_an_older_version_recorded_is_gone_on_with(fleet: Fleet) -> None:
     fleet.promote(2)
     fleet.run(6)
     record = json.loads((fleet.store.root / "fleet.json").read_bytes())
@@ -387,7 +387,7 @@ def test_the_one_replica_that_is_left_of_several_waits_for_a_second_beside_which
         replica.die()
     fleet.promote(2)
     fleet.run(20)
-    assert (rollout_of(fleet).phase, fleet.versions) == ("preparing", [1])
+    assert (deployment_of(fleet).phase, fleet.versions) == ("preparing", [1])
     fleet.replicas.append(fleet.join())
     assert ("canary", [1, 2]) in phases(fleet, 40)
     assert fleet.versions == [2, 2]
@@ -404,7 +404,7 @@ def test_the_only_replica_of_a_fleet_of_one_follows_without_a_canary(tmp_path: P
 
 
 def history(fleet: Fleet) -> list[dict[str, Any]]:
-    """The rollouts that have ended."""
+    """The deployments that have ended."""
     return [json.loads(line) for line in (fleet.store.root / "rollouts.jsonl").read_text().splitlines()]
 
 
@@ -496,10 +496,10 @@ def test_a_name_is_taken_once_and_free_again_when_its_holder_is_gone(tmp_path: P
 
 def test_the_record_is_read_as_it_was_written(tmp_path: Path) -> None:
     pointer = Pointer(2, 1, "now", "me", "why", {"verdict": "pass"}, 7)
-    rollout = Rollout(
+    deployment = Deployment(
         pointer, "canary", 1.5, 2.5, "boot", ("a",), {"a": "life"}, 0.5, 3.0, {"a": ("life", 3, 1)}, True, "few", ("a",)
     )
-    state = FleetState(replace(pointer, version=1), rollout, {"version": 9}, stopping=True)
+    state = FleetState(replace(pointer, version=1), deployment, {"version": 9}, stopping=True)
     FleetRecord(tmp_path).write(state)
     assert FleetRecord(tmp_path).read() == state
 
@@ -607,18 +607,18 @@ def _killed_in(controller: Controller, number: int) -> None:
         setattr(target, name, real)
 
 
-async def test_a_replica_without_an_engine_is_not_told_to_be_ready(fleet: Fleet, tmp_path: Path) -> None:
+async def test_a_replica_without_an_engine_is_not_reported_as_ready(fleet: Fleet, tmp_path: Path) -> None:
     config = ServeConfig(
         policies=str(fleet.store.root), replicas=str(fleet.folder), keys=str(tmp_path / "keys.json"), swap=LOOKS_RARELY
     )
     journal, lake = JournalConfig(folder=str(tmp_path / "journal")), LakeConfig(uri=str(tmp_path / "lake"))
     member = Member(config)
     assert member.policy()["replicas"][member.name]["state"] == "starting"
-    server = Server(config, FeedbackConfig(journal=journal, lake=lake), orders=member.orders)
+    server = Server(config, FeedbackConfig(journal=journal, lake=lake), orders=member.desired_state)
     server.swapper._serving = Weights(fleet.store.get(1), {})  # as after a start, but for the engine's process
     member.begin(server)
-    told = member.policy()["replicas"][member.name]
-    assert (told["state"], told["unready"]) == ("unready", "the engine's process has died")
+    status = member.policy()["replicas"][member.name]
+    assert (status["state"], status["unready"]) == ("unready", "the engine's process has died")
     assert member.name not in member.ready()
     server.draining = True  # this replica knows, and has not reported it
     assert member.policy()["replicas"][member.name]["unready"] == "the server is stopping"
@@ -634,7 +634,7 @@ async def test_what_a_replica_reports_is_requests_for_responses_that_it_let_in(f
     journal, lake = JournalConfig(folder=str(tmp_path / "journal")), LakeConfig(uri=str(tmp_path / "lake"))
     member = Member(config)
     feedback = FeedbackConfig(journal=journal, lake=lake)
-    server = Server(config, feedback, orders=member.orders)
+    server = Server(config, feedback, orders=member.desired_state)
     server.swapper._serving = Weights(fleet.store.get(1), {})  # as after a start, but for the engine's process
     server.keyring.load()
     member.begin(server)
@@ -647,8 +647,8 @@ async def test_what_a_replica_reports_is_requests_for_responses_that_it_let_in(f
             await client.get(path, headers={"X-API-Key": secret})
         answers = [await client.post("/generate", json={"prompt": "a"}, headers={"X-API-Key": secret}) for _ in "abc"]
     assert [answer.status_code for answer in answers] == [503, 503, 429]  # there is no engine; over the key's limit
-    told = member.policy()["replicas"][member.name]
-    assert (told["requests"], told["failures"]) == (2, 2)
+    status = member.policy()["replicas"][member.name]
+    assert (status["requests"], status["failures"]) == (2, 2)
     member.stop()
     member.release()
 

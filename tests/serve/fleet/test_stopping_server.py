@@ -62,5 +62,5 @@ async def test_a_signal_to_every_process_at_once_cuts_off_nothing(live: LiveServ
     rows = live.rows("interactions", "\"user\" = 'last'")
     assert [row["status"] for row in rows] == ["complete"] * sum(1 + i % 3 for i in range(6))
     assert not list((live.home / "journal").glob("interactions*"))  # all of it is sealed
-    said = live.log.read_text()
-    assert "Traceback" not in said, said
+    output = live.log.read_text()
+    assert "Traceback" not in output, output

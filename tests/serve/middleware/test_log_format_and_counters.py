@@ -1,31 +1,14 @@
-"""How log lines are written, and histograms that count later."""
+"""How log lines are written."""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 import sys
 
 from serve.observability import log_format
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
-
-
-def test_a_tally_tells_what_a_histogram_of_prometheus_tells() -> None:
-    from prometheus_client import CollectorRegistry, Histogram, generate_latest
-
-    from serve.observability.prometheus_counters import Tally
-
-    texts = []
-    for kind in (Histogram, Tally):
-        registry = CollectorRegistry()
-        metric = kind("h", "help", ("route",), buckets=(0.125, 1, 10), registry=registry)
-        for number in range(10_000):
-            metric.labels(route="a").observe((0.0625, 0.125, 0.5, 1.0, 11.0)[number % 5])
-        metric.labels(route="b").observe(-1)
-        texts.append(re.sub(r"(?m)^h_created.*$|\n# (HELP|TYPE) h_created.*", "", generate_latest(registry).decode()))
-    assert texts[0] == texts[1]
 
 
 def test_a_json_line_has_time_level_logger_message_ids_and_an_exception_as_one_field() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from loadtests.tiny_model import make_model_folder
 from serve.policies.store import Policy, PolicyStore
-from serve.swap.compatibility import NotSwappable, require_finite, require_swappable
+from serve.swap.compatibility import IncompatiblePolicy, require_compatible, require_finite
 
 Edit = Callable[[dict[str, torch.Tensor]], object]
 
@@ -30,9 +30,9 @@ def with_weights(store: PolicyStore, model: Path, edit: Edit) -> Policy:
     return store.publish(write, parent=None, lineage={}, metrics={})
 
 
-def test_another_policy_of_the_same_make_is_swappable(store: PolicyStore, model_folders: list[Path]) -> None:
+def test_another_policy_of_the_same_make_is_compatible(store: PolicyStore, model_folders: list[Path]) -> None:
     one, two = (store.publish(folder, parent=None, lineage={}, metrics={}) for folder in model_folders[:2])
-    require_swappable(one, two)
+    require_compatible(one, two)
     require_finite(two)
 
 
@@ -47,8 +47,8 @@ def test_another_policy_of_the_same_make_is_swappable(store: PolicyStore, model_
 )
 def test_other_tensors_are_refused(store: PolicyStore, model_folders: list[Path], edit: Edit, says: str) -> None:
     one = store.publish(model_folders[0], parent=None, lineage={}, metrics={})
-    with pytest.raises(NotSwappable, match=says):
-        require_swappable(one, with_weights(store, model_folders[1], edit))
+    with pytest.raises(IncompatiblePolicy, match=says):
+        require_compatible(one, with_weights(store, model_folders[1], edit))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -63,7 +63,7 @@ def test_one_value_that_is_no_number_is_found(
         require = weights["model.norm.weight"]
         require[63] = bad
 
-    with pytest.raises(NotSwappable, match=r"model\.norm\.weight.*NaN"):
+    with pytest.raises(IncompatiblePolicy, match=r"model\.norm\.weight.*NaN"):
         require_finite(with_weights(store, model_folders[0], edit))
 
 
@@ -84,8 +84,8 @@ def test_another_architecture_is_refused_by_the_setting_that_differs(
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {key: value, "transformers_version": "0"}))
     two = store.publish(other, parent=None, lineage={}, metrics={})
-    with pytest.raises(NotSwappable, match=key):
-        require_swappable(one, two)
+    with pytest.raises(IncompatiblePolicy, match=key):
+        require_compatible(one, two)
 
 
 def test_another_tokenizer_is_refused_but_leftovers_in_its_file_are_not(
@@ -95,11 +95,11 @@ def test_another_tokenizer_is_refused_but_leftovers_in_its_file_are_not(
     other = make_model_folder(tmp_path / "other", 1)
     content = json.loads((other / "tokenizer.json").read_text())
     (other / "tokenizer.json").write_text(json.dumps(content | {"padding": {"strategy": "BatchLongest"}}))
-    require_swappable(one, store.publish(other, parent=None, lineage={}, metrics={}))
+    require_compatible(one, store.publish(other, parent=None, lineage={}, metrics={}))
     content["model"]["vocab"]["<pad>"], content["model"]["vocab"]["<eos>"] = 1, 0
     (other / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(NotSwappable, match=r"tokenizer\.json"):
-        require_swappable(one, store.publish(other, parent=None, lineage={}, metrics={}))
+    with pytest.raises(IncompatiblePolicy, match=r"tokenizer\.json"):
+        require_compatible(one, store.publish(other, parent=None, lineage={}, metrics={}))
 
 
 Change = Callable[[Path], object]
@@ -176,8 +176,8 @@ def test_what_decides_an_answer_besides_the_weights_is_refused_by_name_and_a_sta
 ) -> None:
     one, two = published(store, model_folders[0]), published(store, model_folders[1], change)
     for old, new in ((one, two), (two, one)):
-        with pytest.raises(NotSwappable) as refusal:
-            require_swappable(old, new)
+        with pytest.raises(IncompatiblePolicy) as refusal:
+            require_compatible(old, new)
         assert says in str(refusal.value)
         assert "stop the server, promote the policy, and start the server again" in str(refusal.value)
 
@@ -196,9 +196,9 @@ def test_a_tokenizer_without_a_tokenizer_json_is_compared_file_by_file(
     store: PolicyStore, model_folders: list[Path], change: Change
 ) -> None:
     one = published(store, model_folders[0], slow_tokenizer)
-    require_swappable(one, published(store, model_folders[1], slow_tokenizer))
-    with pytest.raises(NotSwappable, match="promote the policy"):
-        require_swappable(one, published(store, model_folders[1], slow_tokenizer, change))
+    require_compatible(one, published(store, model_folders[1], slow_tokenizer))
+    with pytest.raises(IncompatiblePolicy, match="promote the policy"):
+        require_compatible(one, published(store, model_folders[1], slow_tokenizer, change))
 
 
 def split_weights(folder: Path) -> None:
@@ -231,10 +231,10 @@ def reordered(folder: Path) -> None:
         to_text("LICENSE", "of the weights"),
     ],
 )
-def test_what_only_says_how_files_were_written_is_no_obstacle(
+def test_what_only_says_how_files_were_written_does_not_matter(
     store: PolicyStore, model_folders: list[Path], change: Change
 ) -> None:
-    require_swappable(published(store, model_folders[0]), published(store, model_folders[1], change))
+    require_compatible(published(store, model_folders[0]), published(store, model_folders[1], change))
 
 
 def test_a_file_that_was_changed_since_it_was_published_is_not_compared(
@@ -242,5 +242,5 @@ def test_a_file_that_was_changed_since_it_was_published_is_not_compared(
 ) -> None:
     one, two = published(store, model_folders[0]), published(store, model_folders[1], reordered)
     to_json("generation_config.json", eos_token_id=5)(one.path)
-    with pytest.raises(NotSwappable, match=r"policy 1: generation_config\.json has sha256 .* its manifest says"):
-        require_swappable(one, two)
+    with pytest.raises(IncompatiblePolicy, match=r"policy 1: generation_config\.json has sha256 .* its manifest says"):
+        require_compatible(one, two)

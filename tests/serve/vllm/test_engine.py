@@ -15,7 +15,8 @@ from serve.config import EngineConfig, SwapConfig
 from serve.generation.request import Underway
 from serve.policies.store import Policy, PolicyStore
 from serve.swap.swapper import Swapper
-from serve.vllm.engine import Engine, EngineRefused, Generated, Sampling, default_threads
+from serve.vllm.boot import default_threads
+from serve.vllm.engine import Engine, EngineRefused, Generated, Sampling
 from tests.serve.conftest import reference_logprobs, reference_model
 
 PROMPT = list(b"the mill turns")
@@ -259,7 +260,7 @@ async def test_a_load_that_fails_in_the_middle_puts_the_old_weights_back(
     assert difference(policies[2], PROMPT, answer.responses[0]) < CLOSE
 
 
-async def test_vllm_s_own_refusal_is_told(swapper: Swapper) -> None:
+async def test_vllm_s_own_refusal_is_reported(swapper: Swapper) -> None:
     with pytest.raises(EngineRefused):
         await swapper.engine.generate("long", [5] * 300, Sampling(max_tokens=2))
     several_greedy = Sampling(n=2, temperature=0, max_tokens=2)

@@ -18,7 +18,7 @@ from serve.config import EngineConfig, SwapConfig
 from serve.policies import probe
 from serve.policies.store import Policy, PolicyStore
 from serve.swap.swapper import Swap, Swapper
-from serve.swap.verification import vet
+from serve.swap.verification import verify
 from serve.vllm.engine import Engine, EngineError, Generated, Sampling
 from tests.serve.conftest import reference_logprobs
 
@@ -239,7 +239,7 @@ async def test_a_replica_that_is_to_prepare_a_policy_with_another_end_tells_why_
     other = swapper.store.publish(folder, parent=2, lineage={}, metrics={})
     serving = swapper.store.serving()
     assert serving is not None
-    await swapper._get_ready(replace(serving, version=other.version, generation=serving.generation + 1))
+    await swapper._prepare_ahead(replace(serving, version=other.version, generation=serving.generation + 1))
     assert swapper.prepared is None
     assert swapper.failed is not None
     assert swapper.failed["version"] == other.version
@@ -293,11 +293,11 @@ async def test_a_file_that_changes_after_it_was_verified_is_not_loaded(
 
     path = policies[1].path / "model.safetensors"
     content = path.read_bytes()
-    files = await vet(swapper.store, 2, check_finite=True, timeout_s=30)
+    files = await verify(swapper.store, 2, check_finite=True, timeout_s=30)
     try:
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         with pytest.raises(EngineError, match=r"model\.safetensors was changed after it was verified"):
-            await swapper.engine.lay_out(Weights(policies[1], files), spare_bytes=0, timeout_s=30)
+            await swapper.engine.prepare_standby(Weights(policies[1], files), spare_bytes=0, timeout_s=30)
     finally:
         path.write_bytes(content)
     await require_policy(swapper, policies[0])

@@ -17,7 +17,7 @@ import torch
 from job_home import job_context, make_home
 
 from serve.policies.store import PolicyStore
-from serve.swap.compatibility import require_swappable
+from serve.swap.compatibility import require_compatible
 from tests.paths import ROOT
 from train.context import JobResult
 
@@ -126,7 +126,7 @@ def test_a_whole_job_runs_on_one_rank_without_torchrun_around_it_and_without_ray
     assert kept[0] == kept[1], "all that decides an answer besides the weights is the parent's, byte by byte"
     assert {"config.json", "generation_config.json", "additional_chat_templates/tool_use.jinja"} < kept[0].keys()
     assert parent.files["model.safetensors"] != candidate.files["model.safetensors"]
-    require_swappable(parent, candidate)
+    require_compatible(parent, candidate)
     warned = [line for line in output.splitlines() if re.search(r"\bWARNING\b|FutureWarning", line)]
     assert [line for line in warned if "LD_PRELOAD" not in line] == [], "nobody can do anything about it"
     assert torch.cuda.is_available() or "LD_PRELOAD" in os.environ or warned, "of this somebody can"

@@ -1,0 +1,233 @@
+"""Boots vLLM: for a server in a process of its own, for an evaluation or a training worker in the calling process.
+
+vLLM takes ten seconds to import, so this module and those that import it do so when an engine boots.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.spawn
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import cache, partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from feedback.signals import stop_signals_blocked
+from serve.config import EngineConfig
+from serve.local_ray.cluster import environment, loopback_sockets
+from serve.policies.folder import compute_dtype
+from serve.vllm import compat
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_WORKER: Final = "serve.vllm.weight_update.MillraceWorker"
+_SCHEDULER: Final = "serve.vllm.response_collector.ResponseCollector"
+_TIED_PYTHON: Final = Path(__file__).with_name("tied_python")
+_CPU_KV_CACHE_BYTES: Final = 512 << 20
+
+SILENCED: Final = {
+    "vllm.engine.arg_utils": (
+        # Samples have seeds of their own, and training keeps its random states (train/checkpoint/random_state.py).
+        "The global random seed is set to",
+        "This model does not officially support disabling chunked prefill",  # see _prefill
+    ),
+    # What enforce_eager means, and what follows where Triton is not among the CPU build's requirements.
+    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
+    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
+    "torch._library.triton": ("Triton not available",),
+    # Logged at each call once the engine has bound its threads, in this process too.
+    "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow to use `torch.set_num_threads`",),
+}
+"""Warnings that nobody can do anything about: how they begin, by logger."""
+
+
+def server_engine(config: EngineConfig, path: Path, stats: dict[str, float]) -> AsyncLLM:
+    """Boot a server's engine on the policy in ``path``; it dies with this process. ``stats``: gets its newest numbers.
+
+    Raises IncompatibleVersion, and what vLLM raises.
+    """
+    compat.require()  # the versions, before a name is imported that another one may lack
+    with environment(_server_variables(config)):
+        _silence()
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        compat.require()  # the names
+        from serve.vllm import detokenizer
+        from serve.vllm.stat_logger import StatLogger
+
+        detokenizer.install()
+        kv_cache_bytes = config.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if current_platform.is_cpu() else None)
+        arguments: dict[str, Any] = {
+            "model": str(path),
+            "served_model_name": "millrace",  # a label of its metrics: the first policy's path would stay there
+            "dtype": compute_dtype(path, config.dtype),
+            "max_model_len": config.max_model_len,
+            "max_num_seqs": config.max_num_seqs,
+            "kv_cache_memory_bytes": kv_cache_bytes,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enforce_eager": config.enforce_eager,
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "seed": config.seed,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "auto",
+            "worker_extension_cls": _WORKER,
+            "scheduler_cls": _SCHEDULER,
+            "weight_transfer_config": {"backend": "millrace_mapped"},
+            "disable_log_stats": True,
+            **_prefill(),
+        }
+        if config.tensor_parallel_size == 1:
+            arguments["distributed_executor_backend"] = "uni"
+        with _children_die_with_this_process():
+            return AsyncLLM.from_engine_args(
+                AsyncEngineArgs(**(arguments | config.extra)),
+                usage_context=UsageContext.ENGINE_CONTEXT,
+                stat_loggers=[lambda vllm_config, engine_index: StatLogger(stats)],
+            )
+
+
+def offline_engine(path: Path, *, extra: Mapping[str, Any] | None = None, **arguments: Any) -> LLM:
+    """Boot an engine on the policy in ``path`` in this process, with these arguments of vLLM's.
+
+    ``extra``: a server's further arguments; those that its asynchronous engine alone takes are left out. What vLLM
+    reads from the environment (``engine_variables``) must be set before. Raises as ``server_engine``.
+    """
+    compat.require()
+    _silence()
+    from vllm import LLM, EngineArgs
+
+    compat.require()
+    known = {field.name for field in fields(EngineArgs)}
+    shared = {name: value for name, value in (extra or {}).items() if name in known}
+    return LLM(**shared | {"model": str(path), **arguments, **_prefill()})
+
+
+def engine_variables(log_level: str, *, one_process: bool, one_machine: bool) -> dict[str, str]:
+    """What an engine needs in the environment before vLLM is imported.
+
+    ``one_process``: the engine runs in the calling process; a second one would take seconds to start and gain an
+    offline batch nothing. ``one_machine``: gloo listens on loopback, unless the environment names an interface; left
+    to itself it listens on whatever address the machine's name has.
+    """
+    variables = {
+        "VLLM_LOGGING_LEVEL": log_level,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if one_process else "1",
+    }
+    if one_machine:
+        variables |= {name: value for name, value in loopback_sockets().items() if name not in os.environ}
+    return variables
+
+
+def sampling_params(**options: Any) -> SamplingParams:
+    """vLLM's parameters: by default the sampled token's logprob alone, and the response when it is whole."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    defaults = {"logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return SamplingParams(**defaults | options)
+
+
+def launched_executor(job: str) -> type:
+    """vLLM's executor for processes that somebody else launched, its shared memory named after this job.
+
+    vLLM takes that name from the last part of the init method, which is otherwise unused here: the process group
+    exists. With its own ``env://``, all jobs of a machine would share one name, and a second one would not start.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class LaunchedExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            _, rank, local_rank = super()._distributed_args()
+            return f"env://:{job}", rank, local_rank
+
+    return LaunchedExecutor
+
+
+def default_threads() -> int | None:
+    """On a CPU all cores that this process may use but one; None on a GPU, where vLLM chooses."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def _prefill() -> dict[str, Any]:
+    """Arguments by which, on a CPU, each prompt is computed in one step, whole.
+
+    A prompt that is split over steps has a token sampled after each part and thrown away. Of a request with a seed
+    vLLM then turns its generator back, which PyTorch's generators on a CPU cannot do: the engine would die of a few
+    seeded requests whose prompts don't fit into a step together. A step holds the longest context then, unless
+    ``max_num_batched_tokens`` says less, which vLLM refuses.
+    """
+    from vllm.platforms import current_platform
+
+    return {"enable_chunked_prefill": False} if current_platform.is_cpu() else {}
+
+
+def _is_news(beginnings: tuple[str, ...], record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(beginnings)
+
+
+@cache
+def _silence() -> None:
+    """Silence ``SILENCED`` in this process; to be called before vLLM is imported."""
+    for name, beginnings in SILENCED.items():
+        logging.getLogger(name).addFilter(partial(_is_news, beginnings))
+    # vLLM looks at every attribute of torch.distributed, this one among them.
+    warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated", category=FutureWarning)
+
+
+def _server_variables(config: EngineConfig) -> dict[str, str]:
+    one_process = config.tensor_parallel_size == 1
+    variables = {
+        **engine_variables(config.log_level, one_process=one_process, one_machine=True),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.start_timeout_s)),
+        "OMP_WAIT_POLICY": "PASSIVE",  # OpenMP threads that have no work sleep, the cores are shared with training
+    }
+    if one_process:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if config.enforce_eager:
+        # Eager engines still compile a few helpers, which takes seconds and a C++ compiler.
+        variables["TORCHDYNAMO_DISABLE"] = "1"
+    if (threads := config.threads or default_threads()) is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    return variables
+
+
+@contextmanager
+def _children_die_with_this_process() -> Iterator[None]:
+    """Have the processes that are spawned meanwhile killed when this one dies, also while they only start.
+
+    ``millrace_adopt`` comes when vLLM is ready, and left to itself a starting engine waits minutes for its parent.
+    They act upon this process's signals alone (``serve.vllm.response_collector``): it ends them when the requests have
+    ended.
+    """
+    with stop_signals_blocked():  # starting the tracker unblocks what a process above us holds back
+        resource_tracker.ensure_running()  # this one is to clean up after us
+    before = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(str(_TIED_PYTHON))
+    try:
+        with (
+            environment({"MILLRACE_PYTHON": sys.executable, "MILLRACE_PARENT": str(os.getpid())}),
+            stop_signals_blocked(),
+        ):
+            yield
+    finally:
+        multiprocessing.set_executable(before)

