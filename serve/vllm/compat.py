@@ -109,6 +109,11 @@ USES: Final = {
         "serve.vllm.weight_update: the documented interface of weight transfer; update_weights is overridden, which "
         "waits for an accelerator",
     ),
+    "vllm.v1.sample.sampler": (
+        "Sampler.gather_specific_token_logprobs",
+        "serve.vllm.sampler: one request's certain tokens overwrite the logprobs of the others in its step "
+        "(vllm-project/vllm#51789)",
+    ),
     "vllm.v1.worker.worker_base": (
         "WorkerBase",
         "serve.vllm.weight_update: worker_extension_cls is documented; _weight_update_active and "
@@ -167,6 +172,11 @@ USES: Final = {
         "set_sigterm_handler",
         "serve.local_ray.cluster: ray.init installs a handler that would end this process within its start; a handler "
         "that is put back afterwards is too late for a signal that another thread catches meanwhile",
+    ),
+    "ray.job_config": (
+        "JobConfig._runtime_env_has_working_dir",
+        "serve.local_ray.cluster: Ray puts the driver's working directory first on its workers' path unless this says "
+        "that the runtime environment has one",
     ),
     "ray._private.worker": (
         "_global_node",
