@@ -17,7 +17,7 @@ from serve.api.bounds import aside, check, parse_body
 from serve.http import FieldError, Problem, body_of, field_problem, invalid, json_response, parse, problems
 
 if TYPE_CHECKING:
-    from serve.app import Server
+    from serve.runtime import Server
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, s
     counted = server.metrics.feedback
     try:
         row = body.to_row(tenant, server.kinds)
-        verdict = await server.record_feedback(row, made_here=body.feedback_id is None)
+        verdict = await server.recorder.record_feedback(row, made_here=body.feedback_id is None)
     except FeedbackError as error:
         counted.labels(kind=body.kind, verdict="invalid").inc()
         raise field_problem(422, error.field, error.reason) from None

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
+import orjson
 from fastapi import APIRouter, Request, Response
 from jinja2 import TemplateError
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
+from serve.admission import TokenBudget
 from serve.api import bounds
-from serve.api.generate_stream import Events
-from serve.generation import interaction_rows
-from serve.http import CLIENT_CLOSED_REQUEST, Problem, body_of, event_stream, field_problem, json_response, problems
-from serve.vllm.engine import EngineError, EngineRefused, Generation, Sampling
+from serve.api.answers import EventStream, client_gone, watching_client
+from serve.generation.interaction_rows import RESERVED
+from serve.generation.recorded import ActiveRequest, EngineSource, RecordedPrompt
+from serve.generation.request import GenerationRequest, Sampling
+from serve.http import Problem, body_of, event_stream, field_problem, json_response, problems
+from serve.vllm.engine import EngineRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from serve.app import Server
     from serve.generation.tokenizer import Text
     from serve.middleware.principals import Principal
+    from serve.runtime import Server
 
 router = APIRouter()
 
-_PATIENCE_S = 0.1  # before a request is watched
 _MANY_MESSAGES, _MANY_CHARACTERS = 32, 8192  # past these, a chat is rendered beside the event loop
 
 _RESPONSE_COLUMNS = (
@@ -221,60 +222,51 @@ async def generate(request: Request) -> Response:
     server: Server = request.app.state.server
     principal: Principal = request.scope["principal"]
     content = await server.bodies.read(request.receive)
-    with ExitStack() as admitted:
-        admitted.enter_context(server.admitted())
+    with ExitStack() as work:
+        work.enter_context(server.admission.admit())
         body = await bounds.parse_body(content, GenerateIn)
         session_id = body.session_id or session_of(request)
-        asked = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
-        bill = _Bill(server, principal, asked)
-        await bill.pay()
-        admitted.callback(bill.settle)
+        prompt_request = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
+        budget = TokenBudget(server.limiter, principal)
+        active = work.enter_context(
+            ActiveRequest(server.engine, server.recorder, budget, server.config.limits.timeout_s)
+        )
+        prompt_tokens, sampling = len(prompt_request.prompt_token_ids), prompt_request.sampling
+        room = min(sampling.max_tokens, server.engine.max_model_len - prompt_tokens)
+        await budget.reserve(prompt_tokens + sampling.n * room)
+        prompt = active.add(prompt_request, EngineSource(server.engine, prompt_request))
         if body.stream:
-            events = Events(server, asked, admitted, partial(_answer, server, asked, body))
-            bill.used = events.tokens
-            return events
+            events = _events(prompt, partial(_answer, server, body, prompt))
+            return EventStream(active, events, work.pop_all(), partial(_event, b"error"), b": still at work\n\n")
         try:
-            generation, ending = await _sample(server, asked, request)
-        except asyncio.CancelledError:  # by a proxy before this server, whose client has gone
-            bill.used = lambda: bill.paid
-            server.later(server.record(interaction_rows.failed(asked, status="aborted")))
+            with watching_client(request, active):
+                await prompt.whole()
+        except EngineRefused as error:
+            raise Problem(400, str(error)) from error
+        except Problem:
+            if active.ending == "gone":
+                return client_gone()
             raise
-        bill.used = partial(_tokens, generation)
-        rows = interaction_rows.answered(asked, generation)
-        await server.record(rows)
-    if all(row["status"] == "complete" for row in rows):
-        return json_response(_answer(server, asked, body, generation, rows))
-    if ending == "gone":
-        return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
-    if ending == "timeout":
-        raise Problem(504, f"the request was aborted after {server.config.limits.timeout_s:g} s")
-    raise Problem(503, "the response was cut off: the server is stopping, or the engine failed", retry_after=5)
+    return json_response(_answer(server, body, prompt))
 
 
-class _Bill:
-    """What a request may use of its key's tokens, paid for at once; ``settle`` gives back what it did not use."""
-
-    def __init__(self, server: Server, principal: Principal, asked: interaction_rows.Asked) -> None:
-        prompt, sampling = len(asked.prompt_token_ids), asked.sampling
-        room = min(sampling.max_tokens, server.engine.max_model_len - prompt)
-        self.paid = prompt + sampling.n * room
-        self.used: Callable[[], int] = lambda: 0
-        self._prompt = prompt
-        self._principal = principal
-        self._limiter = server.limiter
-
-    async def pay(self) -> None:
-        """Raises Problem 429, 400 if no waiting would help, 503 where it can't be counted."""
-        await self._limiter.take_tokens(self._principal, self.paid)
-
-    def settle(self) -> None:
-        """To be called once, after ``pay``."""
-        if self._principal.tokens_per_minute is not None:
-            self._limiter.give_back(self._principal, self.paid - self._prompt - self.used())
+async def _events(prompt: RecordedPrompt, answer: Callable[[], dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+    """``delta`` with a response's next piece of text, then ``done``. Raises Problem."""
+    heads = [
+        b'event: delta\ndata: {"response_id":"%b","index":%d,"text":' % (response_id.encode(), index)
+        for index, response_id in enumerate(prompt.response_ids)
+    ]
+    try:
+        async for pieces in prompt.stream():
+            if pieces:
+                yield b"".join([b"%b%b}\n\n" % (heads[index], orjson.dumps(text)) for index, text in pieces])
+    except EngineRefused as error:
+        raise Problem(400, str(error)) from error
+    yield _event(b"done", answer())
 
 
-def _tokens(generation: Generation) -> int:
-    return sum(len(response.token_ids) for response in generation.responses)
+def _event(name: bytes, data: dict[str, Any] | Problem) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name, orjson.dumps(data.body() if isinstance(data, Problem) else data))
 
 
 def session_of(request: Request) -> str | None:
@@ -290,7 +282,7 @@ def session_of(request: Request) -> str | None:
 
 async def _understand(
     body: GenerateIn, server: Server, tenant: str, request_id: str, session_id: str | None
-) -> interaction_rows.Asked:
+) -> GenerationRequest:
     """The request as the engine needs it. Raises Problem 400 or 422 naming the field."""
     limits, engine = server.config.limits, server.engine
     if body.n > limits.n:
@@ -301,15 +293,15 @@ async def _understand(
         raise field_problem(422, "max_tokens", f"{body.max_tokens} is more than the {limits.max_tokens} allowed")
     if len(body.metadata) > limits.metadata_entries:
         raise field_problem(422, "metadata", f"{len(body.metadata)} entries, {limits.metadata_entries} are allowed")
-    if any(key.startswith(interaction_rows.RESERVED) for key in body.metadata):
-        raise field_problem(422, "metadata", f"keys that begin with {interaction_rows.RESERVED!r} are Millrace's own")
+    if any(key.startswith(RESERVED) for key in body.metadata):
+        raise field_problem(422, "metadata", f"keys that begin with {RESERVED!r} are Millrace's own")
     _require_tokens("stop_token_ids", body.stop_token_ids, engine.vocabulary)
     field, prompt, messages, token_ids = await _tokenise(body, server)
     if not token_ids:
         raise field_problem(422, field, "there is no token in it")
     if len(token_ids) >= engine.max_model_len:
         raise _no_room(field, len(token_ids), server)
-    return interaction_rows.Asked(
+    return GenerationRequest(
         request_id=request_id,
         endpoint="/generate",
         replica=server.config.replica_name,
@@ -390,67 +382,12 @@ def _require_tokens(field: str, token_ids: list[int], vocabulary: int) -> None:
             raise field_problem(422, field, f"{token} is no token id (0 to {vocabulary - 1})")
 
 
-async def _sample(
-    server: Server, asked: interaction_rows.Asked, request: Request
-) -> tuple[Generation, Literal["done", "gone", "timeout"]]:
-    """Run the request in the engine; a client that goes away, or takes too long, ends it there too."""
-    timeout_s = server.config.limits.timeout_s
-    with _Watch(server, asked.key, request, timeout_s) as watch:
-        try:
-            async with asyncio.timeout(2 * timeout_s):  # an engine that does not even end what is aborted
-                generation = await server.engine.generate(asked.key, asked.prompt_token_ids, asked.sampling)
-        except EngineRefused as error:
-            raise Problem(400, str(error)) from error
-        except (EngineError, TimeoutError) as error:
-            await server.record(interaction_rows.failed(asked))
-            raise Problem(503, str(error) or "the engine did not answer", retry_after=5) from error
-    return generation, watch.ending
-
-
-class _Watch:
-    """Looks whether the client is there, and for the time, while a request is in the engine, and ends it there if not.
-
-    A request that is answered at once is not watched: to begin with a task each would cost it more than it could save.
-    """
-
-    def __init__(self, server: Server, key: str, request: Request, timeout_s: float) -> None:
-        self.ending: Literal["done", "gone", "timeout"] = "done"
-        self._server = server
-        self._key = key
-        self._request = request
-        self._timeout_s = timeout_s
-        self._task: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> Self:
-        self._later = asyncio.get_running_loop().call_later(_PATIENCE_S, self._begin)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._later.cancel()
-        if self._task is not None:
-            self._task.cancel()
-
-    def _begin(self) -> None:
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        try:
-            async with asyncio.timeout(max(0.0, self._timeout_s - _PATIENCE_S)):
-                while (await self._request.receive())["type"] != "http.disconnect":
-                    pass
-            self.ending = "gone"
-        except TimeoutError:
-            self.ending = "timeout"
-        self._server.abort_later(self._key)
-
-
-def _answer(
-    server: Server, asked: interaction_rows.Asked, body: GenerateIn, generation: Generation, rows: list[dict[str, Any]]
-) -> dict[str, Any]:
-    made = 0
-    responses = []
-    for row in rows:
-        made += len(row["response_token_ids"])
+def _answer(server: Server, body: GenerateIn, prompt: RecordedPrompt) -> dict[str, Any]:
+    request, sampled_tokens = prompt.request, 0
+    responses, versions = [], []
+    for row in prompt.rows:
+        sampled_tokens += len(row["response_token_ids"])
+        versions += [span["policy_version"] for span in row["policy_spans"]]
         response = {name: row[column] for name, column in _RESPONSE_COLUMNS}
         if body.return_token_ids:
             response["token_ids"] = row["response_token_ids"]
@@ -458,16 +395,16 @@ def _answer(
             response["logprobs"] = [float(logprob) for logprob in row["logprobs"]]
         responses.append(response)
     answer = {
-        "request_id": asked.request_id,
+        "request_id": request.request_id,
         "model": server.config.model_name,
-        "policy_version": generation.policy_version,
+        "policy_version": max(versions, default=server.engine.version),
         "responses": responses,
         "usage": {
-            "prompt_tokens": len(asked.prompt_token_ids),
-            "completion_tokens": made,
-            "total_tokens": len(asked.prompt_token_ids) + made,
+            "prompt_tokens": len(request.prompt_token_ids),
+            "completion_tokens": sampled_tokens,
+            "total_tokens": len(request.prompt_token_ids) + sampled_tokens,
         },
     }
     if body.return_token_ids:
-        answer["prompt_token_ids"] = asked.prompt_token_ids
+        answer["prompt_token_ids"] = request.prompt_token_ids
     return answer

@@ -15,7 +15,7 @@ from serve.http import OPENAI, ProblemOut, problems
 from serve.middleware.principals import scope_of
 
 if TYPE_CHECKING:
-    from serve.app import Server
+    from serve.runtime import Server
 
 _BODIES: Final[tuple[type[BaseModel], ...]] = (generate.GenerateIn, feedback.FeedbackIn, feedback.FeedbackBatchIn)
 _SCHEMAS: Final = "#/components/schemas/"

@@ -21,7 +21,7 @@ from serve.policies.store import PolicyError
 from serve.swap.swapper import Orders
 
 if TYPE_CHECKING:
-    from serve.app import Server
+    from serve.runtime import Server
 
 log = logging.getLogger(__name__)
 
@@ -195,8 +195,8 @@ class Member:
         assert server is not None
         for request_id in list(server.engine.requests):
             task = asyncio.create_task(server.engine.abort(request_id), name="cut off")
-            server.work.add(task)
-            task.add_done_callback(server.work.discard)
+            server.recorder.tasks.add(task)
+            task.add_done_callback(server.recorder.tasks.discard)
 
     async def _leave_metrics(self) -> None:
         server = self._server

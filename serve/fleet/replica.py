@@ -20,8 +20,9 @@ class Replica:
         self, config: dict[str, Any], feedback_config: FeedbackConfig
     ) -> None:
         """Start the server. Raises what keeps it from serving; Ray Serve tries again."""
-        from serve.app import Server, create_app
+        from serve.app import create_app
         from serve.fleet.rate_limit_store import FleetBuckets
+        from serve.runtime import Server
 
         _listen_on_its_own_address_alone()
         given = ServeConfig(**config)

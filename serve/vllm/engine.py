@@ -30,8 +30,8 @@ from feedback.signals import held_back
 from serve.config import EngineConfig
 from serve.generation.request import Generated as Generated
 from serve.generation.request import Generation as Generation
+from serve.generation.request import GenerationProgress
 from serve.generation.request import Sampling as Sampling
-from serve.generation.request import Underway
 from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
 from serve.local_ray.cluster import loopback_sockets
@@ -195,7 +195,7 @@ class Engine:
         return self.read(final, prompt_token_ids, started, decoded=bool(sampling.stop))
 
     async def stream(
-        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: Underway
+        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: GenerationProgress
     ) -> AsyncIterator[list[tuple[int, str]]]:
         """The same, read while it is made: at each turn the pieces of text, by the index of their response.
 
@@ -218,7 +218,7 @@ class Engine:
         prompt_token_ids: list[int],
         sampling: Sampling,
         params: Any,
-        underway: Underway,
+        underway: GenerationProgress,
         marked: bool,
     ) -> AsyncIterator[list[tuple[int, str]]]:
         async for output in self._outputs(request_id, prompt_token_ids, params):

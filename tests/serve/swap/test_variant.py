@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime, timedelta
 
-from serve.generation.interaction_rows import Asked, failed
-from serve.generation.request import Sampling
+from serve.generation.interaction_rows import build_rows
+from serve.generation.request import GenerationProgress, GenerationRequest, Sampling
 from serve.generation.variant import Trials
 
 
@@ -72,9 +72,9 @@ def test_what_is_asked_after_a_trial_is_no_canarys_also_when_the_clock_is_set_ba
     replica.trials.set(None)
     hour_ago = datetime.now(UTC) - timedelta(hours=1)
     sampling = Sampling(n=1, max_tokens=1, temperature=1, top_p=1, top_k=0, min_p=0, stop=(), stop_token_ids=(), seed=0)
-    asked = Asked(
+    request = GenerationRequest(
         "request", "/generate", "replica-0", "acme", [1], sampling, trials=replica.trials, created_at=hour_ago
     )
-    (row,) = failed(asked)
+    (row,) = build_rows(request, GenerationProgress(1).generation())
     assert row["variant"] is None
     assert row["timings"]["total_ms"] < 3_000_000
