@@ -25,7 +25,7 @@ from serve.api.openapi import openapi
 from serve.config import ServeConfig
 from serve.middleware.authentication import Authenticator
 from serve.middleware.connections import BoundedHttp
-from serve.middleware.request_context import Doors
+from serve.middleware.request_context import RequestContext
 from serve.observability import log_format
 from serve.runtime import CUT_OFF_S, Server
 from serve.swap.swapper import Orders
@@ -57,7 +57,7 @@ def create_app(
         app.include_router(module.router)
     app.add_middleware(Direct, handlers={"/generate": generate.generate, "/feedback": feedback.feedback})
     app.add_middleware(
-        Doors,
+        RequestContext,
         authenticator=Authenticator(
             server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
         ),

@@ -16,7 +16,7 @@ from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
 from serve.admission import Admission
 from serve.config import ServeConfig
-from serve.generation.variant import Trials
+from serve.generation.variant import CanaryVariants
 from serve.middleware.bodies import Bodies
 from serve.middleware.principals import Keyring, Principal
 from serve.middleware.rate_limits import Limiter
@@ -93,8 +93,8 @@ class Server:
         self.admission = Admission(config, self.engine, self.journal, lambda: self.unready())
         self.kinds = feedback_config.kinds
         self.openai: Handlers | None = None
-        self.trials = Trials(lambda: self.engine.version)
-        """The policies that this replica tried out, by which rows are labelled."""
+        self.variants = CanaryVariants(lambda: self.engine.version)
+        """The canary policies of this replica, by which rows are labelled."""
         self.fleet: Fleet | None = None
         """The fleet that this replica is in, if there is one."""
         self.draining = False

@@ -27,11 +27,6 @@ _HEADERS: Final = [
 ]
 
 
-def client_gone() -> Response:
-    """For the metrics; nobody reads it."""
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
 @contextmanager
 def watching_client(request: Request, active: ActiveRequest) -> Iterator[None]:
     """Abort ``active`` when the client of a plain request goes away."""

@@ -1,6 +1,6 @@
 """``/v1/completions``, ``/v1/chat/completions`` and ``/v1/models``, as OpenAI's clients speak to them.
 
-vLLM's own handlers answer; ``serve.vllm.openai_engine`` records what they are given by the engine. An answer's ``id``
+vLLM's own handlers answer; ``serve.vllm.openai_engine`` records what they get from the engine. An answer's ``id``
 is ``cmpl-U`` or ``chatcmpl-U``. U is the response_id of choice 0, ``U:i`` that of choice i, and ``/feedback`` takes
 each of them with the prefix too.
 """
@@ -19,11 +19,11 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from feedback.ids import uuid7
 from serve.admission import TokenBudget
-from serve.api.answers import EventStream, client_gone, watching_client
+from serve.api.answers import EventStream, watching_client
 from serve.api.bounds import aside, check, is_large
 from serve.api.completions_request import CHAT, COMPLETION, Understood, refuse, understand, unfit
 from serve.generation.recorded import ActiveRequest
-from serve.http import Problem, event_stream, json_response
+from serve.http import Problem, client_gone, event_stream, json_response
 from serve.vllm.engine import EngineError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ Kind = Literal["completions", "chat"]
 _FIELDS: Final[dict[Kind, dict[str, dict[str, Any]]]] = {"completions": COMPLETION, "chat": CHAT}
 _MOST_CHARACTERS: Final = 2000  # of an error's text: vLLM repeats the value that is wrong in it
 _ERROR: Final = 'data: {"error"'  # what the event of a stream that fails begins with, in OpenAI's API
-_FEW_MESSAGES: Final = 16  # all that is wrong with so many is told at once
+_FEW_MESSAGES: Final = 16  # up to here, all that is wrong with them is reported at once
 _PROMPT_WORDS: Final = ("input_tokens", "input_text")  # where vLLM means the prompt
 _ERRORS: Final = {
     400: "A field is wrong; the message names it",
@@ -189,12 +189,12 @@ def _understand(content: bytes, session_id: str | None, server: Server, kind: Ki
         for position, message in enumerate(messages):
             _check_message(position, message)
     try:
-        asked = (CompletionRequest if kind == "completions" else ChatCompletionRequest).model_validate(body)
+        model = (CompletionRequest if kind == "completions" else ChatCompletionRequest).model_validate(body)
     except ValidationError as error:
         raise unfit(error) from None
     except Exception as error:  # of vLLM's own validators, which expect well-formed parts
         raise _misunderstood(error, kind) from error
-    return understood, asked
+    return understood, model
 
 
 def _check_message(position: int, message: dict[str, Any]) -> None:
@@ -224,7 +224,7 @@ def _openai_request(request: Request, understood: Understood, server: Server, ki
         request_id=request.scope["request_id"],
         replica=server.config.replica_name,
         tenant=principal.tenant,
-        trials=server.trials,
+        variants=server.variants,
         response_id=uuid7(),
         session_id=labels.session_id,
         user=labels.user or labels.safety_identifier,
@@ -253,7 +253,7 @@ def _handlers(server: Server) -> Any:
 
 
 def _problem(error: Exception, active: ActiveRequest, kind: Kind) -> Exception:
-    """What the client is told of an error that a handler raised."""
+    """The problem of an error that a handler raised, or the error if it is the server's."""
     from vllm.entrypoints.serve import create_error_response
     from vllm.exceptions import VLLMValidationError
 

@@ -15,11 +15,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from serve.admission import TokenBudget
 from serve.api import bounds
-from serve.api.answers import EventStream, client_gone, watching_client
+from serve.api.answers import EventStream, watching_client
 from serve.generation.interaction_rows import RESERVED
 from serve.generation.recorded import ActiveRequest, EngineSource, RecordedPrompt
 from serve.generation.request import GenerationRequest, Sampling
-from serve.http import Problem, body_of, event_stream, field_problem, json_response, problems
+from serve.http import Problem, body_of, client_gone, event_stream, field_problem, json_response, problems
 from serve.vllm.engine import EngineRefused
 
 if TYPE_CHECKING:
@@ -52,17 +52,17 @@ def _greedy_or_warm(temperature: float) -> float:
     return temperature
 
 
-def _texts(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
+def _texts(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def _whole_number(given: Any) -> Any:
+def _whole_number(value: Any) -> Any:
     """JSON knows no integers: 1.0 is one."""
-    return int(given) if isinstance(given, float) and given.is_integer() else given
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _whole_numbers(given: Any) -> Any:
-    return [_whole_number(item) for item in given] if isinstance(given, list) else given
+def _whole_numbers(value: Any) -> Any:
+    return [_whole_number(item) for item in value] if isinstance(value, list) else value
 
 
 _Whole = BeforeValidator(_whole_number)
@@ -143,7 +143,7 @@ class GenerateIn(BaseModel):
     return_token_ids: bool = Field(False, description="Return the token ids of the prompt and of the responses.")
     stream: bool = Field(
         False,
-        description="Send the responses while they are made, as server-sent events: `delta` (response_id, index, text) "
+        description="Send the responses while they are generated, as server-sent events: `delta` (response_id, index, text) "
         "and, at the end, one `done` with the body of the plain response, or `error` with a problem.",
     )
     session_id: Label | None = Field(
@@ -153,15 +153,15 @@ class GenerateIn(BaseModel):
     metadata: dict[Label, Annotated[str, StringConstraints(max_length=10_000)]] = Field(
         default_factory=dict,
         json_schema_extra={"maxProperties": bounds.ENTRIES},
-        description="Texts that are kept with the responses and given to reward functions.",
+        description="Texts that are kept with the responses and passed to reward functions.",
     )
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
-        given = [name for name in ("prompt", "messages", "prompt_token_ids") if getattr(self, name) is not None]
-        if len(given) != 1:
+        present = [name for name in ("prompt", "messages", "prompt_token_ids") if getattr(self, name) is not None]
+        if len(present) != 1:
             raise ValueError(
-                f"give exactly one of prompt, messages and prompt_token_ids, not {' and '.join(given) or 'none'}"
+                f"give exactly one of prompt, messages and prompt_token_ids, not {' and '.join(present) or 'none'}"
             )
         return self
 
@@ -177,7 +177,7 @@ class ResponseOut(BaseModel):
     """One response."""
 
     response_id: str = Field(description="What `/feedback` takes.")
-    text: str = Field(description="What the policy said.")
+    text: str = Field(description="The response's text.")
     finish_reason: Literal["stop", "length"] = Field(
         description="stop: the policy ended it, or a stop text or token did; length: max_tokens, or the context, did."
     )
@@ -234,7 +234,7 @@ async def generate(request: Request) -> Response:
         prompt_tokens, sampling = len(prompt_request.prompt_token_ids), prompt_request.sampling
         room = min(sampling.max_tokens, server.engine.max_model_len - prompt_tokens)
         await budget.reserve(prompt_tokens + sampling.n * room)
-        prompt = active.add(prompt_request, EngineSource(server.engine, prompt_request))
+        prompt = RecordedPrompt(active, prompt_request, EngineSource(server.engine, prompt_request))
         if body.stream:
             events = _events(prompt, partial(_answer, server, body, prompt))
             return EventStream(active, events, work.pop_all(), partial(_event, b"error"), b": still at work\n\n")
@@ -305,7 +305,7 @@ async def _understand(
         request_id=request_id,
         endpoint="/generate",
         replica=server.config.replica_name,
-        trials=server.trials,
+        variants=server.variants,
         tenant=tenant,
         prompt_token_ids=token_ids,
         prompt=prompt,
@@ -343,10 +343,10 @@ async def _tokenise(body: GenerateIn, server: Server) -> tuple[str, str | None, 
         return "prompt", body.prompt, None, await text.encode(body.prompt, special_tokens=True)
     if not text.has_chat_template:
         raise field_problem(400, "messages", "the policy's tokenizer has no chat template; send prompt instead")
-    given = body.messages or []
-    large = len(given) > _MANY_MESSAGES or sum(len(message.content) for message in given) > _MANY_CHARACTERS
+    chat = body.messages or []
+    large = len(chat) > _MANY_MESSAGES or sum(len(message.content) for message in chat) > _MANY_CHARACTERS
     try:
-        prompt, messages = await bounds.aside(large, _render, text, given)
+        prompt, messages = await bounds.aside(large, _render, text, chat)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise field_problem(400, "messages", f"the policy's chat template refuses them: {error}") from error
     _require_room("messages", prompt, server)

@@ -96,7 +96,7 @@ class Member:
         server = self._server
         told: dict[str, Any] = {"ready": server is not None and server.unready() is None}
         rollout = self._state.rollout
-        if server is not None and rollout is not None and (variant := server.trials.label) is not None:
+        if server is not None and rollout is not None and (variant := server.variants.label) is not None:
             told |= {"variant": variant, "share": rollout.share, "salt": rollout.to.generation}
         return told
 
@@ -185,7 +185,7 @@ class Member:
             prepared=prepared[0] if prepared else None,
             failed=(failed["generation"], failed["error"]) if failed else None,
             unready=server.unready(),
-            variant=server.trials.label,
+            variant=server.variants.label,
             requests=requests,
             failures=failures,
         )
@@ -233,7 +233,7 @@ class Member:
 
 def _try_out(server: Server, task: Task) -> None:
     """Have the rows of a policy on trial say so. Before it serves: they may be made at once."""
-    server.trials.set(task.serve.version if task.variant else None, task.variant or "")
+    server.variants.set(task.serve.version if task.variant else None, task.variant or "")
 
 
 def _counts(server: Server) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def build_rows(
                 "tenant": request.tenant,
                 "endpoint": request.endpoint,
                 "replica": request.replica,
-                "variant": request.trials.label_of(request.requested_at, versions) if request.trials else None,
+                "variant": request.variants.label_of(request.requested_at, versions) if request.variants else None,
                 "created_at": request.created_at,
                 "messages": request.messages,
                 "prompt": request.prompt,

@@ -79,24 +79,6 @@ class ActiveRequest:
     def _refund(self) -> None:
         self.budget.refund(sum(prompt.used_tokens() for prompt in self.prompts))
 
-    def add(
-        self,
-        request: GenerationRequest,
-        source: Source,
-        response_ids: list[str] | None = None,
-        engine_error: Problem | None = None,
-    ) -> RecordedPrompt:
-        """Add a prompt. ``engine_error``: what the client is told if the engine gives a response up."""
-        prompt = RecordedPrompt(
-            self,
-            request,
-            source,
-            response_ids or [uuid7() for _ in range(request.sampling.n)],
-            engine_error or Problem(503, "the engine gave the response up", retry_after=1),
-        )
-        self.prompts.append(prompt)
-        return prompt
-
     def abort(self, ending: Ending) -> None:
         """End it in the engine; its prompts then end with the tokens so far."""
         if self.ending is None:
@@ -105,7 +87,7 @@ class ActiveRequest:
                 prompt.abort_later()
 
     def interruption(self) -> Problem:
-        """What the client of a request that was aborted is told."""
+        """The problem that the client of an aborted request gets."""
         if self.ending == "timeout":
             return Problem(504, f"the request was aborted after {self.timeout_s:g} s")
         if self.ending == "gone":
@@ -114,19 +96,21 @@ class ActiveRequest:
 
 
 class RecordedPrompt:
-    """One prompt and its responses. Call ``whole`` or ``stream``, once."""
+    """One prompt of an active request, and its responses. Call ``whole`` or ``stream``, once."""
 
     def __init__(
         self,
         active: ActiveRequest,
         request: GenerationRequest,
         source: Source,
-        response_ids: list[str],
-        engine_error: Problem,
+        response_ids: list[str] | None = None,
+        engine_error: Problem | None = None,
     ) -> None:
+        """``response_ids``: instead of new ones; ``engine_error``: what is raised if the engine gives up."""
+        active.prompts.append(self)
         self.request = request
-        self.response_ids = response_ids
-        self.progress = GenerationProgress(len(response_ids))
+        self.response_ids = response_ids or [uuid7() for _ in range(request.sampling.n)]
+        self.progress = GenerationProgress(request.sampling.n)
         self.rows: list[dict[str, Any]] = []
         """The rows as recorded, in the responses' order, once all have ended."""
         self.task: asyncio.Task[Any] | None = None
@@ -134,7 +118,7 @@ class RecordedPrompt:
         self._active = active
         self._recorder = active.recorder
         self._source = source
-        self._engine_error = engine_error
+        self._engine_error = engine_error or Problem(503, "the engine gave the response up", retry_after=1)
         self._submitted = False
         self._sampled = 0
         self._begun: asyncio.Task[None] | None = None
@@ -162,7 +146,8 @@ class RecordedPrompt:
             async with asyncio.timeout_at(self._active.deadline):
                 generation = await self._source.whole()
         except Exception as error:
-            raise await self._failed(error) from error
+            await self._failed(error)
+            raise
         self._sampled = sum(len(response.token_ids) for response in generation.responses)
         self.rows = build_rows(self.request, generation, self.response_ids)
         try:
@@ -182,15 +167,16 @@ class RecordedPrompt:
             async with asyncio.timeout_at(self._active.deadline):
                 outputs = await self._source.open(self.progress)
             self._begun = self._recorder.spawn(self._begin(), f"begin {self.request.key}")  # while the prompt is read
-            cut_short = False
+            started = cut_short = False
             async with aclosing(outputs):
                 while True:
                     async with asyncio.timeout_at(self._active.deadline):
                         output = await anext(outputs, None)
                     if output is None:
                         break
-                    if not self._begun.done():
+                    if not started:
                         await asyncio.shield(self._begun)
+                        started = True
                     if self._active.ending is not None:
                         await self._abort()  # it may have come before the engine knew of the request
                     if ended := self._newly_ended():
@@ -203,7 +189,8 @@ class RecordedPrompt:
             self.task = self._recorder.spawn(self._leave(), f"end {self.request.key}")
             raise
         except Exception as error:
-            raise await self._failed(error) from error
+            await self._failed(error)
+            raise
         finally:
             self._sampled = sum(len(response.token_ids) for response in self.progress.generation().responses)
         self.rows = [self._ended[index] for index in range(len(self.response_ids))]
@@ -240,21 +227,23 @@ class RecordedPrompt:
             return
         raise self._active.problem
 
-    async def _failed(self, error: Exception) -> Exception:
-        """Record what there is; returns the error to raise."""
-        raised = error
-        if isinstance(error, EngineError | TimeoutError) and not isinstance(error, EngineRefused):
-            raised = Problem(503, str(error) or "the engine did not answer", retry_after=5)
-        if not isinstance(error, EngineRefused):
+    async def _failed(self, error: Exception) -> None:
+        """Record what there is. Raises a Problem in place of ``error`` where there is one for it."""
+        problem = error if isinstance(error, Problem) else None
+        refused = isinstance(error, EngineRefused)
+        if isinstance(error, EngineError | TimeoutError) and not refused:
+            problem = Problem(503, str(error) or "the engine did not answer", retry_after=5)
+        if not refused:
             await self._abort()
         try:
-            if self._begun is not None or not isinstance(error, EngineRefused):
+            if self._begun is not None or not refused:
                 await self._close(failed=self._submitted)  # else it was aborted before that
-        except Problem as problem:
-            raised = problem
-        if isinstance(raised, Problem):
-            self._active.problem = raised
-        return raised
+        except Problem as unrecorded:
+            problem = unrecorded
+        if problem is not None:
+            self._active.problem = problem
+            if problem is not error:
+                raise problem from error
 
     async def _leave(self) -> None:
         await self._abort()

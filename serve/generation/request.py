@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from serve.generation.variant import Trials
+from serve.generation.variant import CanaryVariants
 
 _keys = itertools.count()
 
@@ -53,7 +53,7 @@ class GenerationRequest:
     messages: str | None = None
     session_id: str | None = None
     user: str | None = None
-    trials: Trials | None = None
+    variants: CanaryVariants | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     requested_at: float = field(default_factory=time.monotonic)

@@ -65,12 +65,12 @@ class CapturedEngine:
         reasoning = {name: options.get(name) for name in ("reasoning_ended", "reasoning_parser_kwargs")}
         row_request = request.for_prompt(request_id, prompt, params)  # before ``params`` are changed
         source = OpenAISource(self._engine, prompt, params, request_id, reasoning)
-        unmade = None
+        ungenerable = None
         if params.structured_outputs is not None:
-            reason = "the engine can't make what it asks for with the tokens that it may use"
-            unmade = field_problem(400, request.structured_by, reason)
+            reason = "the engine can't generate what it asks for with the tokens that it may use"
+            ungenerable = field_problem(400, request.structured_by, reason)
         response_ids = request.response_ids(len(request.active.prompts), params.n)
-        recorded = request.active.add(row_request, source, response_ids, unmade)
+        recorded = RecordedPrompt(request.active, row_request, source, response_ids, ungenerable)
         return _outputs(request, recorded, source, streamed=params.output_kind == RequestOutputKind.DELTA)
 
 
@@ -95,7 +95,7 @@ async def _outputs(
 
 
 class OpenAISource:
-    """A prompt as vLLM's handlers made it. Its outputs are theirs: vLLM's own."""
+    """A prompt as vLLM's handlers rendered it. Its outputs are vLLM's own."""
 
     def __init__(
         self,

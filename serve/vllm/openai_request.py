@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from serve.generation.recorded import ActiveRequest
 from serve.generation.request import GenerationRequest, Sampling
-from serve.generation.variant import Trials
+from serve.generation.variant import CanaryVariants
 from serve.http import Problem
 
 _NEUTRAL: Final = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
@@ -43,7 +43,7 @@ class OpenAIRequest:
     request_id: str
     replica: str
     tenant: str
-    trials: Trials
+    variants: CanaryVariants
     response_id: str
     session_id: str | None
     user: str | None
@@ -62,7 +62,7 @@ class OpenAIRequest:
             request_id=self.request_id,
             endpoint=self.endpoint,
             replica=self.replica,
-            trials=self.trials,
+            variants=self.variants,
             tenant=self.tenant,
             prompt_token_ids=prompt["prompt_token_ids"],
             prompt=prompt.get("prompt") if self.has_text else None,

@@ -24,7 +24,7 @@ from serve.api.answers import EventStream
 from serve.api.generate import _events
 from serve.app import create_app
 from serve.config import ServeConfig
-from serve.generation.recorded import ActiveRequest, EngineSource
+from serve.generation.recorded import ActiveRequest, EngineSource, RecordedPrompt
 from serve.generation.request import GenerationRequest, Sampling
 from serve.http import Problem
 from serve.runtime import Server
@@ -174,7 +174,7 @@ async def test_where_the_start_of_one_response_is_refused_none_of_the_others_sta
     budget = TokenBudget(server.limiter, server.keyring.anonymous)
     with ExitStack() as work:
         active = work.enter_context(ActiveRequest(server.engine, server.recorder, budget, 60))
-        prompt = active.add(request, EngineSource(server.engine, request))
+        prompt = RecordedPrompt(active, request, EngineSource(server.engine, request))
         stream = EventStream(active, _events(prompt, dict), work.pop_all(), lambda problem: b"")
     disk.clear()
     answer = asyncio.create_task(stream({"type": "http"}, asyncio.Event().wait, asyncio.Queue().put))  # type: ignore[arg-type]
