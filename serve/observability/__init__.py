@@ -1,1 +1,1 @@
-"""Logs and metrics: ``log_format``, ``metrics`` (for Prometheus), ``prometheus_counters`` (cheap where they are counted)."""
+"""Logs and metrics: ``log_format``, ``metrics`` (for Prometheus) and ``prometheus_counters`` (cheap to count)."""
