@@ -103,8 +103,8 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     },
     "response_format": {
         **_OBJECT,
-        "description": "text, json_object, json_schema or structural_tag; 400 if it can't be generated with the tokens that "
-        "allowed_token_ids, bad_words, logit_bias, stop_token_ids and min_tokens leave.",
+        "description": "text, json_object, json_schema or structural_tag; 400 if it can't be generated with the tokens "
+        "that allowed_token_ids, bad_words, logit_bias, stop_token_ids and min_tokens leave.",
     },
     "structured_outputs": {
         **_OBJECT,
