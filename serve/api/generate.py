@@ -143,8 +143,8 @@ class GenerateIn(BaseModel):
     return_token_ids: bool = Field(False, description="Return the token ids of the prompt and of the responses.")
     stream: bool = Field(
         False,
-        description="Send the responses while they are generated, as server-sent events: `delta` (response_id, index, text) "
-        "and, at the end, one `done` with the body of the plain response, or `error` with a problem.",
+        description="Send the responses while they are generated, as server-sent events: `delta` (response_id, index, "
+        "text) and, at the end, one `done` with the body of the plain response, or `error` with a problem.",
     )
     session_id: Label | None = Field(
         None, description="Your name for the conversation; without it, the header X-Session-Id."

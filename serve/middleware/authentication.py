@@ -29,7 +29,7 @@ def headers_of(scope: Scope, wanted: frozenset[bytes]) -> dict[bytes, bytes]:
 
 
 class Authenticator:
-    """Finds a request's principal. Without keys: checks that it comes from this machine, and from no web page of another host."""
+    """Finds a request's principal. Without keys: refuses other machines, and web pages of other hosts."""
 
     def __init__(
         self, keyring: Keyring, config: ServeConfig, failed: Callable[[str], None] = lambda reason: None

@@ -143,7 +143,7 @@ class Keyring:
             return
         raise NotLoopback(
             f"serve.host is {host}, which others than this machine reach, and there is no key in {self.path}: make "
-            "one with `millrace keys create`, or set serve.auth to off if something before the server authenticates requests"
+            "one with `millrace keys create`, or set serve.auth to off if a proxy before it authenticates requests"
         )
 
     def describe(self) -> str:
