@@ -3,8 +3,8 @@
 A request gets an id (its own ``X-Request-Id`` if that is well-formed), its trace context is read (W3C), it is
 authenticated, and counted against its key's rate limit. An answer carries the id, and is counted by route and code; a
 request for responses also by its outcome, which a stream, whose status goes out before that, leaves in the request's
-scope as ``ended_with``: the status that it would have now. The routes find ``request_id``, ``principal``, and, if the request
-came with a trace, ``traceparent``, ``tracestate``, ``trace_id`` and ``span_id`` in the request's scope.
+scope as ``ended_with``: the status that it would have now. The routes find ``request_id``, ``principal``, and, if the
+request came with a trace, ``traceparent``, ``tracestate``, ``trace_id`` and ``span_id`` in the request's scope.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ The routes, the journal, the ledger and the lake are the real ones; the server's
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -171,6 +172,9 @@ async def test_where_the_start_of_one_response_is_refused_none_of_the_others_sta
     request = GenerationRequest(
         request_id="many", endpoint="/generate", replica="r", tenant="t", prompt_token_ids=[1], sampling=Sampling(n=12)
     )
+    # The engine imports these when it is first used: seconds of the event loop, in which nothing would be refused.
+    for module in ("vllm.inputs.engine", "vllm.sampling_params", "vllm.v1.engine.exceptions"):
+        importlib.import_module(module)
     budget = TokenBudget(server.limiter, server.keyring.anonymous)
     with ExitStack() as work:
         active = work.enter_context(ActiveRequest(server.engine, server.recorder, budget, 60))
