@@ -1,5 +1,6 @@
 """The current policy behind HTTP: policy store, vLLM engine, API, swap, fleet.
 
-Read ``app`` (what a server consists of), then follow a request: ``middleware``, ``api``, ``generation``, ``vllm``.
+Read ``runtime`` (a server's parts and their life) and ``app`` (FastAPI and uvicorn over them), then follow a request:
+``middleware``, ``api``, ``admission``, ``generation``, ``vllm``, ``recorder``.
 Follow a policy: ``policies`` (the store), ``swap`` (into a running engine), ``fleet`` (into all replicas).
 """

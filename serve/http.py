@@ -111,6 +111,11 @@ def json_response(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status, media_type="application/json")
 
 
+def client_gone() -> Response:
+    """For the metrics; nobody reads it."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
 def parse(content: bytes, model: type[Model]) -> Model:
     """A JSON body as a ``model``. Raises Problem 422."""
     try:
@@ -188,7 +193,7 @@ def install(app: FastAPI) -> None:
         return _invalid(error.errors(), 400 if path.startswith(OPENAI) else 422).response(path)
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
+        return client_gone()
 
     app.add_exception_handler(Problem, problem)
     app.add_exception_handler(HTTPException, http)

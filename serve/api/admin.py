@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from serve.http import Problem, json_response, problems
 
 if TYPE_CHECKING:
-    from serve.app import Server
+    from serve.runtime import Server
 
 router = APIRouter()
 

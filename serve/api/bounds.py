@@ -1,4 +1,4 @@
-"""How much a JSON body may hold, and where a large one is worked on. Imports no torch and no vLLM.
+"""Bounds of a JSON body, and the threads that parse large ones. Imports no torch and no vLLM.
 
 A body of a few megabytes can hold a million values. To parse and validate them, and to say what is wrong with each,
 takes seconds in single calls of compiled code, through which neither the event loop nor a thread of Python gets on. So
@@ -32,7 +32,7 @@ VALUES: Final = 100_000  # objects, lists and texts, an object's names included
 
 _SMALL_BYTES: Final = 32 << 10  # understood at once
 _MARK: Final = re.compile(rb'["\[\]{}:]')
-_TEXT: Final = re.compile(rb"(?:[^\"\\]++|\\.){0,4096}+", re.DOTALL)  # so many at once, that others get a turn
+_TEXT: Final = re.compile(rb"(?:[^\"\\]++|\\.){0,4096}+", re.DOTALL)  # in pieces, so that other tasks get a turn
 _OPENING: Final = (ord("["), ord("{"))
 _CLOSING: Final = (ord("]"), ord("}"))
 
@@ -44,7 +44,7 @@ _workers = ThreadPoolExecutor(2, thread_name_prefix="large body")
 
 
 async def aside(large: bool, work: Callable[..., Result], *arguments: Any) -> Result:
-    """What ``work`` returns or raises: beside the event loop if it is ``large``, else at once."""
+    """Return or raise what ``work`` does: in a thread if it is ``large``, else at once."""
     if not large:
         return work(*arguments)
     context = contextvars.copy_context()
@@ -52,7 +52,7 @@ async def aside(large: bool, work: Callable[..., Result], *arguments: Any) -> Re
 
 
 def is_large(content: bytes) -> bool:
-    """Whether it takes long enough to understand a body that others should not wait for it."""
+    """Whether a body takes so long to parse that other requests should not wait for it."""
     return len(content) > _SMALL_BYTES
 
 

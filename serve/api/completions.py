@@ -1,35 +1,35 @@
 """``/v1/completions``, ``/v1/chat/completions`` and ``/v1/models``, as OpenAI's clients speak to them.
 
-vLLM's own handlers answer; ``serve.vllm.openai_engine`` records what they are given by the engine. An answer's ``id``
+vLLM's own handlers answer; ``serve.vllm.openai_engine`` records what they get from the engine. An answer's ``id``
 is ``cmpl-U`` or ``chatcmpl-U``. U is the response_id of choice 0, ``U:i`` that of choice i, and ``/feedback`` takes
 each of them with the prefix too.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, aclosing
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import orjson
 from fastapi import APIRouter, Path, Request, Response
-from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
-from starlette.types import Receive, Scope, Send
 
 from feedback.ids import uuid7
+from serve.admission import TokenBudget
+from serve.api.answers import EventStream, watching_client
 from serve.api.bounds import aside, check, is_large
 from serve.api.completions_request import CHAT, COMPLETION, Understood, refuse, understand, unfit
 from serve.api.generate import session_of
-from serve.http import CLIENT_CLOSED_REQUEST, Problem, event_stream, json_response
+from serve.generation.recorded import ActiveRequest
+from serve.http import Problem, client_gone, event_stream, json_response
 from serve.vllm.engine import EngineError
 
 if TYPE_CHECKING:
-    from serve.app import Server
-    from serve.vllm.openai_exchange import Exchange
+    from serve.runtime import Server
+    from serve.vllm.openai_request import OpenAIRequest
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +38,9 @@ router = APIRouter()
 Kind = Literal["completions", "chat"]
 
 _FIELDS: Final[dict[Kind, dict[str, dict[str, Any]]]] = {"completions": COMPLETION, "chat": CHAT}
-_HEADERS: Final = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 _MOST_CHARACTERS: Final = 2000  # of an error's text: vLLM repeats the value that is wrong in it
 _ERROR: Final = 'data: {"error"'  # what the event of a stream that fails begins with, in OpenAI's API
-_LAST: Final = "data: [DONE]"
-_FEW_MESSAGES: Final = 16  # all that is wrong with so many is told at once
-_LEAST_GRACE_S: Final = 10.0  # for the engine to end what was aborted
+_FEW_MESSAGES: Final = 16  # up to here, all that is wrong with them is reported at once
 _PROMPT_WORDS: Final = ("input_tokens", "input_text")  # where vLLM means the prompt
 _ERRORS: Final = {
     400: "A field is wrong; the message names it",
@@ -129,30 +126,50 @@ async def model(request: Request, model: Annotated[str, Path(description="Its na
 async def _answer(request: Request, kind: Kind) -> Response:
     server: Server = request.app.state.server
     content = await server.bodies.read(request.receive)
-    async with AsyncExitStack() as work:
-        work.enter_context(server.admitted())
+    with ExitStack() as work:
+        work.enter_context(server.admission.admit())
         understood, body = await aside(is_large(content), _understand, content, session_of(request, 400), server, kind)
-        exchange = _begin(request, understood, body, server, kind)
-        await work.enter_async_context(_limited(exchange))
+        openai_request = _openai_request(request, understood, server, kind)
+        body.request_id = openai_request.response_id  # the handlers make the answer's id of it
+        active = work.enter_context(openai_request.active)
         handlers = _handlers(server)
         create = (
             handlers.completions.create_completion if kind == "completions" else handlers.chat.create_chat_completion
         )
-        gone = asyncio.create_task(_disconnected(request))
-        gone.add_done_callback(lambda task: None if task.cancelled() else exchange.stop("gone"))
         try:
-            answer = await create(body, None)  # without the request: its headers would steer the engine
-            if isinstance(answer, AsyncGenerator):
-                return await _stream(exchange, answer, work.pop_all())
+            with watching_client(request, active):
+                answer = await create(body, None)  # without the request: its headers would steer the engine
         except Exception as error:
-            if exchange.ending == "gone":
-                return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
-            raise _problem(error, exchange, kind) from error
-        finally:
-            gone.cancel()
+            if active.ending == "gone":
+                return client_gone()
+            raise _problem(error, active, kind) from error
+        if isinstance(answer, AsyncGenerator):
+            return EventStream(active, _events(openai_request, answer, kind), work.pop_all(), _error_event)
     if (wrong := getattr(answer, "error", None)) is not None:
-        raise _told(wrong)
+        raise _vllm_problem(wrong)
     return Response(answer.model_dump_json(), media_type="application/json")
+
+
+async def _events(request: OpenAIRequest, chunks: AsyncGenerator[str, None], kind: Kind) -> AsyncGenerator[bytes, None]:
+    """The handler's chunks. Raises Problem for an error before the first one."""
+    active, sent = request.active, False
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if chunk.startswith(_ERROR):
+                problem = None if request.error is None else _problem(request.error, active, kind)
+                if problem is not None and not sent:
+                    raise problem from request.error
+                if isinstance(problem, Problem):
+                    active.problem = active.problem or problem
+                    chunk = _error_event(problem).decode()  # vLLM's is a bare text
+                active.problem = active.problem or Problem(500, "the response could not be put into OpenAI's form")
+            yield chunk.encode()
+            sent = True
+
+
+def _error_event(problem: Problem) -> bytes:
+    error = problem.openai_body()["error"] | {"code": problem.status}  # the stream's own status is 200
+    return b"data: %b\n\n" % orjson.dumps({"error": error})
 
 
 def _understand(content: bytes, session_id: str | None, server: Server, kind: Kind) -> tuple[Understood, Any]:
@@ -176,12 +193,12 @@ def _understand(content: bytes, session_id: str | None, server: Server, kind: Ki
         for position, message in enumerate(messages):
             _check_message(position, message)
     try:
-        asked = (CompletionRequest if kind == "completions" else ChatCompletionRequest).model_validate(body)
+        model = (CompletionRequest if kind == "completions" else ChatCompletionRequest).model_validate(body)
     except ValidationError as error:
         raise unfit(error) from None
     except Exception as error:  # of vLLM's own validators, which expect well-formed parts
         raise _misunderstood(error, kind) from error
-    return understood, asked
+    return understood, model
 
 
 def _check_message(position: int, message: dict[str, Any]) -> None:
@@ -199,19 +216,20 @@ def _message_type() -> TypeAdapter[Any]:
     return TypeAdapter(ChatCompletionMessageParam)
 
 
-def _begin(request: Request, understood: Understood, asked: Any, server: Server, kind: Kind) -> Exchange:
-    """What is recorded of the request."""
-    from serve.vllm.openai_exchange import Exchange, current
+def _openai_request(request: Request, understood: Understood, server: Server, kind: Kind) -> OpenAIRequest:
+    """The request as its rows need it, and as the handlers' engine finds it."""
+    from serve.vllm.openai_request import OpenAIRequest, current
 
-    labels = understood.labels
-    response_id = uuid7()
-    asked.request_id = response_id  # the handlers make the answer's id of it
-    exchange = Exchange(
-        server=server,
+    labels, principal = understood.labels, request.scope["principal"]
+    budget = TokenBudget(server.limiter, principal)
+    openai_request = OpenAIRequest(
+        active=ActiveRequest(server.engine, server.recorder, budget, server.config.limits.timeout_s),
         endpoint="/v1/completions" if kind == "completions" else "/v1/chat/completions",
         request_id=request.scope["request_id"],
-        principal=request.scope["principal"],
-        response_id=response_id,
+        replica=server.config.replica_name,
+        tenant=principal.tenant,
+        variants=server.variants,
+        response_id=uuid7(),
         session_id=labels.session_id,
         user=labels.user or labels.safety_identifier,
         metadata=labels.metadata or {},
@@ -219,8 +237,8 @@ def _begin(request: Request, understood: Understood, asked: Any, server: Server,
         has_text=understood.has_text,
         structured_by="response_format" if "response_format" in understood.body else "structured_outputs",
     )
-    current.set(exchange)
-    return exchange
+    current.set(openai_request)
+    return openai_request
 
 
 def _check_model(server: Server, name: Any) -> None:
@@ -238,99 +256,12 @@ def _handlers(server: Server) -> Any:
     return server.openai
 
 
-@asynccontextmanager
-async def _limited(exchange: Exchange) -> AsyncIterator[None]:
-    """End the exchange when its time is up; as long again after that, whatever the engine does."""
-    timeout_s = exchange.server.config.limits.timeout_s
-    loop = asyncio.get_running_loop()
-    timers = [
-        loop.call_later(timeout_s, exchange.stop, "timeout"),
-        loop.call_later(timeout_s + max(timeout_s, _LEAST_GRACE_S), exchange.give_up),
-    ]
-    try:
-        yield
-    finally:
-        for timer in timers:
-            timer.cancel()
-        exchange.settle()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _stream(exchange: Exchange, chunks: AsyncGenerator[str, None], work: AsyncExitStack) -> Response:
-    """Start the answer once there is something to send. Raises what keeps it from that."""
-    undo = AsyncExitStack()
-    undo.push_async_exit(work)
-    undo.callback(exchange.leave)
-    undo.push_async_callback(chunks.aclose)
-    try:
-        first = await anext(chunks, "")
-        if exchange.error is not None and first.startswith(_ERROR):
-            raise exchange.error
-    except BaseException:
-        await undo.aclose()
-        raise
-    return _Events(exchange, first, chunks, undo)
-
-
-class _Events(StreamingResponse):
-    """The chunks of an answer. However it ends, the exchange ends with it."""
-
-    def __init__(self, exchange: Exchange, first: str, chunks: AsyncGenerator[str, None], undo: AsyncExitStack) -> None:
-        super().__init__(self._all(first, chunks), media_type="text/event-stream", headers=_HEADERS)
-        self.exchange = exchange
-        self.undo = undo
-        self._ended_with = CLIENT_CLOSED_REQUEST  # until it has come to its end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # The exchange ends by its own limits, which are twice the client's time at most; what takes longer is a client
-        # that does not read. It gets no end of its stream, and the connection is closed.
-        timeout_s = self.exchange.server.config.limits.timeout_s
-        try:
-            async with asyncio.timeout(2 * timeout_s + 2 * _LEAST_GRACE_S):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:
-            log.info("the client of %s does not read its stream", self.exchange.response_id)
-        finally:
-            scope["ended_with"] = self._ended_with
-            # In a task of its own: this one may be cancelled at its next await.
-            task = asyncio.create_task(self.undo.aclose(), name=f"end of {self.exchange.response_id}")
-            self.exchange.server.work.add(task)
-            task.add_done_callback(self.exchange.server.work.discard)
-
-    async def _all(self, first: str, chunks: AsyncGenerator[str, None]) -> AsyncIterator[str]:
-        self._note(first)
-        yield first
-        async for chunk in chunks:
-            self._note(chunk)
-            yield self._named(chunk)
-
-    def _named(self, chunk: str) -> str:
-        """A chunk; of an error of ours, which vLLM passes on as a bare text, with its type and field."""
-        problem = getattr(self.exchange.error, "problem", None)
-        if problem is None or not chunk.startswith(_ERROR):
-            return chunk
-        error = problem.openai_body()["error"] | {"code": problem.status}  # the stream's own status is 200
-        return f"data: {orjson.dumps({'error': error}).decode()}\n\n"
-
-    def _note(self, chunk: str) -> None:
-        """Take note of a stream's end: before it is sent, as a client that has it may be gone at once."""
-        if chunk.startswith(_ERROR):
-            problem = getattr(self.exchange.error, "problem", None)
-            self._ended_with = problem.status if problem is not None else 500
-        elif chunk.startswith(_LAST) and self._ended_with == CLIENT_CLOSED_REQUEST:
-            self._ended_with = 200
-
-
-def _problem(error: Exception, exchange: Exchange, kind: Kind) -> Exception:
-    """What the client is told of an error that a handler raised."""
+def _problem(error: Exception, active: ActiveRequest, kind: Kind) -> Exception:
+    """The problem of an error that a handler raised, or the error if it is the server's."""
     from vllm.entrypoints.serve import create_error_response
     from vllm.exceptions import VLLMValidationError
 
-    from serve.vllm.openai_exchange import Interrupted
+    from serve.vllm.openai_request import Interrupted
 
     if isinstance(error, Interrupted):
         return error.problem
@@ -338,15 +269,16 @@ def _problem(error: Exception, exchange: Exchange, kind: Kind) -> Exception:
         return error
     if isinstance(error, EngineError):
         return Problem(503, str(error), retry_after=5)
-    told = create_error_response(error).error
-    if told.code == 503:
-        return Problem(503, told.message, retry_after=1)
-    if isinstance(error, VLLMValidationError) or (told.code >= 500 and not any(part.asking for part in exchange.parts)):
+    vllm_error = create_error_response(error).error
+    if vllm_error.code == 503:
+        return Problem(503, vllm_error.message, retry_after=1)
+    sampled = any(prompt.used_tokens() for prompt in active.prompts)
+    if isinstance(error, VLLMValidationError) or (vllm_error.code >= 500 and not sampled):
         return _misunderstood(error, kind)  # nothing but the request had a part in it
-    return _told(told) if told.code < 500 else error
+    return _vllm_problem(vllm_error) if vllm_error.code < 500 else error
 
 
-def _told(error: Any) -> Problem:
+def _vllm_problem(error: Any) -> Problem:
     """A Problem of vLLM's error."""
     message = error.message[:_MOST_CHARACTERS]
     message = message.replace("--enable-auto-tool-choice and --tool-call-parser", "serve.openai.tool_parser")

@@ -1,4 +1,4 @@
-"""What a request below /v1 may ask for: its fields, its bounds, and what a client has no business with."""
+"""The fields of a request below /v1, their bounds, and the fields of vLLM's that are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _IDS: Final = {"type": "array", "maxItems": bounds.LIST, "items": {"type": "inte
 _PROMPT_IDS: Final = _IDS | {"maxItems": bounds.TOKEN_IDS}
 
 _SHARED: Final[dict[str, dict[str, Any]]] = {
-    "model": {**_TEXT, "description": "The served model's name, as GET /v1/models tells it."},
+    "model": {**_TEXT, "description": "The served model's name, as GET /v1/models lists it."},
     "n": {"type": "integer", "minimum": 1, "description": "Number of responses to each prompt; 1 if they are greedy."},
     "max_tokens": {
         "type": "integer",
@@ -55,7 +55,12 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
         "description": "Sample from this many of the likeliest tokens; 0: all.",
     },
     "min_p": {**_NUMBER, "minimum": 0, "maximum": 1, "description": "Leave out tokens less likely than this share."},
-    "presence_penalty": {**_NUMBER, "minimum": -2, "maximum": 2, "description": "Against tokens that were made."},
+    "presence_penalty": {
+        **_NUMBER,
+        "minimum": -2,
+        "maximum": 2,
+        "description": "Against tokens that were sampled before.",
+    },
     "frequency_penalty": {**_NUMBER, "minimum": -2, "maximum": 2, "description": "The same, by how often."},
     "repetition_penalty": {
         **_NUMBER,
@@ -87,19 +92,19 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
         "type": "array",
         "items": {**_TEXT, "pattern": r"\S"},
         "maxItems": _MOST_BAD_WORDS,
-        "description": "Texts that are not to be made; not of white space alone.",
+        "description": "Texts that must not be generated; not of white space alone.",
     },
-    "logprob_token_ids": {**_IDS, "description": "Tell the logprobs of these tokens; needs logprobs."},
+    "logprob_token_ids": {**_IDS, "description": "Return the logprobs of these tokens; needs logprobs."},
     "prompt_logprobs": {
         "type": "integer",
         "minimum": 0,
         "maximum": _MOST_LOGPROBS,
-        "description": "Tell the logprobs of the prompt's tokens, and so many more; not of a stream.",
+        "description": "Return the logprobs of the prompt's tokens, and of this many more; not for a stream.",
     },
     "response_format": {
         **_OBJECT,
-        "description": "text, json_object, json_schema or structural_tag; 400 if it can't be made with the tokens that "
-        "allowed_token_ids, bad_words, logit_bias, stop_token_ids and min_tokens leave.",
+        "description": "text, json_object, json_schema or structural_tag; 400 if it can't be generated with the tokens "
+        "that allowed_token_ids, bad_words, logit_bias, stop_token_ids and min_tokens leave.",
     },
     "structured_outputs": {
         **_OBJECT,
@@ -108,13 +113,13 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
     },
     "skip_special_tokens": {**_YES_NO, "description": "Leave special tokens out of the text."},
     "spaces_between_special_tokens": {**_YES_NO, "description": "Put spaces between special tokens."},
-    "truncate_prompt_tokens": {"type": "integer", "description": "Keep so many tokens of the prompt; -1: what fits."},
+    "truncate_prompt_tokens": {"type": "integer", "description": "Keep this many tokens of the prompt; -1: what fits."},
     "truncation_side": {"type": "string", "enum": ["left", "right"], "description": "Which side is cut off."},
     "add_special_tokens": {**_YES_NO, "description": "Put the tokenizer's special tokens around the prompt."},
-    "return_token_ids": {**_YES_NO, "description": "Tell the token ids of prompt and response."},
+    "return_token_ids": {**_YES_NO, "description": "Return the token ids of prompt and response."},
     "return_tokens_as_token_ids": {**_YES_NO, "description": "In logprobs, write a token as token_id:ID."},
     "cache_salt": {**_TEXT, "description": "Share cached prefixes only with requests that bring the same."},
-    "stream": {**_YES_NO, "description": "Send the response while it is made, as server-sent events."},
+    "stream": {**_YES_NO, "description": "Send the response while it is generated, as server-sent events."},
     "stream_options": {**_OBJECT, "description": "include_usage, continuous_usage_stats; with stream."},
     "stream_interval": {"type": "integer", "minimum": 1, "description": "Tokens of one streamed chunk, at least."},
     "user": {**_TEXT, "maxLength": 200, "description": "Your name for the person; kept with the responses."},
@@ -128,7 +133,7 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
         **_OBJECT,
         "additionalProperties": {"type": "string", "maxLength": 10_000},
         "maxProperties": bounds.ENTRIES,
-        "description": "Texts that are kept with the responses and given to reward functions.",
+        "description": "Texts that are kept with the responses and passed to reward functions.",
     },
     "store": {**_YES_NO, "enum": [True], "description": "Every response is recorded, so that false is refused."},
     "service_tier": {**_TEXT, "description": "Taken, and without effect."},
@@ -147,7 +152,7 @@ COMPLETION: Final[dict[str, dict[str, Any]]] = {
         "type": "integer",
         "minimum": 0,
         "maximum": _MOST_LOGPROBS,
-        "description": "Tell the logprob of each token, and of so many more.",
+        "description": "Return the logprob of each token, and of this many more.",
     },
     "best_of": {"type": "integer", "description": "Taken if it is n."},
     **_SHARED,
@@ -168,7 +173,7 @@ CHAT: Final[dict[str, dict[str, Any]]] = {
         "type": "integer",
         "minimum": 0,
         "maximum": _MOST_LOGPROBS,
-        "description": "And of so many of the likeliest; with logprobs.",
+        "description": "And of this many of the likeliest; with logprobs.",
     },
     "tools": {
         "type": "array",
@@ -196,7 +201,7 @@ CHAT: Final[dict[str, dict[str, Any]]] = {
         "description": "Documents, where the template has them.",
     },
     "chat_template_kwargs": {**_OBJECT, "description": "Variables of the policy's template."},
-    "return_prompt_text": {**_YES_NO, "description": "Tell the text that the template made."},
+    "return_prompt_text": {**_YES_NO, "description": "Return the text that the template rendered."},
     **_SHARED,
 }
 """The fields of a request to /v1/chat/completions: JSON Schema by name."""
@@ -204,7 +209,7 @@ CHAT: Final[dict[str, dict[str, Any]]] = {
 _NOT_YOURS: Final = "it is not for clients to set"
 _REFUSED: Final = {
     "use_beam_search": "beam search does not sample, so that its logprobs would be of no distribution",
-    "best_of": "it must be n: all responses that are made are answered with",
+    "best_of": "it must equal n: all responses that are generated are returned",
     "chat_template": "the policy's own template is used",
     "prompt_embeds": "a prompt is text or token ids",
     "functions": "use tools",
@@ -314,10 +319,10 @@ def unfit(error: ValidationError, of: str = "") -> Problem:
     for item in error.errors(include_url=False, include_context=False, include_input=False):
         # Between the names of the client's fields stand those of vLLM's types.
         path = ".".join(str(part) for part in item["loc"] if isinstance(part, int) or _NAME.fullmatch(part))
-        said = reasons.setdefault(".".join(filter(None, (of, path))) or "body", [])
-        if item["msg"] not in said:
-            said.append(item["msg"].removeprefix("Value error, "))
-    errors = [{"field": field, "reason": "; or: ".join(said[:3])} for field, said in list(reasons.items())[:3]]
+        messages = reasons.setdefault(".".join(filter(None, (of, path))) or "body", [])
+        if item["msg"] not in messages:
+            messages.append(item["msg"].removeprefix("Value error, "))
+    errors = [{"field": field, "reason": "; or: ".join(messages[:3])} for field, messages in list(reasons.items())[:3]]
     return Problem(400, "; ".join(f"{item['field']}: {item['reason']}" for item in errors), errors=errors)
 
 
@@ -397,7 +402,7 @@ def _check_bounds(body: dict[str, Any], limits: LimitsConfig) -> None:
             raise refuse(name, f"{value:g} is not between {least} and {most}")
     if body.get("n", 1) > 1 and body.get("temperature", 1) == 0:
         raise refuse("n", SEVERAL_GREEDY)
-    # On a GPU vLLM's engine has room for so many, and dies of more.
+    # On a GPU vLLM's engine has room for this many, and dies of more.
     for name, most in (
         ("logit_bias", 1000),
         ("allowed_token_ids", 1000),
@@ -415,10 +420,10 @@ def _check_bounds(body: dict[str, Any], limits: LimitsConfig) -> None:
 def _check_together(body: dict[str, Any], max_tokens: int) -> None:
     """What vLLM refuses of fields that are good by themselves, naming none, or with a traceback in the log."""
     chats = "messages" in body
-    told = body.get("logprobs", False) is not False
+    has_logprobs = body.get("logprobs", False) is not False
     for name, wrong, reason in (
-        ("top_logprobs", chats and body.get("top_logprobs", 0) > 0 and not told, "it needs logprobs: true"),
-        ("logprob_token_ids", bool(body.get("logprob_token_ids")) and not told, "it needs logprobs"),
+        ("top_logprobs", chats and body.get("top_logprobs", 0) > 0 and not has_logprobs, "it needs logprobs: true"),
+        ("logprob_token_ids", bool(body.get("logprob_token_ids")) and not has_logprobs, "it needs logprobs"),
         ("prompt_logprobs", bool(body.get("stream")) and body.get("prompt_logprobs", 0) > 0, "a stream has none"),
         ("stream_options", bool(body.get("stream_options")) and not body.get("stream"), "it needs stream: true"),
         ("min_tokens", body.get("min_tokens", 0) > max_tokens, f"it is more than max_tokens, {max_tokens}"),

@@ -1,8 +1,11 @@
-"""The short way to the routes that clients ask all the time.
+"""The busy routes, past FastAPI's layers.
 
 Between a request and its handler FastAPI has four layers of middleware, a match against every route and the resolution
-of dependencies, which together take longer than the handler. The routes here need none of it: they read the body
-themselves, and fail with a Problem. FastAPI knows them too, for its OpenAPI page and for requests with another method.
+of dependencies. The routes here need none of it: they read the body themselves, and fail with a Problem. FastAPI knows
+them too, for its OpenAPI page and for requests with another method.
+
+It pays: with an engine that answers at once, a ``/generate`` takes 252 us of the event loop this way and 355 us
+through FastAPI (medians of 12 alternating runs in one process, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from serve.http import CLIENT_CLOSED_REQUEST
+from serve.http import client_gone
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -26,12 +29,12 @@ class Direct:
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. A Problem is for ``serve.middleware.request_context`` to tell."""
+        """ASGI. A Problem is answered by ``serve.middleware.request_context``."""
         handler = self.handlers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if handler is None:
             return await self.app(scope, receive, send)
         try:
             response = await handler(Request(scope, receive, send))
         except ClientDisconnect:
-            response = Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
+            response = client_gone()
         await response(scope, receive, send)

@@ -1,4 +1,4 @@
-"""``POST /feedback`` and ``POST /feedback/batch``: what somebody said of responses."""
+"""``POST /feedback`` and ``POST /feedback/batch``: feedback on responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from serve.api.bounds import aside, check, parse_body
 from serve.http import FieldError, Problem, body_of, field_problem, invalid, json_response, parse, problems
 
 if TYPE_CHECKING:
-    from serve.app import Server
+    from serve.runtime import Server
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,10 @@ _KINDS: Final = frozenset(get_args(Kind))
 _SEEN: Final = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?::([0-9]{1,6}))?")
 
 
-def _as_recorded(given: Any) -> Any:
+def _as_recorded(value: Any) -> Any:
     """The response_id that is recorded, of one as OpenAI's client sees it; anything else as it is."""
-    if not (isinstance(given, str) and (found := _SEEN.fullmatch(given))):
-        return given
+    if not (isinstance(value, str) and (found := _SEEN.fullmatch(value))):
+        return value
     choice = int(found[2] or 0)
     return f"{found[1]}:{choice}" if choice else found[1]
 
@@ -41,7 +41,7 @@ _ResponseId = Annotated[Identifier, BeforeValidator(_as_recorded, json_schema_in
 
 
 class FeedbackIn(events.FeedbackIn):
-    """What somebody, or something, says of a response: the body of ``POST /feedback``."""
+    """Feedback on a response: the body of ``POST /feedback``."""
 
     response_id: _ResponseId = Field(
         examples=["01982f6e-7a31-7c55-8b40-0d1f5c2a9e61"],
@@ -58,7 +58,7 @@ class FeedbackIn(events.FeedbackIn):
 class FeedbackOut(BaseModel):
     """The id under which the feedback is recorded."""
 
-    feedback_id: str = Field(description="The id of yours, or the one that was made for it.")
+    feedback_id: str = Field(description="Your id, or a new one.")
 
 
 class FeedbackBatchIn(BaseModel):
@@ -73,7 +73,7 @@ class FeedbackBatchIn(BaseModel):
 
 
 class FeedbackResult(BaseModel):
-    """What came of one item: the status that ``POST /feedback`` would have answered, and what it would have said."""
+    """The result of one item: the status and the body that ``POST /feedback`` would have answered with."""
 
     status: int = Field(description="201 recorded, 200 recorded before, 409, 422, or 503: not recorded, send it again.")
     feedback_id: str | None = Field(None, description="The id it is recorded under, or the one that it came with.")
@@ -165,7 +165,7 @@ async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, s
     counted = server.metrics.feedback
     try:
         row = body.to_row(tenant, server.kinds)
-        verdict = await server.record_feedback(row, generated_id=body.feedback_id is None)
+        verdict = await server.recorder.record_feedback(row, generated_id=body.feedback_id is None)
     except FeedbackError as error:
         counted.labels(kind=body.kind, verdict="invalid").inc()
         raise field_problem(422, error.field, error.reason) from None
@@ -196,8 +196,8 @@ async def _result(server: Server, tenant: str, item: Any, understood: FeedbackIn
 
 
 def _failed(item: Any, problem: Problem) -> dict[str, Any]:
-    given = item.get("feedback_id") if isinstance(item, dict) else None
-    result = {"status": problem.status, "feedback_id": given if isinstance(given, str) else None}
+    feedback_id = item.get("feedback_id") if isinstance(item, dict) else None
+    result = {"status": problem.status, "feedback_id": feedback_id if isinstance(feedback_id, str) else None}
     return result | {
         name: value for name in ("detail", "errors", "retry_after") if (value := getattr(problem, name)) is not None
     }

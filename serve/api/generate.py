@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
+import orjson
 from fastapi import APIRouter, Request, Response
 from jinja2 import TemplateError
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
+from serve.admission import TokenBudget
 from serve.api import bounds
-from serve.api.generate_stream import Events
-from serve.generation import interaction_rows
-from serve.http import CLIENT_CLOSED_REQUEST, Problem, body_of, event_stream, field_problem, json_response, problems
-from serve.vllm.engine import EngineError, EngineRefused, Generation, Sampling
+from serve.api.answers import EventStream, watching_client
+from serve.generation.interaction_rows import RESERVED
+from serve.generation.recorded import ActiveRequest, EngineSource, RecordedPrompt
+from serve.generation.request import GenerationRequest, Sampling
+from serve.http import Problem, body_of, client_gone, event_stream, field_problem, json_response, problems
+from serve.vllm.engine import EngineRefused
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from serve.app import Server
     from serve.generation.tokenizer import Text
     from serve.middleware.principals import Principal
+    from serve.runtime import Server
 
 router = APIRouter()
 
-_PATIENCE_S = 0.1  # before a request is watched
 _MANY_MESSAGES, _MANY_CHARACTERS = 32, 8192  # past these, a chat is rendered beside the event loop
 
 _RESPONSE_COLUMNS = (
@@ -51,17 +52,17 @@ def _greedy_or_warm(temperature: float) -> float:
     return temperature
 
 
-def _texts(given: Any) -> Any:
-    return [given] if isinstance(given, str) else given
+def _texts(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def _whole_number(given: Any) -> Any:
+def _whole_number(value: Any) -> Any:
     """JSON knows no integers: 1.0 is one."""
-    return int(given) if isinstance(given, float) and given.is_integer() else given
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _whole_numbers(given: Any) -> Any:
-    return [_whole_number(item) for item in given] if isinstance(given, list) else given
+def _whole_numbers(value: Any) -> Any:
+    return [_whole_number(item) for item in value] if isinstance(value, list) else value
 
 
 _Whole = BeforeValidator(_whole_number)
@@ -142,8 +143,8 @@ class GenerateIn(BaseModel):
     return_token_ids: bool = Field(False, description="Return the token ids of the prompt and of the responses.")
     stream: bool = Field(
         False,
-        description="Send the responses while they are made, as server-sent events: `delta` (response_id, index, text) "
-        "and, at the end, one `done` with the body of the plain response, or `error` with a problem.",
+        description="Send the responses while they are generated, as server-sent events: `delta` (response_id, index, "
+        "text) and, at the end, one `done` with the body of the plain response, or `error` with a problem.",
     )
     session_id: Label | None = Field(
         None, description="Your name for the conversation; without it, the header X-Session-Id."
@@ -152,15 +153,15 @@ class GenerateIn(BaseModel):
     metadata: dict[Label, Annotated[str, StringConstraints(max_length=10_000)]] = Field(
         default_factory=dict,
         json_schema_extra={"maxProperties": bounds.ENTRIES},
-        description="Texts that are kept with the responses and given to reward functions.",
+        description="Texts that are kept with the responses and passed to reward functions.",
     )
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:
-        given = [name for name in ("prompt", "messages", "prompt_token_ids") if getattr(self, name) is not None]
-        if len(given) != 1:
+        present = [name for name in ("prompt", "messages", "prompt_token_ids") if getattr(self, name) is not None]
+        if len(present) != 1:
             raise ValueError(
-                f"give exactly one of prompt, messages and prompt_token_ids, not {' and '.join(given) or 'none'}"
+                f"give exactly one of prompt, messages and prompt_token_ids, not {' and '.join(present) or 'none'}"
             )
         return self
 
@@ -176,7 +177,7 @@ class ResponseOut(BaseModel):
     """One response."""
 
     response_id: str = Field(description="What `/feedback` takes.")
-    text: str = Field(description="What the policy said.")
+    text: str = Field(description="The response's text.")
     finish_reason: Literal["stop", "length"] = Field(
         description="stop: the policy ended it, or a stop text or token did; length: max_tokens, or the context, did."
     )
@@ -221,61 +222,52 @@ async def generate(request: Request) -> Response:
     server: Server = request.app.state.server
     principal: Principal = request.scope["principal"]
     content = await server.bodies.read(request.receive)
-    with ExitStack() as admitted:
-        admitted.enter_context(server.admitted())
+    with ExitStack() as work:
+        work.enter_context(server.admission.admit())
         of_header = session_of(request, 422)
         body = await bounds.parse_body(content, GenerateIn)
         session_id = body.session_id or of_header
-        asked = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
-        bill = _Bill(server, principal, asked)
-        await bill.pay()
-        admitted.callback(bill.settle)
+        prompt_request = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
+        budget = TokenBudget(server.limiter, principal)
+        active = work.enter_context(
+            ActiveRequest(server.engine, server.recorder, budget, server.config.limits.timeout_s)
+        )
+        prompt_tokens, sampling = len(prompt_request.prompt_token_ids), prompt_request.sampling
+        room = min(sampling.max_tokens, server.engine.max_model_len - prompt_tokens)
+        await budget.reserve(prompt_tokens + sampling.n * room)
+        prompt = RecordedPrompt(active, prompt_request, EngineSource(server.engine, prompt_request))
         if body.stream:
-            events = Events(server, asked, admitted, partial(_answer, server, asked, body))
-            bill.used = events.tokens
-            return events
+            events = _events(prompt, partial(_answer, server, body, prompt))
+            return EventStream(active, events, work.pop_all(), partial(_event, b"error"), b": still at work\n\n")
         try:
-            generation, ending = await _sample(server, asked, request)
-        except asyncio.CancelledError:  # by a proxy before this server, whose client has gone
-            bill.used = lambda: bill.paid
-            server.later(server.record(interaction_rows.failed(asked, status="aborted")))
+            with watching_client(request, active):
+                await prompt.whole()
+        except EngineRefused as error:
+            raise Problem(400, str(error)) from error
+        except Problem:
+            if active.ending == "gone":
+                return client_gone()
             raise
-        bill.used = partial(_tokens, generation)
-        rows = interaction_rows.answered(asked, generation)
-        await server.record(rows)
-    if all(row["status"] == "complete" for row in rows):
-        return json_response(_answer(server, asked, body, generation, rows))
-    if ending == "gone":
-        return Response(status_code=CLIENT_CLOSED_REQUEST)  # for the metrics; nobody reads it
-    if ending == "timeout":
-        raise Problem(504, f"the request was aborted after {server.config.limits.timeout_s:g} s")
-    raise Problem(503, "the response was cut off: the server is stopping, or the engine failed", retry_after=5)
+    return json_response(_answer(server, body, prompt))
 
 
-class _Bill:
-    """What a request may use of its key's tokens, paid for at once; ``settle`` gives back what it did not use."""
-
-    def __init__(self, server: Server, principal: Principal, asked: interaction_rows.Asked) -> None:
-        prompt, sampling = len(asked.prompt_token_ids), asked.sampling
-        room = min(sampling.max_tokens, server.engine.max_model_len - prompt)
-        self.paid = prompt + sampling.n * room
-        self.used: Callable[[], int] = lambda: 0
-        self._prompt = prompt
-        self._principal = principal
-        self._limiter = server.limiter
-
-    async def pay(self) -> None:
-        """Raises Problem 429, 400 if no waiting would help, 503 where it can't be counted."""
-        await self._limiter.take_tokens(self._principal, self.paid)
-
-    def settle(self) -> None:
-        """To be called once, after ``pay``."""
-        if self._principal.tokens_per_minute is not None:
-            self._limiter.give_back(self._principal, self.paid - self._prompt - self.used())
+async def _events(prompt: RecordedPrompt, answer: Callable[[], dict[str, Any]]) -> AsyncGenerator[bytes, None]:
+    """``delta`` with a response's next piece of text, then ``done``. Raises Problem."""
+    heads = [
+        b'event: delta\ndata: {"response_id":"%b","index":%d,"text":' % (response_id.encode(), index)
+        for index, response_id in enumerate(prompt.response_ids)
+    ]
+    try:
+        async for pieces in prompt.stream():
+            if pieces:
+                yield b"".join([b"%b%b}\n\n" % (heads[index], orjson.dumps(text)) for index, text in pieces])
+    except EngineRefused as error:
+        raise Problem(400, str(error)) from error
+    yield _event(b"done", answer())
 
 
-def _tokens(generation: Generation) -> int:
-    return sum(len(response.token_ids) for response in generation.responses)
+def _event(name: bytes, data: dict[str, Any] | Problem) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name, orjson.dumps(data.body() if isinstance(data, Problem) else data))
 
 
 def session_of(request: Request, status: int) -> str | None:
@@ -291,7 +283,7 @@ def session_of(request: Request, status: int) -> str | None:
 
 async def _understand(
     body: GenerateIn, server: Server, tenant: str, request_id: str, session_id: str | None
-) -> interaction_rows.Asked:
+) -> GenerationRequest:
     """The request as the engine needs it. Raises Problem 400 or 422 naming the field."""
     limits, engine = server.config.limits, server.engine
     if body.n > limits.n:
@@ -302,19 +294,19 @@ async def _understand(
         raise field_problem(422, "max_tokens", f"{body.max_tokens} is more than the {limits.max_tokens} allowed")
     if len(body.metadata) > limits.metadata_entries:
         raise field_problem(422, "metadata", f"{len(body.metadata)} entries, {limits.metadata_entries} are allowed")
-    if any(key.startswith(interaction_rows.RESERVED) for key in body.metadata):
-        raise field_problem(422, "metadata", f"keys that begin with {interaction_rows.RESERVED!r} are Millrace's own")
+    if any(key.startswith(RESERVED) for key in body.metadata):
+        raise field_problem(422, "metadata", f"keys that begin with {RESERVED!r} are Millrace's own")
     _require_tokens("stop_token_ids", body.stop_token_ids, engine.vocabulary)
     field, prompt, messages, token_ids = await _tokenise(body, server)
     if not token_ids:
         raise field_problem(422, field, "there is no token in it")
     if len(token_ids) >= engine.max_model_len:
         raise _no_room(field, len(token_ids), server)
-    return interaction_rows.Asked(
+    return GenerationRequest(
         request_id=request_id,
         endpoint="/generate",
         replica=server.config.replica_name,
-        trials=server.trials,
+        variants=server.variants,
         tenant=tenant,
         prompt_token_ids=token_ids,
         prompt=prompt,
@@ -352,10 +344,10 @@ async def _tokenise(body: GenerateIn, server: Server) -> tuple[str, str | None, 
         return "prompt", body.prompt, None, await text.encode(body.prompt, special_tokens=True)
     if not text.has_chat_template:
         raise field_problem(400, "messages", "the policy's tokenizer has no chat template; send prompt instead")
-    given = body.messages or []
-    large = len(given) > _MANY_MESSAGES or sum(len(message.content) for message in given) > _MANY_CHARACTERS
+    chat = body.messages or []
+    large = len(chat) > _MANY_MESSAGES or sum(len(message.content) for message in chat) > _MANY_CHARACTERS
     try:
-        prompt, messages = await bounds.aside(large, _render, text, given)
+        prompt, messages = await bounds.aside(large, _render, text, chat)
     except (TemplateError, ValueError, TypeError, KeyError) as error:
         raise field_problem(400, "messages", f"the policy's chat template refuses them: {error}") from error
     _require_room("messages", prompt, server)
@@ -391,67 +383,12 @@ def _require_tokens(field: str, token_ids: list[int], vocabulary: int) -> None:
             raise field_problem(422, field, f"{token} is no token id (0 to {vocabulary - 1})")
 
 
-async def _sample(
-    server: Server, asked: interaction_rows.Asked, request: Request
-) -> tuple[Generation, Literal["done", "gone", "timeout"]]:
-    """Run the request in the engine; a client that goes away, or takes too long, ends it there too."""
-    timeout_s = server.config.limits.timeout_s
-    with _Watch(server, asked.key, request, timeout_s) as watch:
-        try:
-            async with asyncio.timeout(2 * timeout_s):  # an engine that does not even end what is aborted
-                generation = await server.engine.generate(asked.key, asked.prompt_token_ids, asked.sampling)
-        except EngineRefused as error:
-            raise Problem(400, str(error)) from error
-        except (EngineError, TimeoutError) as error:
-            await server.record(interaction_rows.failed(asked))
-            raise Problem(503, str(error) or "the engine did not answer", retry_after=5) from error
-    return generation, watch.ending
-
-
-class _Watch:
-    """Looks whether the client is there, and for the time, while a request is in the engine, and ends it there if not.
-
-    A request that is answered at once is not watched: to begin with a task each would cost it more than it could save.
-    """
-
-    def __init__(self, server: Server, key: str, request: Request, timeout_s: float) -> None:
-        self.ending: Literal["done", "gone", "timeout"] = "done"
-        self._server = server
-        self._key = key
-        self._request = request
-        self._timeout_s = timeout_s
-        self._task: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> Self:
-        self._later = asyncio.get_running_loop().call_later(_PATIENCE_S, self._begin)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._later.cancel()
-        if self._task is not None:
-            self._task.cancel()
-
-    def _begin(self) -> None:
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        try:
-            async with asyncio.timeout(max(0.0, self._timeout_s - _PATIENCE_S)):
-                while (await self._request.receive())["type"] != "http.disconnect":
-                    pass
-            self.ending = "gone"
-        except TimeoutError:
-            self.ending = "timeout"
-        self._server.abort_later(self._key)
-
-
-def _answer(
-    server: Server, asked: interaction_rows.Asked, body: GenerateIn, generation: Generation, rows: list[dict[str, Any]]
-) -> dict[str, Any]:
-    made = 0
-    responses = []
-    for row in rows:
-        made += len(row["response_token_ids"])
+def _answer(server: Server, body: GenerateIn, prompt: RecordedPrompt) -> dict[str, Any]:
+    request, sampled_tokens = prompt.request, 0
+    responses, versions = [], []
+    for row in prompt.rows:
+        sampled_tokens += len(row["response_token_ids"])
+        versions += [span["policy_version"] for span in row["policy_spans"]]
         response = {name: row[column] for name, column in _RESPONSE_COLUMNS}
         if body.return_token_ids:
             response["token_ids"] = row["response_token_ids"]
@@ -459,16 +396,16 @@ def _answer(
             response["logprobs"] = [float(logprob) for logprob in row["logprobs"]]
         responses.append(response)
     answer = {
-        "request_id": asked.request_id,
+        "request_id": request.request_id,
         "model": server.config.model_name,
-        "policy_version": generation.policy_version,
+        "policy_version": max(versions, default=server.engine.version),
         "responses": responses,
         "usage": {
-            "prompt_tokens": len(asked.prompt_token_ids),
-            "completion_tokens": made,
-            "total_tokens": len(asked.prompt_token_ids) + made,
+            "prompt_tokens": len(request.prompt_token_ids),
+            "completion_tokens": sampled_tokens,
+            "total_tokens": len(request.prompt_token_ids) + sampled_tokens,
         },
     }
     if body.return_token_ids:
-        answer["prompt_token_ids"] = asked.prompt_token_ids
+        answer["prompt_token_ids"] = request.prompt_token_ids
     return answer

@@ -15,7 +15,7 @@ from serve.http import OPENAI, ProblemOut, problems
 from serve.middleware.principals import scope_of
 
 if TYPE_CHECKING:
-    from serve.app import Server
+    from serve.runtime import Server
 
 _BODIES: Final[tuple[type[BaseModel], ...]] = (generate.GenerateIn, feedback.FeedbackIn, feedback.FeedbackBatchIn)
 _SCHEMAS: Final = "#/components/schemas/"
@@ -30,7 +30,7 @@ _PARAMETERS: Final = {
         "required": False,
         "schema": {"type": "string"},
         "description": "Your id of the request: 1 to 128 letters, digits, dots, underscores and hyphens. The answer "
-        "and the log have it; instead of one that is none, or missing, they have one made here.",
+        "and the log have it; instead of one that is none, or missing, they have a new one.",
     },
     "TraceParent": {
         "name": "traceparent",
@@ -74,7 +74,7 @@ _ERROR_OUT: Final = f"{_SCHEMAS}ErrorOut"
 
 
 def openapi(app: FastAPI) -> dict[str, Any]:
-    """The description of ``app``; made anew when the engine runs, whose policy sets bounds, and with a first key."""
+    """The description of ``app``; built again when the engine runs, whose policy sets bounds, and with a first key."""
     server: Server = app.state.server
     depends_on = (server.engine.healthy, server.keyring.on)
     if app.openapi_schema is None or app.state.described != depends_on:

@@ -26,7 +26,7 @@ from serve.policies.store import PolicyError
 from serve.swap.swapper import DesiredState
 
 if TYPE_CHECKING:
-    from serve.app import Server
+    from serve.runtime import Server
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Member:
         server = self._server
         stats: dict[str, Any] = {"ready": server is not None and server.unready() is None}
         deployment = self._state.deployment
-        if server is not None and deployment is not None and (variant := server.trials.label) is not None:
+        if server is not None and deployment is not None and (variant := server.variants.label) is not None:
             stats |= {"variant": variant, "share": deployment.share, "salt": deployment.to.generation}
         return stats
 
@@ -190,7 +190,7 @@ class Member:
             prepared=prepared[0] if prepared else None,
             failed=(failed["generation"], failed["error"]) if failed else None,
             unready=server.unready(),
-            variant=server.trials.label,
+            variant=server.variants.label,
             requests=requests,
             failures=failures,
         )
@@ -200,8 +200,8 @@ class Member:
         assert server is not None
         for request_id in list(server.engine.requests):
             task = asyncio.create_task(server.engine.abort(request_id), name="cut off")
-            server.work.add(task)
-            task.add_done_callback(server.work.discard)
+            server.recorder.tasks.add(task)
+            task.add_done_callback(server.recorder.tasks.discard)
 
     async def _leave_metrics(self) -> None:
         server = self._server
@@ -238,7 +238,7 @@ class Member:
 
 def _try_out(server: Server, task: Task) -> None:
     """Label the rows of a policy on trial. To be called before it serves, since rows may come at once."""
-    server.trials.set(task.serve.version if task.variant else None, task.variant or "")
+    server.variants.set(task.serve.version if task.variant else None, task.variant or "")
 
 
 def _counts(server: Server) -> tuple[int, int]:

@@ -21,8 +21,9 @@ class Replica:
         self, config: dict[str, Any], feedback_config: FeedbackConfig
     ) -> None:
         """Start the server. Raises what keeps it from serving; Ray Serve tries again."""
-        from serve.app import Server, create_app
+        from serve.app import create_app
         from serve.fleet.rate_limit_store import FleetBuckets
+        from serve.runtime import Server
 
         _listen_on_its_own_address_alone()
         settings = ServeConfig(**config)
@@ -31,7 +32,7 @@ class Replica:
         self.member = Member(settings)
         try:
             named = settings.model_copy(update={"replica_name": self.member.name})
-            self.application = create_app(named, feedback_config, orders=self.member.desired_state)
+            self.application = create_app(named, feedback_config, desired_state=self.member.desired_state)
             self.server: Server = self.application.state.server
             self.server.limiter.shared = FleetBuckets()
             self._lifespan = self.application.router.lifespan_context(self.application)

@@ -1,14 +1,20 @@
-"""What is asked of the engine and what comes of it, without vLLM in it."""
+"""A request to the engine and its responses, without vLLM in it."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
+
+from serve.generation.variant import CanaryVariants
+
+_keys = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,32 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt as the engine gets it, and what its rows say of the request.
+
+    ``request_id`` may be the client's own; ``key`` is the engine's id of it. ``requested_at``: time.monotonic().
+    """
+
+    request_id: str
+    endpoint: str
+    replica: str
+    tenant: str
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    prompt: str | None = None
+    messages: str | None = None
+    session_id: str | None = None
+    user: str | None = None
+    variants: CanaryVariants | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    requested_at: float = field(default_factory=time.monotonic)
+    key: str = field(default_factory=lambda: f"generate-{next(_keys)}")
+
+
+@dataclass(frozen=True)
 class Generated:
-    """One response. ``logprobs``: nats, one a token; ``policy_spans``: (first token, policy version), rising."""
+    """One response. ``logprobs``: nats, one per token; ``policy_spans``: (first token, policy version), rising."""
 
     text: str
     token_ids: list[int]
@@ -43,7 +73,7 @@ class Generated:
 
 @dataclass(frozen=True)
 class Generation:
-    """All responses to one prompt, and how long they took. ``policy_version`` made the last token."""
+    """All responses to one prompt, and how long they took. ``policy_version``: of the newest token."""
 
     responses: list[Generated]
     policy_version: int
@@ -63,11 +93,11 @@ def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=False)]
 
 
-class Growing:
-    """A response while it is made: pieces are added in the event loop, any thread may ask what there is by then.
+class ResponseProgress:
+    """A response while it is sampled: pieces are added in the event loop, and any thread may read.
 
-    vLLM tells which policy made which token at a response's end. Until then the spans are those of the versions that
-    served when its tokens came, which around a swap can be a step off.
+    vLLM reports which policy sampled which token at a response's end. Until then the spans are those of the versions
+    that served when its tokens came, which around a swap can be a step off.
     """
 
     __slots__ = ("_logprobs", "_pieces", "_spans", "finish_reason")
@@ -79,7 +109,7 @@ class Growing:
         self.finish_reason: str | None = None
 
     def add(self, text: str, token_ids: Sequence[int], logprobs: Any, version: int) -> None:
-        """The next piece, its logprobs as vLLM gives them or as numbers, and the policy that serves as it comes."""
+        """Add a piece: its logprobs as vLLM's or as numbers, and the policy that serves when it comes."""
         self._pieces.append((text, token_ids, logprobs, version))
 
     def end(
@@ -88,46 +118,46 @@ class Growing:
         spans: list[tuple[int, int]],
         logprobs: Sequence[float] | np.ndarray | None = None,
     ) -> None:
-        """After the last piece: why it is the last, which policies made which tokens, and all logprobs if not None."""
+        """After the last piece: why it is the last, which policies sampled which tokens, all logprobs if not None."""
         self._spans = spans
         self._logprobs = logprobs
         self.finish_reason = finish_reason
 
     def so_far(self) -> Generated:
-        """What there is; one that goes on has finish_reason "abort". A logprob that was not told yet is NaN."""
-        told, finish_reason, all_logprobs = self._spans, self.finish_reason, self._logprobs
+        """The response up to now, with finish_reason "abort" if it goes on. A logprob not yet reported is NaN."""
+        reported, finish_reason, all_logprobs = self._spans, self.finish_reason, self._logprobs
         token_ids: list[int] = []
         logprobs: list[float] = []
         seen: list[tuple[int, int]] = []
         pieces = list(self._pieces)
-        for _, ids, given, version in pieces:
+        for _, ids, piece_logprobs, version in pieces:
             if ids and (not seen or seen[-1][1] != version):
                 seen.append((len(token_ids), version))
             token_ids += ids
             if all_logprobs is None:
-                known = sampled_logprobs(ids, given)
+                known = sampled_logprobs(ids, piece_logprobs)
                 logprobs += known if len(known) == len(ids) else [math.nan] * len(ids)
         text = "".join(piece[0] for piece in pieces)
         return Generated(
             text,
             token_ids,
             logprobs if all_logprobs is None else all_logprobs,
-            seen if told is None else told,
+            seen if reported is None else reported,
             finish_reason or "abort",
         )
 
 
-class Underway:
-    """A request whose responses are read while they are made."""
+class GenerationProgress:
+    """A request whose responses are read while they are sampled."""
 
     def __init__(self, n: int) -> None:
-        self.responses = [Growing() for _ in range(n)]
+        self.responses = [ResponseProgress() for _ in range(n)]
         self.started = time.monotonic()
         self.queue_ms: float | None = None
         self.first_token_ms: float | None = None
 
     def generation(self) -> Generation:
-        """What there is by now; to be called from any thread."""
+        """The responses up to now; to be called from any thread."""
         responses = [response.so_far() for response in self.responses]
         return Generation(
             responses=responses,

@@ -22,7 +22,7 @@ def context_of(prompt: list[int], decode: Callable[[list[int]], str]) -> list[in
 
 
 class Text:
-    """A Hugging Face tokenizer. Where it is a fast one, its Rust part is asked directly, at a tenth of the time."""
+    """A Hugging Face tokenizer. Where it is a fast one, its Rust part is called directly, at a tenth of the time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -143,7 +143,7 @@ def revoke_key(path: Path, wanted: str) -> ApiKey:
 
 
 def local_secret(path: Path) -> str:
-    """The secret with which commands on this machine ask the server, made if there is none. Raises OSError.
+    """The secret with which commands on this machine call the server, created if there is none. Raises OSError.
 
     It stands in clear in a file that only this user can read: who can read that can write the key file too.
     """

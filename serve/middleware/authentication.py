@@ -1,4 +1,4 @@
-"""Whose request it is, by its headers alone: before its body is read. Runs in Ray Serve's proxies too."""
+"""Authentication of a request by its headers alone, before its body is read. Runs in Ray Serve's proxies too."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def headers_of(scope: Scope, wanted: frozenset[bytes]) -> dict[bytes, bytes]:
 
 
 class Authenticator:
-    """Who asks. Without keys: whether it is this machine that asks, and no web page of another host."""
+    """Finds a request's principal. Without keys: refuses other machines, and web pages of other hosts."""
 
     def __init__(
         self, keyring: Keyring, config: ServeConfig, failed: Callable[[str], None] = lambda reason: None
     ) -> None:
-        """``failed``: told of each key that is refused, with the reason."""
+        """``failed``: called with the reason for each key that is refused."""
         self.keyring = keyring
         self._failed = failed
         self._hosts = frozenset({"localhost", _plain(config.host), *map(_plain, config.allowed_hosts)})
@@ -42,7 +42,7 @@ class Authenticator:
         self._is_ours = lru_cache(1024)(self._answers_to)  # clients say the same host over and over
 
     def authenticate(self, wanted: str | None, headers: Mapping[bytes, bytes]) -> Principal:
-        """Whose request it is. ``wanted``: the scope it needs, None if it is open to all.
+        """The request's principal. ``wanted``: the scope it needs, None if it is open to all.
 
         Raises Problem 401, 403 or 421.
         """
@@ -56,16 +56,16 @@ class Authenticator:
         if wanted not in principal.scopes:
             self._failed("scope")
             allowed = ", ".join(sorted(principal.scopes))
-            said = f'Bearer realm="millrace", error="insufficient_scope", scope="{wanted}"'
+            challenge = f'Bearer realm="millrace", error="insufficient_scope", scope="{wanted}"'
             raise Problem(
                 403,
                 f"this needs the scope {wanted}; key {principal.key} has {allowed}",
-                headers={"WWW-Authenticate": said},
+                headers={"WWW-Authenticate": challenge},
             )
         return principal
 
     def check_before_body(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raises Problem 401, 403 or 421 where a request's body need not be read, whatever it asks for."""
+        """Raises Problem 401, 403 or 421 where a request's body need not be read."""
         scope = scope_of(path)
         if not self.keyring.on or scope in ("generate", "feedback"):
             self.authenticate(scope, headers)
@@ -73,18 +73,18 @@ class Authenticator:
             self._owner(headers)
 
     def _owner(self, headers: Mapping[bytes, bytes]) -> Principal:
-        """Whose key it is. Raises Problem 401."""
+        """The key's principal. Raises Problem 401."""
         # Looked at first: Authorization may be for a gateway before this server.
         secret = headers.get(b"x-api-key")
         if secret is None and (authorization := headers.get(b"authorization")) is not None:
             kind, _, value = authorization.partition(b" ")
             secret = value.strip() if kind.lower() == b"bearer" else None
         try:
-            return self.keyring.who(secret)
+            return self.keyring.authenticate(secret)
         except Refused as refused:
             self._failed(refused.reason)
-            said = "" if refused.reason == "missing" else f', error="invalid_token", error_description="{refused}"'
-            raise Problem(401, str(refused), headers={"WWW-Authenticate": f'Bearer realm="millrace"{said}'}) from None
+            error = "" if refused.reason == "missing" else f', error="invalid_token", error_description="{refused}"'
+            raise Problem(401, str(refused), headers={"WWW-Authenticate": f'Bearer realm="millrace"{error}'}) from None
 
     def _check_sender(self, headers: Mapping[bytes, bytes]) -> None:
         """Raises Problem 403 or 421 for what a browser sends on behalf of another host's page.

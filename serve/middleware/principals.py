@@ -1,4 +1,4 @@
-"""Who a request is from: the key that it brings, the tenant it belongs to, and what it may do."""
+"""The principal of a request: its key, its tenant, and what it may do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Reason = Literal["missing", "unknown", "revoked", "expired"]
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who asks. ``key``: the key's id, None without keys; limits: a minute, None for none."""
+    """Whose request it is. ``key``: the key's id, None without keys; limits: per minute, None for none."""
 
     tenant: str
     key: str | None
@@ -78,18 +78,18 @@ class Keyring:
         self.path = Path(config.keys)
         self.off = config.auth == "off"
         self.on = False
-        """Whether who asks needs a key. Once it is, nothing but a restart makes it otherwise."""
+        """Whether requests need a key. Once they do, only a restart changes that."""
         self.error: str | None = None
         """Why the file's present state is not the one in use."""
         self._tenant = config.tenant
         self._limits = config.limits
         self.anonymous = self._principal(None, "anybody", config.tenant, frozenset(SCOPES))
-        """Who asks where no key is needed."""
+        """The principal where no key is needed."""
         self.nobody = Principal(config.tenant, None, "nobody", frozenset())
-        """Who asks at a route that is open to all, where others need a key."""
+        """The principal at a route that is open to all, where others need a key."""
         self._known: dict[str, _Known] = {}
         self._signature: tuple[int, ...] | None = None
-        self._said = 0.0  # when the log was last told of the error
+        self._logged_at = 0.0  # the error, last
 
     def load(self) -> None:
         """Read the file, at the start. Raises KeyFileError."""
@@ -97,7 +97,7 @@ class Keyring:
         self._take(read_keys(self.path))
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; one that can't be read changes nothing, and is told of in the log."""
+        """Read the file again if it has changed; one that can't be read changes nothing, and is logged."""
         try:
             signature = _signature(self.path)
             if signature == self._signature:
@@ -108,9 +108,9 @@ class Keyring:
             self._take(keys)
         except (KeyFileError, OSError) as error:
             self._signature = ()  # look again
-            if str(error) != self.error or time.monotonic() - self._said > _REPEAT_S:
+            if str(error) != self.error or time.monotonic() - self._logged_at > _REPEAT_S:
                 log.error("%s; the keys that were read before stay in use", error)
-                self._said = time.monotonic()
+                self._logged_at = time.monotonic()
             self.error = str(error)
         else:
             self._signature, self.error = signature, None
@@ -123,8 +123,8 @@ class Keyring:
             await asyncio.sleep(_POLL_S)
             await asyncio.to_thread(self.refresh)  # the file may be on a network's disk
 
-    def who(self, secret: bytes | None) -> Principal:
-        """Who brings this secret. Raises Refused."""
+    def authenticate(self, secret: bytes | None) -> Principal:
+        """The principal with this secret. Raises Refused."""
         if secret is None:
             raise Refused("missing", "a key is needed: send Authorization: Bearer KEY, or X-API-Key: KEY")
         known = self._known.get(id_of(secret) or "")
@@ -143,15 +143,15 @@ class Keyring:
             return
         raise NotLoopback(
             f"serve.host is {host}, which others than this machine reach, and there is no key in {self.path}: make "
-            "one with `millrace keys create`, or set serve.auth to off if something before the server checks who asks"
+            "one with `millrace keys create`, or set serve.auth to off if a proxy before it authenticates requests"
         )
 
     def describe(self) -> str:
-        """Who may ask, for the log."""
+        """Who may use the server, for the log."""
         if self.off:
             return "serve.auth is off: everybody who reaches this server may do everything"
         if self.on:
-            return f"who asks needs a key: {self.stats()['active']:.0f} are good ({self.path})"
+            return f"requests need a key: {self.stats()['active']:.0f} are good ({self.path})"
         return (
             f"there is no key in {self.path}: the server listens on loopback only, and everybody on this machine may "
             "do everything; `millrace keys create` changes that"

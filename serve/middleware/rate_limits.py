@@ -1,4 +1,4 @@
-"""How much a key may ask for: requests and tokens a minute, each a token bucket.
+"""Rate limits of a key: requests and tokens per minute, each a token bucket.
 
 A bucket earns its rate, holds what it earns in ``burst_seconds``, and pays for each request. Tokens are paid for when a
 request is admitted, as if it used all that it may, and what it did not use comes back. The buckets are in this
@@ -17,7 +17,7 @@ from serve.middleware.token_buckets import BucketName, Buckets
 
 
 class SharedBuckets(Protocol):
-    """Buckets that are elsewhere; as ``Buckets``. ``take`` raises Problem 503 when they can't be reached."""
+    """Buckets in another process; as ``Buckets``. ``take`` raises Problem 503 when they can't be reached."""
 
     async def take(self, name: BucketName, rate: float, capacity: float, amount: float) -> tuple[float, float]: ...
 
@@ -33,9 +33,9 @@ class Limiter:
         refused: Callable[[str, Principal], None] = lambda limit, principal: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``refused``: told of every refusal, with the limit's name: requests or tokens."""
+        """``refused``: called for every refusal, with the limit's name: requests or tokens."""
         self.shared: SharedBuckets | None = None
-        """Where to pay, if not in this process; set before the first request."""
+        """The buckets, if not in this process; set before the first request."""
         self._burst_seconds = burst_seconds
         self._refused = refused
         self._buckets = Buckets(clock)

@@ -1,10 +1,10 @@
 """The one ASGI middleware: what happens to every request before a route sees it, and to every answer.
 
-A request gets an id (its own ``X-Request-Id`` if that is well-formed), its trace context is read (W3C), it is told
-whose it is, and paid for by its key's limit. An answer carries the id, and is counted by route and code; a request for
-responses also by what it came to, which a stream, whose status goes out before that, leaves in the request's scope as
-``ended_with``: the status that it would have now. The routes find ``request_id``, ``principal``, and, if the request
-came with a trace, ``traceparent``, ``tracestate``, ``trace_id`` and ``span_id`` in the request's scope.
+A request gets an id (its own ``X-Request-Id`` if that is well-formed), its trace context is read (W3C), it is
+authenticated, and counted against its key's rate limit. An answer carries the id, and is counted by route and code; a
+request for responses also by its outcome, which a stream, whose status goes out before that, leaves in the request's
+scope as ``ended_with``: the status that it would have now. The routes find ``request_id``, ``principal``, and, if the
+request came with a trace, ``traceparent``, ``tracestate``, ``trace_id`` and ``span_id`` in the request's scope.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _OTHER: Final = "other"
 _RESPONSES: Final = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 
 
-class Doors:
+class RequestContext:
     """``routes``: the application's own list, so that what is added later is known too."""
 
     def __init__(
@@ -71,8 +71,8 @@ class Doors:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         started = time.perf_counter()
-        given = headers_of(scope, _READ)
-        own_id = given.get(b"x-request-id")
+        incoming = headers_of(scope, _READ)
+        own_id = incoming.get(b"x-request-id")
         if own_id is not None and _REQUEST_ID.fullmatch(own_id):
             request_id, id_bytes = own_id.decode(), own_id
         else:
@@ -80,7 +80,7 @@ class Doors:
             id_bytes = request_id.encode()
         scope["request_id"] = request_id
         headers = [(b"x-request-id", id_bytes)]
-        if b"traceparent" in given and _read_trace(scope, given):
+        if b"traceparent" in incoming and _read_trace(scope, incoming):
             headers.append((b"traceresponse", f"00-{scope['trace_id']}-{scope['span_id']}-00".encode()))
         at_work = log_format.request.set(scope)
         path: str = scope["path"]
@@ -100,7 +100,7 @@ class Doors:
                 route = path
             except KeyError:
                 route, wanted = self._find(scope)
-            principal = scope["principal"] = self.authenticator.authenticate(wanted, given)
+            principal = scope["principal"] = self.authenticator.authenticate(wanted, incoming)
             if wanted in self._limited:
                 await self.limiter.take_request(principal)
             await self.app(scope, receive, answer)
@@ -165,15 +165,15 @@ def _outcome(status: int) -> Outcome:
     return "complete" if status < 400 else "refused" if status < 500 else "failed"
 
 
-def _read_trace(scope: Scope, given: dict[bytes, bytes]) -> bool:
+def _read_trace(scope: Scope, incoming: dict[bytes, bytes]) -> bool:
     """Keep the trace context if it is well-formed; one that is not is as if there were none (W3C)."""
-    found = _TRACEPARENT.fullmatch(given[b"traceparent"])
+    found = _TRACEPARENT.fullmatch(incoming[b"traceparent"])
     if found is None or (found[1] == b"00" and found[3] is not None):
         return False
-    scope["traceparent"] = given[b"traceparent"].decode("latin-1")
+    scope["traceparent"] = incoming[b"traceparent"].decode("latin-1")
     scope["trace_id"] = found[2].decode()
     scope["span_id"] = os.urandom(8).hex()  # this request's own
-    state = given.get(b"tracestate", b"").decode("latin-1")
+    state = incoming.get(b"tracestate", b"").decode("latin-1")
     members = [_TRACESTATE_MEMBER.fullmatch(member) for member in state.split(",")]
     names = [member[1] for member in members if member is not None and member[1]]
     if names and all(members) and len(names) <= _TRACESTATE_MEMBERS and len(set(names)) == len(names):

@@ -1,4 +1,4 @@
-"""Token buckets: what may be asked for at a rate. A process that counts for a whole fleet imports this and no more."""
+"""Token buckets. A process that counts for a whole fleet imports this and no more."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 BucketName = tuple[str, str | None]
 """Which limit, and whose: a key's id, None without keys."""
 
-_SWEEP_EVERY: Final = 1024  # buckets made between two looks for those that are full again
+_SWEEP_EVERY: Final = 1024  # new buckets between two sweeps for those that are full again
 _ENOUGH: Final = 1e-9  # a level that is this little short was earned, but for rounding
 
 

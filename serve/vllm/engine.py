@@ -25,8 +25,8 @@ import numpy as np
 from serve.config import EngineConfig
 from serve.generation.request import Generated as Generated
 from serve.generation.request import Generation as Generation
+from serve.generation.request import GenerationProgress
 from serve.generation.request import Sampling as Sampling
-from serve.generation.request import Underway
 from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
 from serve.policies.store import Policy
@@ -184,7 +184,7 @@ class Engine:
         return self.read(final, prompt_token_ids, started, decoded=bool(sampling.stop))
 
     async def stream(
-        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: Underway
+        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: GenerationProgress
     ) -> AsyncIterator[list[tuple[int, str]]]:
         """The same, read while it is generated: at each turn the pieces of text, by the index of their response.
 

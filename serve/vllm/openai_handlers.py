@@ -13,24 +13,25 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from serve.vllm.openai_engine import CapturedEngine
-from serve.vllm.openai_exchange import current
+from serve.vllm.openai_request import current
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-    from serve.app import Server
+    from serve.config import OpenAIConfig
+    from serve.vllm.engine import Engine
 
 _CONTENT_FORMAT: Final = "auto"
 
 
 class Handlers:
-    """The handlers of /v1. Made when the engine runs; a swap changes nothing for them."""
+    """The handlers of /v1, for an engine that runs; a swap changes nothing for them."""
 
-    def __init__(self, server: Server) -> None:
-        client = cast("EngineClient", CapturedEngine(server))
-        config, name = server.config.openai, server.config.model_name
+    def __init__(self, engine: Engine, config: OpenAIConfig, name: str) -> None:
+        """``name``: the model's, as clients know it."""
+        client = cast("EngineClient", CapturedEngine(engine))
         reasoning_parser = client.vllm_config.structured_outputs_config.reasoning_parser
         parsers: dict[str, Any] = {
             "enable_auto_tools": config.tool_parser is not None,
@@ -51,7 +52,7 @@ class Handlers:
 
 
 class _Renderer(OnlineRenderer):
-    """vLLM's, with what it leaves to the engine checked while there still is a status to answer with."""
+    """vLLM's, with what it leaves to the engine checked before a stream's status line goes out."""
 
     async def render_completion(self, request: CompletionRequest, **options: Any) -> Any:
         """As vLLM's. Raises VLLMValidationError."""
@@ -83,4 +84,4 @@ class _Renderer(OnlineRenderer):
             if prompt["type"] == "token" and (largest := max(token_ids)) >= vocabulary:
                 raise VLLMValidationError(f"{field}: {largest} is no token id (0 to {vocabulary - 1})", parameter=field)
             tokens += len(token_ids) + (n or 1) * min(max_tokens or limit, limit - len(token_ids))
-        await current.get().reserve(tokens)
+        await current.get().active.budget.reserve(tokens)

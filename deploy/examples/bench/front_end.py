@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from feedback.config import FeedbackConfig
-from serve.app import Server, run
+from serve.app import run
 from serve.config import ServeConfig
-from serve.generation.request import Generated, Generation, Sampling, Underway
+from serve.generation.request import Generated, Generation, GenerationProgress, Sampling
 from serve.generation.tokenizer import Text
 from serve.policies.store import Policy
+from serve.recorder import Recorder
+from serve.runtime import Server
 from serve.vllm.engine import Engine
 
 _LETTER = 65
@@ -66,7 +68,7 @@ class InstantEngine(Engine):
         return Generation([response] * sampling.n, self.version, 0.0, 0.0, 0.0)
 
     async def stream(
-        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: Underway
+        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: GenerationProgress
     ) -> AsyncIterator[list[tuple[int, str]]]:
         """Not measured."""
         raise NotImplementedError
@@ -76,16 +78,18 @@ class InstantEngine(Engine):
         """There is nothing under way."""
 
 
-class Forgetful(Server):
+class Forgetful(Recorder):
     """Records nothing."""
 
     async def record(self, rows: list[dict[str, Any]]) -> None:
         """Count the rows, and drop them."""
-        self._count(rows)
+        self.count(rows)
 
 
 def front_end(serve: ServeConfig, feedback: FeedbackConfig, *, capture: bool) -> None:
     """Serve until SIGTERM. Raises what ``serve.app.run`` raises."""
     serve = serve.model_copy(update={"swap": serve.swap.model_copy(update={"probe": False})})
-    server = (Server if capture else Forgetful)(serve, feedback, engine=InstantEngine(serve.engine))
+    server = Server(serve, feedback, engine=InstantEngine(serve.engine))
+    if not capture:
+        server.recorder = Forgetful(server.journal, server.ledger, server.metrics)
     run(serve, feedback, server=server)

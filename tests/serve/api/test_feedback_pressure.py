@@ -6,6 +6,7 @@ The routes, the journal, the ledger and the lake are the real ones; the server's
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import threading
 from collections.abc import AsyncIterator
@@ -18,12 +19,15 @@ import pytest
 from feedback_rows import interaction, rows
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
-from serve.api.generate_stream import Events
-from serve.app import Server, create_app
+from serve.admission import TokenBudget
+from serve.api.answers import EventStream
+from serve.api.generate import _events
+from serve.app import create_app
 from serve.config import ServeConfig
-from serve.generation.interaction_rows import Asked
-from serve.generation.request import Sampling
+from serve.generation.recorded import ActiveRequest, EngineSource, RecordedPrompt
+from serve.generation.request import GenerationRequest, Sampling
 from serve.http import Problem
+from serve.runtime import Server
 
 
 @pytest.fixture
@@ -144,9 +148,9 @@ async def test_a_streams_end_that_found_no_room_is_recorded_as_an_error_when_the
 ) -> None:
     _, server = app
     begun = [interaction(f"r{i}", response_token_ids=[], logprobs=[], policy_spans=[]) for i in range(12)]
-    streams = [await server.begin(row, lambda row=row: row) for row in begun]  # type: ignore[misc]
+    streams = [await server.recorder.begin(row, lambda row=row: row) for row in begun]  # type: ignore[misc]
     disk.clear()
-    ends = [server.end([stream], [interaction(stream.response_id)]) for stream in streams]
+    ends = [server.recorder.end([stream], [interaction(stream.response_id)]) for stream in streams]
     asyncio.get_running_loop().call_later(1, disk.set)
     results = await asyncio.gather(*ends, return_exceptions=True)
     refused = {stream.response_id for stream, result in zip(streams, results, strict=True) if result is not None}
@@ -164,12 +168,19 @@ async def test_where_the_start_of_one_response_is_refused_none_of_the_others_sta
     app: tuple[httpx.AsyncClient, Server], disk: threading.Event
 ) -> None:
     _, server = app
-    asked = Asked(
+    request = GenerationRequest(
         request_id="many", endpoint="/generate", replica="r", tenant="t", prompt_token_ids=[1], sampling=Sampling(n=12)
     )
-    events = Events(server, asked, ExitStack(), lambda generation, rows: {})
+    # The engine imports these when it is first used: seconds of the event loop, in which nothing would be refused.
+    for module in ("vllm.inputs.engine", "vllm.sampling_params", "vllm.v1.engine.exceptions"):
+        importlib.import_module(module)
+    budget = TokenBudget(server.limiter, server.keyring.anonymous)
+    with ExitStack() as work:
+        active = work.enter_context(ActiveRequest(server.engine, server.recorder, budget, 60))
+        prompt = RecordedPrompt(active, request, EngineSource(server.engine, request))
+        stream = EventStream(active, _events(prompt, dict), work.pop_all(), lambda problem: b"")
     disk.clear()
-    answer = asyncio.create_task(events({"type": "http"}, asyncio.Event().wait, asyncio.Queue().put))  # type: ignore[arg-type]
+    answer = asyncio.create_task(stream({"type": "http"}, asyncio.Event().wait, asyncio.Queue().put))  # type: ignore[arg-type]
     async with asyncio.timeout(30):
         while not server.journal.stats()["refused"]:
             await asyncio.sleep(0.01)

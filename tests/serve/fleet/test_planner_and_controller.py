@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
-from serve.app import Server, create_app
+from serve.app import create_app
 from serve.config import FleetConfig, ServeConfig, SwapConfig
 from serve.fleet.controller import Controller
 from serve.fleet.member import Member
@@ -28,6 +28,7 @@ from serve.fleet.router import in_share, rank
 from serve.fleet.state import Deployment, FleetError, FleetRecord, FleetState, Instant, instant, task_of
 from serve.middleware.api_keys import create_key
 from serve.policies.store import Pointer, PolicyStore
+from serve.runtime import Server
 from serve.vllm.engine import Weights
 
 CONFIG = FleetConfig(replicas=3, canary_seconds=10, step_timeout_s=100)

@@ -79,28 +79,35 @@ def test_a_key_is_who_brings_it_until_it_is_revoked_or_expires(path: Path, monke
     soon = datetime.now(UTC) + timedelta(hours=1)
     key, secret = create_key(path, name="one", tenant="acme", scopes=["feedback", "generate"], expires_at=soon)
     ring = keyring(path, limits=LimitsConfig(requests_per_minute=7, tokens_per_minute=9))
-    who = ring.who(secret.encode())
-    assert (who.tenant, who.key, who.name, who.scopes) == ("acme", key.id, "one", frozenset({"generate", "feedback"}))
-    assert (who.requests_per_minute, who.tokens_per_minute) == (7, 9)
+    principal = ring.authenticate(secret.encode())
+    assert (principal.tenant, principal.key, principal.name, principal.scopes) == (
+        "acme",
+        key.id,
+        "one",
+        frozenset({"generate", "feedback"}),
+    )
+    assert (principal.requests_per_minute, principal.tokens_per_minute) == (7, 9)
     for wrong in (None, b"", b"x", b"\xff" * 50, secret[:-1].encode(), f"{secret}x".encode(), secret.upper().encode()):
         with pytest.raises(Refused):
-            ring.who(wrong)
+            ring.authenticate(wrong)
     with monkeypatch.context() as later:
         later.setattr("time.time", lambda: soon.timestamp() + 1)
         with pytest.raises(Refused, match="has expired"):
-            ring.who(secret.encode())
+            ring.authenticate(secret.encode())
     revoke_key(path, key.id)
     ring.refresh()
     with pytest.raises(Refused, match="was revoked"):
-        ring.who(secret.encode())
+        ring.authenticate(secret.encode())
 
 
 def test_a_key_has_its_own_limits_where_it_has_some(path: Path) -> None:
     _, secret = create_key(
         path, name="a", tenant="t", scopes=["generate"], requests_per_minute=1, tokens_per_minute="unlimited"
     )
-    who = keyring(path, limits=LimitsConfig(requests_per_minute=7, tokens_per_minute=9)).who(secret.encode())
-    assert (who.requests_per_minute, who.tokens_per_minute) == (1, None)
+    principal = keyring(path, limits=LimitsConfig(requests_per_minute=7, tokens_per_minute=9)).authenticate(
+        secret.encode()
+    )
+    assert (principal.requests_per_minute, principal.tokens_per_minute) == (1, None)
 
 
 def test_the_first_key_shuts_the_door_of_a_running_server_and_a_revoked_one_keeps_it_shut(path: Path) -> None:
@@ -132,7 +139,7 @@ def test_a_file_that_can_no_longer_be_read_changes_nothing_and_is_told_of(
         for _ in range(5):
             ring.refresh()
     assert ring.on
-    assert ring.who(secret.encode()).name == "one"
+    assert ring.authenticate(secret.encode()).name == "one"
     assert ring.stats()["healthy"] == 0
     assert len(caplog.records) == 1
     assert "the keys that were read before stay in use" in caplog.text
@@ -163,11 +170,11 @@ def test_commands_of_this_machine_have_a_key_for_admin_alone(tmp_path: Path) -> 
     assert settings.server_headers == {}
     create_key(path, name="one", tenant="t", scopes=["generate"])
     ring = keyring(path)
-    who = ring.who(settings.server_headers["X-API-Key"].encode())
-    assert (who.key, who.scopes) == ("local", frozenset({"admin"}))
+    principal = ring.authenticate(settings.server_headers["X-API-Key"].encode())
+    assert (principal.key, principal.scopes) == ("local", frozenset({"admin"}))
     assert stat.S_IMODE(local_file(path).stat().st_mode) == 0o600
     assert ring.stats()["active"] == 1  # of those that somebody made
-    assert keyring(path).who(settings.server_headers["X-API-Key"].encode()) == who  # another replica
+    assert keyring(path).authenticate(settings.server_headers["X-API-Key"].encode()) == principal  # another replica
 
 
 @pytest.mark.parametrize(
@@ -243,7 +250,7 @@ def test_the_command_shows_a_secret_once_lists_and_revokes(tmp_path: Path, capsy
     assert run(["keys", "create", "--name", "ci", *options, *home]) == 0
     made = json.loads(capsys.readouterr().out)
     assert (made["tenant"], made["scopes"], made["tokens_per_minute"]) == ("acme", ["admin"], "unlimited")
-    assert keyring(tmp_path / "keys.json").who(made["secret"].encode()).key == made["id"]
+    assert keyring(tmp_path / "keys.json").authenticate(made["secret"].encode()).key == made["id"]
     assert run(["keys", "list", "--json", *home]) == 0
     (listed,) = json.loads(capsys.readouterr().out)
     assert listed == {name: value for name, value in made.items() if name != "secret"}

@@ -63,7 +63,7 @@ def test_rows_of_a_key_are_its_tenants_with_the_clients_request_id(
     (line,) = [line for line in lines if line.get("request_id") == mine]
     assert (line["logger"], line["route"], line["code"], line["tenant"]) == ("serve.access", "/generate", 200, "acme")
     assert line["trace_id"] == TRACE
-    assert any("who asks needs a key: 3 are good" in line["message"] for line in lines)
+    assert any("requests need a key: 3 are good" in line["message"] for line in lines)
 
 
 def test_a_key_has_tokens_for_so_many_requests_and_what_it_does_not_use_comes_back(

@@ -22,10 +22,11 @@ from feedback_rows import rows
 from starlette.routing import Route
 
 from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
-from serve.app import Server, create_app
+from serve.app import create_app
 from serve.config import LimitsConfig, ServeConfig
 from serve.middleware.api_keys import create_key
 from serve.observability import log_format
+from serve.runtime import Server
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -452,17 +453,17 @@ async def test_over_its_limit_a_key_gets_429_with_the_time_and_others_do_not(
 async def test_work_is_not_begun_whose_row_may_find_no_room_or_that_would_wait_too_long(door: Open) -> None:
     server = door.server
     server.unready = lambda: None  # type: ignore[method-assign]  # there is no engine
-    with server.admitted():
+    with server.admission.admit():
         pass
     server.engine.stats["waiting"] = server.config.limits.waiting_responses
-    with pytest.raises(Exception, match="1024 responses wait for the engine"), server.admitted():
+    with pytest.raises(Exception, match="1024 responses wait for the engine"), server.admission.admit():
         pass
     server.engine.stats["waiting"] = 0
     server.journal._queue.extend([None] * 7)  # type: ignore[list-item]  # of 8
-    with pytest.raises(Exception, match="the journal's queue is nearly full"), server.admitted():
+    with pytest.raises(Exception, match="the journal's queue is nearly full"), server.admission.admit():
         pass
     server.journal._queue.clear()
-    with server.admitted():
+    with server.admission.admit():
         pass
 
 
@@ -493,7 +494,7 @@ async def test_what_nobody_expected_is_500_in_the_right_form_and_one_line_with_t
     async def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("secret detail")
 
-    monkeypatch.setattr(door.server, "record_feedback", fail)
+    monkeypatch.setattr(door.server.recorder, "record_feedback", fail)
     answer = await door.http.post("/feedback", json=THUMB, headers={"X-Request-Id": "mine"})
     assert (answer.status_code, answer.headers["X-Request-Id"]) == (500, "mine")
     assert answer.headers["content-type"] == "application/problem+json"

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from serve.config import EngineConfig, SwapConfig
-from serve.generation.request import Underway
+from serve.generation.request import GenerationProgress
 from serve.policies.store import Policy, PolicyStore
 from serve.swap.swapper import Swapper
 from serve.vllm.boot import default_threads
@@ -267,7 +267,7 @@ async def test_vllm_s_own_refusal_is_reported(swapper: Swapper) -> None:
     with pytest.raises(EngineRefused):
         await swapper.engine.generate("same", PROMPT, several_greedy)
     with pytest.raises(EngineRefused):
-        async for _ in swapper.engine.stream("same", PROMPT, several_greedy, Underway(2)):
+        async for _ in swapper.engine.stream("same", PROMPT, several_greedy, GenerationProgress(2)):
             pass
 
 

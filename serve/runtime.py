@@ -1,0 +1,204 @@
+"""The server's parts and their life: start, drain, stop. Nothing that was started outlives it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from feedback.config import FeedbackConfig
+from feedback.ingest.idempotency import SeenFeedback
+from feedback.ingest.sealer_process import Sealer
+from feedback.journal.writer import Journal
+from feedback.lake.tables import Lake
+from serve.admission import Admission
+from serve.config import ServeConfig
+from serve.generation.variant import CanaryVariants
+from serve.middleware.bodies import Bodies
+from serve.middleware.principals import Keyring, Principal
+from serve.middleware.rate_limits import Limiter
+from serve.observability import log_format
+from serve.observability.metrics import Metrics
+from serve.policies.store import PolicyStore
+from serve.recorder import Recorder
+from serve.swap.swapper import DesiredState, Swap, Swapper
+from serve.vllm.engine import Engine
+
+if TYPE_CHECKING:
+    from serve.vllm.openai_handlers import Handlers
+
+log = logging.getLogger(__name__)
+
+CUT_OFF_S: Final = 10
+"""For requests that were aborted at the end of the drain to record what they have."""
+_WATCH_SECONDS: Final = 1.0
+
+
+class ServerDied(RuntimeError):
+    """The engine died under the server."""
+
+
+class Fleet(Protocol):
+    """What the routes report of the fleet that this replica is in (``serve.fleet.member``)."""
+
+    def ready(self) -> list[str]:
+        """The replicas that answer requests."""
+        ...
+
+    def policy(self) -> dict[str, Any]:
+        """``GET /policy`` of the fleet."""
+        ...
+
+    def metrics(self) -> bytes:
+        """All replicas' Prometheus texts as one."""
+        ...
+
+
+class Server:
+    """The parts behind the routes. Paths in both configs are absolute, or relative to the working directory."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        feedback_config: FeedbackConfig,
+        desired_state: Callable[[], DesiredState] | None = None,
+        engine: Engine | None = None,
+    ) -> None:
+        """``desired_state``: what to serve, if not what the store's pointer says. ``engine``: in place of vLLM's."""
+        self.config = config
+        self.metrics = Metrics()
+        self.keyring = Keyring(config)
+        self.limiter = Limiter(config.limits.burst_seconds, self._observe_limit)
+        self.bodies = Bodies(config.limits.body_bytes, config.limits.bodies)
+        self.engine = engine or Engine(config.engine)
+        self._with_vllm = engine is None
+        self.swapper = Swapper(
+            PolicyStore(Path(config.policies)),
+            self.engine,
+            config.swap,
+            Path(config.replicas) / f"{config.replica_name}.jsonl",
+            observe=self._observe_swap,
+            desired_state=desired_state,
+            name=config.replica_name,
+        )
+        journal_folder = Path(feedback_config.journal.folder)
+        self.journal = Journal(journal_folder, feedback_config.journal, config.replica_name)
+        self.lake = Lake(feedback_config.lake.uri, feedback_config.lake)
+        self.sealer = Sealer(self.lake, journal_folder)
+        self.ledger = SeenFeedback(self.lake, journal_folder)
+        self.recorder = Recorder(self.journal, self.ledger, self.metrics)
+        self.admission = Admission(config, self.engine, self.journal, lambda: self.unready())
+        self.kinds = feedback_config.kinds
+        self.openai: Handlers | None = None
+        self.variants = CanaryVariants(lambda: self.engine.version)
+        """The canary policies of this replica, by which rows are labelled."""
+        self.fleet: Fleet | None = None
+        """The fleet that this replica is in, if there is one."""
+        self.draining = False
+        self.failure: Exception | None = None
+        """Why the server could not start, or had to stop."""
+        self.on_death: Callable[[], None] = lambda: None
+        self._sealing = False
+        self._following: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Open journal and lake, start the engine. Raises what keeps it from serving, everything closed again."""
+        try:
+            await asyncio.to_thread(self.keyring.load)
+            self.keyring.check_host(self.config.host)
+            await asyncio.to_thread(self.lake.create)
+            if recovered := await asyncio.to_thread(self.journal.open):
+                log.info("recovered %d journal segments", len(recovered))
+            await asyncio.to_thread(self.ledger.open)
+            self.sealer.start()
+            self._sealing = True
+            await self.swapper.start()
+            if self._with_vllm:
+                # vLLM's entrypoints: a quarter of a second, after the engine's own imports.
+                from serve.vllm.openai_handlers import Handlers
+
+                self.openai = Handlers(self.engine, self.config.openai, self.config.model_name)
+            if self.config.log_format == "json":
+                log_format.adopt("vllm")
+        except Exception as error:
+            self.failure = error
+            await self.close()
+            raise
+        self.metrics.watch("journal", self.journal.stats)
+        self.metrics.watch("keys", self.keyring.stats)
+        self.metrics.watch("sealer", self.sealer.stats)
+        self.metrics.watch("ledger", self.ledger.stats)
+        self.metrics.watch("engine", lambda: self.engine.stats | {"in_flight": self.engine.in_flight})
+        self.metrics.policy_version.set(self.engine.version)
+        self._following = [
+            asyncio.create_task(self._watch_engine(), name="engine watch"),
+            asyncio.create_task(self.ledger.follow(), name="ledger"),
+            asyncio.create_task(self.keyring.follow(), name="keys"),
+        ]
+        # A full collection walks the hundreds of thousands of objects that imports left, and holds every stream for
+        # half a second. They stay for good: the collector need not look at them again.
+        gc.collect()
+        gc.freeze()
+        log.info("policy %d serves as %s", self.engine.version, self.config.replica_name)
+
+    async def close(self) -> None:
+        """Stop the engine, write and seal what was recorded. May be called after a failed start."""
+        self.draining = True
+        gc.unfreeze()  # or what native modules hold is there when the interpreter ends, and they report it as leaks
+        for task in self._following:
+            task.cancel()
+        await self.swapper.close()
+        if self.recorder.tasks:
+            await asyncio.wait(self.recorder.tasks, timeout=CUT_OFF_S)
+        await self.engine.close()
+        await asyncio.to_thread(self.journal.close)
+        self.ledger.close()
+        if self._sealing:
+            self._sealing = False
+            await asyncio.to_thread(self.sealer.close)
+
+    def dead(self) -> str | None:
+        """Why only a restart helps, or None."""
+        if self.swapper.broken:
+            return self.swapper.broken
+        return None if self.engine.healthy else "the engine's process has died"
+
+    def unready(self) -> str | None:
+        """Why a request would not be served or recorded, or None."""
+        if self.draining:
+            return "the server is stopping"
+        if reason := self.dead():
+            return reason
+        if not self.swapper.healthy:
+            return "the server does not follow the policy store any more"
+        return None if self.journal.healthy else "the journal can't record: see the server's log"
+
+    async def _watch_engine(self) -> None:
+        while (reason := self.dead()) is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+        log.critical("%s", reason)
+        self.failure = ServerDied(reason)
+        self.on_death()
+
+    async def drain(self) -> None:
+        """Take nothing more; after ``drain_timeout_s`` abort what is still at work. Cancel it when all has ended."""
+        self.draining = True
+        await asyncio.sleep(self.config.drain_timeout_s)
+        log.warning("still %d requests after drain_timeout_s: aborting them", self.engine.in_flight)
+        requests = list(self.engine.requests)
+        results = await asyncio.gather(*map(self.engine.abort, requests), return_exceptions=True)
+        for request_id, result in zip(requests, results, strict=True):
+            if result is not None:
+                log.warning("request %s could not be aborted: %s", request_id, result)
+
+    def _observe_swap(self, swap: Swap) -> None:
+        self.metrics.swaps.labels(ok=str(swap.ok).lower()).inc()
+        if swap.hold_ms:
+            self.metrics.hold_seconds.observe(swap.hold_ms / 1e3)
+        self.metrics.policy_version.set(self.engine.version)
+
+    def _observe_limit(self, limit: str, principal: Principal) -> None:
+        self.metrics.rate_limited.labels(limit=limit, key=principal.key or "none").inc()

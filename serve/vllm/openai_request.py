@@ -1,0 +1,111 @@
+"""One HTTP request to /v1: what its rows say of it, and what vLLM's handlers need not know."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Any, Final
+
+from vllm.exceptions import GenerationError
+from vllm.sampling_params import SamplingParams
+
+from serve.generation.recorded import ActiveRequest
+from serve.generation.request import GenerationRequest, Sampling
+from serve.generation.variant import CanaryVariants
+from serve.http import Problem
+
+_NEUTRAL: Final = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
+_CONSTRAINTS: Final = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs")
+
+
+class Interrupted(GenerationError):
+    """A problem, as vLLM's handlers pass it on."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.detail)
+        self.status_code = HTTPStatus(problem.status)
+        self.problem = problem
+
+
+@dataclass(eq=False)
+class OpenAIRequest:
+    """One HTTP request to /v1. ``response_id``: of choice 0; ``has_text``: its prompts are no token ids.
+
+    ``structured_by``: the field that may ask for structured output.
+    """
+
+    active: ActiveRequest
+    endpoint: str
+    request_id: str
+    replica: str
+    tenant: str
+    variants: CanaryVariants
+    response_id: str
+    session_id: str | None
+    user: str | None
+    metadata: dict[str, str]
+    messages: str | None = None
+    has_text: bool = True
+    structured_by: str = "structured_outputs"
+    created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    requested_at: float = field(default_factory=time.monotonic)
+    error: Exception | None = None
+    """What went wrong with one of its prompts; the handlers put its text into a stream's last event."""
+
+    def for_prompt(self, key: str, prompt: dict[str, Any], params: SamplingParams) -> GenerationRequest:
+        """What the rows of a prompt say of its request. ``key``: vLLM's id of it."""
+        return GenerationRequest(
+            request_id=self.request_id,
+            endpoint=self.endpoint,
+            replica=self.replica,
+            variants=self.variants,
+            tenant=self.tenant,
+            prompt_token_ids=prompt["prompt_token_ids"],
+            prompt=prompt.get("prompt") if self.has_text else None,
+            messages=self.messages,
+            session_id=self.session_id,
+            user=self.user,
+            metadata=self.metadata,
+            created_at=self.created_at,
+            requested_at=self.requested_at,
+            key=key,
+            sampling=Sampling(
+                n=params.n,
+                max_tokens=params.max_tokens or 0,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=max(0, params.top_k),
+                min_p=params.min_p,
+                stop=tuple(params.stop or ()),
+                stop_token_ids=tuple(params.stop_token_ids or ()),
+                seed=params.seed,
+                other=_other(params),
+            ),
+        )
+
+    def response_ids(self, prompt: int, n: int) -> list[str]:
+        """The ids of the n responses to the prompt of this number, from 0."""
+        first = prompt * n
+        return [f"{self.response_id}:{index}" if index else self.response_id for index in range(first, first + n)]
+
+
+current: ContextVar[OpenAIRequest] = ContextVar("current")
+"""The request that the running task works on; the handlers know nothing of it."""
+
+
+def _other(params: SamplingParams) -> str | None:
+    """What else shaped the distribution that was sampled from, as JSON."""
+    other = {name: value for name, neutral in _NEUTRAL.items() if (value := getattr(params, name)) != neutral}
+    other |= {name: value for name in _CONSTRAINTS if (value := getattr(params, name))}
+    if not other:
+        return None
+    return json.dumps(other, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A dataclass of vLLM's, without what nobody set."""
+    return {name: part for name, part in vars(value).items() if part and not name.startswith("_")}
