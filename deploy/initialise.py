@@ -76,6 +76,13 @@ def _architecture(folder: Path) -> str:
     names = config.get("architectures") or []
     if not names or not str(names[0]).endswith(_CAUSAL):
         raise NotAModel(f"{folder / 'config.json'} names {names or 'no architecture'}, not a causal language model")
+    import transformers
+
+    if not hasattr(transformers, str(names[0])):
+        own = "; code that comes with a model is never run" if "auto_map" in config else ""
+        raise NotAModel(
+            f"{folder / 'config.json'} names {names[0]}, which is not in transformers {transformers.__version__}{own}"
+        )
     return str(names[0])
 
 

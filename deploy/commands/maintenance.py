@@ -139,7 +139,7 @@ def erase(
         click.echo(f"to be erased: {_counted(found.rows)}")
         _list("policy", [(str(p.version), p.certainty, p.why) for p in policies])
         _list("reward model", [(m.folder, m.certainty, m.why) for m in models])
-        _list("run", [(r.name, r.certainty, f"{r.why}; {_fate(settings, r.holder)}") for r in reading])
+        _list("unfinished run", [(r.name, r.certainty, f"{r.why}; {_fate(settings, r.holder)}") for r in reading])
         if not yes:
             if not sys.stdin.isatty():
                 raise click.UsageError("erasing needs a confirmation, and there is no terminal: give --yes")

@@ -185,6 +185,11 @@ def test_init_refuses_what_is_no_causal_language_model(tmp_path: Path, capsys: p
     code, _, err = run("init", "--model", str(folder), capsys=capsys)
     assert code == 1
     assert "BertForMaskedLM" in err
+    (folder / "config.json").write_text('{"architectures": ["NobodysForCausalLM"], "auto_map": {}}')
+    code, _, err = run("init", "--model", str(folder), capsys=capsys)
+    assert code == 1
+    assert "NobodysForCausalLM" in err
+    assert "never run" in err
 
 
 def test_init_converts_pickled_weights(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
