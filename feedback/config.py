@@ -8,7 +8,7 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from feedback.scoring.config import HumanConfig, JudgeConfig, ModelConfig, RuleConfig, ScoringConfig
+from feedback.scoring_config import HumanConfig, JudgeConfig, ModelConfig, RuleConfig, ScoringConfig
 from feedback.settings_base import Address, FunctionName, Identifier, MemorySize, Secret, Section
 
 __all__ = [

@@ -8,10 +8,10 @@ from typing import Final
 
 from feedback.journal.writer import Journal
 from serve.config import ServeConfig
+from serve.engine import SamplingEngine
 from serve.http import Problem
 from serve.middleware.principals import Principal
 from serve.middleware.rate_limits import Limiter
-from serve.vllm.engine import Engine
 
 _RETRY_AFTER_S: Final = 5.0
 _NEARLY_FULL: Final = 0.8  # of the journal's queue: past it, new rows may find no room
@@ -21,7 +21,7 @@ class Admission:
     """Counts the requests at work and refuses those that would be neither served nor recorded."""
 
     def __init__(
-        self, config: ServeConfig, engine: Engine, journal: Journal, unready: Callable[[], str | None]
+        self, config: ServeConfig, engine: SamplingEngine, journal: Journal, unready: Callable[[], str | None]
     ) -> None:
         """``unready``: why no request can be served, or None."""
         self._config = config

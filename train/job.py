@@ -1,6 +1,6 @@
 """The training job: sample, score, learn, reshard; then publish the candidate.
 
-``run`` is the driver: the dataflow, step by step, over worker groups (train/controller/role_groups.py). train/launch.py
+``run`` is the driver: the dataflow, step by step, over worker groups (train/workers/role_groups.py). train/launch.py
 starts it where the config says.
 """
 
@@ -17,21 +17,21 @@ from serve.vllm import compat
 from train import dataflows
 from train.checkpoint.layout import CheckpointError
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
-from train.checkpoint.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run, outcome_text
-from train.checkpoint.writer import Checkpoints
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
-from train.controller.role_groups import start_groups
 from train.data.rewards import check_reward
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
 from train.observe.hooks import RunInfo
 from train.observe.progress import StepTimer, progress_bar, say, say_step
 from train.observe.trackers import Watchers
+from train.run.checkpoint_writer import Checkpoints
 from train.run.erasures import Erasures
 from train.run.publish import publish
+from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run, outcome_text
 from train.run.reward_folder import no_candidate_reason, publish_reward_model
 from train.run.unfinished import forget
+from train.workers.role_groups import start_groups
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
 

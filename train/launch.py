@@ -29,9 +29,9 @@ from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, write_job
 from train.controller import torchrun
 from train.controller.dispatch import Layout
-from train.controller.role_groups import environment, sizes
 from train.job import run
 from train.observe.progress import say
+from train.workers.role_groups import environment, sizes
 
 _STOP_S = 20.0
 _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

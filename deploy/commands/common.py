@@ -27,15 +27,3 @@ def write_result(result: dict[str, Any], file: Path | None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, json.dumps(result, indent=2, default=str).encode() + b"\n")
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Rows as aligned columns of plain text."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def print_table(header: list[str], rows: list[list[str]], empty: str) -> None:
-    """Print a listing, or the text ``empty``, if there is one, where there is nothing to list."""
-    click.echo(table(header, rows) if rows or not empty else empty)

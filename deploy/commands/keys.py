@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from deploy.commands.common import as_json_option, pass_settings, print_table
+from deploy.commands.common import as_json_option, pass_settings
 from deploy.config.root import Settings
+from deploy.display.tables import print_table
 from serve.middleware.api_keys import SCOPES
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands.common import json_out, pass_settings, table, write_result
+from deploy.commands.common import json_out, pass_settings, write_result
 from deploy.config.root import Settings
+from deploy.display.tables import table
 from deploy.supervise.children import stop_on_signals
 
 if TYPE_CHECKING:

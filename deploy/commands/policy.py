@@ -10,9 +10,10 @@ from pathlib import Path
 import click
 
 from deploy import initialise
-from deploy.commands.common import as_json_option, pass_settings, print_table
+from deploy.commands.common import as_json_option, pass_settings
 from deploy.config.root import Settings
 from deploy.config.sources import DEFAULT_FILE
+from deploy.display.tables import print_table
 from deploy.loop import promotion
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, RecordDamaged
 

@@ -29,7 +29,7 @@ COLOURS = {"up": "green", "serve": "cyan", "schedule": "yellow"}
 @pass_settings
 def up(settings: Settings, with_schedule: bool, replicas: int | None) -> None:
     """Serve, record, and turn the loop on a schedule, until Ctrl-C."""
-    from deploy.supervise import up as supervisor
+    from deploy import up as supervisor
 
     printing = threading.Lock()
 

@@ -1,1 +1,1 @@
-"""What commands print and the report shows: ``query_output``, ``statistics``, ``report_data``."""
+"""What commands print and the report shows: ``tables``, ``query_output``, ``statistics``, ``report_data``."""

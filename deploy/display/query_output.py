@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from deploy.commands.common import table
+from deploy.display.tables import table
 from feedback.lake.query import Rows
 
 _CELL: Final = 60  # characters of a value in a table; the other formats have it whole

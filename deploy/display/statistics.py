@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from deploy.commands.common import table
+from deploy.display.tables import table
 from feedback.lake.statistics import LakeStatistics, Orphan
 
 

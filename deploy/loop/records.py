@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from deploy.config.root import Settings
 from feedback.files import replace_file
-from train.config.resume_settings import goes_on
+from train.run.resume_settings import goes_on
 
 TRAINING_ATTEMPTS = 3  # of cycles at one training run, of which all but the last were killed
 

@@ -1,1 +1,1 @@
-"""Child processes: ``up`` (server and scheduler together), ``children``, ``subreaper`` (leaves nothing behind)."""
+"""Child processes: ``children``, and ``subreaper``, which leaves nothing of them behind."""

@@ -24,13 +24,7 @@ from feedback.journal.recovery import load_all
 from feedback.journal.segment import Segment
 from feedback.lake.data_files import Store, TableFiles, data_files, dates
 from feedback.lake.delta_log import drop_torn_commits, make_log_durable
-from feedback.lake.views import (
-    CURRENT_REWARDS,
-    connect,
-    create_view,
-    is_file_gone,
-    unreadable_features,
-)
+from feedback.lake.views import CURRENT_REWARDS, connect, create_view, is_file_gone, unreadable_features
 from feedback.process_exit import skip_teardown
 from feedback.schema import TABLES, TIME_COLUMN
 

@@ -13,8 +13,8 @@ from typing import Final
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from serve.generation.recorded import ActiveRequest
 from serve.http import CLIENT_CLOSED_REQUEST, Problem
+from serve.recorded_request import ActiveRequest
 
 log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from serve.api.answers import EventStream, watching_client
 from serve.api.bounds import aside, check, is_large
 from serve.api.completions_request import CHAT, COMPLETION, Understood, refuse, understand, unfit
 from serve.api.generate import session_of
-from serve.generation.recorded import ActiveRequest
+from serve.engine import EngineError
 from serve.http import Problem, client_gone, event_stream, json_response
-from serve.vllm.engine import EngineError
+from serve.recorded_request import ActiveRequest
 
 if TYPE_CHECKING:
     from serve.runtime import Server

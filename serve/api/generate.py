@@ -16,11 +16,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from serve.admission import TokenBudget
 from serve.api import bounds
 from serve.api.answers import EventStream, watching_client
+from serve.engine import EngineRefused
 from serve.generation.interaction_rows import RESERVED
-from serve.generation.recorded import ActiveRequest, EngineSource, RecordedPrompt
 from serve.generation.request import GenerationRequest, Sampling
 from serve.http import Problem, body_of, client_gone, event_stream, field_problem, json_response, problems
-from serve.vllm.engine import EngineRefused
+from serve.recorded_request import ActiveRequest, EngineSource, RecordedPrompt
 
 if TYPE_CHECKING:
     from serve.generation.tokenizer import Text

@@ -20,11 +20,12 @@ from typing import Any, Final
 
 from feedback.files import append_file
 from serve.config import SwapConfig
+from serve.engine import EngineError
 from serve.policies.probe import Numbers, judge
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
 from serve.swap.compatibility import require_compatible, require_whole
 from serve.swap.verification import read, verify
-from serve.vllm.engine import Engine, EngineError, Exchanged, Weights
+from serve.vllm.engine import Engine, Exchanged, Weights
 
 log = logging.getLogger(__name__)
 

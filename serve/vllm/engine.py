@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from serve.config import EngineConfig
+from serve.engine import EngineDead, EngineError, EngineRefused
 from serve.generation.request import Generated as Generated
 from serve.generation.request import Generation as Generation
 from serve.generation.request import GenerationProgress
@@ -43,18 +44,6 @@ _STREAM: Final = {"millrace_whole": "stream"}
 _ABORT_TIMEOUT_S: Final = 10.0
 _ALIVE_CHECK_S: Final = 0.25  # between two checks that the engine's process is alive, while a call waits for it
 _CALL_TIMEOUT_S: Final = 60.0  # a call is served between two steps, and a step may be a long prefill
-
-
-class EngineError(RuntimeError):
-    """The engine can't do what was requested; the text says why."""
-
-
-class EngineDead(EngineError):
-    """The engine's process has died. Nothing but a restart helps."""
-
-
-class EngineRefused(EngineError):
-    """vLLM takes the request for a bad one."""
 
 
 @dataclass(frozen=True)

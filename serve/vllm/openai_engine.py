@@ -1,7 +1,7 @@
 """What vLLM's OpenAI handlers take for the engine: ours, with every response recorded on its way to them.
 
 A handler turns a body into prompts and ``SamplingParams``, calls ``generate`` once per prompt, and turns what comes out
-into OpenAI's form. In between, ``serve.generation.recorded`` samples and records.
+into OpenAI's form. In between, ``serve.recorded_request`` samples and records.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from serve.generation.recorded import RecordedPrompt
+from serve.engine import EngineDead, EngineError, EngineRefused
 from serve.generation.request import Generation, GenerationProgress
 from serve.http import Problem, field_problem
-from serve.vllm.engine import Engine, EngineDead, EngineError, EngineRefused
+from serve.recorded_request import RecordedPrompt
+from serve.vllm.engine import Engine
 from serve.vllm.openai_request import Interrupted, OpenAIRequest, current
 
 if TYPE_CHECKING:

@@ -13,10 +13,10 @@ from typing import Any, Final
 from vllm.exceptions import GenerationError
 from vllm.sampling_params import SamplingParams
 
-from serve.generation.recorded import ActiveRequest
 from serve.generation.request import GenerationRequest, Sampling
 from serve.generation.variant import CanaryVariants
 from serve.http import Problem
+from serve.recorded_request import ActiveRequest
 
 _NEUTRAL: Final = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0}
 _CONSTRAINTS: Final = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs")

@@ -14,9 +14,9 @@ from typing import Any
 from train.config.training import TrainConfig
 from train.controller import torchrun
 from train.controller.dispatch import Layout
-from train.controller.role_groups import environment
 from train.job import JobContext, run
 from train.observe.hooks import HookError
+from train.workers.role_groups import environment
 
 
 def main(file: Path) -> None:

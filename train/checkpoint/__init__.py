@@ -1,3 +1,3 @@
-"""What a killed run goes on from: ``resume`` (begins, goes on, or was finished), ``writer`` (as the run goes),
-``layout`` (its folders, and which are whole), ``dcp`` (sharded model and optimizer), ``random_state``.
+"""What a killed run continues from: ``layout`` (folders, and which are whole), ``dcp`` (sharded model and optimizer),
+``random_state``. ``train.run`` says when.
 """

@@ -8,18 +8,11 @@ from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from feedback.scoring.config import RuleName, Weight
+from feedback.scoring_config import RuleName, Weight
 from feedback.settings_base import Address, Section
 from train.config.algorithms import GROUPED, AlgorithmConfig
 from train.config.placement import PlacementConfig
-from train.config.sections import (
-    CheckpointConfig,
-    DataConfig,
-    FsdpConfig,
-    LoraConfig,
-    OptimizerConfig,
-    RolloutConfig,
-)
+from train.config.sections import CheckpointConfig, DataConfig, FsdpConfig, LoraConfig, OptimizerConfig, RolloutConfig
 
 
 class TrainConfig(Section):

@@ -13,7 +13,7 @@ their devices. A rule on each worker method says how its arguments are split ove
     pending = actor.log_probs.start(batch)          # the same without waiting
     log_probs = pending.result(timeout_s=60)
 
-Read ``worker_group`` (calls from the driver), ``dispatch`` (the rules), ``worker`` (what runs in a rank) and
-``role_groups`` (the groups of a job). Ranks are reached through Ray (``ray_pool``) or torch.distributed (``torchrun``);
+Read ``worker_group`` (calls from the driver), ``dispatch`` (the rules) and ``worker`` (what
+runs in a rank). Ranks are reached through Ray (``ray_pool``) or torch.distributed (``torchrun``);
 rules and groups don't know. ``rendezvous``: how ranks find each other.
 """

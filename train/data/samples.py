@@ -14,9 +14,9 @@ from feedback.datasets import Prompt
 from train.batch.packed import Rollout
 from train.config.training import TrainConfig
 from train.data.rewards import RewardFunction, Rewards
+from train.data.sample import Sample
 from train.data.traffic import differ
 from train.objectives.shaping import soft_overlong_punishment
-from train.workers.rollout import Sample
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from feedback.lake.tables import Lake
 from train import algorithms
 from train.config.training import TrainConfig
 from train.context import JobContext
-from train.controller.role_groups import Groups
 from train.observe.progress import StepTimer
+from train.workers.role_groups import Groups
 
 
 class Data(Protocol):

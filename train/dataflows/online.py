@@ -17,13 +17,13 @@ from train.config.training import TrainConfig, check_baseline
 from train.context import TrainingStopped
 from train.controller.worker_group import Pending
 from train.data.prompts import TrainingData
+from train.data.sample import Sample
 from train.data.samples import Informative, Scored, score
 from train.data.traffic import regroup
 from train.dataflows.base import Dataflow, Run
 from train.objectives.kl import adapted_coefficient
 from train.observe.health import Drawn, at_end, health
 from train.observe.progress import say
-from train.workers.rollout import Sample
 
 Samples = list[list[Sample]]
 """Of each prompt; the last one is the greedy one, if the algorithm needs it."""

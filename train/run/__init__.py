@@ -1,3 +1,6 @@
-"""What a run leaves: ``publish`` (a policy), ``reward_folder`` (a reward model), ``unfinished`` (runs that were
-killed), ``erasures`` (rows that were erased while it trained).
+"""A run from its beginning to what it leaves.
+
+``resume`` (a run begins, continues, or was finished) with ``resume_settings``, ``checkpoint_writer`` (as it goes),
+``publish`` (a policy), ``reward_folder`` (a reward model), ``unfinished`` (runs that were killed), ``erasures`` (rows
+that were erased while it trained).
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,11 @@ from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig
 from train.controller.dispatch import by_engine, dispatch, to_all
 from train.controller.worker import Worker
+from train.data.sample import Sample
 from train.weight_sync.gather import gather
 from train.weight_sync.sync import WeightSync
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sampled response. ``log_probs``: nats, of the distribution it was sampled from, one per token."""
-
-    token_ids: list[int]
-    text: str
-    log_probs: list[float]
-    finish_reason: str | None
 
 
 class RolloutWorker(Worker):

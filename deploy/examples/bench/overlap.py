@@ -147,11 +147,11 @@ def make_run(arguments: argparse.Namespace) -> None:
     """The run of one way."""
     from feedback.config import LakeConfig
     from feedback.lake.tables import Lake
-    from train.checkpoint.resume import Begun, checkpoints_of
     from train.context import RunStart
     from train.dataflows.online import Online
     from train.job import train
     from train.run.erasures import Erasures
+    from train.run.resume import Begun, checkpoints_of
 
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig.model_validate(settings(arguments))

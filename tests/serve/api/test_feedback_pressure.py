@@ -24,9 +24,9 @@ from serve.api.answers import EventStream
 from serve.api.generate import _events
 from serve.app import create_app
 from serve.config import ServeConfig
-from serve.generation.recorded import ActiveRequest, EngineSource, RecordedPrompt
 from serve.generation.request import GenerationRequest, Sampling
 from serve.http import Problem
+from serve.recorded_request import ActiveRequest, EngineSource, RecordedPrompt
 from serve.runtime import Server
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from serve.config import EngineConfig, SwapConfig
+from serve.engine import EngineRefused
 from serve.generation.request import GenerationProgress
 from serve.policies.store import Policy, PolicyStore
 from serve.swap.swapper import Swapper
 from serve.vllm.boot import default_threads
-from serve.vllm.engine import Engine, EngineRefused, Generated, Sampling
+from serve.vllm.engine import Engine, Generated, Sampling
 from tests.serve.conftest import reference_logprobs, reference_model
 
 PROMPT = list(b"the mill turns")

@@ -15,11 +15,12 @@ from transformers import AutoTokenizer
 
 from loadtests.bench_swap import LETTERS, Size, make_model
 from serve.config import EngineConfig, SwapConfig
+from serve.engine import EngineError
 from serve.policies import probe
 from serve.policies.store import Policy, PolicyStore
 from serve.swap.swapper import Swap, Swapper
 from serve.swap.verification import verify
-from serve.vllm.engine import Engine, EngineError, Generated, Sampling
+from serve.vllm.engine import Engine, Generated, Sampling
 from tests.serve.conftest import reference_logprobs
 
 PROMPT = list(b"the mill turns")

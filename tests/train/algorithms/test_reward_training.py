@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from feedback.config import LakeConfig
 from feedback.datasets import preference_pairs
 from feedback.lake.tables import Lake
-from feedback.scoring.config import ModelConfig
 from feedback.scoring.sources.reward_model import RewardModel
+from feedback.scoring_config import ModelConfig
 from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT

@@ -24,11 +24,11 @@ from train.checkpoint.layout import (
     torn,
 )
 from train.checkpoint.random_state import random_state, seed_all, seed_of, set_random_state
-from train.checkpoint.resume import Progress
-from train.checkpoint.writer import Checkpoints
 from train.config.sections import CheckpointConfig
 from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
+from train.run.checkpoint_writer import Checkpoints
+from train.run.resume import Progress
 
 
 def test_pruning_removes_no_newer_one_and_what_is_half_written_or_half_removed_goes(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.controller.dispatch import Layout, by_rank, by_tokens, per_token
 from train.controller.ray_pool import ResourcePool
-from train.controller.role_groups import Groups, start_groups
 from train.controller.worker_group import WorkerError, WorkerGroup, results
+from train.workers.role_groups import Groups, start_groups
 
 HERE = ROOT / "tests" / "train"
 SPLIT = {"pools": {"training": {}, "generation": {}}, "actor": "training", "reference": "training"}

@@ -18,10 +18,10 @@ from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.data.prompts import Cycled
 from train.data.rewards import Rewards, load_reward_function
+from train.data.sample import Sample
 from train.data.samples import Informative, score
 from train.data.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, STALE, TOO_LONG, UNKNOWN_POLICY, Traffic
 from train.objectives.advantages import group_relative
-from train.workers.rollout import Sample
 
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 

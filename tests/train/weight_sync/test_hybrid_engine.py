@@ -20,9 +20,9 @@ from tests.train.tiny_models import plain_log_probs
 from train.algorithms import load
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
-from train.controller.role_groups import start_groups
 from train.controller.worker_group import WorkerError, WorkerGroup
-from train.workers.rollout import Sample
+from train.data.sample import Sample
+from train.workers.role_groups import start_groups
 
 
 class Engine(NamedTuple):

@@ -23,11 +23,11 @@ from feedback.files import LockTimeoutError, locked, replace_file
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
 from train.checkpoint.layout import CheckpointError, checkpoints, remove_unfinished, torn
-from train.config.resume_settings import differing_settings
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.observe.progress import say
 from train.run.erasures import Erasures
+from train.run.resume_settings import differing_settings
 from train.run.reward_folder import result_of
 from train.run.unfinished import LOCK, START, forget, policy_of_run, was_erased
 

@@ -28,9 +28,9 @@ from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
 from train.checkpoint.layout import CheckpointError, checkpoints, torn
-from train.checkpoint.resume import begin, checkpoints_of, last_whole, only_run
 from train.config.training import TrainConfig
 from train.context import JobContext
+from train.run.resume import begin, checkpoints_of, last_whole, only_run
 
 HERE = ROOT / "tests" / "train"
 STEPS, EVERY = 6, 2

@@ -20,11 +20,11 @@ from typing import Any, Final, Literal, Protocol, Self
 from feedback.ids import uuid7
 from feedback.journal.streams import Stream
 from serve.admission import TokenBudget
+from serve.engine import EngineError, EngineRefused, SamplingEngine
 from serve.generation.interaction_rows import build_rows
 from serve.generation.request import Generation, GenerationProgress, GenerationRequest
 from serve.http import Problem
 from serve.recorder import Recorder, gather_all
-from serve.vllm.engine import Engine, EngineError, EngineRefused
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Source(Protocol):
 class ActiveRequest:
     """One HTTP request for responses, until all its prompts have ended. Use as a context manager around its work."""
 
-    def __init__(self, engine: Engine, recorder: Recorder, budget: TokenBudget, timeout_s: float) -> None:
+    def __init__(self, engine: SamplingEngine, recorder: Recorder, budget: TokenBudget, timeout_s: float) -> None:
         self.engine = engine
         self.recorder = recorder
         self.budget = budget
@@ -303,7 +303,7 @@ class RecordedPrompt:
 class EngineSource:
     """A prompt of ``/generate``: the outputs are pieces of text, by the index of their response."""
 
-    def __init__(self, engine: Engine, request: GenerationRequest) -> None:
+    def __init__(self, engine: SamplingEngine, request: GenerationRequest) -> None:
         self._engine = engine
         self._arguments = request.key, request.prompt_token_ids, request.sampling
 

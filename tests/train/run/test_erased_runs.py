@@ -20,9 +20,9 @@ from feedback.maintenance.erasure import Target, erase
 from serve.policies.store import Policy, PolicyError, PolicyNotFound, PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
-from train.checkpoint.resume import begin, keep_start, only_run
 from train.config.training import TrainConfig
 from train.context import JobContext
+from train.run.resume import begin, keep_start, only_run
 from train.run.unfinished import forget_erased, unfinished_runs
 
 HERE = ROOT / "tests" / "train"

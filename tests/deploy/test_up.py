@@ -13,11 +13,11 @@ import httpx
 import psutil
 import pytest
 
+from deploy import up
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
 from deploy.loop import promotion, wait_for_serving
 from deploy.loop.wait_for_serving import NotServed
-from deploy.supervise import up
 from deploy.supervise.children import millrace
 from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
