@@ -233,7 +233,7 @@ def _port(settings: Settings) -> Iterable[Check]:
 
 def _keys(settings: Settings) -> Iterable[Check]:
     from serve.middleware.api_keys import KeyFileError, read_keys
-    from serve.middleware.principals import Keyring, NotLoopback
+    from serve.middleware.keyring import Keyring, NotLoopback
 
     serving = settings.resolved().serve
     keyring = Keyring(serving)

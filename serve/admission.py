@@ -10,7 +10,7 @@ from feedback.journal.writer import Journal
 from serve.config import ServeConfig
 from serve.engine import SamplingEngine
 from serve.http import Problem
-from serve.middleware.principals import Principal
+from serve.middleware.keyring import Principal
 from serve.middleware.rate_limits import Limiter
 
 _RETRY_AFTER_S: Final = 5.0

@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from feedback.config import FeedbackConfig
-from feedback.signals import handled_signals
+from feedback.process_signals import handled_signals
 from serve import http
 from serve.api import admin, completions, feedback, generate
 from serve.api.fast_routes import Direct

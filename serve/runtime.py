@@ -18,7 +18,7 @@ from serve.admission import Admission
 from serve.config import ServeConfig
 from serve.generation.variant import CanaryVariants
 from serve.middleware.bodies import Bodies
-from serve.middleware.principals import Keyring, Principal
+from serve.middleware.keyring import Keyring, Principal
 from serve.middleware.rate_limits import Limiter
 from serve.observability import log_format
 from serve.observability.metrics import Metrics

@@ -15,7 +15,7 @@ from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyStore
 from serve.vllm import compat
 from train import dataflows
-from train.checkpoint.layout import CheckpointError
+from train.checkpoint.folders import CheckpointError
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
@@ -25,7 +25,7 @@ from train.observe.health import check_health
 from train.observe.hooks import RunInfo
 from train.observe.progress import StepTimer, progress_bar, say, say_step
 from train.observe.trackers import Watchers
-from train.run.checkpoint_writer import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.erasures import Erasures
 from train.run.publish import publish
 from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run, outcome_text
@@ -47,7 +47,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
     Raises:
         serve.vllm.compat.IncompatibleVersion: an installed package is not the one whose internals are used.
         train.controller.worker_group.WorkerError: a worker failed; nothing is published.
-        train.checkpoint.layout.CheckpointError: the run can't go on from what there is of it, or can't save.
+        train.checkpoint.folders.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.observe.hooks.HookError: a hook or tracker of the config failed.
         feedback.scoring.sources.rules.RuleError: the reward failed, or returned something else than rewards.
     """

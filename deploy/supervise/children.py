@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any, Final
 
 from deploy.supervise import subreaper
-from feedback.signals import STOPPING, StopSignal
+from feedback.process_signals import STOPPING, StopSignal
 
 NOTHING_TO_LEARN: Final = 3
 """Exit code of `millrace train` where there was nothing to learn from, and nothing went wrong."""

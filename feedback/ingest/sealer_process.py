@@ -27,8 +27,8 @@ from feedback.files import LockTimeoutError
 from feedback.ingest.deduplication import take_counts
 from feedback.ingest.seal import seal
 from feedback.lake.tables import Lake, LakeError
+from feedback.process_signals import stop_signals_blocked
 from feedback.settings_base import IN_CLEAR
-from feedback.signals import stop_signals_blocked
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from serve.recorded_request import ActiveRequest, EngineSource, RecordedPrompt
 
 if TYPE_CHECKING:
     from serve.generation.tokenizer import Text
-    from serve.middleware.principals import Principal
+    from serve.middleware.keyring import Principal
     from serve.runtime import Server
 
 router = APIRouter()

@@ -12,7 +12,7 @@ from feedback.events import kinds_schema
 from serve.api import feedback, generate
 from serve.generation.interaction_rows import RESERVED
 from serve.http import OPENAI, ProblemOut, problems
-from serve.middleware.principals import scope_of
+from serve.middleware.keyring import scope_of
 
 if TYPE_CHECKING:
     from serve.runtime import Server

@@ -15,12 +15,12 @@ from types import FrameType
 from typing import Any, Final
 
 from feedback.config import FeedbackConfig
-from feedback.signals import STOPPING, StopSignal, handled_signals
+from feedback.process_signals import STOPPING, StopSignal, handled_signals
 from serve.config import FleetConfig, ServeConfig
 from serve.fleet.controller import Controller
 from serve.fleet.state import FleetError
 from serve.local_ray.cluster import connect, local_ray
-from serve.middleware.principals import Keyring
+from serve.middleware.keyring import Keyring
 from serve.observability import log_format
 from serve.policies.store import PolicyStore
 

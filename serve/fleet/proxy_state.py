@@ -14,7 +14,7 @@ from serve.config import ServeConfig
 from serve.http import Problem
 from serve.middleware.authentication import READ, Authenticator, headers_of
 from serve.middleware.bodies import Bodies
-from serve.middleware.principals import Keyring
+from serve.middleware.keyring import Keyring
 
 _replicas: int | None = None
 _body_reader: BodyReader | None = None

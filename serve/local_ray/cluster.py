@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import psutil
 
-from feedback.signals import stop_signals_blocked
+from feedback.process_signals import stop_signals_blocked
 from feedback.user_code import search_path
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The key file: who may use the server. Written by ``millrace keys``, read by ``serve.middleware.principals``.
+"""The key file: who may use the server. Written by ``millrace keys``, read by ``serve.middleware.keyring``.
 
 A secret is 256 random bits, so its plain SHA-256 is what is kept: nobody can try that many, and a slow or salted hash,
 which is for secrets that people choose, would only be paid for at every request.

@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from serve.config import ServeConfig
 from serve.http import Problem
-from serve.middleware.principals import Keyring, Principal, Refused, is_wildcard, scope_of
+from serve.middleware.keyring import Keyring, Principal, Refused, is_wildcard, scope_of
 
 READ: Final = frozenset({b"authorization", b"x-api-key", b"origin", b"host"})
 _AUTHORITY: Final = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[^\[\]:/@,\s]{1,255})(?::\d{0,5})?")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from serve.http import Problem
-from serve.middleware.principals import Principal
+from serve.middleware.keyring import Principal
 from serve.middleware.token_buckets import BucketName, Buckets
 
 

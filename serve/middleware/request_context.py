@@ -23,7 +23,7 @@ from feedback.ids import uuid7
 from serve.http import CLIENT_CLOSED_REQUEST, Problem
 from serve.middleware import authentication
 from serve.middleware.authentication import Authenticator, headers_of
-from serve.middleware.principals import scope_of
+from serve.middleware.keyring import scope_of
 from serve.middleware.rate_limits import Limiter
 from serve.observability import log_format
 from serve.observability.metrics import Metrics, Outcome

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from serve.policies.mapped_safetensors import MappedFile
-from serve.vllm import sampler
+from serve.vllm import per_request_logprobs
 from serve.vllm.standby_weights import StandbyWeights, hashes, unsupported_reason
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class MillraceWorker:
 
     def millrace_sampler(self) -> None:
         """Answer each request with its own logprobs, whatever others of the same step ask for."""
-        sampler.install(self.model_runner)
+        per_request_logprobs.install(self.model_runner)
 
     def millrace_adopt(self, parent: int) -> int:
         """Tie this process to the API process: die with it, leave Ctrl-C to it. Returns this process's id."""

@@ -1,3 +1,3 @@
-"""What a killed run continues from: ``layout`` (folders, and which are whole), ``dcp`` (sharded model and optimizer),
+"""What a killed run continues from: ``folders`` (which are whole), ``dcp`` (sharded model and optimizer),
 ``random_state``. ``train.run`` says when.
 """

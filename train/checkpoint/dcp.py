@@ -1,6 +1,6 @@
 """The part of a checkpoint that is one model in training with its optimizer: sharded, written in the background.
 
-It is a folder, ``actor`` or ``critic``, in that of the checkpoint (train/checkpoint/layout.py): the shards
+It is a folder, ``actor`` or ``critic``, in that of the checkpoint (train/checkpoint/folders.py): the shards
 (torch.distributed.checkpoint: it loads on any number of ranks) and ``rank-0003.json`` of each rank, its random and
 schedule state. What the training process does after ``Saver.start`` returned does not change what is written. The
 driver makes the checkpoint whole when all its parts are written (train/run/resume.py).
@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from feedback.files import replace_file
-from train.checkpoint.layout import CheckpointError, require_room, step_of, torn
+from train.checkpoint.folders import CheckpointError, require_room, step_of, torn
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
 
 _FAILURES: Final = (OSError, RuntimeError, CheckpointException)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from feedback.signals import stop_signals_blocked
+from feedback.process_signals import stop_signals_blocked
 from train.config.placement import Strategy
 from train.controller.dispatch import NOT_CALLED, Layout
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store

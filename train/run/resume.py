@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from feedback.files import LockTimeoutError, locked, replace_file
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
-from train.checkpoint.layout import CheckpointError, checkpoints, remove_unfinished, torn
+from train.checkpoint.folders import CheckpointError, checkpoints, remove_unfinished, torn
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.observe.progress import say

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from train.checkpoint.layout import checkpoints
+from train.checkpoint.folders import checkpoints
 from train.config.training import TrainConfig
 
 DECISIVE: Final = (

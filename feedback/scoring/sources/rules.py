@@ -23,9 +23,9 @@ import duckdb
 import pyarrow as pa
 
 from feedback.config import RuleConfig
+from feedback.process_signals import StopSignal
 from feedback.schema import INTERACTIONS
 from feedback.scoring.sources import builtin
-from feedback.signals import StopSignal
 
 COLUMNS: Final = ("prompt", "messages", "response", "response_token_ids", "metadata")
 """What a rule sees of a response."""

@@ -110,7 +110,7 @@ def test_what_holds_signals_back_is_killed_at_once_and_not_waited_for(tmp_path: 
     code = f"""
 import subprocess, sys
 from deploy.supervise.children import no_leftovers
-from feedback.signals import stop_signals_blocked
+from feedback.process_signals import stop_signals_blocked
 with no_leftovers(grace={PATIENCE_S}):
     with stop_signals_blocked():
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep({2 * PATIENCE_S})"])

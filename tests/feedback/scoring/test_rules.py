@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from feedback.config import HumanConfig, RuleConfig, ScoringConfig
+from feedback.process_signals import StopSignal
 from feedback.scoring.run import score
 from feedback.scoring.scorer import Source, columns_of, guarded
 from feedback.scoring.sources.rules import (
@@ -29,7 +30,6 @@ from feedback.scoring.sources.rules import (
     load_reward,
     load_rule,
 )
-from feedback.signals import StopSignal
 
 SOURCE = """
 import numpy as np

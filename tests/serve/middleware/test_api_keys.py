@@ -17,7 +17,7 @@ from deploy.cli import run
 from deploy.config.root import load
 from serve.config import LimitsConfig, ServeConfig
 from serve.middleware.api_keys import KeyFileError, create_key, id_of, local_file, read_keys, revoke_key
-from serve.middleware.principals import Keyring, NotLoopback, Refused, is_loopback, scope_of
+from serve.middleware.keyring import Keyring, NotLoopback, Refused, is_loopback, scope_of
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.http import Problem
-from serve.middleware.principals import Principal
+from serve.middleware.keyring import Principal
 from serve.middleware.rate_limits import Limiter
 from serve.middleware.token_buckets import Bucket
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from train.checkpoint.dcp import Saved, Saver, load
-from train.checkpoint.layout import CheckpointError, aside_of, begin_aside, checkpoints, make_whole, name_of, torn
+from train.checkpoint.folders import CheckpointError, aside_of, begin_aside, checkpoints, make_whole, name_of, torn
 from train.checkpoint.random_state import seed_all
 
 WHOLE = StateDictOptions(full_state_dict=True)

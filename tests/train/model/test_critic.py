@@ -18,7 +18,7 @@ from tests.train.ranks import found_by, run_ranks
 from tests.train.tiny_models import gpt2, gpt_neox, mixture, own_part, qwen3, some_batch, whole
 from train.algorithms import load
 from train.batch.packed import PackedBatch
-from train.checkpoint.layout import begin_aside, make_whole
+from train.checkpoint.folders import begin_aside, make_whole
 from train.config.algorithms import AlgorithmConfig
 from train.config.training import TrainConfig
 from train.model.fsdp import export

@@ -27,7 +27,7 @@ from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
-from train.checkpoint.layout import CheckpointError, checkpoints, torn
+from train.checkpoint.folders import CheckpointError, checkpoints, torn
 from train.config.training import TrainConfig
 from train.context import JobContext
 from train.run.resume import begin, checkpoints_of, last_whole, only_run

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from train.checkpoint.dcp import Saved
-from train.checkpoint.layout import (
+from train.checkpoint.folders import (
     CheckpointError,
     begin_aside,
     checkpoints,
@@ -27,7 +27,7 @@ from train.checkpoint.random_state import random_state, seed_all, seed_of, set_r
 from train.config.sections import CheckpointConfig
 from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
-from train.run.checkpoint_writer import Checkpoints
+from train.run.checkpoints import Checkpoints
 from train.run.resume import Progress
 
 
@@ -52,7 +52,7 @@ def test_a_checkpoint_of_another_format_is_not_whole(tmp_path: Path, monkeypatch
     begin_aside(tmp_path, 1, "{}")
     whole = make_whole(tmp_path, 1)
     assert torn(whole) is None
-    monkeypatch.setattr("train.checkpoint.layout.FORMAT", 3)
+    monkeypatch.setattr("train.checkpoint.folders.FORMAT", 3)
     assert torn(whole) == "whole.json is of format 2, this version reads format 3"
 
 

@@ -13,7 +13,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
-from serve.vllm.sampler import PerRequestLogprobs
+from serve.vllm.per_request_logprobs import PerRequestLogprobs
 from tests.serve.conftest import LiveServer
 
 VOCABULARY = 50

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from train.checkpoint.layout import CheckpointError, aside_of, begin_aside, make_whole, prune
+from train.checkpoint.folders import CheckpointError, aside_of, begin_aside, make_whole, prune
 from train.config.sections import CheckpointConfig
 from train.context import JobContext
 from train.controller.worker_group import WorkerGroup

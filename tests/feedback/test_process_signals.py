@@ -14,12 +14,12 @@ import pytest
 from feedback.config import LakeConfig
 from feedback.ingest.sealer_process import Sealer
 from feedback.lake.tables import Lake
-from feedback.signals import stop_signals_blocked
+from feedback.process_signals import stop_signals_blocked
 from tests.paths import ROOT
 
 CHILD = """
 import os, signal, sys, threading
-from feedback.signals import handle_parent_signals
+from feedback.process_signals import handle_parent_signals
 asked = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: asked.set())  # a handler of its own, as vLLM's engine has
 if "heeds" in sys.argv:
