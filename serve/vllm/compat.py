@@ -111,7 +111,7 @@ USES: Final = {
     ),
     "vllm.v1.sample.sampler": (
         "Sampler.gather_specific_token_logprobs",
-        "serve.vllm.per_request_logprobs: one request's certain tokens overwrite the logprobs of the others in its step "
+        "serve.vllm.per_request_logprobs: one request's certain tokens overwrite others' logprobs in its step "
         "(vllm-project/vllm#51789)",
     ),
     "vllm.v1.worker.worker_base": (
