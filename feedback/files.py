@@ -164,15 +164,18 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 
 
 @contextmanager
-def locked(path: Path, timeout_s: float, *, shared: bool = False) -> Iterator[None]:
+def locked(path: Path, timeout_s: float, *, shared: bool = False, create: bool = True) -> Iterator[None]:
     """Hold an exclusive lock, between processes and threads, on a folder or on a lock file that stays where it is.
 
-    ``shared``: hold it together with others that share it, but with no exclusive holder.
+    ``shared``: hold it together with others that share it, but with no exclusive holder. ``create``: make the lock file
+    if there is nothing at ``path``.
 
-    Raises LockTimeoutError if another holds it for all of ``timeout_s`` seconds.
+    Raises:
+        FileNotFoundError: nothing is there, and nothing is to be made.
+        LockTimeoutError: another holds it for all of ``timeout_s`` seconds.
     """
     deadline = time.monotonic() + timeout_s
-    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT if create and not path.is_dir() else os.O_RDONLY, 0o644)
     try:
         while not try_lock(fd, shared=shared):
             if time.monotonic() >= deadline:

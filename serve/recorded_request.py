@@ -189,7 +189,8 @@ class RecordedPrompt:
             self.task = self._recorder.spawn(self._leave(), f"end {self.request.key}")
             raise
         except Exception as error:
-            await self._failed(error)
+            self.task = self._recorder.spawn(self._failed(error), f"end {self.request.key}")
+            await asyncio.shield(self.task)  # another prompt's failure may cancel this
             raise
         finally:
             self._sampled = sum(len(response.token_ids) for response in self.progress.generation().responses)
@@ -200,7 +201,11 @@ class RecordedPrompt:
 
     def used_tokens(self) -> int:
         """Tokens of the prompt and the responses; 0 if the engine never got the prompt."""
-        return len(self.request.prompt_token_ids) + self._sampled if self._submitted else 0
+        if not self._submitted:
+            return 0
+        # A stream that was closed early may not have come to its end yet.
+        sampled = self._sampled or sum(len(response.token_ids) for response in self.progress.generation().responses)
+        return len(self.request.prompt_token_ids) + sampled
 
     def abort_later(self) -> None:
         """End it in the engine, in a task of its own: the caller may be cancelled at its next await."""
@@ -221,7 +226,7 @@ class RecordedPrompt:
     def _raise_unless_complete(self, reasons: set[str | None]) -> None:
         if "error" in reasons:
             self._active.problem = self._engine_error
-        elif "abort" in reasons:
+        elif reasons & {"abort", None}:
             self._active.problem = self._active.interruption()
         else:
             return

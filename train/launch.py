@@ -186,7 +186,7 @@ def run_as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
     ranks = config.ranks_of(config.placement.actor)
     if "RANK" not in os.environ and ranks > 1:
         command = torchrun_command(config, spec)
-        os.execve(command[0], command, {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets()})
+        os.execve(command[0], command, {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets(), **search_path()})
     layout = Layout(ranks, **sizes(config, config.placement.actor))
     record(torchrun.run_rank)(config, layout, environment(config), partial(run_spec, config, context))
 

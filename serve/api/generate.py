@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
@@ -258,9 +258,10 @@ async def _events(prompt: RecordedPrompt, answer: Callable[[], dict[str, Any]]) 
         for index, response_id in enumerate(prompt.response_ids)
     ]
     try:
-        async for pieces in prompt.stream():
-            if pieces:
-                yield b"".join([b"%b%b}\n\n" % (heads[index], orjson.dumps(text)) for index, text in pieces])
+        async with aclosing(prompt.stream()) as outputs:
+            async for pieces in outputs:
+                if pieces:
+                    yield b"".join([b"%b%b}\n\n" % (heads[index], orjson.dumps(text)) for index, text in pieces])
     except EngineRefused as error:
         raise Problem(400, str(error)) from error
     yield _event(b"done", answer())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -144,7 +144,9 @@ class ServingPointer:
             try:
                 outcomes = self.outcomes()
             except RecordDamaged:
-                self._append_line(_OUTCOMES, outcome)
+                if not (self.root / _OUTCOMES).exists():  # it is the history that is damaged
+                    raise
+                self._append_outcome(outcome)
                 return
             known = any((o.generation, o.served) == (outcome.generation, outcome.served) for o in outcomes)
             self._write_lines(_OUTCOMES, outcomes if known else [*outcomes, outcome])
@@ -184,11 +186,16 @@ class ServingPointer:
                     ) from error
         return records
 
-    def _append_line(self, name: str, record: Pointer | Outcome) -> None:
-        """Add a record behind whatever the file ends with."""
-        path = self.root / name
-        torn = b"" if path.read_bytes().endswith(b"\n") else b"\n"
-        append_file(path, torn + _line(record))
+    def _append_outcome(self, outcome: Outcome) -> None:
+        """Add an outcome behind a damaged record, unless a line of it has that outcome."""
+        path = self.root / _OUTCOMES
+        content = path.read_bytes()
+        for line in content.split(b"\n"):
+            with suppress(ValueError, TypeError):
+                known = Outcome(**json.loads(line))
+                if (known.generation, known.served) == (outcome.generation, outcome.served):
+                    return
+        append_file(path, (b"" if content.endswith(b"\n") else b"\n") + _line(outcome))
 
     def _write_lines(self, name: str, records: Sequence[Pointer | Outcome]) -> None:
         lines = b"".join(map(_line, records))

@@ -16,10 +16,10 @@ _LOCK_TIMEOUT_S: Final = 60.0
 
 
 @contextmanager
-def exclusive(path: Path) -> Iterator[None]:
+def exclusive(path: Path, *, create: bool = True) -> Iterator[None]:
     """Hold the lock on a folder or a lock file. Raises PolicyError if another process holds it for too long."""
     try:
-        with locked(path, _LOCK_TIMEOUT_S):
+        with locked(path, _LOCK_TIMEOUT_S, create=create):
             yield
     except LockTimeoutError as error:
         raise PolicyError(str(error)) from error
@@ -45,7 +45,7 @@ def record_erasure(folder: Path, *, certainty: str, why: str, erasure: str | Non
 
     Raises OSError, PolicyError.
     """
-    with exclusive(folder):
+    with exclusive(folder, create=False):  # it may have been removed meanwhile
         before = (read_json(folder / ERASURES) or {}).get("erasures", [])
         if erasure is not None and any(known.get("erasure") == erasure for known in before):
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
 from vllm.exceptions import GracefulHTTPError, VLLMClientError
@@ -81,8 +82,9 @@ async def _outputs(
     """A prompt's recorded outputs, and its errors as the handlers know them."""
     try:
         if streamed:
-            async for output in recorded.stream():
-                yield output
+            async with aclosing(recorded.stream()) as outputs:
+                async for output in outputs:
+                    yield output
         else:
             await recorded.whole()
             assert source.final is not None

@@ -188,7 +188,7 @@ def outcome_text(result: JobResult) -> str:
 
 def _finished(store: PolicyStore, context: JobContext, start: RunStart) -> JobResult | None:
     """The result of this very run, if it has published."""
-    policy = policy_of_run(store, start.id)
+    policy = policy_of_run(store, start.id, start.parent)
     if policy is None:
         return result_of(context, start)
     assert policy.parent is not None

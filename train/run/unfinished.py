@@ -18,7 +18,7 @@ from typing import Final
 from feedback.files import try_lock
 from feedback.lake.table_changes import ErasedSince, LogGoneError
 from feedback.lake.tables import Lake
-from serve.policies.store import Policy, PolicyStore, record_erasure
+from serve.policies.store import Policy, PolicyNotFound, PolicyStore, record_erasure
 
 START: Final = "start.json"
 LOCK: Final = ".lock"
@@ -91,10 +91,18 @@ def mark(store: PolicyStore, published: int | Path, why: str) -> None:
         record_erasure(published, **record)
 
 
-def policy_of_run(store: PolicyStore, run_id: str) -> Policy | None:
-    """The policy that the run of this id has published."""
-    policies = (store.get(version) for version in reversed(store.versions()))
-    return next((policy for policy in policies if policy.lineage.get("run_id") == run_id), None)
+def policy_of_run(store: PolicyStore, run_id: str, parent: int = 0) -> Policy | None:
+    """The policy that the run of this id has published, which is newer than its ``parent``."""
+    for version in reversed(store.versions()):
+        if version <= parent:
+            break
+        try:
+            policy = store.get(version)
+        except PolicyNotFound:  # withdrawn meanwhile
+            continue
+        if policy.lineage.get("run_id") == run_id:
+            return policy
+    return None
 
 
 def _published(store: PolicyStore, folder: Path, run_id: str | None) -> int | Path | None:

@@ -62,7 +62,7 @@ def test_what_people_preferred_is_learned(proof: Proof) -> None:
 def test_a_reward_model_is_compared_with_what_it_was_before_training(proof: Proof) -> None:
     """A head of zeros, which orders no pair; with one of random numbers that would be otherwise."""
     [folder] = proof.home.work.glob("runs/reward_model/*_untrained")
-    assert set(pairs.told_apart(folder)) == {0.5}
+    assert set(pairs.separated(folder)) == {0.5}
     assert proof.figures["reward_model"]["before"] == 0.5
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from deploy.loop import promotion
 from deploy.loop.promotion import PromotionRefused
-from serve.policies.store import Pointer, PolicyCorrupt, PolicyNotFound, PolicyStore, StalePointer
+from serve.policies.store import Pointer, PolicyCorrupt, PolicyNotFound, PolicyStore, StalePointer, record_erasure
 
 
 @pytest.fixture
@@ -302,3 +302,19 @@ def test_what_is_reported_while_the_record_of_what_has_served_is_damaged_is_know
     assert store.served() == {1, 2, 3}
     with pytest.raises(PromotionRefused, match="policy 4 has not served"):
         promotion.rollback(store, who="me", why="x", to=4)
+
+
+def test_an_outcome_is_reported_once_behind_a_damaged_record_also(store: PolicyStore) -> None:
+    damage_outcomes(store)
+    pointer = promotion.promote(store, 2, who="me", why="x", override=True)
+    for _ in range(3):
+        store.record_outcome(pointer, served=True, by="replica-0")
+    lines = (store.root / "outcomes.jsonl").read_text().splitlines()
+    assert sum(f'"generation": {pointer.generation},' in line for line in lines) == 1
+
+
+def test_an_erasure_of_a_folder_that_was_removed_meanwhile_makes_nothing_in_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "reward_model"
+    with pytest.raises(FileNotFoundError):
+        record_erasure(folder, certainty="yes", why="x")
+    assert not folder.exists()

@@ -615,7 +615,7 @@ async def test_a_replica_without_an_engine_is_not_reported_as_ready(fleet: Fleet
     journal, lake = JournalConfig(folder=str(tmp_path / "journal")), LakeConfig(uri=str(tmp_path / "lake"))
     member = Member(config)
     assert member.policy()["replicas"][member.name]["state"] == "starting"
-    server = Server(config, FeedbackConfig(journal=journal, lake=lake), orders=member.desired_state)
+    server = Server(config, FeedbackConfig(journal=journal, lake=lake), desired_state=member.desired_state)
     server.swapper._serving = Weights(fleet.store.get(1), {})  # as after a start, but for the engine's process
     member.begin(server)
     status = member.policy()["replicas"][member.name]
@@ -635,7 +635,7 @@ async def test_what_a_replica_reports_is_requests_for_responses_that_it_let_in(f
     journal, lake = JournalConfig(folder=str(tmp_path / "journal")), LakeConfig(uri=str(tmp_path / "lake"))
     member = Member(config)
     feedback = FeedbackConfig(journal=journal, lake=lake)
-    server = Server(config, feedback, orders=member.desired_state)
+    server = Server(config, feedback, desired_state=member.desired_state)
     server.swapper._serving = Weights(fleet.store.get(1), {})  # as after a start, but for the engine's process
     server.keyring.load()
     member.begin(server)

@@ -245,11 +245,11 @@ def test_a_receiver_that_dies_fails_the_transfer_and_not_the_sender_alone(split:
     groups, _ = split
     host = groups.rollout._pool.hosts[0]  # type: ignore[attr-defined]
     start = time.monotonic()
-    sending = groups.actor.send_weights.start(groups.meeting)
+    sending = groups.actor.send_weights.start(groups.rendezvous)
     timer = threading.Timer(0.5, ray.kill, (host,))
     timer.start()
     timer.join()
-    receiving = groups.rollout.receive_weights.start(groups.meeting)
+    receiving = groups.rollout.receive_weights.start(groups.rendezvous)
     with pytest.raises(WorkerError, match=r"rollout\.receive_weights failed on rank 0: [\s\S]*died"):
         results(sending, receiving)
     assert time.monotonic() - start < 40, "the transfer's time-out is 100 s"
