@@ -117,7 +117,7 @@ def test_feedback_that_is_said_again_while_an_erasure_runs_is_there_when_it_is_d
 
     put(lake, "feedback", [vote("f", source="eve"), vote("g", source="bob")])
     with monkeypatch.context() as patch:
-        patch.setattr("feedback.erasure._rewrite_all", interrupt)
+        patch.setattr("feedback.maintenance.erasure._rewrite_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
             erase(lake, tmp_path / "one", Target(user="eve"))
     for writer in ("two", "three"):  # the second finds what the first sealed, which stays
