@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import httpx
 import pytest
 import torch
 from vllm.v1.outputs import LogprobsTensors
@@ -14,7 +11,6 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 
 from serve.vllm.per_request_logprobs import PerRequestLogprobs
-from tests.serve.conftest import LiveServer
 
 VOCABULARY = 50
 
@@ -64,24 +60,3 @@ def test_each_row_of_a_step_has_the_logprobs_that_its_request_asked_for(asked: d
         assert all(
             value == expected[row, 0] for token, value in zip(tokens, tensors.logprobs[row], strict=False) if token == 0
         )
-
-
-def test_a_request_for_certain_tokens_changes_no_logprob_of_another(server: LiveServer) -> None:
-    def ask(fields: dict[str, Any]) -> dict[str, Any]:
-        body = {"prompt": "the mill", "max_tokens": 200, "ignore_eos": True} | fields
-        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-        assert answer.status_code == 200, answer.text
-        choice: dict[str, Any] = answer.json()["choices"][0]
-        return choice
-
-    zeros = {"logit_bias": {"0": 100}, "logprobs": 3, "return_tokens_as_token_ids": True, "user": "token 0"}
-    certain = {"logprob_token_ids": [5, 6], "logprobs": 2}
-    with ThreadPoolExecutor(4) as threads:
-        choices = list(threads.map(ask, [certain, zeros, certain, zeros]))
-    for choice in choices[1::2]:
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx([0] * 200, abs=1e-3)
-        assert {len(likeliest) for likeliest in choice["logprobs"]["top_logprobs"]} == {3}
-    rows = server.rows("interactions", "\"user\" = 'token 0'")
-    assert [row["response_token_ids"] for row in rows] == [[0] * 200] * 2
-    for row in rows:
-        assert row["logprobs"] == pytest.approx([0] * 200, abs=1e-3)
