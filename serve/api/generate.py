@@ -203,7 +203,7 @@ class GenerateOut(BaseModel):
 
     request_id: str = Field(description="Names the request in the logs and in the lake.")
     model: str = Field(description="The model's name, `serve.model_name`.")
-    policy_version: int = Field(description="The newest policy that sampled any of it.")
+    policy_version: int = Field(description="The policy that sampled the last token; of several responses, the newest.")
     responses: list[ResponseOut] = Field(description="The n responses.")
     usage: Usage = Field(description="Tokens.")
     prompt_token_ids: list[int] | None = Field(None, description="With `return_token_ids`: the prompt's tokens.")
@@ -389,7 +389,7 @@ def _answer(server: Server, body: GenerateIn, prompt: RecordedPrompt) -> dict[st
     responses, versions = [], []
     for row in prompt.rows:
         sampled_tokens += len(row["response_token_ids"])
-        versions += [span["policy_version"] for span in row["policy_spans"]]
+        versions += [span["policy_version"] for span in row["policy_spans"][-1:]]
         response = {name: row[column] for name, column in _RESPONSE_COLUMNS}
         if body.return_token_ids:
             response["token_ids"] = row["response_token_ids"]
