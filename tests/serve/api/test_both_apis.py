@@ -209,9 +209,11 @@ def test_a_stream_that_breaks_after_its_first_tokens_names_the_field_as_a_whole_
     whole = post(server, path, body)
     assert refused_field(whole) == field
     streamed = post(server, path, body | {"stream": True})
-    if streamed.status_code == 400:  # a busy machine: the first token and the failure came in one output
-        assert streamed.json() == whole.json()
-        return
+    for _ in range(20):
+        if streamed.status_code == 200:
+            break
+        assert streamed.json() == whole.json()  # a busy machine: the first token and the failure came in one output
+        streamed = post(server, path, body | {"stream": True})
     assert streamed.status_code == 200, streamed.text
     events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
     assert "choices" in events[0]
