@@ -81,8 +81,8 @@ class Case:
         prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else [prompt]
         sizes = [len(ids) for ids in prompts if isinstance(ids, list) and ids and isinstance(ids[0], int)]
         longest = max(sizes, default=0)
-        if (kept := self.body.get("truncate_prompt_tokens", 0)) > 0:
-            longest = min(longest, kept)
+        if kept := self.body.get("truncate_prompt_tokens", 0):
+            longest = min(longest, kept if kept > 0 else CONTEXT - 1)
         return CONTEXT - longest
 
     @property
@@ -341,5 +341,8 @@ _LEAVE_FEWER_TOKENS: Final = ("allowed_token_ids", "bad_words", "logit_bias", "s
 def may_be_refused(case: Case) -> set[str]:
     """The fields that a refusal may name which depends on what the policy would make."""
     body = case.body
-    bound = any(body.get(name) for name in _LEAVE_FEWER_TOKENS)
-    return {"response_format", "structured_outputs"} if _structured(body) and bound else set()
+    bounds = {name for name in _LEAVE_FEWER_TOKENS if body.get(name)}
+    if _structured(body):
+        return {"response_format", "structured_outputs"} if bounds else set()
+    # What a response may begin with can be no token: those that are allowed may all be bad words, or end it too early.
+    return bounds - {"stop_token_ids"} if len(bounds) > 1 else set()

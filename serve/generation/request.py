@@ -93,6 +93,11 @@ def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
     return [position[token].logprob for position, token in zip(logprobs, token_ids, strict=False)]
 
 
+def nothing_was_left(logprobs: Sequence[float] | np.ndarray) -> bool:
+    """Whether a token was taken though none was allowed (a grammar, say, needs one that ends responses): its is NaN."""
+    return math.isnan(sum(logprobs) if isinstance(logprobs, list) else np.sum(logprobs))
+
+
 class ResponseProgress:
     """A response while it is sampled: pieces are added in the event loop, and any thread may read.
 
@@ -115,10 +120,10 @@ class ResponseProgress:
     def end(
         self,
         finish_reason: str,
-        spans: list[tuple[int, int]],
+        spans: list[tuple[int, int]] | None,
         logprobs: Sequence[float] | np.ndarray | None = None,
     ) -> None:
-        """After the last piece: why it is the last, which policies sampled which tokens, all logprobs if not None."""
+        """After the last piece: why it is the last; if reported, which policies sampled which tokens, all logprobs."""
         self._spans = spans
         self._logprobs = logprobs
         self.finish_reason = finish_reason

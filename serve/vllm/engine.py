@@ -26,7 +26,7 @@ from serve.config import EngineConfig
 from serve.engine import EngineDead, EngineError, EngineRefused
 from serve.generation.request import Generated as Generated
 from serve.generation.request import Generation as Generation
-from serve.generation.request import GenerationProgress
+from serve.generation.request import GenerationProgress, nothing_was_left
 from serve.generation.request import Sampling as Sampling
 from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
@@ -276,7 +276,8 @@ class Engine:
                     f"vLLM gave {len(logprobs)} logprobs and {len(spans)} spans for {len(token_ids)} tokens"
                 )
             text = output.text if decoded and note is None else self._response_text(output, prompt_token_ids)
-            responses.append(Generated(text, token_ids, logprobs, spans, output.finish_reason or "abort"))
+            finish_reason = "error" if nothing_was_left(logprobs) else output.finish_reason or "abort"
+            responses.append(Generated(text, token_ids, logprobs, spans, finish_reason))
         metrics = final.metrics
         first_token_s = metrics.first_token_latency if metrics else None
         if note is not None and note["first_token_at"] is not None:

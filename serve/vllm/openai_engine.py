@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from serve.engine import EngineDead, EngineError, EngineRefused
-from serve.generation.request import Generation, GenerationProgress
+from serve.generation.request import Generation, GenerationProgress, nothing_was_left, sampled_logprobs
 from serve.http import Problem, field_problem
 from serve.recorded_request import RecordedPrompt
 from serve.vllm.engine import Engine
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_LIMITS: Final = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens")
 _REFUSALS: Final = (VLLMClientError, GracefulHTTPError, ValueError, TypeError, OverflowError)
 
 
@@ -67,13 +68,19 @@ class CapturedEngine:
         reasoning = {name: options.get(name) for name in ("reasoning_ended", "reasoning_parser_kwargs")}
         row_request = request.for_prompt(request_id, prompt, params)  # before ``params`` are changed
         source = OpenAISource(self._engine, prompt, params, request_id, reasoning)
-        ungenerable = None
-        if params.structured_outputs is not None:
-            reason = "the engine can't generate what it asks for with the tokens that it may use"
-            ungenerable = field_problem(400, request.structured_by, reason)
         response_ids = request.response_ids(len(request.active.prompts), params.n)
-        recorded = RecordedPrompt(request.active, row_request, source, response_ids, ungenerable)
+        engine_error = _ungenerable(params, request.structured_by)
+        recorded = RecordedPrompt(request.active, row_request, source, response_ids, engine_error)
         return _outputs(request, recorded, source, streamed=params.output_kind == RequestOutputKind.DELTA)
+
+
+def _ungenerable(params: SamplingParams, structured_by: str) -> Problem | None:
+    """The problem of a request that leaves the engine no token to go on with; None if it leaves all of them."""
+    limits = [name for name in _LIMITS if getattr(params, name)]
+    field = structured_by if params.structured_outputs is not None else next(iter(limits), None)
+    if field is None:
+        return None
+    return field_problem(400, field, "the engine can't generate what it asks for with the tokens that it may use")
 
 
 async def _outputs(
@@ -149,23 +156,32 @@ class OpenAISource:
             while not finished:
                 output = await self._next(queue)
                 finished = output.finished
-                self._add(output, progress)
+                if self._add(output, progress):
+                    await self._engine.abort(self._request_id)
                 # They come once, and a handler that echoes the prompt wants them for each choice.
                 output.prompt_logprobs = prompt_logprobs = output.prompt_logprobs or prompt_logprobs
                 yield output
         finally:
             self._engine.forget(self._request_id)
 
-    def _add(self, output: RequestOutput, progress: GenerationProgress) -> None:
+    def _add(self, output: RequestOutput, progress: GenerationProgress) -> bool:
+        """Whether a response is in error: what follows its last token is noise."""
         if progress.first_token_ms is None and (metrics := output.metrics) is not None:
             progress.queue_ms = max(0.0, metrics.scheduled_ts - metrics.queued_ts) * 1e3
             progress.first_token_ms = max(0.0, metrics.first_token_latency) * 1e3
+        fails = False
         for piece in output.outputs:
             response = progress.responses[piece.index]
+            if response.finish_reason is not None:
+                continue
             response.add(piece.text, piece.token_ids, piece.logprobs, self._engine.version)
-            if piece.finish_reason is not None:
-                spans = [(span.start, int(span.version)) for span in piece.weight_versions or []]
+            spans = [(span.start, int(span.version)) for span in piece.weight_versions or []]
+            if nothing_was_left(sampled_logprobs(piece.token_ids, piece.logprobs)):
+                response.end("error", spans or None)
+                fails = True
+            elif piece.finish_reason is not None:
                 response.end(piece.finish_reason, spans)
+        return fails
 
     async def _submit(self) -> RequestOutputCollector:
         engine, own_salt = self._engine, self._prompt.get("cache_salt")

@@ -165,3 +165,31 @@ def test_no_hostile_body_is_an_error_of_the_server_or_leaves_work_behind(server:
             raise AssertionError("requests are at work still")
         assert http.get("/health").status_code == 200
         assert http.post(path, json=fine).status_code == 200
+
+
+NOTHING_LEFT: list[tuple[str, dict[str, Any]]] = [
+    ("allowed_token_ids", {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 3}),
+    ("structured_outputs", {"structured_outputs": {"choice": ["yes"]}, "stop_token_ids": [70], "stop": "a"}),
+]
+"""A grammar masks the tokens that end a response, and 70 is the "e" of "yes"; the "a" is in the text of token 0."""
+
+
+@pytest.mark.parametrize(("field", "limits"), NOTHING_LEFT)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_response_that_no_token_may_go_on_with_is_an_error_of_the_field_and_no_noise(
+    field: str, limits: dict[str, Any], n: int, server: LiveServer
+) -> None:
+    session = f"nothing-left-{field}-{n}"
+    body = {"model": "millrace", "prompt": "a", "skip_special_tokens": False, "n": n, "session_id": session, **limits}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    streamed = httpx.post(f"{server.url}/v1/completions", json={**body, "stream": True}, timeout=60).text
+    events = [line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")]
+    texts = [choice["text"] for event in events for choice in json.loads(event).get("choices", ())]
+    assert json.loads((events or [streamed])[-1])["error"]["param"] == field
+    assert set(texts) <= {"", "y"}
+    rows = server.rows("interactions", f"session_id = '{session}'")
+    assert len(rows) == 2 * n
+    assert {row["status"] for row in rows} <= {"error", "aborted"}
+    assert "error" in {row["status"] for row in rows}
