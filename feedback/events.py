@@ -10,8 +10,9 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from feedback.config import Identifier, KindsConfig, MetricConfig, RatingConfig
+from feedback.config import KindsConfig, MetricConfig, RatingConfig
 from feedback.ids import uuid7
+from feedback.settings_base import Identifier
 
 Kind = Literal["thumb", "rating", "preference", "correction", "comment", "metric"]
 
