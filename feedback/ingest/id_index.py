@@ -28,7 +28,6 @@ from deltalake import DeltaTable
 
 from feedback.files import fsync_path, locked, make_folder
 from feedback.ids import uuid7
-from feedback.lake.delta_log import make_log_durable
 from feedback.lake.table_changes import Commit, DataFiles, LogGoneError, commits, scan_sql
 from feedback.lake.tables import Lake, LakeError
 from feedback.lake.views import is_file_gone
@@ -188,7 +187,8 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
             return None
         if since == snapshot.version():
             return since
-        _make_durable(lake, snapshot)
+        with lake.committing("feedback"):
+            lake.make_durable("feedback", snapshot)  # what a power loss could take back is not taken in
         try:
             new = commits(lake, "feedback", since, snapshot.version())
             if any(commit.rows_gone for commit in new):
@@ -227,7 +227,8 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
     """A new index of the whole table, renamed when it is whole; older ones are removed."""
     for left in folder.glob("*.building*"):
         left.unlink()
-    _make_durable(lake, snapshot)
+    with lake.committing("feedback"):
+        lake.make_durable("feedback", snapshot)
     path = folder / f"{uuid7()}.db"
     building = path.with_suffix(".building")
     with closing(sqlite3.connect(building, isolation_level=None)) as connection:
@@ -254,12 +255,6 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
             old.unlink(missing_ok=True)
     fsync_path(folder)
     return snapshot.version()
-
-
-def _make_durable(lake: Lake, snapshot: DeltaTable) -> None:
-    """Nothing is taken in that a power loss could take back: on a local disk, that is the last commit at most."""
-    if lake.local:
-        make_log_durable(Path(lake.table_uri("feedback")), snapshot.version() - 1, snapshot.version())
 
 
 def _rows_of(lake: Lake, files: list[str]) -> Iterator[pa.RecordBatch]:

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from feedback.files import TEMPORARY, LockTimeoutError
 from feedback.lake.data_files import DataFile, StoredFile, TableFiles, data_files
-from feedback.lake.delta_log import DROPPED, LOG_FOLDER, TORN_FOLDER, last_checkpoint, make_log_durable
+from feedback.lake.delta_log import DROPPED, LOG_FOLDER, TORN_FOLDER, last_checkpoint
 from feedback.lake.tables import COMMIT_HOOKS, Lake, LakeConflictError, LakeError
 from feedback.maintenance.erasure import Rewritten, finish_erasures
 from feedback.maintenance.external_sort import sort_rows
@@ -292,12 +292,10 @@ def _tidy_log(lake: Lake, table: str, files: TableFiles) -> None:
         if any(snapshot.metadata().configuration.get(key) != value for key, value in wanted.items()):
             snapshot.alter.set_table_properties(wanted, post_commithook_properties=COMMIT_HOOKS)
             snapshot = lake.table(table)
-            if files.folder is not None:
-                make_log_durable(files.folder, snapshot.version() - 1, snapshot.version())
+            lake.make_durable(table, snapshot)
         if last_checkpoint(files) < snapshot.version():
             snapshot.create_checkpoint()
-            if files.folder is not None:
-                make_log_durable(files.folder, snapshot.version() - 1, snapshot.version())
+            lake.make_durable(table, snapshot)
         snapshot.cleanup_metadata()
 
 

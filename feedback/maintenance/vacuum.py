@@ -19,7 +19,7 @@ from typing import Final
 
 from feedback.files import TEMPORARY, fsync_path
 from feedback.lake.data_files import data_files
-from feedback.lake.delta_log import LOG_FOLDER, TORN_FOLDER, forget, make_log_durable
+from feedback.lake.delta_log import LOG_FOLDER, TORN_FOLDER, forget
 from feedback.lake.tables import Lake
 
 log = logging.getLogger(__name__)
@@ -53,8 +53,7 @@ def purge(lake: Lake, table: str) -> list[str]:
         left_behind += [file.path for file in files.list(LOG_FOLDER) if lake.local and file.path.endswith(TEMPORARY)]
         files.delete(left_behind)
         snapshot.create_checkpoint()
-        if files.folder is not None:
-            make_log_durable(files.folder, snapshot.version() - 1, snapshot.version())
+        lake.make_durable(table, snapshot)
     # Commits that are made never change, so this needs no lock.
     forget(files, {file.path for file in data_files(snapshot)}, snapshot.version())
     if files.folder is not None:
