@@ -25,9 +25,10 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable
 
 from feedback.ingest.id_index import COLUMNS, SealedIds, keys_and_contents, take_in
+from feedback.lake.data_files import Spans, data_files
 from feedback.lake.delta_log import FEEDBACK_IDS
 from feedback.lake.erasure_registry import ALL_TIMES, erasures, matching
-from feedback.lake.table_changes import DataFiles, Spans, scan_sql
+from feedback.lake.table_changes import scan_sql
 from feedback.lake.tables import Lake, LakeConflictError, LakeError
 
 log = logging.getLogger(__name__)
@@ -126,11 +127,12 @@ def _in_lake(
     if not nominated:
         return {}
     ids = rows.column("feedback_id").take(nominated)
-    files = DataFiles(snapshot).holding(Spans((name, name) for name in ids.to_pylist()), "feedback_id")
+    spans = Spans.of(ids.to_pylist())
+    files = [file.path for file in data_files(snapshot, ("feedback_id",)) if file.may_hold("feedback_id", spans)]
     leaving = erasures(lake, since=ALL_TIMES, pending=True)
 
     def look_up(connection: duckdb.DuckDBPyConnection) -> dict[bytes, bytes]:
-        stored = scan_sql(connection, lake, "feedback", files, [*COLUMNS, "created_at"], "stored")
+        stored = scan_sql(connection, lake, "feedback", files, [*COLUMNS, "created_at"])
         connection.register("nominated", pa.table({"feedback_id": ids}))
         batches = connection.sql(f"FROM ({stored}) SEMI JOIN nominated USING (feedback_id)").to_arrow_reader(
             _BATCH_ROWS

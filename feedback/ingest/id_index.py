@@ -28,7 +28,8 @@ from deltalake import DeltaTable
 
 from feedback.files import fsync_path, locked, make_folder
 from feedback.ids import uuid7
-from feedback.lake.table_changes import Commit, DataFiles, LogGoneError, commits, scan_sql
+from feedback.lake.data_files import data_files
+from feedback.lake.table_changes import Commit, LogGoneError, commits, scan_sql
 from feedback.lake.tables import Lake, LakeError
 from feedback.lake.views import is_file_gone
 from feedback.schema import FEEDBACK
@@ -240,7 +241,7 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
         # Sorted before they are put in: in any other order each id would be a page read and written.
         connection.execute("CREATE TEMP TABLE unsorted (key BLOB, content BLOB)")
         connection.execute("BEGIN")
-        for batch in _rows_of(lake, DataFiles(snapshot).paths):
+        for batch in _rows_of(lake, [file.path for file in data_files(snapshot)]):
             connection.executemany("INSERT INTO unsorted VALUES (?, ?)", keys_and_contents(batch))
         connection.execute("INSERT OR REPLACE INTO ids SELECT key, content FROM unsorted ORDER BY key")
         connection.execute(
@@ -259,9 +260,7 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
 
 def _rows_of(lake: Lake, files: list[str]) -> Iterator[pa.RecordBatch]:
     with lake.connect(tables=()) as connection:
-        yield from connection.sql(scan_sql(connection, lake, "feedback", files, COLUMNS, "files")).to_arrow_reader(
-            _BATCH_ROWS
-        )
+        yield from connection.sql(scan_sql(connection, lake, "feedback", files, COLUMNS)).to_arrow_reader(_BATCH_ROWS)
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

@@ -130,14 +130,18 @@ class Lake:
         return Store(self.uri, self.config.store_options, local=self.local)
 
     def table(self, table: str, version: int | None = None) -> DeltaTable:
-        """One table as it is, or as it was at a version. Raises LakeError if there is none."""
+        """One table as it is, or as it was at a version.
+
+        Raises LakeError if there is none, or if another writer switched on what makes its files alone not its rows.
+        """
         if table not in TABLES:
             raise LakeError(f"no table {table!r}; there are {', '.join(TABLES)}")
         for attempt in range(1, _OPEN_ATTEMPTS + 1):
             try:
-                return DeltaTable(
+                snapshot = DeltaTable(
                     self.table_uri(table), version=version, storage_options=self.config.store_options or None
                 )
+                break
             except TableNotFoundError as error:
                 raise LakeError(f"no lake at {self.uri}: {error}; Lake.create makes one") from error
             except OSError as error:  # deltalake has tried several times
@@ -150,7 +154,12 @@ class Lake:
                 at = "" if version is None else f" at version {version}"
                 text = self.config.redact(str(error))
                 raise LakeError(f"table {self.table_uri(table)}{at} can't be read: {text}") from error
-        raise AssertionError("unreachable")
+        if features := unreadable_features(snapshot):
+            raise LakeError(
+                f"table {self.table_uri(table)} uses {', '.join(features)}, which another writer switched on and "
+                "Millrace can't read; rewrite the table without it"
+            )
+        return snapshot
 
     def versions(self) -> dict[str, int]:
         """The Delta version of every table."""
@@ -321,7 +330,7 @@ class Lake:
         tables = [table for table in TABLES if table in set(tables)]
         with_journal = [table for table in tables if table not in versions] if journal_folder is not None else []
         unsealed = load_all(journal_folder, with_journal) if journal_folder is not None and with_journal else []
-        snapshots = {table: self._readable(table, versions.get(table)) for table in tables}
+        snapshots = {table: self.table(table, versions.get(table)) for table in tables}
         connection = connect(memory_limit or self.config.memory_limit, threads or self.config.threads)
         try:
             for table, snapshot in snapshots.items():
@@ -364,15 +373,6 @@ class Lake:
                 raise gone
             log.info("%s; reading the tables as they are now", gone)
         raise AssertionError("unreachable")
-
-    def _readable(self, table: str, version: int | None) -> DeltaTable:
-        snapshot = self.table(table, version)
-        if features := unreadable_features(snapshot):
-            raise LakeError(
-                f"table {self.table_uri(table)} uses {', '.join(features)}, which another writer switched on and "
-                "Millrace can't read; rewrite the table without it"
-            )
-        return snapshot
 
     def _file_gone(self, versions: Mapping[str, int], error: BaseException) -> LakeFileGoneError:
         which = ", ".join(f"{table} at version {version}" for table, version in versions.items())

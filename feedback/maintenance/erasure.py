@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -34,7 +33,7 @@ from feedback.ingest.seal import seal
 from feedback.journal.recovery import load_all
 from feedback.journal.segment import list_segments
 from feedback.journal.streams import STARTED
-from feedback.lake.data_files import DataFile, data_files
+from feedback.lake.data_files import DataFile, Spans, data_files
 from feedback.lake.delta_log import ERASED
 from feedback.lake.erasure_registry import (
     ALL_TIMES,
@@ -264,11 +263,11 @@ def was_visible(lake: Lake, table: str, ids: set[str], version: int) -> bool | N
     column = {"interactions": "response_id", "feedback": "feedback_id"}[table]
     if not ids:
         return False
-    wanted, ordered = pa.array(sorted(ids)), sorted(ids)
+    wanted, spans = pa.array(sorted(ids)), Spans.of(ids)
     try:
         snapshot = lake.table(table, version)
         for file in data_files(snapshot, (column,)):
-            if not _may_hold(file, column, ordered):
+            if not file.may_hold(column, spans):
                 continue
             for batch in lake.files(table).batches(table, file.path, [column]):
                 if pc.any(pc.is_in(batch.column(column), value_set=wanted)).as_py():
@@ -518,26 +517,11 @@ def _may_mean(file: DataFile, table: str, selector: Selector) -> bool:
         late = selector.late if isinstance(selector, Values) else None
         if first > selector.at and (late is None or last <= late):
             return False
-    ordered = _last_parts(selector)
-    return any(
-        ordered is None or _may_hold(file, names[-1], ordered) for names in COLUMNS[table].get(selector.kind, ())
-    )
-
-
-def _last_parts(selector: Selector) -> list[str] | None:
-    """Sorted, what a selector looks for in the last of its columns; None if it knows hashes only."""
-    if not isinstance(selector, Values):
-        return None
-    return sorted(value.rpartition("\0")[2] for value in selector.values.to_pylist())
-
-
-def _may_hold(file: DataFile, column: str, ordered: list[str]) -> bool:
-    """Whether one of the sorted values may be in a file's column."""
-    if column not in file.bounds:
-        return column not in file.empty
-    low, high = file.bounds[column]
-    at = bisect_left(ordered, low)
-    return at < len(ordered) and ordered[at] <= high
+    columns = [names[-1] for names in COLUMNS[table].get(selector.kind, ())]
+    if isinstance(selector, Erasure):  # of which hashes are known, and no text
+        return bool(columns)
+    spans = Spans.of(value.rpartition("\0")[2] for value in selector.values.to_pylist())
+    return any(file.may_hold(column, spans) for column in columns)
 
 
 def _responses(ids: Iterable[str], like: Selector) -> Values:

@@ -26,7 +26,7 @@ from feedback.lake.tables import Lake, LakeConflictError, LakeFileGoneError
 from feedback.lake.views import connect, is_file_gone
 from feedback.schema import REWARDS
 from feedback.scoring import retry
-from feedback.scoring.candidates import Candidates, find
+from feedback.scoring.candidates import Candidates, Search
 from feedback.scoring.composition import Composed, compose
 from feedback.scoring.scorer import Source, columns_of, load_sources, scorer_name
 from feedback.scoring.sources import human
@@ -149,16 +149,10 @@ class _Run:
 
     def _score(self, connection: duckdb.DuckDBPyConnection, pending: pa.Table) -> None:
         connection.execute("SET preserve_insertion_order = false")
-        found = find(
-            connection,
-            self.lake,
-            self.snapshots | {"rewards": self.rewards},
-            self.since,
-            scorer=self.scorer,
-            is_vote=human.counts_sql(self.config.human, self.kinds) if self.config.human.weight > 0 else "false",
-            retry=pending,
-            columns=columns_of(self.sources),
-        )
+        votes = human.counts_sql(self.config.human, self.kinds) if self.config.human.weight > 0 else "false"
+        snapshots = self.snapshots | {"rewards": self.rewards}
+        search = Search(connection, self.lake, snapshots, self.scorer, columns_of(self.sources))
+        found = search.run(self.since, votes, pending)
         self._score_batches(connection, found, pending)
         self._commit(connection, found)
 
@@ -166,7 +160,7 @@ class _Run:
         if not self.rewards.transaction_version(self._application("pending")):
             return retry.nothing()
         time = self.rewards.transaction_version(self._application("time"))
-        return retry.pending(self.lake, self.rewards, self.scorer, _EPOCH + timedelta(microseconds=time))
+        return retry.pending(self.lake, self.rewards.version(), self.scorer, _EPOCH + timedelta(microseconds=time))
 
     def _application(self, name: str) -> str:
         return f"score.{self.scorer}.{name}"
