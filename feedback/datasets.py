@@ -13,13 +13,11 @@ from typing import Final, TypeVar
 import duckdb
 import pyarrow as pa
 
-from feedback.lake.tables import Lake, LakeFileGoneError
+from feedback.lake.tables import Lake
 from feedback.schema import INTERACTIONS, TIMESTAMP
 from feedback.scoring.aggregation import TIE, make_pairs, resolve
 
 _T = TypeVar("_T")
-
-_READ_ATTEMPTS: Final = 3
 
 _PROMPTS: Final = """
 WITH complete AS (
@@ -185,9 +183,7 @@ def prompts(
     table, _ = _read(lake, versions, ("interactions",), lambda connection: connection.sql(query).to_arrow_table())
     found: list[Prompt] = []
     for row in table.to_pylist():
-        prompt = Prompt(
-            row["prompt"], row["messages"], row["prompt_token_ids"], dict(row["metadata"] or ()), row["requests"]
-        )
+        prompt = Prompt(**row | {"metadata": dict(row["metadata"] or ())})
         found += [prompt] * min(prompt.requests, max_per_prompt)
         if limit is not None and len(found) >= limit:
             return found[:limit]
@@ -276,17 +272,12 @@ def _read(
     work: Callable[[duckdb.DuckDBPyConnection], _T],
 ) -> tuple[_T, dict[str, int]]:
     """(what ``work`` returns, the versions it has read): the latest of each table that ``versions`` lacks."""
-    for attempt in range(1, _READ_ATTEMPTS + 1):
-        pinned = {
-            table: versions[table] if versions and table in versions else lake.table(table).version()
-            for table in tables
-        }
-        try:
-            return lake.read(work, versions=pinned, tables=pinned), pinned
-        except LakeFileGoneError:  # a vacuum was quicker; the latest versions are others by then
-            if versions or attempt == _READ_ATTEMPTS:
-                raise
-    raise AssertionError("unreachable")
+
+    def read(connection: duckdb.DuckDBPyConnection) -> tuple[_T, dict[str, int]]:
+        [[read_at]] = connection.execute("SELECT getvariable('versions')").fetchall()
+        return work(connection), read_at
+
+    return lake.read(read, versions=versions, tables=tables)
 
 
 def _table(connection: duckdb.DuckDBPyConnection, query: str, schema: pa.Schema) -> pa.Table:
