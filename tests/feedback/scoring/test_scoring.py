@@ -370,7 +370,7 @@ def test_rows_that_an_erasure_writes_anew_are_not_new_and_the_erased_are_not_sco
 def test_a_vacuum_that_takes_a_file_from_under_a_run_makes_it_start_over(lake, both, monkeypatch):
     for number in range(3):
         put(lake, "interactions", [interaction(f"r{number}")])
-    find, runs = run.find, []
+    find, runs = candidates.Search.run, []
 
     def find_and_lose(*args: Any, **kwargs: Any) -> Any:
         found = find(*args, **kwargs)
@@ -380,7 +380,7 @@ def test_a_vacuum_that_takes_a_file_from_under_a_run_makes_it_start_over(lake, b
         runs.append(found)
         return found
 
-    monkeypatch.setattr(run, "find", find_and_lose)
+    monkeypatch.setattr(candidates.Search, "run", find_and_lose)
     assert score(lake, both).scored == 3
     assert len(runs) == 2
     assert len(rewards(lake, "rewards")) == 3
