@@ -20,7 +20,7 @@ import json
 import logging
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -264,7 +264,7 @@ def _read(lake: Lake, journal_folder: Path | None, stem: str, registered_at: dat
         at=at,
         versions=content["versions"],
         salt=bytes.fromhex(content["salt"]),
-        key=_same_key(lake, content["key_id"], f"{stem}.json"),
+        key=_own_key(lake, content["key_id"], f"{stem}.json"),
         digests=frozenset(content["digests"]),
         done=done,
         done_until=mark["versions"],
@@ -323,26 +323,24 @@ def _key_file(lake: Lake) -> Path:
 
 def _local_key(lake: Lake) -> bytes:
     """The key to hash with; created if the registry has none yet. Raises LakeError if its key is not ours."""
-    path = _key_file(lake)
     try:
-        theirs = lake.store().read_bytes(f"{FOLDER}/{_KEY_ID}").decode()
+        return _own_key(lake, lake.store().read_bytes(f"{FOLDER}/{_KEY_ID}").decode(), "the registry")
     except FileNotFoundError:
-        theirs = None
-    if theirs is None:
-        key = _readable(make_key, path)
+        key = _own_key(lake, None, "the registry")
         lake.store().write_bytes(f"{FOLDER}/{_KEY_ID}", _key_id(key).encode(), private=True)
         return key
-    return _same_key(lake, theirs, "the registry")
 
 
-def _same_key(lake: Lake, key_id: str, what: str) -> bytes:
-    """Our key, if it is the one by which ``what`` was hashed. Raises LakeError."""
-    path = _key_file(lake)
+def _own_key(lake: Lake, key_id: str | None, what: str) -> bytes:
+    """Our key, if it is the one by which ``what`` was hashed; a new one if nothing was. Raises LakeError."""
+    path, key = _key_file(lake), None
     try:
-        key = _readable(read_key, path)
+        key = make_key(path) if key_id is None else read_key(path)
     except FileNotFoundError:
-        key = None
-    if key is None or _key_id(key) != key_id:
+        pass
+    except ValueError as error:
+        raise LakeError(f"feedback.lake.erasure_key: {error}; put back the file that was there") from error
+    if key is None or key_id not in (None, _key_id(key)):
         holds = "holds" if key else "would hold, which is not there"
         raise LakeError(
             f"{lake.uri}/{FOLDER}: {what} was hashed with another key than {path} {holds}, so what it says was erased "
@@ -350,13 +348,6 @@ def _same_key(lake: Lake, key_id: str, what: str) -> bytes:
             "this folder and repeat the erasures"
         )
     return key
-
-
-def _readable(read: Callable[[Path], bytes], path: Path) -> bytes:
-    try:
-        return read(path)
-    except ValueError as error:
-        raise LakeError(f"feedback.lake.erasure_key: {error}; put back the file that was there") from error
 
 
 def _key_id(key: bytes) -> str:

@@ -16,7 +16,6 @@ from feedback.files import make_folder, make_key, make_private
 
 _FILE: Final = "verdicts.sqlite"
 _LOCK_TIMEOUT_S: Final = 30.0
-_MOST_PARAMETERS: Final = 500
 
 
 class JudgeCacheError(RuntimeError):
@@ -47,17 +46,12 @@ class JudgeCache:
     def known(self, keys: Iterable[str]) -> dict[str, float]:
         """The scores of those that are there."""
         wanted = {self._hashed(key): key for key in keys}
-        hashes = list(wanted)
-        found: dict[str, float] = {}
         try:
-            for start in range(0, len(hashes), _MOST_PARAMETERS):
-                some = hashes[start : start + _MOST_PARAMETERS]
-                marks = ", ".join("?" * len(some))
-                rows = self._database.execute(f"SELECT key, score FROM verdicts WHERE key IN ({marks})", some)
-                found.update({wanted[hashed]: score for hashed, score in rows})
+            marks = ", ".join("?" * len(wanted))
+            rows = self._database.execute(f"SELECT key, score FROM verdicts WHERE key IN ({marks})", list(wanted))
+            return {wanted[hashed]: score for hashed, score in rows}
         except sqlite3.Error as error:
             raise JudgeCacheError(f"verdicts can't be read from {self.path}: {error}") from error
-        return found
 
     def keep(self, key: str, score: float) -> None:
         """Durable on return."""
