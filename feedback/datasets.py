@@ -14,7 +14,7 @@ import duckdb
 import pyarrow as pa
 
 from feedback.lake.tables import Lake
-from feedback.schema import INTERACTIONS, TIMESTAMP
+from feedback.schema import INTERACTIONS, TIMESTAMP, conform
 from feedback.scoring.aggregation import TIE, make_pairs, resolve
 
 _T = TypeVar("_T")
@@ -281,5 +281,4 @@ def _read(
 
 
 def _table(connection: duckdb.DuckDBPyConnection, query: str, schema: pa.Schema) -> pa.Table:
-    rows = connection.sql(query).to_arrow_table()
-    return pa.Table.from_arrays([rows.column(column.name).cast(column.type) for column in schema], schema=schema)
+    return conform(connection.sql(query).to_arrow_table(), schema)

@@ -30,7 +30,7 @@ from deltalake.transaction import AddAction
 
 from feedback.files import fsync_path, make_folder, replace_file
 from feedback.ids import uuid7
-from feedback.schema import TABLES, TIME_COLUMN
+from feedback.schema import TABLES, TIME_COLUMN, conform
 
 _ROW_GROUP_ROWS: Final = 65_536
 _ROW_GROUP_BYTES: Final = 64 << 20  # rows of long responses are large; memory must not grow with them
@@ -124,7 +124,7 @@ class TableFiles(Store):
     def batches(self, table: str, path: str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """The rows of one data file in their order, a few thousand at a time, in the table's schema.
 
-        A column that the file lacks (an older Millrace wrote it) is null. Raises FileNotFoundError.
+        A column that the file lacks is null. Raises FileNotFoundError.
         """
         schema = TABLES[table] if columns is None else pa.schema([TABLES[table].field(name) for name in columns])
         with self.filesystem.open_input_file(unquote(path)) as source, pq.ParquetFile(source) as file:
@@ -225,6 +225,14 @@ def _milliseconds(value: datetime) -> str:
     return value.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 
+def unneeded(snapshot: DeltaTable, hours: int, *, unnamed: bool = False) -> set[str]:
+    """The files that no version of the last hours needs: those that were replaced, with ``unnamed`` all others too.
+
+    deltalake would delete them too, but with two commits of its own, not durable.
+    """
+    return set(snapshot.vacuum(hours, dry_run=True, full=unnamed, enforce_retention_duration=False))
+
+
 class Spans:
     """A set of closed intervals of texts."""
 
@@ -285,17 +293,6 @@ def data_files(snapshot: DeltaTable, bounds: Sequence[str] = ()) -> list[DataFil
         for row, (path, size, day, rows) in enumerate(described)
     ]
     return sorted(files, key=lambda file: (file.day, file.path))
-
-
-def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch's columns in the types and order of ``schema``; one that is missing is null."""
-    columns = [
-        batch.column(field.name).cast(field.type)
-        if field.name in batch.schema.names
-        else pa.nulls(batch.num_rows, field.type)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _chunks(data: pa.Table | pa.RecordBatchReader) -> Iterator[pa.Table]:

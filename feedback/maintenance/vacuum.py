@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from feedback.files import TEMPORARY, fsync_path
-from feedback.lake.data_files import data_files
+from feedback.lake.data_files import data_files, unneeded
 from feedback.lake.delta_log import LOG_FOLDER, TORN_FOLDER, forget
 from feedback.lake.tables import Lake
 
@@ -38,16 +38,12 @@ def purge(lake: Lake, table: str) -> list[str]:
     files = lake.files(table)
     with lake.alone(table):
         snapshot = lake.table(table)
-        # deltalake lists the files that the current version does not need: those replaced, and with full all others.
-        gone = set(snapshot.vacuum(0, dry_run=True, enforce_retention_duration=False))
-        others = set(snapshot.vacuum(0, dry_run=True, full=True, enforce_retention_duration=False)) - gone
+        gone = unneeded(snapshot, 0)
+        others = unneeded(snapshot, 0, unnamed=True) - gone
+        kept = set()
         if not lake.local:
-            hours = lake.config.orphan_hours
-            old = set(snapshot.vacuum(hours, dry_run=True, full=True, enforce_retention_duration=False))
-            change_data = {path for path in others if path.startswith("_change_data/")}
-            kept = others - old - change_data
-        else:
-            kept = set()
+            young = others - unneeded(snapshot, lake.config.orphan_hours, unnamed=True)
+            kept = {path for path in young if not path.startswith("_change_data/")}
         files.delete([*gone, *(others - kept)])
         left_behind = [file.path for file in files.list(TORN_FOLDER)]
         left_behind += [file.path for file in files.list(LOG_FOLDER) if lake.local and file.path.endswith(TEMPORARY)]

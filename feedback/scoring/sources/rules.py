@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from feedback.config import RuleConfig
 from feedback.process_signals import StopSignal
-from feedback.schema import INTERACTIONS
+from feedback.schema import INTERACTIONS, conform
 from feedback.scoring.sources import builtin
 
 COLUMNS: Final = ("prompt", "messages", "response", "response_token_ids", "metadata")
@@ -124,7 +124,7 @@ class SqlRule:
 
     def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
         with duckdb.connect(config={"threads": 1}) as connection:
-            connection.register("responses", rule_table(batch))
+            connection.register("responses", conform(batch, _SCHEMA))
             columns = connection.sql(
                 f"SELECT value, CASE WHEN value IS NULL THEN {self.reason} END FROM "
                 f"(SELECT *, {self.value} AS value FROM responses)"
@@ -136,17 +136,6 @@ class SqlRule:
 Rule = FunctionRule | SqlRule
 """A loaded rule. Called with a table it gives one reward, or None, a row, or raises RuleError; by ``by_row`` only the
 rows that it fails on go without. ``digest`` is a SHA-256 of all that decides its values."""
-
-
-def rule_table(batch: pa.Table) -> pa.Table:
-    """The columns that SQL rules see, NULL where the table has none."""
-    return pa.table(
-        [
-            batch[field.name].cast(field.type) if field.name in batch.column_names else pa.nulls(len(batch), field.type)
-            for field in _SCHEMA
-        ],
-        schema=_SCHEMA,
-    )
 
 
 def load_rules(rules: Mapping[str, RuleConfig]) -> list[tuple[Rule, float]]:
