@@ -299,42 +299,32 @@ def _drain(lake: Lake, journal_folder: Path, wait_s: float, report: Callable[[st
         time.sleep(_POLL_S)
 
 
-def _register_responses(lake: Lake, selectors: Sequence[Selector]) -> dict[str, Values]:
+def _register_responses(
+    lake: Lake, selectors: Sequence[Selector], files: Sequence[tuple[DataFile, list[_Meaning]]] | None = None
+) -> dict[str, Values]:
     """Register the ids of the sealed responses that are to go and that no selector names; returns selectors by name.
 
-    Feedback on a response may still lie in another journal, and is found by nothing else.
+    Feedback on a response may still lie in another journal, and is found by nothing else. ``files``: look into these
+    alone, which were sealed since; the next maintenance removes the feedback on their responses.
     """
-    registered: dict[str, Values] = {}
+    table, registered = "interactions", dict[str, Values]()
+    if files is None:
+        files = _candidates(lake, table, lake.table(table), selectors)
     for selector in selectors:
-        if selector.kind != "response_id":
-            snapshots = {"interactions": lake.table("interactions")}
-            ids: set[str] = set()
-            for rows in _matches(lake, "interactions", snapshots, {}, [selector]):
-                ids.update(rows.column("response_id").to_pylist())
-            registered |= _register_unnamed(lake, ids, selector, selectors)
+        if selector.kind == "response_id":
+            continue
+        ids: set[str] = set()
+        for file, here in ((file, here) for file, meaning in files for of, here in meaning if of is selector):
+            for batch in lake.files(table).batches(table, file.path, needed_columns(table)):
+                ids.update(batch.column("response_id").filter(matching(table, batch, [here])).to_pylist())
+        unnamed = pa.array(sorted(ids), pa.string())
+        for other in selectors:
+            if other.kind == "response_id" and other.registered_at >= selector.registered_at:
+                unnamed = unnamed.filter(pc.invert(other.is_in(unnamed)))
+        if len(unnamed):
+            name = register(lake, "response_id", unnamed.to_pylist(), selector.registered_at, selector.versions)
+            registered[name] = _responses(unnamed.to_pylist(), selector)
     return registered
-
-
-def _register_unnamed(lake: Lake, ids: set[str], of: Selector, selectors: Sequence[Selector]) -> dict[str, Values]:
-    unnamed = pa.array(sorted(ids), pa.string())
-    for other in selectors:
-        if other.kind == "response_id" and other.registered_at >= of.registered_at:
-            unnamed = unnamed.filter(pc.invert(other.is_in(unnamed)))
-    if not len(unnamed):
-        return {}
-    name = register(lake, "response_id", unnamed.to_pylist(), of.registered_at, of.versions)
-    return {name: _responses(unnamed.to_pylist(), of)}
-
-
-def _register_responses_of(lake: Lake, file: DataFile, meaning: list[_Meaning], selectors: Sequence[Selector]) -> None:
-    """The same for one file, which was sealed since; the next maintenance removes the feedback on its responses."""
-    for selector, here in meaning:
-        if selector.kind != "response_id":
-            ids: set[str] = set()
-            for batch in lake.files("interactions").batches("interactions", file.path, needed_columns("interactions")):
-                meant = matching("interactions", batch, [here])
-                ids.update(batch.column("response_id").filter(meant).to_pylist())
-            _register_unnamed(lake, ids, selector, selectors)
 
 
 def _sealed_late(lake: Lake, done: Sequence[Erasure]) -> set[str]:
@@ -407,7 +397,7 @@ def _rewrite(lake: Lake, table: str, selectors: list[Selector]) -> int:
                 count = _count(lake, table, file, here)
                 if count:
                     if table == "interactions":
-                        _register_responses_of(lake, file, meaning, selectors)
+                        _register_responses(lake, selectors, [(file, meaning)])
                     rest = pa.RecordBatchReader.from_batches(TABLES[table], _rest(lake, table, file, here))
                     lake.replace(table, [file.path], rest, metadata={ERASED: count})
                     removed += count
