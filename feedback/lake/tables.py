@@ -311,8 +311,6 @@ class Lake:
         *,
         versions: Mapping[str, int] | None = None,
         tables: Iterable[str] = tuple(TABLES),
-        memory_limit: str | None = None,
-        threads: int | None = None,
     ) -> duckdb.DuckDBPyConnection:
         """A DuckDB connection with views ``interactions``, ``feedback``, ``rewards`` and ``current_rewards``.
 
@@ -331,7 +329,7 @@ class Lake:
         with_journal = [table for table in tables if table not in versions] if journal_folder is not None else []
         unsealed = load_all(journal_folder, with_journal) if journal_folder is not None and with_journal else []
         snapshots = {table: self.table(table, versions.get(table)) for table in tables}
-        connection = connect(memory_limit or self.config.memory_limit, threads or self.config.threads)
+        connection = connect(self.config.memory_limit, self.config.threads)
         try:
             for table, snapshot in snapshots.items():
                 rows = _unsealed(table, unsealed, snapshot) if table in with_journal else None
