@@ -29,7 +29,7 @@ from deltalake import DeltaTable
 from feedback.files import fsync_path, locked, make_folder
 from feedback.ids import uuid7
 from feedback.lake.data_files import data_files
-from feedback.lake.table_changes import Commit, LogGoneError, commits, scan_sql
+from feedback.lake.table_changes import Commit, commits, scan_sql
 from feedback.lake.tables import Lake, LakeError
 from feedback.lake.views import is_file_gone
 from feedback.schema import FEEDBACK
@@ -47,10 +47,6 @@ _COMMIT_ROWS: Final = 65_536  # what one transaction takes in, so that SQLite's 
 _BUSY_S: Final = 1.0
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)  # the last: a table is missing
 _SHORT_READ: Final = 522  # SQLITE_IOERR_SHORT_READ, which the sqlite3 module does not name
-
-
-class IdsError(LakeError):
-    """The index of feedback ids can't be read or written; the lake and the journal are not touched by that."""
 
 
 def key_of(tenant: str, feedback_id: str) -> bytes:
@@ -87,11 +83,11 @@ class SealedIds:
         self._connection: sqlite3.Connection | None = None
 
     def reopen(self) -> None:
-        """Open the newest index, if it is not open already. Raises IdsError if there is none."""
+        """Open the newest index, if it is not open already. Raises LakeError if there is none."""
         newest = _newest(self.journal_folder)
         if newest is None:
             self.damaged = True
-            raise IdsError(f"there is no index of feedback ids in {self.journal_folder}")
+            raise LakeError(f"there is no index of feedback ids in {self.journal_folder}")
         if newest != self.path or self._connection is None:
             self.close()
             try:
@@ -101,12 +97,12 @@ class SealedIds:
             self.path, self.damaged = newest, False
 
     def get(self, key: bytes) -> bytes | None:
-        """``content_of`` the feedback that is sealed under a key, or None. Raises IdsError."""
+        """``content_of`` the feedback that is sealed under a key, or None. Raises LakeError."""
         found = self._select("SELECT content FROM ids WHERE key = ?", key)
         return found[0][0] if found else None
 
     def version(self) -> int:
-        """The Delta version up to which the feedback table has been taken in. Raises IdsError."""
+        """The Delta version up to which the feedback table has been taken in. Raises LakeError."""
         return int(self._select("SELECT version FROM read_until")[0][0])
 
     def close(self) -> None:
@@ -117,22 +113,22 @@ class SealedIds:
 
     def _select(self, sql: str, *values: bytes) -> list[Any]:
         if self._connection is None:
-            raise IdsError(f"the index of feedback ids in {self.journal_folder} is not open")
+            raise LakeError(f"the index of feedback ids in {self.journal_folder} is not open")
         try:
             return self._connection.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise self._error(self.path, error) from error
 
-    def _error(self, path: Path | None, error: sqlite3.Error) -> IdsError:
+    def _error(self, path: Path | None, error: sqlite3.Error) -> LakeError:
         self.damaged = self.damaged or _is_damage(error)
-        return IdsError(f"the index of feedback ids {path} can't be read: {error}")
+        return LakeError(f"the index of feedback ids {path} can't be read: {error}")
 
 
 def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None, *, rebuild: bool = False) -> int:
     """Bring the index up to the feedback table; returns the Delta version up to which it has been read.
 
     ``snapshot``: the table as the caller read it. An index that can't be brought up to it, or any index if ``rebuild``,
-    is rebuilt. Raises IdsError, LakeError, LockTimeoutError or OSError.
+    is rebuilt. Raises LakeError, LockTimeoutError or OSError.
     """
     folder = journal_folder / "ids"
     make_folder(folder)
@@ -144,7 +140,7 @@ def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None
                 version = _update(path, lake, snapshot)
             except sqlite3.Error as error:
                 if not _is_damage(error):
-                    raise IdsError(f"the index of feedback ids {path} can't be written: {error}") from error
+                    raise LakeError(f"the index of feedback ids {path} can't be written: {error}") from error
                 log.warning("the index of feedback ids %s is damaged (%s): rebuilding it", path, error)
             else:
                 if version is not None:
@@ -152,7 +148,7 @@ def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None
         try:
             return _build(folder, lake, lake.table("feedback"))
         except (sqlite3.Error, duckdb.Error, pa.ArrowException) as error:
-            raise IdsError(f"the index of feedback ids can't be built in {folder}: {error}") from error
+            raise LakeError(f"the index of feedback ids can't be built in {folder}: {error}") from error
 
 
 def take_in_if_used(lake: Lake, journal_folder: Path) -> None:
@@ -196,9 +192,9 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
                 log.info("rows left %s: rebuilding the index of feedback ids", lake.table_uri("feedback"))
                 return None
             _take_in_changes(connection, lake, new)
-        except (LogGoneError, duckdb.Error, pa.ArrowException, OSError) as error:
-            if not isinstance(error, LogGoneError) and not is_file_gone(error):
-                raise IdsError(f"the changes of feedback since version {since} can't be read: {error}") from error
+        except (duckdb.Error, pa.ArrowException, OSError) as error:
+            if not is_file_gone(error):
+                raise LakeError(f"the changes of feedback since version {since} can't be read: {error}") from error
             log.warning(
                 "the changes of feedback since version %d are cleaned up (%s): rebuilding the index of feedback ids",
                 since,

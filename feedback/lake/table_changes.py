@@ -31,7 +31,7 @@ _READERS: Final = 8
 _numbers = count()  # of what is registered with DuckDB
 
 
-class LogGoneError(RuntimeError):
+class LogGoneError(FileNotFoundError):
     """A commit's file in the log is not there any more: logs are cleaned up after a time."""
 
 

@@ -92,7 +92,9 @@ def unreadable_features(snapshot: DeltaTable) -> list[str]:
 
 
 def is_file_gone(error: BaseException) -> bool:
-    """Whether a query failed because a data file of its view is not there any more."""
+    """Whether a data file or a commit of the log is not there any more."""
+    if isinstance(error, FileNotFoundError):
+        return True
     return isinstance(error, duckdb.Error | OSError | pa.ArrowException) and bool(_GONE.search(str(error)))
 
 

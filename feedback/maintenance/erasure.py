@@ -73,10 +73,6 @@ _Meaning = tuple[Selector, Selector]
 """A selector, and what it means in a certain file."""
 
 
-class ErasureError(LakeError):
-    """An erasure could not be done, or not to its end; the text says what to do."""
-
-
 @dataclass(frozen=True)
 class Target:
     """Whose rows are to go: a user (of one tenant, or of all), all of a tenant, or one response."""
@@ -177,7 +173,7 @@ def erase(
 
     A segment that a living server is writing is waited for, up to ``wait_s`` seconds: it is closed when it is
     ``journal.segment_seconds`` old. Older versions of all tables can't be read afterwards. Killed anywhere, it can be
-    repeated, and the next maintenance finishes it. Raises ErasureError, LakeError, LockTimeoutError or OSError.
+    repeated, and the next maintenance finishes it. Raises LakeError, LockTimeoutError or OSError.
 
     ``registered`` is called with the erasure's id before any row goes; ``rewritten`` when all are gone, before the
     erasure is noted as done: if it raises, the next maintenance calls its own.
@@ -291,7 +287,7 @@ def _drain(lake: Lake, journal_folder: Path, wait_s: float, report: Callable[[st
         if not waiting:
             return
         if time.monotonic() > deadline:
-            raise ErasureError(
+            raise LakeError(
                 f"{journal_folder}: {sorted(waiting)[0]} and {len(waiting) - 1} other segments are still open after "
                 f"{wait_s:g} s, so their rows can't be erased yet; nothing of the lake was. Is journal.segment_seconds "
                 "longer? Repeat the erasure when they are closed"
@@ -406,7 +402,7 @@ def _rewrite(lake: Lake, table: str, selectors: list[Selector]) -> int:
                 conflicts += 1
         if not conflicts:
             return removed
-    raise ErasureError(f"{lake.table_uri(table)}: other processes replace files again and again; repeat the erasure")
+    raise LakeError(f"{lake.table_uri(table)}: other processes replace files again and again; repeat the erasure")
 
 
 def _count(

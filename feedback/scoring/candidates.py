@@ -19,7 +19,7 @@ import pyarrow as pa
 from deltalake import DeltaTable
 
 from feedback.lake.data_files import Spans, data_files
-from feedback.lake.table_changes import LogGoneError, commits, scan_sql
+from feedback.lake.table_changes import commits, scan_sql
 from feedback.lake.tables import Lake
 from feedback.lake.views import is_file_gone
 
@@ -110,8 +110,8 @@ class Search:
         try:
             added, there = self._added("interactions", since), {*self._paths("interactions")}
             self._add_candidates("interactions", [path for path in added if path not in there], "status = 'complete'")
-        except (LogGoneError, duckdb.Error, OSError) as error:
-            if not _is_cleaned_up(error):
+        except (duckdb.Error, OSError) as error:
+            if not is_file_gone(error):
                 raise
             log.warning("what is new in interactions since version %d is cleaned up: reading all (%s)", since, error)
             self.connection.execute("DELETE FROM candidates")
@@ -127,8 +127,8 @@ class Search:
         """Responses with new votes become candidates; all with any, if the log does not reach back."""
         try:
             self._add_candidates("feedback", self._added("feedback", since), is_vote)
-        except (LogGoneError, duckdb.Error, OSError) as error:
-            if not _is_cleaned_up(error):
+        except (duckdb.Error, OSError) as error:
+            if not is_file_gone(error):
                 raise
             log.warning("what is new in feedback since version %d is cleaned up: reading all (%s)", since, error)
             self.repeats = True
@@ -181,7 +181,3 @@ class Search:
 
     def _count(self, relation: str) -> int:
         return int(self.connection.execute(f"SELECT count(*) FROM {relation}").fetchall()[0][0])
-
-
-def _is_cleaned_up(error: Exception) -> bool:
-    return isinstance(error, LogGoneError) or is_file_gone(error)

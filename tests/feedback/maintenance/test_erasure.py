@@ -32,7 +32,6 @@ from feedback.lake.query import QueryError
 from feedback.lake.query import run as query
 from feedback.lake.tables import Lake, LakeError
 from feedback.maintenance.erasure import (
-    ErasureError,
     Target,
     _drain,
     _rewrite,
@@ -251,7 +250,7 @@ def test_segments_that_a_living_server_is_writing_are_waited_for(lake, folder, s
 @pytest.mark.parametrize("server", [60.0], indirect=True)
 def test_a_segment_that_stays_open_is_named_and_the_next_maintenance_finishes_the_erasure(lake, folder, server):
     put(lake, "interactions", [secret("1")])
-    with pytest.raises(ErasureError, match=r"feedback\.replica-0.*still open after 0\.3 s.*segment_seconds"):
+    with pytest.raises(LakeError, match=r"feedback\.replica-0.*still open after 0\.3 s.*segment_seconds"):
         erase(lake, folder, Target(user=SECRET), wait_s=0.3)
     server.kill()
     server.wait(10)
