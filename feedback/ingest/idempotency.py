@@ -192,7 +192,8 @@ class SeenFeedback:
             return False
         with self._comparing("what is recorded"):
             version, erasures = self._sealed.version(), self._erased_until[1]
-            if not await asyncio.to_thread(self._was_removed, version, erasures):
+            removed = await asyncio.to_thread(registered, self.lake) != erasures
+            if not (removed or await asyncio.to_thread(rows_left, self.lake, "feedback", version)):
                 return False
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
             self._sealed.reopen()
@@ -207,9 +208,6 @@ class SeenFeedback:
         except (LakeError, OSError, sqlite3.Error) as error:
             self.error = str(error)
             raise SeenFeedbackError(f"feedback can't be compared with {what}: {error}") from error
-
-    def _was_removed(self, version: int, erasures: frozenset[str]) -> bool:
-        return registered(self.lake) != erasures or rows_left(self.lake, "feedback", version)
 
     async def _forget_erased(self) -> None:
         """Forget what left the lake, or will never come to it: sent again, it is new.

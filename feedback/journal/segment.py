@@ -38,7 +38,7 @@ _NAME: Final = re.compile(
 )
 _MAX_METADATA: Final = 16 << 20
 _SEAL_ROOM: Final = 512  # for the seal, and the padding around it
-_WRITER: Final = re.compile(r"[\w-]{1,64}", re.ASCII)
+WRITER: Final = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
@@ -49,10 +49,6 @@ class SegmentName:
     writer: str
     incarnation: str
     number: int
-
-    def __post_init__(self) -> None:
-        if not _WRITER.fullmatch(self.writer):
-            raise ValueError(f"writer {self.writer!r}: 1 to 64 letters, digits, '_' or '-' are allowed")
 
     def __str__(self) -> str:
         return f"{self.table}.{self.writer}.{self.incarnation}.{self.number:010d}"

@@ -27,7 +27,7 @@ from feedback.files import make_folder, prove_disk
 from feedback.journal.codec import RowError, check_row
 from feedback.journal.entry import Entry, State, resolve
 from feedback.journal.recovery import recover
-from feedback.journal.segment import SegmentName
+from feedback.journal.segment import WRITER
 from feedback.journal.session import WriterSession
 from feedback.journal.streams import STARTED, SoFar, Stream, aborted, refused
 
@@ -58,7 +58,8 @@ class Journal:
 
     def __init__(self, folder: Path, config: JournalConfig, writer: str) -> None:
         """Raises ValueError if ``writer`` is not 1 to 64 letters, digits, '_' or '-'."""
-        SegmentName("interactions", writer, "0" * 32, 0)  # refuses a bad name here, not at the first row
+        if not WRITER.fullmatch(writer):
+            raise ValueError(f"writer {writer!r}: 1 to 64 letters, digits, '_' or '-' are allowed")
         self.folder = folder
         self.config = config
         self.writer = writer

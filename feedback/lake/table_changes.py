@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -40,7 +40,8 @@ class Commit:
     """What a commit did to a table's files.
 
     ``added``: files it added, ``fresh`` those among them whose rows the table had not before; ``removed``: files it
-    removed; ``rows_gone``: whether rows left the table with them (an erasure, a retention, another tool's delete).
+    removed; ``rows_gone``: whether rows left the table with them (an erasure, a retention, another tool's delete);
+    ``erased``: how many an erasure took.
     """
 
     version: int
@@ -48,6 +49,7 @@ class Commit:
     fresh: list[str]
     removed: list[str]
     rows_gone: bool
+    erased: int
 
 
 def commits(lake: Lake, table: str, since: int, until: int) -> list[Commit]:
@@ -55,7 +57,17 @@ def commits(lake: Lake, table: str, since: int, until: int) -> list[Commit]:
 
     Raises LogGoneError if the log does not reach back to ``since``.
     """
-    return [_commit(version, actions) for version, actions in enumerate(_commits(lake, table, since, until), since + 1)]
+    files = lake.files(table).filesystem
+
+    def read(version: int) -> Commit:
+        try:
+            with files.open_input_file(f"_delta_log/{version:020d}.json") as log:
+                return _commit(version, [json.loads(line) for line in log.read().splitlines()])
+        except FileNotFoundError as error:
+            raise LogGoneError(f"{lake.table_uri(table)}: commit {version} was cleaned up") from error
+
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(read, range(since + 1, until + 1)))
 
 
 class ErasedSince:
@@ -80,35 +92,15 @@ class ErasedSince:
         log does not reach back.
         """
         for table, read in self._read.items():
-            until = self._lake.table(table).version()
-            for version, actions in enumerate(_commits(self._lake, table, read, until), start=read + 1):
-                self._follow(table, version, actions)
-                self._read[table] = version
+            new = self._new[table]
+            for commit in commits(self._lake, table, read, self._lake.table(table).version()):
+                if new.issuperset(commit.removed):
+                    new.update(commit.added)
+                elif commit.version > self._after.get(table, -1):
+                    self._rows[table] += commit.erased
+                new.difference_update(commit.removed)
+                self._read[table] = commit.version
         return {table: count for table, count in self._rows.items() if count}
-
-    def _follow(self, table: str, version: int, actions: list[dict[str, Any]]) -> None:
-        new = self._new[table]
-        removed = {action["remove"]["path"] for action in actions if "remove" in action}
-        if removed <= new:
-            new.update(action["add"]["path"] for action in actions if "add" in action)
-        elif version > self._after.get(table, -1):
-            self._rows[table] += sum(int(action.get("commitInfo", {}).get(ERASED, 0)) for action in actions)
-        new -= removed
-
-
-def _commits(lake: Lake, table: str, since: int, until: int) -> Iterator[list[dict[str, Any]]]:
-    """The actions of each commit ``since`` < version <= ``until``. Raises LogGoneError if one is not there any more."""
-    files = lake.files(table).filesystem
-
-    def read(version: int) -> list[dict[str, Any]]:
-        try:
-            with files.open_input_file(f"_delta_log/{version:020d}.json") as log:
-                return [json.loads(line) for line in log.read().splitlines()]
-        except FileNotFoundError as error:
-            raise LogGoneError(f"{lake.table_uri(table)}: commit {version} was cleaned up") from error
-
-    with ThreadPoolExecutor(_READERS) as pool:
-        yield from pool.map(read, range(since + 1, until + 1))
 
 
 def rows_left(lake: Lake, table: str, since: int) -> bool:
@@ -134,6 +126,7 @@ def _commit(version: int, actions: list[dict[str, Any]]) -> Commit:
         [] if removed else [file["path"] for file in added if file.get("dataChange")],
         [file["path"] for file in removed],
         any(file.get("dataChange", True) for file in removed) or (bool(removed) and not TAKES_ROWS.isdisjoint(info)),
+        int(info.get(ERASED, 0)),
     )
 
 
