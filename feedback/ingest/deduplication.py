@@ -19,7 +19,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
-import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
@@ -28,8 +27,7 @@ from feedback.ingest.id_index import COLUMNS, SealedIds, keys_and_contents, take
 from feedback.lake.data_files import Spans, data_files
 from feedback.lake.delta_log import FEEDBACK_IDS
 from feedback.lake.erasure_registry import ALL_TIMES, erasures, matching
-from feedback.lake.table_changes import scan_sql
-from feedback.lake.tables import Lake, LakeConflictError, LakeError
+from feedback.lake.tables import Lake, LakeConflictError
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +35,6 @@ _GUARD: Final = "feedback.ids"
 _ATTEMPTS: Final = 8
 _PAUSE_S: Final = 0.05
 _MOST_NAMED: Final = 100  # conflicting ids that a commit and a log line name; all are counted
-_BATCH_ROWS: Final = 8192
 
 
 _counts: Counter[str] = Counter()
@@ -123,23 +120,14 @@ def _in_lake(
     if not nominated:
         return {}
     ids = rows.column("feedback_id").take(nominated)
-    spans = Spans.of(ids.to_pylist())
-    files = [file.path for file in data_files(snapshot, ("feedback_id",)) if file.may_hold("feedback_id", spans)]
+    spans, standing = Spans.of(ids.to_pylist()), dict[bytes, bytes]()
     leaving = erasures(lake, since=ALL_TIMES, pending=True)
-
-    def look_up(connection: duckdb.DuckDBPyConnection) -> dict[bytes, bytes]:
-        stored = scan_sql(connection, lake, "feedback", files, [*COLUMNS, "created_at"])
-        connection.register("nominated", pa.table({"feedback_id": ids}))
-        batches = connection.sql(f"FROM ({stored}) SEMI JOIN nominated USING (feedback_id)").to_arrow_reader(
-            _BATCH_ROWS
-        )
-        staying = (batch.filter(pc.invert(matching("feedback", batch, leaving))) for batch in batches)
-        return dict(pair for batch in staying for pair in keys_and_contents(batch))
-
-    try:
-        return lake.read(look_up, versions={"feedback": snapshot.version()}, tables=())
-    except duckdb.Error as error:
-        raise LakeError(f"table {lake.table_uri('feedback')} can't be read: {error}") from error
+    for file in data_files(snapshot, ("feedback_id",)):
+        if file.may_hold("feedback_id", spans):
+            for batch in lake.files("feedback").batches("feedback", file.path, [*COLUMNS, "created_at"]):
+                stored = batch.filter(pc.is_in(batch.column("feedback_id"), value_set=ids))
+                standing.update(keys_and_contents(stored.filter(pc.invert(matching("feedback", stored, leaving)))))
+    return standing
 
 
 def _report(repeated: int, conflicts: list[str]) -> None:

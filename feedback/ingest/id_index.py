@@ -17,19 +17,18 @@ import hashlib
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
-import duckdb
 import pyarrow as pa
 from deltalake import DeltaTable
 
 from feedback.files import fsync_path, locked, make_folder
 from feedback.ids import uuid7
 from feedback.lake.data_files import data_files
-from feedback.lake.table_changes import Commit, commits, scan_sql
+from feedback.lake.table_changes import Commit, commits
 from feedback.lake.tables import Lake, LakeError
 from feedback.lake.views import is_file_gone
 from feedback.schema import FEEDBACK
@@ -42,7 +41,6 @@ COLUMNS: Final = ("feedback_id", *_CONTENT)
 _TENANT: Final = _CONTENT.index("tenant")
 _FORMAT: Final = f"2 {' '.join(_CONTENT)}"
 _CACHE_KIB: Final = 4096
-_BATCH_ROWS: Final = 8192
 _COMMIT_ROWS: Final = 65_536  # what one transaction takes in, so that SQLite's log stays small
 _BUSY_S: Final = 1.0
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)  # the last: a table is missing
@@ -147,7 +145,7 @@ def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None
                     return version
         try:
             return _build(folder, lake, lake.table("feedback"))
-        except (sqlite3.Error, duckdb.Error, pa.ArrowException) as error:
+        except (sqlite3.Error, pa.ArrowException) as error:
             raise LakeError(f"the index of feedback ids can't be built in {folder}: {error}") from error
 
 
@@ -192,7 +190,7 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
                 log.info("rows left %s: rebuilding the index of feedback ids", lake.table_uri("feedback"))
                 return None
             _take_in_changes(connection, lake, new)
-        except (duckdb.Error, pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             if not is_file_gone(error):
                 raise LakeError(f"the changes of feedback since version {since} can't be read: {error}") from error
             log.warning(
@@ -254,9 +252,10 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
     return snapshot.version()
 
 
-def _rows_of(lake: Lake, files: list[str]) -> Iterator[pa.RecordBatch]:
-    with lake.connect(tables=()) as connection:
-        yield from connection.sql(scan_sql(connection, lake, "feedback", files, COLUMNS)).to_arrow_reader(_BATCH_ROWS)
+def _rows_of(lake: Lake, paths: Iterable[str]) -> Iterator[pa.RecordBatch]:
+    files = lake.files("feedback")
+    for path in paths:
+        yield from files.batches("feedback", path, COLUMNS)
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

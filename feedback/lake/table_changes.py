@@ -11,24 +11,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
-from urllib.parse import unquote
-
-import duckdb
-import pyarrow.dataset as pa_ds
 
 from feedback.lake.delta_log import ERASED, TAKES_ROWS
 from feedback.lake.tables import Lake
-from feedback.lake.views import quoted_files
 from feedback.schema import TABLES
 
 _READERS: Final = 8
-
-_numbers = count()  # of what is registered with DuckDB
 
 
 class LogGoneError(FileNotFoundError):
@@ -128,20 +121,3 @@ def _commit(version: int, actions: list[dict[str, Any]]) -> Commit:
         any(file.get("dataChange", True) for file in removed) or (bool(removed) and not TAKES_ROWS.isdisjoint(info)),
         int(info.get(ERASED, 0)),
     )
-
-
-def scan_sql(
-    connection: duckdb.DuckDBPyConnection, lake: Lake, table: str, paths: Iterable[str], columns: Iterable[str]
-) -> str:
-    """A SELECT of some columns of some of a table's data files."""
-    listed, paths = ", ".join(columns), [unquote(path) for path in paths]
-    if paths and lake.local:
-        files = quoted_files(f"{lake.table_uri(table)}/{path}" for path in paths)
-        return f"SELECT {listed} FROM read_parquet([{files}], hive_partitioning = false)"
-    source: Any = TABLES[table].empty_table()
-    if paths:
-        # The folder's date is no column of the files, and nothing here asks for it.
-        source = pa_ds.dataset(paths, schema=TABLES[table], format="parquet", filesystem=lake.files(table).filesystem)
-    name = f"files_{next(_numbers)}"
-    connection.register(name, source)
-    return f"SELECT {listed} FROM {name}"

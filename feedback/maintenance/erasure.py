@@ -354,25 +354,18 @@ def _warn_of_rows_ahead(lake: Lake, known: Sequence[Erasure]) -> None:
 def _with_files_since(lake: Lake, table: str, known: Sequence[Erasure]) -> Iterator[tuple[Erasure, list[DataFile]]]:
     """Each erasure with the files of a table that were added after it went through."""
     snapshot = lake.table(table)
-    files: dict[int | None, list[DataFile]] = {}
+    files = data_files(snapshot, needed_columns(table))
+    added: dict[int | None, set[str]] = {None: {file.path for file in files}}  # all, where it is not known
     for erasure in known:
         since = erasure.done_until.get(table)
-        if since not in files:
-            files[since] = _files_since(lake, table, snapshot, since)
-        yield erasure, files[since]
-
-
-def _files_since(lake: Lake, table: str, snapshot: DeltaTable, since: int | None) -> list[DataFile]:
-    """The files that were added after a version, by any commit; all, if that is not known."""
-    files = data_files(snapshot, needed_columns(table))
-    if since is None:
-        return files
-    try:
-        added = {path for commit in commits(lake, table, since, snapshot.version()) for path in commit.added}
-    except LogGoneError as error:
-        log.info("%s; looking at all files", error)
-        return files
-    return [file for file in files if file.path in added]
+        if since is not None and since not in added:
+            try:
+                changes = commits(lake, table, since, snapshot.version())
+                added[since] = {path for commit in changes for path in commit.added}
+            except LogGoneError as error:
+                log.info("%s; looking at all files", error)
+                added[since] = added[None]
+        yield erasure, [file for file in files if file.path in added[since]]
 
 
 def _rewrite_all(lake: Lake, selectors: Iterable[Selector], report: Callable[[str], None]) -> dict[str, int]:

@@ -13,15 +13,18 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import unquote
 
 import duckdb
 import pyarrow as pa
+import pyarrow.dataset as pa_ds
 from deltalake import DeltaTable
 
 from feedback.lake.data_files import Spans, data_files
-from feedback.lake.table_changes import commits, scan_sql
+from feedback.lake.table_changes import commits
 from feedback.lake.tables import Lake
-from feedback.lake.views import is_file_gone
+from feedback.lake.views import is_file_gone, quoted_files
+from feedback.schema import TABLES
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class Search:
         self.scorer = scorer
         self.columns = (*_KEY, *columns)
         self.repeats = False
+        self.registered = 0
         self.files = {table: data_files(snapshot, _BOUNDS[table]) for table, snapshot in snapshots.items()}
         connection.execute("CREATE TABLE candidates (response_id VARCHAR)")
 
@@ -177,7 +181,18 @@ class Search:
         )
 
     def _rows(self, table: str, paths: Iterable[str], columns: Iterable[str]) -> str:
-        return scan_sql(self.connection, self.lake, table, paths, columns)
+        """A SELECT of some columns of some of a table's data files."""
+        listed, paths = ", ".join(columns), [unquote(path) for path in paths]
+        if paths and self.lake.local:
+            files = quoted_files(f"{self.lake.table_uri(table)}/{path}" for path in paths)
+            return f"SELECT {listed} FROM read_parquet([{files}], hive_partitioning = false)"
+        source, schema = TABLES[table].empty_table(), TABLES[table]
+        if paths:  # the folder's date is no column of the files, and nothing here asks for it
+            filesystem = self.lake.files(table).filesystem
+            source = pa_ds.dataset(paths, schema=schema, format="parquet", filesystem=filesystem)
+        self.registered += 1
+        self.connection.register(f"files_{self.registered}", source)
+        return f"SELECT {listed} FROM files_{self.registered}"
 
     def _count(self, relation: str) -> int:
         return int(self.connection.execute(f"SELECT count(*) FROM {relation}").fetchall()[0][0])

@@ -197,8 +197,8 @@ def _checked_sql(name: str, expression: str, reason: str) -> SqlRule:
 def _source_digest(function: Callable[..., Any], name: str) -> str:
     try:
         source = inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError as error:
-        raise RuleError(f"rule {name} has no source file, so its version can't be recorded: {error}") from error
+    except TypeError:
+        source = None
     if source is None:
         raise RuleError(f"rule {name} has no source file, so its version can't be recorded")
     # With the function's name: one file may define several.

@@ -267,13 +267,13 @@ def test_progress_reaches_the_end_and_scored_at_grows_with_every_run(lake, both,
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(table, how many of its data files) of each search of a run, in their order; filled while runs go on."""
     files: list[tuple[str, int]] = []
-    scan = candidates.scan_sql
+    rows = candidates.Search._rows
 
-    def recorded(connection: Any, lake: Lake, table: str, paths: list[str], columns: Any) -> str:
+    def recorded(search: candidates.Search, table: str, paths: list[str], columns: Any) -> str:
         files.append((table, len(paths)))
-        return scan(connection, lake, table, paths, columns)
+        return rows(search, table, paths, columns)
 
-    monkeypatch.setattr(candidates, "scan_sql", recorded)
+    monkeypatch.setattr(candidates.Search, "_rows", recorded)
     return files
 
 
