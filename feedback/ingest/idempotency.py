@@ -78,7 +78,12 @@ class SeenFeedback:
 
         Raises SeenFeedbackError if that can't be looked up.
         """
-        return self._verdict(key_of(row["tenant"], row["feedback_id"]), content_of(row))
+        with self._comparing("what is recorded"):
+            key = key_of(row["tenant"], row["feedback_id"])
+            known = self._sealed.get(key) or self._recorded(key)
+        if known is None:
+            return "new"
+        return "same" if known == content_of(row) else "conflict"
 
     async def record(self, row: dict[str, Any], journal: Journal, *, generated_id: bool = False) -> Verdict:
         """Append ``row`` to the journal unless its id is known; return when the verdict is durable.
@@ -92,7 +97,7 @@ class SeenFeedback:
             other, done = self._pending[key]
             if await asyncio.shield(done):
                 return "same" if other == content else "conflict"
-        verdict = "new" if generated_id else self._verdict(key, content)
+        verdict = "new" if generated_id else self.check(row)
         # Checked before what was removed: an erasure that ends in between is seen there.
         being_erased = verdict == "same" and await self._is_being_erased(row)
         if verdict != "new" and await self._forget_removed():
@@ -130,13 +135,6 @@ class SeenFeedback:
     def stats(self) -> dict[str, float]:
         """Gauges for monitoring."""
         return {"healthy": float(self.error is None), "unsealed": self._unsealed_rows, "pending": len(self._pending)}
-
-    def _verdict(self, key: bytes, content: bytes) -> Verdict:
-        with self._comparing("what is recorded"):
-            known = self._sealed.get(key) or self._recorded(key)
-        if known is None:
-            return "new"
-        return "same" if known == content else "conflict"
 
     def _recorded(self, key: bytes) -> bytes | None:
         found = self._unsealed.execute("SELECT content FROM ids WHERE key = ?", (key,)).fetchall()
