@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote
 
@@ -38,20 +37,13 @@ _ABOUT: Final = ("response_id", "rejected_response_id")
 _BOUNDS: Final = {"interactions": ("response_id",), "feedback": _ABOUT, "rewards": ()}
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """What was found. ``some``: it is less than the whole lake, and table ``touched`` lists it.
-
-    ``repeats``: there may be responses of which nothing new is known; table ``former`` has their last rewards.
-    """
-
-    count: int
-    some: bool
-    repeats: bool = False
-
-
 class Search:
-    """Makes the views ``responses`` (tenant, response_id and ``columns``) and ``feedback_on``."""
+    """Makes the views ``responses`` (tenant, response_id and ``columns``) and ``feedback_on``.
+
+    When it has run, ``count`` is the number of responses. ``some``: they are less than the whole lake, and table
+    ``touched`` lists them. ``repeats``: there may be some of which nothing new is known; table ``former`` has their
+    last rewards.
+    """
 
     def __init__(
         self,
@@ -67,12 +59,13 @@ class Search:
         self.snapshots = snapshots
         self.scorer = scorer
         self.columns = (*_KEY, *columns)
-        self.repeats = False
+        self.count = 0
+        self.some = self.repeats = False
         self.registered = 0
         self.files = {table: data_files(snapshot, _BOUNDS[table]) for table, snapshot in snapshots.items()}
         connection.execute("CREATE TABLE candidates (response_id VARCHAR)")
 
-    def run(self, since: dict[str, int | None], is_vote: str, retry: pa.Table) -> Candidates:
+    def run(self, since: dict[str, int | None], is_vote: str, retry: pa.Table) -> None:
         """Look for what there is to score.
 
         since: the versions of interactions and feedback that are scored already; None if the scorer has never run.
@@ -82,7 +75,8 @@ class Search:
         if since["interactions"] is None:
             self._see_responses(self._paths("interactions"), [])
             self._see_feedback(self._paths("feedback"))
-            return Candidates(self._count("responses"), some=False)
+            self.count = self._count("responses")
+            return
         whole = self._new_interactions(since["interactions"])
         self._new_feedback(since["feedback"] or 0, is_vote)
         if len(retry):
@@ -98,9 +92,9 @@ class Search:
         about = [file for file in self.files["feedback"] if any(file.may_hold(name, spans) for name in _ABOUT)]
         self._see_feedback([file.path for file in about])
         self.connection.execute("CREATE TABLE touched AS SELECT tenant, response_id FROM responses")
+        self.some, self.count = True, self._count("touched")
         if self.repeats:
             self._see_former()
-        return Candidates(self._count("touched"), some=True, repeats=self.repeats)
 
     def _paths(self, table: str) -> list[str]:
         return [file.path for file in self.files[table]]

@@ -26,7 +26,7 @@ from feedback.lake.tables import Lake, LakeConflictError, LakeFileGoneError
 from feedback.lake.views import connect, is_file_gone
 from feedback.schema import REWARDS
 from feedback.scoring import retry
-from feedback.scoring.candidates import Candidates, Search
+from feedback.scoring.candidates import Search
 from feedback.scoring.composition import Composed, compose
 from feedback.scoring.scorer import Source, columns_of, load_sources, scorer_name
 from feedback.scoring.sources import human
@@ -151,8 +151,8 @@ class _Run:
         connection.execute("SET preserve_insertion_order = false")
         votes = human.counts_sql(self.config.human, self.kinds) if self.config.human.weight > 0 else "false"
         snapshots = self.snapshots | {"rewards": self.rewards}
-        search = Search(connection, self.lake, snapshots, self.scorer, columns_of(self.sources))
-        found = search.run(self.since, votes, pending)
+        found = Search(connection, self.lake, snapshots, self.scorer, columns_of(self.sources))
+        found.run(self.since, votes, pending)
         self._score_batches(connection, found, pending)
         self._commit(connection, found)
 
@@ -165,7 +165,7 @@ class _Run:
     def _application(self, name: str) -> str:
         return f"score.{self.scorer}.{name}"
 
-    def _score_batches(self, connection: duckdb.DuckDBPyConnection, found: Candidates, pending: pa.Table) -> None:
+    def _score_batches(self, connection: duckdb.DuckDBPyConnection, found: Search, pending: pa.Table) -> None:
         """Table ``scores``: (response_id, a value and a reason for each source that is no SQL), a batch at a time."""
         sources = [source for source in self.sources if source.by_row is not None]
         if not sources:
@@ -193,7 +193,7 @@ class _Run:
                 done += batch.num_rows
                 self.progress(", ".join(source.name for source in sources), done, found.count)
 
-    def _commit(self, connection: duckdb.DuckDBPyConnection, found: Candidates) -> None:
+    def _commit(self, connection: duckdb.DuckDBPyConnection, found: Search) -> None:
         scored_at = self._time()
         microseconds = (scored_at - _EPOCH) // timedelta(microseconds=1)
         transactions = {self._application(name): version for name, version in self.versions.items()}
@@ -210,7 +210,7 @@ class _Run:
         metadata = {"scorer": self.scorer, "read": self.versions}
         self.lake.append("rewards", stream, transactions=transactions, metadata=metadata, snapshot=self.rewards)
 
-    def _components_sql(self, found: Candidates) -> str:
+    def _components_sql(self, found: Search) -> str:
         """SQL for (response_id, a value and a reason for each source)."""
         inner, outer, joins = [], [], []
         for source in self.sources:
@@ -239,7 +239,7 @@ class _Run:
         return max(datetime.now(UTC), _EPOCH + timedelta(microseconds=last + 1))
 
     def _rows(
-        self, result: pa.RecordBatchReader, scored_at: datetime, found: Candidates, looking: duckdb.DuckDBPyConnection
+        self, result: pa.RecordBatchReader, scored_at: datetime, found: Search, looking: duckdb.DuckDBPyConnection
     ) -> Iterator[pa.RecordBatch]:
         names = [source.name for source in self.sources]
         weights = [source.weight for source in self.sources]
