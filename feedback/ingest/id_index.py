@@ -145,7 +145,7 @@ def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None
                     return version
         try:
             return _build(folder, lake, lake.table("feedback"))
-        except (sqlite3.Error, pa.ArrowException) as error:
+        except (sqlite3.Error, pa.ArrowException, OSError) as error:
             raise LakeError(f"the index of feedback ids can't be built in {folder}: {error}") from error
 
 
