@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -106,8 +105,7 @@ class _Run:
         self.progress = progress
         # Rewards are read first: whatever the other tables hold beyond it is new.
         self.rewards = lake.table("rewards")
-        with ThreadPoolExecutor(len(_READ)) as pool:
-            self.snapshots = dict(zip(_READ, pool.map(lake.table, _READ), strict=True))
+        self.snapshots = {name: lake.table(name) for name in _READ}
         self.versions = {name: table.version() for name, table in self.snapshots.items()}
         self.since = {name: self.rewards.transaction_version(self._application(name)) for name in self.snapshots}
         for name, version in self.versions.items():
