@@ -1,33 +1,16 @@
-"""Settings of the data plane: the journal, the lake and scoring."""
+"""Settings of the data plane: the journal, the lake, what feedback there may be, and how it becomes a reward."""
 
 from __future__ import annotations
 
 import math
 import re
-from typing import Final, Literal, Self
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from feedback.scoring_config import HumanConfig, JudgeConfig, ModelConfig, RuleConfig, ScoringConfig
 from feedback.settings_base import Address, FunctionName, Identifier, MemorySize, Secret, Section
-
-__all__ = [
-    "DEFAULT_SCALE",
-    "FeedbackConfig",
-    "FunctionName",
-    "HumanConfig",
-    "Identifier",
-    "JournalConfig",
-    "JudgeConfig",
-    "KindsConfig",
-    "LakeConfig",
-    "MetricConfig",
-    "ModelConfig",
-    "RatingConfig",
-    "RuleConfig",
-    "ScoringConfig",
-    "Section",
-]
 
 DEFAULT_SCALE: Final = "stars"
 """The scale of a rating that names none, where several are declared."""
@@ -214,6 +197,246 @@ class KindsConfig(Section):
         if len(self.ratings) == 1:
             return next(iter(self.ratings))
         return DEFAULT_SCALE if DEFAULT_SCALE in self.ratings else None
+
+
+RESERVED_NAMES: Final = ("human", "model", "judge")
+"""Components that are no rule."""
+
+PLACEHOLDER: Final = re.compile(r"\{(prompt|response|metadata\.[^{}\s]+)\}")
+"""What a rubric may leave open."""
+
+_WORD_IN_BRACES: Final = re.compile(r"\{[A-Za-z_][\w.\-]*\}")
+_RULE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
+
+_PARAMETERS: Final[dict[str, tuple[str, ...]]] = {
+    "exact_match": ("reference",),
+    "numeric_equality": ("reference", "tolerance"),
+    "regex": ("pattern",),
+    "json_schema": ("json_schema",),
+    "length_penalty": ("target_tokens", "max_tokens"),
+    "repetition_penalty": ("ngram",),
+}
+_REQUIRED: Final = ("pattern", "json_schema", "target_tokens", "max_tokens")
+
+
+def _rule_name(name: str) -> str:
+    if name in RESERVED_NAMES:
+        raise ValueError(f"a rule can't be called {name!r}: that is another source's component")
+    if not _RULE_NAME.fullmatch(name):
+        raise ValueError(
+            f"{name!r} is no name for a rule: lower-case letters, digits and underscores, a letter first, at most 64"
+        )
+    return name
+
+
+RuleName = Annotated[str, AfterValidator(_rule_name)]
+"""The name of a rule, which is that of its component."""
+
+Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+class HumanConfig(Section):
+    """The reward component `human`: feedback on a response, from users and from what measures for them."""
+
+    weight: Weight = Field(default=1.0, description="Weight of the votes in the reward; 0 leaves them out.")
+    thumbs: Weight = Field(default=1.0, description="Weight of thumbs among a source's votes; 0 leaves them out.")
+    ratings: Weight = Field(default=1.0, description="Weight of ratings among a source's votes.")
+    preferences: Weight = Field(default=1.0, description="Weight of preferences among a source's votes.")
+    metrics: Weight = Field(default=1.0, description="Weight of metrics among a source's votes.")
+
+    @model_validator(mode="after")
+    def _some_kind_counts(self) -> Self:
+        if self.weight > 0 and not (self.thumbs or self.ratings or self.preferences or self.metrics):
+            raise ValueError("no kind of vote has a weight: set weight to 0 to leave the votes out")
+        return self
+
+
+class RuleConfig(Section):
+    """A reward component that a function, a SQL expression or a ready rule gives."""
+
+    weight: Weight = Field(default=1.0, description="Weight of the rule in the reward; 0 leaves it out.")
+    function: FunctionName | None = Field(
+        default=None, description="Python function over an Arrow table of responses, as module:name."
+    )
+    sql: str | None = Field(
+        default=None,
+        min_length=1,
+        description="DuckDB expression over prompt, messages, response, response_token_ids and metadata: a number, "
+        "a boolean, or NULL for no reward.",
+    )
+    ready: (
+        Literal["exact_match", "numeric_equality", "regex", "json_schema", "length_penalty", "repetition_penalty"]
+        | None
+    ) = Field(default=None, description="A rule that is there already.")
+    reference: str | None = Field(
+        default=None,
+        min_length=1,
+        description="exact_match, numeric_equality: the metadata key of the right answer (default: 'answer').",
+    )
+    tolerance: float | None = Field(
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="numeric_equality: largest difference, as a share of the reference or of 1 if that is more (1e-9).",
+    )
+    pattern: str | None = Field(default=None, description="regex: what the response must contain, in RE2's syntax.")
+    json_schema: dict[str, Any] | None = Field(
+        default=None, description="json_schema: the JSON Schema that the response must meet."
+    )
+    target_tokens: int | None = Field(
+        default=None, ge=0, description="length_penalty: responses of at most this many tokens get 1."
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="length_penalty: responses of at least this many tokens get 0."
+    )
+    ngram: int | None = Field(default=None, ge=1, le=16, description="repetition_penalty: tokens in a sequence (4).")
+
+    @model_validator(mode="after")
+    def _is_one_rule(self) -> Self:
+        present = [name for name in ("function", "sql", "ready") if getattr(self, name) is not None]
+        if len(present) != 1:
+            raise ValueError(
+                f"a rule has exactly one of function, sql and ready, not {' and '.join(present) or 'none'}"
+            )
+        taken = _PARAMETERS.get(self.ready or "", ())
+        what = f"ready rule {self.ready!r}" if self.ready else f"a rule by {present[0]}"
+        for name in {name for names in _PARAMETERS.values() for name in names}:
+            if getattr(self, name) is not None and name not in taken:
+                raise ValueError(f"{what} takes no {name!r}")
+            if getattr(self, name) is None and name in taken and name in _REQUIRED:
+                raise ValueError(f"{what} needs {name!r}")
+        if self.ready == "length_penalty" and not (self.target_tokens or 0) < (self.max_tokens or 0):
+            raise ValueError(f"target_tokens ({self.target_tokens}) must be less than max_tokens ({self.max_tokens})")
+        return self
+
+    @field_validator("pattern")
+    @classmethod
+    def _is_a_pattern(cls, value: str | None) -> str | None:
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise ValueError(f"no regular expression: {error}") from error
+        return value
+
+    @field_validator("json_schema")
+    @classmethod
+    def _is_a_schema(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None:
+            from jsonschema.exceptions import SchemaError
+            from jsonschema.validators import validator_for
+
+            try:
+                validator_for(value).check_schema(value)
+            except SchemaError as error:
+                raise ValueError(f"no JSON Schema: {error.message} (at {error.json_path})") from error
+        return value
+
+
+class ModelConfig(Section):
+    """The reward component `model`: the score of a sequence-classification model."""
+
+    name: str = Field(min_length=1, description="Folder or Hugging Face name of the model.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
+    weight: Weight = Field(default=1.0, description="Weight of the model in the reward; 0 leaves it out.")
+    label: int = Field(default=0, ge=0, description="Index of the label whose logit is the reward.")
+    activation: Literal["sigmoid", "softmax", "none"] = Field(
+        default="sigmoid",
+        description="sigmoid or softmax (over the labels) bring the logit into 0..1, where the other sources lie.",
+    )
+    device: str = Field(default="auto", description="auto (cuda if there is one), cpu, cuda, cuda:1 …")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the weights; auto takes the model's own."
+    )
+    max_length: int | None = Field(
+        default=None, ge=1, description="Longest prompt and response together, in tokens; null: the model's own limit."
+    )
+    batch_tokens: int = Field(default=16384, ge=1, description="Tokens in one forward pass, padding included.")
+
+
+class JudgeConfig(Section):
+    """The reward component `judge`: the score of another language model, by HTTP."""
+
+    url: Address = Field(description="Address of an OpenAI-compatible API, such as http://127.0.0.1:8001/v1.")
+    model: str = Field(min_length=1, description="Name of the model there.")
+    rubric: str = Field(
+        min_length=1,
+        description="The question to the judge. {prompt}, {response} and {metadata.KEY} stand for the response's own.",
+    )
+    api_key: Secret | None = Field(default=None, description="Bearer token for the API.")
+    weight: Weight = Field(default=1.0, description="Weight of the judge in the reward; 0 leaves it out.")
+    low: float = Field(default=0.0, description="The worst score, which becomes 0.")
+    high: float = Field(default=10.0, description="The best score, which becomes 1.")
+    max_tokens: int = Field(default=512, ge=1, description="Longest answer of the judge, in tokens.")
+    temperature: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="Sampling temperature of the judge.")
+    concurrency: int = Field(default=8, ge=1, le=1024, description="Most questions at once.")
+    timeout_s: float = Field(default=60.0, gt=0, description="Longest wait for one answer, in seconds.")
+    attempts: int = Field(default=4, ge=1, description="Attempts at a question in one run while it fails.")
+    backoff_s: float = Field(
+        default=0.5, gt=0, description="Wait before the second attempt, in seconds; it doubles with every further one."
+    )
+    max_backoff_s: float = Field(
+        default=30.0, gt=0, description="Longest wait between attempts, also if the server asks for more, in seconds."
+    )
+    deadline_s: float = Field(
+        default=1800.0, gt=0, description="Longest time that one run may spend on the judge, in seconds."
+    )
+    runs: int = Field(
+        default=3, ge=1, description="Scoring runs that ask for a response before its verdict is given up."
+    )
+    extra: dict[str, Any] = Field(
+        default_factory=dict, description="More fields of the request, or null for one that must not be sent."
+    )
+    cache: str = Field(default="judge", description="Folder where verdicts are kept, so that none is paid twice.")
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if not self.low < self.high or not math.isfinite(self.high - self.low):
+            raise ValueError(f"low ({self.low:g}) must be less than high ({self.high:g}), at a finite distance")
+        return self
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+            raise ValueError("the address of an API begins with http:// or https:// and a host")
+        return value.rstrip("/")
+
+    @field_validator("rubric")
+    @classmethod
+    def _asks_about_the_response(cls, value: str) -> str:
+        if "{response}" not in value:
+            raise ValueError("a rubric needs {response} where the response is to stand")
+        for word in _WORD_IN_BRACES.findall(value):
+            if not PLACEHOLDER.fullmatch(word):
+                raise ValueError(f"{word} stands for nothing; there are {{prompt}}, {{response}} and {{metadata.KEY}}")
+        return value
+
+
+class ScoringConfig(Section):
+    """The batch that turns interactions and feedback into rewards."""
+
+    human: HumanConfig = Field(default_factory=HumanConfig, description="Users' votes.")
+    rules: dict[RuleName, RuleConfig] = Field(
+        default_factory=dict, description="Rules by the name of their component, each with a weight."
+    )
+    model: ModelConfig | None = Field(default=None, description="A reward model.")
+    judge: JudgeConfig | None = Field(default=None, description="A judge.")
+    batch_rows: int = Field(
+        default=8192, gt=0, description="Responses that are handed to Python rules, the model and the judge at a time."
+    )
+    memory_limit: MemorySize = Field(
+        default="1GB", description="Memory that DuckDB may use for scoring before it spills."
+    )
+    threads: int = Field(default=2, gt=0, description="Threads that DuckDB may use for scoring.")
+
+    def resolved(self, path: Callable[[str], Path]) -> ScoringConfig:
+        """The same with every folder absolute; ``path`` makes it so. A model's name is a folder if there is one."""
+        judge, model = self.judge, self.model
+        if judge is not None:
+            judge = judge.model_copy(update={"cache": str(path(judge.cache))})
+        if model is not None and path(model.name).is_dir():
+            model = model.model_copy(update={"name": str(path(model.name))})
+        return self.model_copy(update={"judge": judge, "model": model})
 
 
 class FeedbackConfig(Section):

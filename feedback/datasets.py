@@ -13,38 +13,50 @@ from typing import Final, TypeVar
 import duckdb
 import pyarrow as pa
 
-from feedback.lake.tables import Lake, LakeFileGoneError
-from feedback.schema import INTERACTIONS, TIMESTAMP
+from feedback.lake.tables import Lake
+from feedback.schema import INTERACTIONS, TIMESTAMP, conform
 from feedback.scoring.aggregation import TIE, make_pairs, resolve
 
 _T = TypeVar("_T")
 
-_READ_ATTEMPTS: Final = 3
-
 _PROMPTS: Final = """
 WITH complete AS (
-    SELECT prompt_token_ids, prompt, messages, metadata, request_id, response_id, created_at
+    SELECT prompt_token_ids, prompt, messages, metadata, response_id, created_at
     FROM interactions
     WHERE status = 'complete' AND len(prompt_token_ids) > 0
 ), recent AS (
-    SELECT prompt_token_ids, count(DISTINCT request_id) AS requests, max(created_at) AS requested_at
+    SELECT prompt_token_ids, max(created_at) AS requested_at
     FROM complete
     GROUP BY prompt_token_ids
     ORDER BY requested_at DESC, prompt_token_ids
     LIMIT {limit}
 )
-SELECT prompt, messages, prompt_token_ids, metadata, requests
+SELECT prompt, messages, prompt_token_ids, metadata
 FROM complete JOIN recent USING (prompt_token_ids)
 QUALIFY row_number() OVER (PARTITION BY prompt_token_ids ORDER BY created_at DESC, response_id DESC) = 1
 ORDER BY requested_at DESC, prompt_token_ids
 """
 
-_ROLLOUTS: Final = """
-SELECT i.response_id, i.prompt_token_ids, i.response_token_ids, i.logprobs, i.policy_spans, r.reward,
-       i.prompt, i.messages, i.response, i.metadata, i.created_at, i.sampling, i.finish_reason
-FROM interactions i JOIN current_rewards r USING (response_id)
-WHERE i.status = 'complete' AND r.reward IS NOT NULL AND {condition}
-ORDER BY i.created_at, i.response_id
+_LOGGED: Final = (
+    "response_id",
+    "prompt_token_ids",
+    "response_token_ids",
+    "logprobs",
+    "policy_spans",
+    "prompt",
+    "messages",
+    "response",
+    "metadata",
+    "created_at",
+    "sampling",
+    "finish_reason",
+)
+
+_ROLLOUTS: Final = f"""
+SELECT {", ".join(_LOGGED)}, reward
+FROM interactions JOIN current_rewards USING (response_id)
+WHERE status = 'complete' AND reward IS NOT NULL
+ORDER BY created_at, response_id
 """
 
 _PREFERENCE_PAIRS: Final = """
@@ -73,23 +85,8 @@ FROM corrections c JOIN interactions i USING (tenant, response_id)
 ORDER BY c.created_at, c.feedback_id
 """
 
-_LOGGED: Final = (
-    "response_id",
-    "prompt_token_ids",
-    "response_token_ids",
-    "logprobs",
-    "policy_spans",
-    "prompt",
-    "messages",
-    "response",
-    "metadata",
-    "created_at",
-    "sampling",
-    "finish_reason",
-)
 ROLLOUTS: Final = pa.schema(
-    [*(INTERACTIONS.field(name) for name in _LOGGED[:5]), pa.field("reward", pa.float64(), nullable=False)]
-    + [INTERACTIONS.field(name) for name in _LOGGED[5:]]
+    [*(INTERACTIONS.field(name) for name in _LOGGED), pa.field("reward", pa.float64(), nullable=False)]
 )
 """The columns of ``rollouts``."""
 
@@ -162,52 +159,30 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A distinct prompt. Text and metadata are those of its last request; ``requests`` counts them."""
+    """A distinct prompt. Text and metadata are those of its last request."""
 
     prompt: str | None
     messages: str | None
     prompt_token_ids: list[int]
     metadata: dict[str, str] = field(default_factory=dict)
-    requests: int = 1
 
 
-def prompts(
-    lake: Lake, *, versions: Mapping[str, int] | None = None, limit: int | None = None, max_per_prompt: int = 1
-) -> list[Prompt]:
-    """Prompts that traffic brought, the one requested last first; equal means equal token ids.
+def prompts(lake: Lake, *, versions: Mapping[str, int] | None = None, limit: int | None = None) -> list[Prompt]:
+    """Distinct prompts that traffic brought, the one requested last first; equal means equal token ids.
 
-    With ``max_per_prompt`` above 1 a prompt is there as often as it was requested, up to that number, so that training
-    sees the traffic's own frequencies. ``limit`` is the length of the list. Raises ValueError if either is below 1.
+    ``limit`` is the length of the list. Raises ValueError if it is below 1.
     """
-    if max_per_prompt < 1 or (limit is not None and limit < 1):
-        raise ValueError(f"limit ({limit}) and max_per_prompt ({max_per_prompt}) must be at least 1")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit ({limit}) must be at least 1")
     query = _PROMPTS.format(limit="ALL" if limit is None else limit)
     table, _ = _read(lake, versions, ("interactions",), lambda connection: connection.sql(query).to_arrow_table())
-    found: list[Prompt] = []
-    for row in table.to_pylist():
-        prompt = Prompt(
-            row["prompt"], row["messages"], row["prompt_token_ids"], dict(row["metadata"] or ()), row["requests"]
-        )
-        found += [prompt] * min(prompt.requests, max_per_prompt)
-        if limit is not None and len(found) >= limit:
-            return found[:limit]
-    return found
+    return [Prompt(**row | {"metadata": dict(row["metadata"] or ())}) for row in table.to_pylist()]
 
 
-def rollouts(lake: Lake, *, versions: Mapping[str, int] | None = None, policy_version: int | None = None) -> pa.Table:
-    """Logged responses that have a reward, oldest first, with the columns of ``ROLLOUTS``.
-
-    ``policy_version`` keeps those that this policy alone sampled, from the first token to the last.
-    """
-    condition = "true"
-    if policy_version is not None:
-        condition = (
-            "len(i.policy_spans) > 0 AND "
-            f"len(list_filter(i.policy_spans, lambda span : span.policy_version <> {int(policy_version)})) = 0"
-        )
-    query = _ROLLOUTS.format(condition=condition)
+def rollouts(lake: Lake, *, versions: Mapping[str, int] | None = None) -> pa.Table:
+    """Logged responses that have a reward, oldest first, with the columns of ``ROLLOUTS``."""
     table, _ = _read(
-        lake, versions, ("interactions", "rewards"), lambda connection: _table(connection, query, ROLLOUTS)
+        lake, versions, ("interactions", "rewards"), lambda connection: _table(connection, _ROLLOUTS, ROLLOUTS)
     )
     return table
 
@@ -276,19 +251,13 @@ def _read(
     work: Callable[[duckdb.DuckDBPyConnection], _T],
 ) -> tuple[_T, dict[str, int]]:
     """(what ``work`` returns, the versions it has read): the latest of each table that ``versions`` lacks."""
-    for attempt in range(1, _READ_ATTEMPTS + 1):
-        pinned = {
-            table: versions[table] if versions and table in versions else lake.table(table).version()
-            for table in tables
-        }
-        try:
-            return lake.read(work, versions=pinned, tables=pinned), pinned
-        except LakeFileGoneError:  # a vacuum was quicker; the latest versions are others by then
-            if versions or attempt == _READ_ATTEMPTS:
-                raise
-    raise AssertionError("unreachable")
+
+    def read(connection: duckdb.DuckDBPyConnection) -> tuple[_T, dict[str, int]]:
+        [[read_at]] = connection.execute("SELECT getvariable('versions')").fetchall()
+        return work(connection), read_at
+
+    return lake.read(read, versions=versions, tables=tables)
 
 
 def _table(connection: duckdb.DuckDBPyConnection, query: str, schema: pa.Schema) -> pa.Table:
-    rows = connection.sql(query).to_arrow_table()
-    return pa.Table.from_arrays([rows.column(column.name).cast(column.type) for column in schema], schema=schema)
+    return conform(connection.sql(query).to_arrow_table(), schema)

@@ -10,27 +10,22 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, StringConstraints, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from feedback.config import Identifier, KindsConfig, MetricConfig, RatingConfig
+from feedback.config import KindsConfig, MetricConfig, RatingConfig
 from feedback.ids import uuid7
+from feedback.settings_base import Identifier
 
 Kind = Literal["thumb", "rating", "preference", "correction", "comment", "metric"]
 
-_NEEDS: Final[dict[str, tuple[str, ...]]] = {
-    "thumb": ("value",),
-    "rating": ("value",),
-    "preference": ("rejected_response_id",),
-    "correction": ("text",),
-    "comment": ("text",),
-    "metric": ("name", "value"),
+_FIELDS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
+    "thumb": (("value",), ("text",)),
+    "rating": (("value",), ("text", "name")),
+    "preference": (("rejected_response_id",), ("text",)),
+    "correction": (("text",), ()),
+    "comment": (("text",), ()),
+    "metric": (("name", "value"), ("text",)),
 }
-_MAY_HAVE: Final[dict[str, tuple[str, ...]]] = {
-    "thumb": ("text",),
-    "rating": ("text", "name"),
-    "preference": ("text",),
-    "correction": (),
-    "comment": (),
-    "metric": ("text",),
-}
+"""Of each kind the fields that it needs, and those that it may have."""
+
 _CONTENT: Final = ("value", "text", "name", "rejected_response_id")
 
 
@@ -90,12 +85,12 @@ class FeedbackIn(BaseModel):
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
-        wrong = {}
+        wrong, (needs, may_have) = {}, _FIELDS[self.kind]
         for field in _CONTENT:
             present = getattr(self, field) is not None
-            if not present and field in _NEEDS[self.kind]:
+            if not present and field in needs:
                 wrong[field] = f"kind {self.kind!r} needs {field!r}"
-            if present and field not in _NEEDS[self.kind] + _MAY_HAVE[self.kind]:
+            if present and field not in needs + may_have:
                 wrong[field] = f"kind {self.kind!r} takes no {field!r}"
         if not wrong and self.kind == "thumb" and self.value not in (0, 1):
             wrong["value"] = f"a thumb's value is 1 (up) or 0 (down), true or false, got {_shown(self.value)}"
@@ -139,7 +134,7 @@ class FeedbackIn(BaseModel):
 def kinds_schema(kinds: KindsConfig) -> list[dict[str, Any]]:
     """JSON Schema: which fields each kind needs and takes, one of which fits any feedback that is taken."""
     described = []
-    for kind in _NEEDS:
+    for kind, (needs, may_have) in _FIELDS.items():
         if kind == "thumb":
             variants: list[dict[str, Any]] = [{"value": {"enum": [0, 1, True, False]}}]
         elif kind == "rating":
@@ -149,17 +144,17 @@ def kinds_schema(kinds: KindsConfig) -> list[dict[str, Any]]:
         elif kind == "metric":
             variants = [{"name": {"const": name}, "value": _values(metric)} for name, metric in kinds.metrics.items()]
         else:
-            variants = [{field: {"type": "string"} for field in _NEEDS[kind]}]
+            variants = [{field: {"type": "string"} for field in needs}]
         for variant in variants:
-            needs = {*_NEEDS[kind], *(field for field, schema in variant.items() if schema != {"type": "null"})}
-            nothing = [field for field in _CONTENT if field not in _NEEDS[kind] + _MAY_HAVE[kind]]
+            required = {*needs, *(field for field, schema in variant.items() if schema != {"type": "null"})}
+            nothing = [field for field in _CONTENT if field not in needs + may_have]
             properties = {"kind": {"const": kind}, **variant, **{field: {"type": "null"} for field in nothing}}
-            described.append({"properties": properties, "required": ["kind", *sorted(needs)]})
+            described.append({"properties": properties, "required": ["kind", *sorted(required)]})
     return described
 
 
 def _values(declared: RatingConfig | MetricConfig) -> dict[str, Any]:
-    if isinstance(declared, MetricConfig) and declared.type == "boolean":
+    if _is_boolean(declared):
         return {"enum": [0, 1, True, False]}
     bounds = {"minimum": declared.low, "maximum": declared.high}
     return {"type": "number", **{name: bound for name, bound in bounds.items() if math.isfinite(bound)}}
@@ -167,28 +162,26 @@ def _values(declared: RatingConfig | MetricConfig) -> dict[str, Any]:
 
 def _declared(feedback: FeedbackIn, kinds: KindsConfig) -> tuple[str | None, float | None]:
     """(name, value) as they are recorded. Raises FeedbackError."""
-    if feedback.kind == "rating":
-        scale = feedback.name or _default_scale(kinds)
-        if scale not in kinds.ratings:
-            raise FeedbackError("name", f"there is no rating scale {scale!r}; {_listed('rating scale', kinds.ratings)}")
-        return scale, _in_range(feedback.value, f"rating scale {scale!r}", kinds.ratings[scale])
-    if feedback.kind == "metric":
-        metric = feedback.name
-        if metric not in kinds.metrics:
-            raise FeedbackError("name", f"there is no metric {metric!r}; {_listed('metric', kinds.metrics)}")
-        return metric, _in_range(feedback.value, f"metric {metric!r}", kinds.metrics[metric])
-    return feedback.name, None if feedback.value is None else float(feedback.value)
+    if feedback.kind not in ("rating", "metric"):
+        return feedback.name, None if feedback.value is None else float(feedback.value)
+    is_rating = feedback.kind == "rating"
+    what = "rating scale" if is_rating else "metric"
+    declared: Mapping[str, RatingConfig | MetricConfig] = kinds.ratings if is_rating else kinds.metrics
+    name = feedback.name or kinds.default_scale  # a metric has a name
+    if name is None:
+        raise FeedbackError("name", f"a rating must name its scale; {_listed(what, declared)}")
+    if name not in declared:
+        raise FeedbackError("name", f"there is no {what} {name!r}; {_listed(what, declared)}")
+    return name, _in_range(feedback.value, f"{what} {name!r}", declared[name])
 
 
-def _default_scale(kinds: KindsConfig) -> str:
-    if kinds.default_scale is None:
-        raise FeedbackError("name", f"a rating must name its scale; {_listed('rating scale', kinds.ratings)}")
-    return kinds.default_scale
+def _is_boolean(declared: RatingConfig | MetricConfig) -> bool:
+    return isinstance(declared, MetricConfig) and declared.type == "boolean"
 
 
 def _in_range(value: float | bool | None, what: str, declared: RatingConfig | MetricConfig) -> float:
     assert value is not None, "the kinds that have a range need a value"
-    if isinstance(declared, MetricConfig) and declared.type == "boolean":
+    if _is_boolean(declared):
         if value not in (0, 1):
             raise FeedbackError("value", f"{what} takes true or false (or 1 or 0), got {_shown(value)}")
     elif isinstance(value, bool):
@@ -201,16 +194,12 @@ def _in_range(value: float | bool | None, what: str, declared: RatingConfig | Me
 def _listed(what: str, declared: Mapping[str, RatingConfig | MetricConfig]) -> str:
     if not declared:
         return f"no {what} is declared (feedback.kinds)"
-    described = (f"{name} ({_type(config)})" for name, config in sorted(declared.items()))
+    described = (f"{name} ({_range(config)})" for name, config in sorted(declared.items()))
     return f"declared (feedback.kinds): {', '.join(described)}"
 
 
-def _type(declared: RatingConfig | MetricConfig) -> str:
-    return "boolean" if isinstance(declared, MetricConfig) and declared.type == "boolean" else _range(declared)
-
-
 def _range(declared: RatingConfig | MetricConfig) -> str:
-    return f"from {_shown(declared.low)} to {_shown(declared.high)}"
+    return "boolean" if _is_boolean(declared) else f"from {_shown(declared.low)} to {_shown(declared.high)}"
 
 
 def _shown(value: object) -> str:

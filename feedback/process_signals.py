@@ -69,10 +69,7 @@ def handle_parent_signals() -> None:
 
     Call it in the main thread. Handlers then run in a thread of this one's own.
     """
-    if hasattr(signal, "sigwaitinfo"):
-        threading.Thread(target=_handle, args=(os.getppid(),), name="parent signals", daemon=True).start()
-    else:  # macOS, which does not say who sent a signal
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    threading.Thread(target=_handle, args=(os.getppid(),), name="parent signals", daemon=True).start()
 
 
 def _handle(parent: int) -> None:

@@ -6,9 +6,11 @@ tables partitioned by ``date`` (UTC, derived by the lake from the row's own time
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeVar
 
 import pyarrow as pa
+
+_Rows = TypeVar("_Rows", pa.Table, pa.RecordBatch)
 
 TIMESTAMP: Final = pa.timestamp("us", tz="UTC")
 
@@ -91,3 +93,12 @@ TIME_COLUMN: Final[dict[str, str]] = {
     "rewards": "scored_at",
 }
 """The column that a row's ``date`` partition is derived from."""
+
+
+def conform(rows: _Rows, schema: pa.Schema) -> _Rows:
+    """The rows' columns, of a table or a batch, in the types and order of ``schema``; one that is missing is null."""
+    columns = [
+        rows.column(field.name).cast(field.type) if field.name in rows.schema.names else pa.nulls(len(rows), field.type)
+        for field in schema
+    ]
+    return type(rows).from_arrays(columns, schema=schema)

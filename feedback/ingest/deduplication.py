@@ -13,22 +13,21 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
 from feedback.ingest.id_index import COLUMNS, SealedIds, keys_and_contents, take_in
+from feedback.lake.data_files import Spans, data_files
 from feedback.lake.delta_log import FEEDBACK_IDS
 from feedback.lake.erasure_registry import ALL_TIMES, erasures, matching
-from feedback.lake.table_changes import DataFiles, Spans, scan_sql
-from feedback.lake.tables import Lake, LakeConflictError, LakeError
+from feedback.lake.tables import Lake, LakeConflictError
 
 log = logging.getLogger(__name__)
 
@@ -36,18 +35,9 @@ _GUARD: Final = "feedback.ids"
 _ATTEMPTS: Final = 8
 _PAUSE_S: Final = 0.05
 _MOST_NAMED: Final = 100  # conflicting ids that a commit and a log line name; all are counted
-_BATCH_ROWS: Final = 8192
 
 
-_counts = {"repeated_feedback": 0, "conflicting_feedback": 0}
-
-
-@dataclass
-class LeftOut:
-    """What is not appended: ``repeated`` rows say what stands already, ``conflicts`` are ids of rows that do not."""
-
-    repeated: int = 0
-    conflicts: list[str] = field(default_factory=list)
+_counts: Counter[str] = Counter()
 
 
 def append_feedback(
@@ -58,22 +48,23 @@ def append_feedback(
     transactions: Mapping[str, int],
     metadata: Mapping[str, Any],
     snapshot: DeltaTable,
-) -> LeftOut:
+) -> tuple[int, list[str]]:
     """``Lake.append`` for feedback: without the rows whose id the lake has, and each id once.
+
+    Returns what was left out: how many rows say what stands already, and the ids of those that don't.
 
     The caller holds the journal's seal lock. Raises what ``Lake.append`` and ``take_in`` raise; LakeConflictError if
     other seals came in between again and again.
     """
     for attempt in range(1, _ATTEMPTS + 1):
-        kept, left_out = _without_known(lake, journal_folder, snapshot, rows)
-        counts = {"repeated": left_out.repeated, FEEDBACK_IDS: left_out.conflicts[:_MOST_NAMED]}
+        kept, repeated, conflicts = _without_known(lake, journal_folder, snapshot, rows)
         try:
             if kept.num_rows:
                 lake.append(
                     "feedback",
                     kept,
                     transactions={**transactions, _GUARD: snapshot.version() + 1},
-                    metadata={**metadata, **counts},
+                    metadata={**metadata, "repeated": repeated, FEEDBACK_IDS: conflicts[:_MOST_NAMED]},
                     snapshot=snapshot,
                 )
         except LakeConflictError:
@@ -82,22 +73,25 @@ def append_feedback(
             time.sleep(random.uniform(0, _PAUSE_S * attempt))
             snapshot = lake.table("feedback")
         else:
-            _report(left_out)
-            return left_out
+            _report(repeated, conflicts)
+            return repeated, conflicts
     raise AssertionError("unreachable")
 
 
-def take_counts() -> dict[str, int]:
+def take_counts() -> Counter[str]:
     """How many rows the seals of this process have left out since the last call, by the reason."""
-    taken = dict(_counts)
-    _counts.update(dict.fromkeys(_counts, 0))
+    taken = _counts.copy()
+    _counts.clear()
     return taken
 
 
-def _without_known(lake: Lake, journal_folder: Path, snapshot: DeltaTable, rows: pa.Table) -> tuple[pa.Table, LeftOut]:
+def _without_known(
+    lake: Lake, journal_folder: Path, snapshot: DeltaTable, rows: pa.Table
+) -> tuple[pa.Table, int, list[str]]:
+    """(rows to append, how many others say what stands already, the ids of those that don't)."""
     identities = list(keys_and_contents(rows))
     standing = _in_lake(lake, journal_folder, snapshot, rows, [key for key, _ in identities])
-    left_out, kept = LeftOut(), [True] * rows.num_rows
+    repeated, conflicts, kept = 0, [], [True] * rows.num_rows
     for position in pc.sort_indices(rows, [("created_at", "ascending")]).to_pylist():  # the earlier stands
         key, content = identities[position]
         if key not in standing:
@@ -105,10 +99,10 @@ def _without_known(lake: Lake, journal_folder: Path, snapshot: DeltaTable, rows:
             continue
         kept[position] = False
         if standing[key] == content:
-            left_out.repeated += 1
+            repeated += 1
         else:
-            left_out.conflicts.append(rows.column("feedback_id")[position].as_py())
-    return rows.filter(pa.array(kept, pa.bool_())), left_out
+            conflicts.append(rows.column("feedback_id")[position].as_py())
+    return rows.filter(pa.array(kept, pa.bool_())), repeated, conflicts
 
 
 def _in_lake(
@@ -126,33 +120,24 @@ def _in_lake(
     if not nominated:
         return {}
     ids = rows.column("feedback_id").take(nominated)
-    files = DataFiles(snapshot).holding(Spans((name, name) for name in ids.to_pylist()), "feedback_id")
+    spans, standing = Spans.of(ids.to_pylist()), dict[bytes, bytes]()
     leaving = erasures(lake, since=ALL_TIMES, pending=True)
-
-    def look_up(connection: duckdb.DuckDBPyConnection) -> dict[bytes, bytes]:
-        stored = scan_sql(connection, lake, "feedback", files, [*COLUMNS, "created_at"], "stored")
-        connection.register("nominated", pa.table({"feedback_id": ids}))
-        batches = connection.sql(f"FROM ({stored}) SEMI JOIN nominated USING (feedback_id)").to_arrow_reader(
-            _BATCH_ROWS
-        )
-        staying = (batch.filter(pc.invert(matching("feedback", batch, leaving))) for batch in batches)
-        return dict(pair for batch in staying for pair in keys_and_contents(batch))
-
-    try:
-        return lake.read(look_up, versions={"feedback": snapshot.version()}, tables=())
-    except duckdb.Error as error:
-        raise LakeError(f"table {lake.table_uri('feedback')} can't be read: {error}") from error
+    for file in data_files(snapshot, ("feedback_id",)):
+        if file.may_hold("feedback_id", spans):
+            for batch in lake.files("feedback").batches("feedback", file.path, [*COLUMNS, "created_at"]):
+                stored = batch.filter(pc.is_in(batch.column("feedback_id"), value_set=ids))
+                standing.update(keys_and_contents(stored.filter(pc.invert(matching("feedback", stored, leaving)))))
+    return standing
 
 
-def _report(left_out: LeftOut) -> None:
-    _counts["repeated_feedback"] += left_out.repeated
-    _counts["conflicting_feedback"] += len(left_out.conflicts)
-    if left_out.repeated:
-        log.info("%d feedback rows were in the lake already and are left out", left_out.repeated)
-    if left_out.conflicts:
+def _report(repeated: int, conflicts: list[str]) -> None:
+    _counts.update(repeated_feedback=repeated, conflicting_feedback=len(conflicts))
+    if repeated:
+        log.info("%d feedback rows were in the lake already and are left out", repeated)
+    if conflicts:
         log.warning(
             "%d feedback rows are left out: the lake has other content under their ids (%s%s)",
-            len(left_out.conflicts),
-            ", ".join(left_out.conflicts[:_MOST_NAMED]),
-            " …" if len(left_out.conflicts) > _MOST_NAMED else "",
+            len(conflicts),
+            ", ".join(conflicts[:_MOST_NAMED]),
+            " …" if len(conflicts) > _MOST_NAMED else "",
         )

@@ -17,19 +17,18 @@ import hashlib
 import logging
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
-import duckdb
 import pyarrow as pa
 from deltalake import DeltaTable
 
 from feedback.files import fsync_path, locked, make_folder
 from feedback.ids import uuid7
-from feedback.lake.delta_log import make_log_durable
-from feedback.lake.table_changes import Commit, DataFiles, LogGoneError, commits, scan_sql
+from feedback.lake.data_files import data_files
+from feedback.lake.table_changes import Commit, commits
 from feedback.lake.tables import Lake, LakeError
 from feedback.lake.views import is_file_gone
 from feedback.schema import FEEDBACK
@@ -42,15 +41,10 @@ COLUMNS: Final = ("feedback_id", *_CONTENT)
 _TENANT: Final = _CONTENT.index("tenant")
 _FORMAT: Final = f"2 {' '.join(_CONTENT)}"
 _CACHE_KIB: Final = 4096
-_BATCH_ROWS: Final = 8192
 _COMMIT_ROWS: Final = 65_536  # what one transaction takes in, so that SQLite's log stays small
 _BUSY_S: Final = 1.0
 _DAMAGED: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)  # the last: a table is missing
 _SHORT_READ: Final = 522  # SQLITE_IOERR_SHORT_READ, which the sqlite3 module does not name
-
-
-class IdsError(LakeError):
-    """The index of feedback ids can't be read or written; the lake and the journal are not touched by that."""
 
 
 def key_of(tenant: str, feedback_id: str) -> bytes:
@@ -87,11 +81,11 @@ class SealedIds:
         self._connection: sqlite3.Connection | None = None
 
     def reopen(self) -> None:
-        """Open the newest index, if it is not open already. Raises IdsError if there is none."""
+        """Open the newest index, if it is not open already. Raises LakeError if there is none."""
         newest = _newest(self.journal_folder)
         if newest is None:
             self.damaged = True
-            raise IdsError(f"there is no index of feedback ids in {self.journal_folder}")
+            raise LakeError(f"there is no index of feedback ids in {self.journal_folder}")
         if newest != self.path or self._connection is None:
             self.close()
             try:
@@ -101,12 +95,12 @@ class SealedIds:
             self.path, self.damaged = newest, False
 
     def get(self, key: bytes) -> bytes | None:
-        """``content_of`` the feedback that is sealed under a key, or None. Raises IdsError."""
+        """``content_of`` the feedback that is sealed under a key, or None. Raises LakeError."""
         found = self._select("SELECT content FROM ids WHERE key = ?", key)
         return found[0][0] if found else None
 
     def version(self) -> int:
-        """The Delta version up to which the feedback table has been taken in. Raises IdsError."""
+        """The Delta version up to which the feedback table has been taken in. Raises LakeError."""
         return int(self._select("SELECT version FROM read_until")[0][0])
 
     def close(self) -> None:
@@ -117,22 +111,22 @@ class SealedIds:
 
     def _select(self, sql: str, *values: bytes) -> list[Any]:
         if self._connection is None:
-            raise IdsError(f"the index of feedback ids in {self.journal_folder} is not open")
+            raise LakeError(f"the index of feedback ids in {self.journal_folder} is not open")
         try:
             return self._connection.execute(sql, values).fetchall()
         except sqlite3.Error as error:
             raise self._error(self.path, error) from error
 
-    def _error(self, path: Path | None, error: sqlite3.Error) -> IdsError:
+    def _error(self, path: Path | None, error: sqlite3.Error) -> LakeError:
         self.damaged = self.damaged or _is_damage(error)
-        return IdsError(f"the index of feedback ids {path} can't be read: {error}")
+        return LakeError(f"the index of feedback ids {path} can't be read: {error}")
 
 
 def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None, *, rebuild: bool = False) -> int:
     """Bring the index up to the feedback table; returns the Delta version up to which it has been read.
 
     ``snapshot``: the table as the caller read it. An index that can't be brought up to it, or any index if ``rebuild``,
-    is rebuilt. Raises IdsError, LakeError, LockTimeoutError or OSError.
+    is rebuilt. Raises LakeError, LockTimeoutError or OSError.
     """
     folder = journal_folder / "ids"
     make_folder(folder)
@@ -144,15 +138,15 @@ def take_in(lake: Lake, journal_folder: Path, snapshot: DeltaTable | None = None
                 version = _update(path, lake, snapshot)
             except sqlite3.Error as error:
                 if not _is_damage(error):
-                    raise IdsError(f"the index of feedback ids {path} can't be written: {error}") from error
+                    raise LakeError(f"the index of feedback ids {path} can't be written: {error}") from error
                 log.warning("the index of feedback ids %s is damaged (%s): rebuilding it", path, error)
             else:
                 if version is not None:
                     return version
         try:
             return _build(folder, lake, lake.table("feedback"))
-        except (sqlite3.Error, duckdb.Error, pa.ArrowException) as error:
-            raise IdsError(f"the index of feedback ids can't be built in {folder}: {error}") from error
+        except (sqlite3.Error, pa.ArrowException, OSError) as error:
+            raise LakeError(f"the index of feedback ids can't be built in {folder}: {error}") from error
 
 
 def take_in_if_used(lake: Lake, journal_folder: Path) -> None:
@@ -188,16 +182,17 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
             return None
         if since == snapshot.version():
             return since
-        _make_durable(lake, snapshot)
+        with lake.committing("feedback"):
+            lake.make_durable("feedback", snapshot)  # what a power loss could take back is not taken in
         try:
             new = commits(lake, "feedback", since, snapshot.version())
             if any(commit.rows_gone for commit in new):
                 log.info("rows left %s: rebuilding the index of feedback ids", lake.table_uri("feedback"))
                 return None
             _take_in_changes(connection, lake, new)
-        except (LogGoneError, duckdb.Error, pa.ArrowException, OSError) as error:
-            if not isinstance(error, LogGoneError) and not is_file_gone(error):
-                raise IdsError(f"the changes of feedback since version {since} can't be read: {error}") from error
+        except (pa.ArrowException, OSError) as error:
+            if not is_file_gone(error):
+                raise LakeError(f"the changes of feedback since version {since} can't be read: {error}") from error
             log.warning(
                 "the changes of feedback since version %d are cleaned up (%s): rebuilding the index of feedback ids",
                 since,
@@ -227,7 +222,8 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
     """A new index of the whole table, renamed when it is whole; older ones are removed."""
     for left in folder.glob("*.building*"):
         left.unlink()
-    _make_durable(lake, snapshot)
+    with lake.committing("feedback"):
+        lake.make_durable("feedback", snapshot)
     path = folder / f"{uuid7()}.db"
     building = path.with_suffix(".building")
     with closing(sqlite3.connect(building, isolation_level=None)) as connection:
@@ -239,7 +235,7 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
         # Sorted before they are put in: in any other order each id would be a page read and written.
         connection.execute("CREATE TEMP TABLE unsorted (key BLOB, content BLOB)")
         connection.execute("BEGIN")
-        for batch in _rows_of(lake, DataFiles(snapshot).paths):
+        for batch in _rows_of(lake, [file.path for file in data_files(snapshot)]):
             connection.executemany("INSERT INTO unsorted VALUES (?, ?)", keys_and_contents(batch))
         connection.execute("INSERT OR REPLACE INTO ids SELECT key, content FROM unsorted ORDER BY key")
         connection.execute(
@@ -256,17 +252,10 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
     return snapshot.version()
 
 
-def _make_durable(lake: Lake, snapshot: DeltaTable) -> None:
-    """Nothing is taken in that a power loss could take back: on a local disk, that is the last commit at most."""
-    if lake.local:
-        make_log_durable(Path(lake.table_uri("feedback")), snapshot.version() - 1, snapshot.version())
-
-
-def _rows_of(lake: Lake, files: list[str]) -> Iterator[pa.RecordBatch]:
-    with lake.connect(tables=()) as connection:
-        yield from connection.sql(scan_sql(connection, lake, "feedback", files, COLUMNS, "files")).to_arrow_reader(
-            _BATCH_ROWS
-        )
+def _rows_of(lake: Lake, paths: Iterable[str]) -> Iterator[pa.RecordBatch]:
+    files = lake.files("feedback")
+    for path in paths:
+        yield from files.batches("feedback", path, COLUMNS)
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

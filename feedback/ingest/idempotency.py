@@ -21,7 +21,7 @@ from feedback.journal.codec import to_batch
 from feedback.journal.recovery import load
 from feedback.journal.segment import list_segments
 from feedback.journal.writer import Journal
-from feedback.lake.erasure_registry import is_being_erased, registered, without_erased
+from feedback.lake.erasure_registry import drop_erased, is_being_erased, registered
 from feedback.lake.table_changes import rows_left
 from feedback.lake.tables import Lake, LakeError
 from feedback.schema import FEEDBACK
@@ -78,7 +78,12 @@ class SeenFeedback:
 
         Raises SeenFeedbackError if that can't be looked up.
         """
-        return self._verdict(key_of(row["tenant"], row["feedback_id"]), content_of(row))
+        with self._comparing("what is recorded"):
+            key = key_of(row["tenant"], row["feedback_id"])
+            known = self._sealed.get(key) or self._recorded(key)
+        if known is None:
+            return "new"
+        return "same" if known == content_of(row) else "conflict"
 
     async def record(self, row: dict[str, Any], journal: Journal, *, generated_id: bool = False) -> Verdict:
         """Append ``row`` to the journal unless its id is known; return when the verdict is durable.
@@ -92,7 +97,7 @@ class SeenFeedback:
             other, done = self._pending[key]
             if await asyncio.shield(done):
                 return "same" if other == content else "conflict"
-        verdict = "new" if generated_id else self._verdict(key, content)
+        verdict = "new" if generated_id else self.check(row)
         # Checked before what was removed: an erasure that ends in between is seen there.
         being_erased = verdict == "same" and await self._is_being_erased(row)
         if verdict != "new" and await self._forget_removed():
@@ -131,13 +136,6 @@ class SeenFeedback:
         """Gauges for monitoring."""
         return {"healthy": float(self.error is None), "unsealed": self._unsealed_rows, "pending": len(self._pending)}
 
-    def _verdict(self, key: bytes, content: bytes) -> Verdict:
-        with self._comparing("what is recorded"):
-            known = self._sealed.get(key) or self._recorded(key)
-        if known is None:
-            return "new"
-        return "same" if known == content else "conflict"
-
     def _recorded(self, key: bytes) -> bytes | None:
         found = self._unsealed.execute("SELECT content FROM ids WHERE key = ?", (key,)).fetchall()
         return found[0][0] if found else None
@@ -169,9 +167,8 @@ class SeenFeedback:
         found: dict[bytes, bytes] = {}
         for segment in list_segments(self.journal_folder) if self.journal_folder.exists() else ():
             if segment.name.table == "feedback" and (loaded := load(segment)) is not None:
-                for key, content in keys_and_contents(
-                    without_erased(self.lake, self.journal_folder, "feedback", loaded[0])
-                ):
+                kept = drop_erased(self.lake, self.journal_folder, "feedback", loaded[0])
+                for key, content in keys_and_contents(kept):
                     found.setdefault(key, content)
         return found
 
@@ -193,7 +190,8 @@ class SeenFeedback:
             return False
         with self._comparing("what is recorded"):
             version, erasures = self._sealed.version(), self._erased_until[1]
-            if not await asyncio.to_thread(self._was_removed, version, erasures):
+            removed = await asyncio.to_thread(registered, self.lake) != erasures
+            if not (removed or await asyncio.to_thread(rows_left, self.lake, "feedback", version)):
                 return False
             await asyncio.to_thread(take_in, self.lake, self.journal_folder)
             self._sealed.reopen()
@@ -208,9 +206,6 @@ class SeenFeedback:
         except (LakeError, OSError, sqlite3.Error) as error:
             self.error = str(error)
             raise SeenFeedbackError(f"feedback can't be compared with {what}: {error}") from error
-
-    def _was_removed(self, version: int, erasures: frozenset[str]) -> bool:
-        return registered(self.lake) != erasures or rows_left(self.lake, "feedback", version)
 
     async def _forget_erased(self) -> None:
         """Forget what left the lake, or will never come to it: sent again, it is new.

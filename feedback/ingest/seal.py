@@ -66,7 +66,8 @@ def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[S
     snapshot = lake.table(table)
     fresh = [segment for segment in segments if not is_sealed(segment, snapshot)]
     if len(fresh) < len(segments):  # a sealer was killed behind its commit
-        lake.make_durable(table, snapshot)
+        with lake.committing(table):
+            lake.make_durable(table, snapshot)
     loaded = [(segment, *found) for segment in fresh if (found := load(segment)) is not None]
     settled = (_settled(segment, rows, listing) for segment, rows, _ in loaded)
     folder = segments[0].path.parent

@@ -51,24 +51,20 @@ def resolve(entries: Iterable[Entry], error: Exception | None) -> None:
         if entry.loop is not None:
             by_loop.setdefault(entry.loop, []).append(entry)
         else:
-            _set(entry, error)
+            _set([entry], error)
     for loop, group in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_set_all, group, error)
+            loop.call_soon_threadsafe(_set, group, error)
         except RuntimeError as closed:  # the loop has ended, and its callers with it
             log.warning("the callers of %d rows are gone: %s", len(group), closed)
 
 
-def _set_all(entries: list[Entry], error: Exception | None) -> None:
+def _set(entries: list[Entry], error: Exception | None) -> None:
     for entry in entries:
-        _set(entry, error)
-
-
-def _set(entry: Entry, error: Exception | None) -> None:
-    if entry.waiter.done():  # the caller was cancelled, or refused already because the disk hangs
-        return
-    error = entry.error or error
-    if error is None:
-        entry.waiter.set_result(None)
-    else:
-        entry.waiter.set_exception(error)
+        reason = entry.error or error
+        if entry.waiter.done():  # the caller was cancelled, or refused already because the disk hangs
+            continue
+        if reason is None:
+            entry.waiter.set_result(None)
+        else:
+            entry.waiter.set_exception(reason)

@@ -23,7 +23,7 @@ from typing import Final
 import google_crc32c
 import pyarrow as pa
 
-from feedback.schema import TABLES
+from feedback.schema import TABLES, conform
 
 OPEN: Final = ".open"
 CLOSED: Final = ".arrows"
@@ -38,7 +38,7 @@ _NAME: Final = re.compile(
 )
 _MAX_METADATA: Final = 16 << 20
 _SEAL_ROOM: Final = 512  # for the seal, and the padding around it
-_WRITER: Final = re.compile(r"[\w-]{1,64}", re.ASCII)
+WRITER: Final = re.compile(r"[\w-]{1,64}", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
@@ -49,10 +49,6 @@ class SegmentName:
     writer: str
     incarnation: str
     number: int
-
-    def __post_init__(self) -> None:
-        if not _WRITER.fullmatch(self.writer):
-            raise ValueError(f"writer {self.writer!r}: 1 to 64 letters, digits, '_' or '-' are allowed")
 
     def __str__(self) -> str:
         return f"{self.table}.{self.writer}.{self.incarnation}.{self.number:010d}"
@@ -209,17 +205,10 @@ def scan(data: bytes, name: SegmentName) -> Scan:
 
 def decode(data: bytes, name: SegmentName, found: Scan) -> pa.Table:
     """The rows of the whole messages, in the table's schema."""
-    target = TABLES[name.table]
     if not found.messages:
-        return target.empty_table()
+        return TABLES[name.table].empty_table()
     with pa.ipc.open_stream(_stream(data, name, found)) as reader:
-        rows = reader.read_all()
-    # A segment of an older Millrace may lack a column that has been added since.
-    columns = [
-        rows.column(field.name).cast(field.type) if field.name in rows.column_names else pa.nulls(len(rows), field.type)
-        for field in target
-    ]
-    return pa.Table.from_arrays(columns, schema=target)
+        return conform(reader.read_all(), TABLES[name.table])  # one that lacks a column was written before there was it
 
 
 def _stream(data: bytes, name: SegmentName, found: Scan) -> pa.Buffer:

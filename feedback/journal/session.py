@@ -37,10 +37,6 @@ class _OpenSegment:
     unsynced: int = 0  # bytes written behind them
     unsynced_messages: int = 0
 
-    @property
-    def closed_path(self) -> Path:
-        return self.path.with_suffix(CLOSED)
-
 
 class WriterSession:
     """Segments of ``writer`` in ``folder``. Any method may raise OSError: the session is over then, ``abandon`` it."""
@@ -206,7 +202,7 @@ class WriterSession:
     def _close(self, segment: _OpenSegment) -> None:
         write_all(segment.fd, END_MARK)
         os.fdatasync(segment.fd)
-        os.rename(segment.path, segment.closed_path)
+        os.rename(segment.path, segment.path.with_suffix(CLOSED))
         fsync_path(self.folder)
         os.close(segment.fd)
         self._replaced.remove(segment)

@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,13 @@ from feedback.files import make_folder, prove_disk
 from feedback.journal.codec import RowError, check_row
 from feedback.journal.entry import Entry, State, resolve
 from feedback.journal.recovery import recover
-from feedback.journal.segment import SegmentName
+from feedback.journal.segment import WRITER
 from feedback.journal.session import WriterSession
 from feedback.journal.streams import STARTED, SoFar, Stream, aborted, refused
 
 log = logging.getLogger(__name__)
 
+_COUNTERS = ("rows", "commits", "refused", "last_commit_ms", "last_commit_rows", "commit_ms_total", "failures")
 _PROOF_BYTES = 4 << 20  # written to prove that a disk takes rows again
 
 
@@ -53,23 +53,13 @@ class JournalBroken(JournalError):
     """The disk refused a write or hangs; nothing is acknowledged until it has been proven again."""
 
 
-@dataclass
-class _Counters:
-    rows: int = 0
-    commits: int = 0
-    refused: int = 0
-    last_commit_ms: float = 0.0
-    last_commit_rows: int = 0
-    commit_ms_total: float = 0.0
-    failures: int = 0
-
-
 class Journal:
     """The log of one writer (a replica's name) in a folder that several writers may share."""
 
     def __init__(self, folder: Path, config: JournalConfig, writer: str) -> None:
         """Raises ValueError if ``writer`` is not 1 to 64 letters, digits, '_' or '-'."""
-        SegmentName("interactions", writer, "0" * 32, 0)  # refuses a bad name here, not at the first row
+        if not WRITER.fullmatch(writer):
+            raise ValueError(f"writer {writer!r}: 1 to 64 letters, digits, '_' or '-' are allowed")
         self.folder = folder
         self.config = config
         self.writer = writer
@@ -80,7 +70,7 @@ class Journal:
         self._to_end: dict[Stream, dict[str, Any] | None] = {}  # with the row of the end if there is one
         self._session = WriterSession(folder, config, writer)
         self._ended_sessions: list[WriterSession] = []  # by a failing disk
-        self._counters = _Counters()
+        self._counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0)
         self._failure: str | None = None
         self._stalled = False
         self._closing = False
@@ -192,22 +182,15 @@ class Journal:
 
     def stats(self) -> dict[str, float]:
         """Counters since ``open`` and gauges, times in milliseconds."""
-        counters = self._counters
         sessions = (*self._ended_sessions, self._session)
         return {
             "healthy": float(self.healthy),
             "queued_rows": len(self._queue),
             "waiting_rows": len(self._waiting),
-            "rows": counters.rows,
-            "commits": counters.commits,
             "bytes": sum(session.bytes for session in sessions),
             "segments": sum(session.closed_segments for session in sessions),
-            "refused": counters.refused,
-            "last_commit_ms": counters.last_commit_ms,
-            "last_commit_rows": counters.last_commit_rows,
-            "commit_ms_total": counters.commit_ms_total,
             "open_streams": len(self._session.streams),
-            "failures": counters.failures,
+            **self._counters,
         }
 
     # Callers' side: never more than a few microseconds under the lock.
@@ -248,7 +231,7 @@ class Journal:
     def _withdraw(self, entry: Entry) -> None:
         entry.state = State.WITHDRAWN
         self._waiting.pop(entry, None)
-        self._counters.refused += 1
+        self._counters["refused"] += 1
 
     def _give_up(self, entry: Entry, *, reported: bool) -> None:
         """End the stream whose begin or end this is, and whose caller got an error (``reported``) or was cancelled."""
@@ -387,18 +370,18 @@ class Journal:
             del streams[stream.response_id]
         elapsed_ms = (time.perf_counter() - started) * 1e3
         counters = self._counters
-        counters.rows += len(entries)
-        counters.commits += 1
-        counters.last_commit_rows = len(entries)
-        counters.last_commit_ms = elapsed_ms
-        counters.commit_ms_total += elapsed_ms
+        counters["rows"] += len(entries)
+        counters["commits"] += 1
+        counters["last_commit_rows"] = len(entries)
+        counters["last_commit_ms"] = elapsed_ms
+        counters["commit_ms_total"] += elapsed_ms
         with self._condition:
             self._taken = []
         resolve(entries, None)
 
     def _break(self, reason: str) -> None:
         """Refuse everything from here on, and take back from the files what was written but not acknowledged."""
-        self._counters.failures += 1
+        self._counters["failures"] += 1
         with self._condition:
             self._failure = reason
             entries = [*self._queue, *self._waiting]

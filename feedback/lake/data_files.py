@@ -11,11 +11,14 @@ import contextlib
 import json
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,13 +30,14 @@ from deltalake.transaction import AddAction
 
 from feedback.files import fsync_path, make_folder, replace_file
 from feedback.ids import uuid7
-from feedback.schema import TABLES, TIME_COLUMN
+from feedback.schema import TABLES, TIME_COLUMN, conform
 
 _ROW_GROUP_ROWS: Final = 65_536
 _ROW_GROUP_BYTES: Final = 64 << 20  # rows of long responses are large; memory must not grow with them
 _READ_ROWS: Final = 4096
 _BOUND_LENGTH: Final = 64  # characters of a text bound: ids are whole, prompts do not fill the log
 _LAST_CHARACTER: Final = "\U0010ffff"
+_HIGHEST: Final = _LAST_CHARACTER * 8
 _UPLOAD_BYTES: Final = 1 << 20
 
 
@@ -120,10 +124,10 @@ class TableFiles(Store):
     def batches(self, table: str, path: str, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
         """The rows of one data file in their order, a few thousand at a time, in the table's schema.
 
-        A column that the file lacks (an older Millrace wrote it) is null. Raises FileNotFoundError.
+        A column that the file lacks is null. Raises FileNotFoundError.
         """
         schema = TABLES[table] if columns is None else pa.schema([TABLES[table].field(name) for name in columns])
-        with self.filesystem.open_input_file(path) as source, pq.ParquetFile(source) as file:
+        with self.filesystem.open_input_file(unquote(path)) as source, pq.ParquetFile(source) as file:
             there = [name for name in schema.names if name in file.schema_arrow.names]
             for batch in file.iter_batches(_READ_ROWS, columns=there):
                 yield conform(batch, schema)
@@ -221,6 +225,34 @@ def _milliseconds(value: datetime) -> str:
     return value.astimezone(UTC).replace(tzinfo=None).isoformat(timespec="milliseconds") + "Z"
 
 
+def unneeded(snapshot: DeltaTable, hours: int, *, unnamed: bool = False) -> set[str]:
+    """The files that no version of the last hours needs: those that were replaced, with ``unnamed`` all others too.
+
+    deltalake would delete them too, but with two commits of its own, not durable.
+    """
+    return set(snapshot.vacuum(hours, dry_run=True, full=unnamed, enforce_retention_duration=False))
+
+
+class Spans:
+    """A set of closed intervals of texts."""
+
+    def __init__(self, spans: Iterable[tuple[str | None, str | None]]) -> None:
+        """None is an end that is not known, so that it may be anything."""
+        ordered = sorted((low or "", _HIGHEST if high is None else high) for low, high in spans)
+        self._lows = [low for low, _ in ordered]
+        self._highest = list(accumulate((high for _, high in ordered), max))
+
+    @classmethod
+    def of(cls, values: Iterable[str]) -> Spans:
+        """These texts alone."""
+        return cls((value, value) for value in values)
+
+    def meet(self, low: str | None, high: str | None) -> bool:
+        """Whether any of them has a text in common with this one."""
+        before = bisect_right(self._lows, _HIGHEST if high is None else high)
+        return before > 0 and self._highest[before - 1] >= (low or "")
+
+
 @dataclass(frozen=True)
 class DataFile:
     """A data file of a snapshot, as the log describes it.
@@ -231,42 +263,36 @@ class DataFile:
     path: str
     size: int
     day: date
-    modified: datetime
     rows: int | None
     bounds: dict[str, tuple[Any, Any]]
     empty: frozenset[str]
+
+    def may_hold(self, column: str, spans: Spans) -> bool:
+        """Whether it can have a row whose ``column``, a text, lies in one of the spans."""
+        if column not in self.bounds:
+            return column not in self.empty
+        return spans.meet(*self.bounds[column])
 
 
 def data_files(snapshot: DeltaTable, bounds: Sequence[str] = ()) -> list[DataFile]:
     """The data files of a snapshot, with the bounds of some columns, by date and path (so by time of writing)."""
     actions = pa.table(snapshot.get_add_actions(flatten=True))
-    known = [name for name in bounds if f"min.{name}" in actions.column_names]
-    columns = ["path", "size_bytes", "partition.date", "modification_time", "num_records"]
-    columns += [f"{end}.{name}" for name in known for end in ("min", "max", "null_count")]
+
+    def values(name: str) -> list[Any]:
+        return actions[name].to_pylist() if name in actions.column_names else [None] * actions.num_rows
+
+    ends = {name: list(zip(values(f"min.{name}"), values(f"max.{name}"), strict=True)) for name in bounds}
+    nulls = {name: values(f"null_count.{name}") for name in bounds}
+    described = zip(*map(values, ("path", "size_bytes", "partition.date", "num_records")), strict=True)
     files = [
         DataFile(
-            row["path"],
-            row["size_bytes"],
-            row["partition.date"],
-            datetime.fromtimestamp(row["modification_time"] / 1e3, UTC),
-            row["num_records"],
-            {name: (row[f"min.{name}"], row[f"max.{name}"]) for name in known if row[f"min.{name}"] is not None},
-            frozenset(name for name in known if row[f"null_count.{name}"] == row["num_records"] is not None),
+            *(path, size, day, rows),
+            {name: known[row] for name, known in ends.items() if known[row][0] is not None},
+            frozenset(name for name, count in nulls.items() if count[row] == rows is not None),
         )
-        for row in actions.select(columns).to_pylist()
+        for row, (path, size, day, rows) in enumerate(described)
     ]
     return sorted(files, key=lambda file: (file.day, file.path))
-
-
-def conform(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch's columns in the types and order of ``schema``; one that is missing is null."""
-    columns = [
-        batch.column(field.name).cast(field.type)
-        if field.name in batch.schema.names
-        else pa.nulls(batch.num_rows, field.type)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def _chunks(data: pa.Table | pa.RecordBatchReader) -> Iterator[pa.Table]:

@@ -128,12 +128,9 @@ def read_only(connection: duckdb.DuckDBPyConnection, query: str) -> str:
     elif kind == "MULTI":
         raise QueryError("a PIVOT must name its values here: PIVOT … ON column IN (value, …)")
     elif kind != "SELECT" or not _only_reads(connection, text):
-        raise QueryError(f"only queries are run here (SELECT, DESCRIBE, SUMMARIZE, SHOW, EXPLAIN), no {_what(kind)}")
+        what = "query that writes" if kind == "SELECT" else f"{kind} statement"
+        raise QueryError(f"only queries are run here (SELECT, DESCRIBE, SUMMARIZE, SHOW, EXPLAIN), no {what}")
     return text
-
-
-def _what(kind: str) -> str:
-    return "query that writes" if kind == "SELECT" else f"{kind} statement"
 
 
 def _only_reads(connection: duckdb.DuckDBPyConnection, query: str) -> bool:

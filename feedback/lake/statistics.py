@@ -17,7 +17,6 @@ import pyarrow as pa
 
 from feedback.journal.segment import list_segments
 from feedback.journal.streams import STARTED
-from feedback.lake import statistics_sql as sql
 from feedback.lake.tables import Lake
 from feedback.schema import TABLES, TIME_COLUMN
 
@@ -28,6 +27,97 @@ _ID: Final = {
     "feedback": "tenant, feedback_id",
     "rewards": "response_id, scored_at",
 }
+
+# Temporary tables of the few columns that the queries share: ``responses``, ``streams`` and ``scored``.
+
+_RESPONSES: Final = """
+CREATE TEMP TABLE responses AS
+SELECT tenant, response_id, completed_at, status = 'complete' AS complete, policy_spans[-1].policy_version AS policy
+FROM interactions
+"""
+
+_STREAMS: Final = f"""
+CREATE TEMP TABLE streams AS
+SELECT DISTINCT tenant, response_id FROM unsealed_interactions WHERE status = '{STARTED}'
+EXCEPT SELECT tenant, response_id FROM responses
+"""
+
+_NO_STREAMS: Final = "CREATE TEMP TABLE streams (tenant VARCHAR, response_id VARCHAR)"
+
+_KINDS: Final = """
+SELECT kind, count(DISTINCT (tenant, feedback_id)), count(DISTINCT response_id) FILTER (complete)
+FROM feedback LEFT JOIN responses USING (tenant, response_id)
+GROUP BY kind
+"""
+
+_FEEDBACK_RATE: Final = """
+SELECT (SELECT count(*) FROM responses WHERE complete),
+       (SELECT count(*) FROM responses SEMI JOIN feedback USING (tenant, response_id) WHERE complete)
+"""
+
+_SCORED: Final = """
+CREATE TEMP TABLE scored AS
+SELECT policy, reward, components
+FROM current_rewards JOIN responses USING (response_id)
+WHERE complete
+"""
+
+_REWARDS: Final = """
+SELECT policy, count(*), count(reward), avg(reward), stddev_samp(reward)
+FROM scored
+GROUP BY policy
+ORDER BY policy
+"""
+
+_REWARD_QUANTILES: Final = """
+SELECT policy, {quantiles}
+FROM (
+    SELECT policy, reward AS value,
+           sum(n) OVER (PARTITION BY policy ORDER BY reward) AS upto, sum(n) OVER (PARTITION BY policy) AS total
+    FROM (SELECT policy, reward, count(*) AS n FROM scored WHERE reward IS NOT NULL GROUP BY policy, reward)
+)
+GROUP BY policy
+"""
+
+_COMPONENTS: Final = """
+SELECT policy, component.key, count(*), avg(component.value)
+FROM (SELECT policy, unnest(map_entries(components)) AS component FROM scored)
+GROUP BY policy, component.key
+ORDER BY policy, component.key
+"""
+
+_LAG: Final = """
+SELECT max(total), {quantiles}
+FROM (
+    SELECT lag AS value, sum(n) OVER (ORDER BY lag) AS upto, sum(n) OVER () AS total
+    FROM (
+        SELECT first - epoch_us(completed_at) AS lag, count(*) AS n
+        FROM (SELECT response_id, epoch_us(min(scored_at)) AS first FROM rewards GROUP BY response_id)
+        JOIN responses USING (response_id)
+        WHERE complete
+        GROUP BY lag
+    )
+)
+"""
+
+_UNSCORED: Final = """
+SELECT count(*)
+FROM responses ANTI JOIN (SELECT response_id FROM rewards WHERE scorer = ?) USING (response_id)
+WHERE complete
+"""
+
+# Feedback that two servers took under one id is twice in their journals, until it is sealed.
+_ORPHANS: Final = """
+CREATE TEMP VIEW orphans AS
+SELECT DISTINCT ON (tenant, feedback_id, response_id) feedback_id, response_id, tenant, kind, created_at
+FROM (
+    SELECT feedback_id, tenant, kind, created_at, response_id FROM feedback
+    UNION ALL
+    SELECT feedback_id, tenant, kind, created_at, rejected_response_id FROM feedback
+    WHERE rejected_response_id IS NOT NULL
+)
+ANTI JOIN (SELECT tenant, response_id FROM responses UNION ALL FROM streams) USING (tenant, response_id)
+"""
 
 
 @dataclass(frozen=True)
@@ -162,7 +252,7 @@ def _gather(
     connection: duckdb.DuckDBPyConnection, lake: Lake, journal_folder: Path | None, scorer: str | None
 ) -> LakeStatistics:
     _find_responses(connection, with_journal=journal_folder is not None)
-    connection.execute(sql.SCORED)
+    connection.execute(_SCORED)
     return LakeStatistics(
         at=datetime.now(UTC),
         tables={table: _table(connection, lake, table, journal_folder) for table in TABLES},
@@ -178,9 +268,9 @@ def _gather(
 
 def _find_responses(connection: duckdb.DuckDBPyConnection, *, with_journal: bool) -> None:
     """Tables ``responses`` and ``streams``, and view ``orphans``."""
-    connection.execute(sql.RESPONSES)
-    connection.execute(sql.STREAMS if with_journal else sql.NO_STREAMS)
-    connection.execute(sql.ORPHANS)
+    connection.execute(_RESPONSES)
+    connection.execute(_STREAMS if with_journal else _NO_STREAMS)
+    connection.execute(_ORPHANS)
 
 
 def _table(
@@ -224,32 +314,30 @@ def _size(path: Path) -> int:
 
 
 def _feedback_rate(connection: duckdb.DuckDBPyConnection) -> FeedbackRate:
-    [[complete, answered]] = connection.execute(sql.FEEDBACK_RATE).fetchall()
-    kinds = {
-        kind: KindStatistics(count, responses) for kind, count, responses in connection.execute(sql.KINDS).fetchall()
-    }
+    [[complete, answered]] = connection.execute(_FEEDBACK_RATE).fetchall()
+    kinds = {kind: KindStatistics(count, responses) for kind, count, responses in connection.execute(_KINDS).fetchall()}
     return FeedbackRate(complete, answered, kinds)
 
 
 def _rewards(connection: duckdb.DuckDBPyConnection) -> list[RewardStatistics]:
-    query = sql.REWARD_QUANTILES.format(quantiles=sql.quantiles(QUANTILES))
+    query = _REWARD_QUANTILES.format(quantiles=_quantiles(QUANTILES))
     quantiles = {
         policy: dict(zip(QUANTILES, values, strict=True)) for policy, *values in connection.execute(query).fetchall()
     }
     components: dict[int | None, dict[str, tuple[int, float]]] = {}
-    for policy, name, count, mean in connection.execute(sql.COMPONENTS).fetchall():
+    for policy, name, count, mean in connection.execute(_COMPONENTS).fetchall():
         components.setdefault(policy, {})[name] = (count, mean)
     return [
         RewardStatistics(policy, scored, rewarded, mean, sd, quantiles.get(policy, {}), components.get(policy, {}))
-        for policy, scored, rewarded, mean, sd in connection.execute(sql.REWARDS).fetchall()
+        for policy, scored, rewarded, mean, sd in connection.execute(_REWARDS).fetchall()
     ]
 
 
 def _lag(connection: duckdb.DuckDBPyConnection, scorer: str | None) -> LagStatistics:
     if scorer is None:
         [[scorer]] = connection.execute("SELECT arg_max(scorer, scored_at) FROM rewards").fetchall()
-    [[unscored]] = connection.execute(sql.UNSCORED, [scorer]).fetchall()
-    [[scored, *lags]] = connection.execute(sql.LAG.format(quantiles=sql.quantiles((0.5, 0.9, 1.0)))).fetchall()
+    [[unscored]] = connection.execute(_UNSCORED, [scorer]).fetchall()
+    [[scored, *lags]] = connection.execute(_LAG.format(quantiles=_quantiles((0.5, 0.9, 1.0)))).fetchall()
     return LagStatistics(scorer, int(scored or 0), unscored, *(None if lag is None else lag / 1e6 for lag in lags))
 
 
@@ -260,3 +348,8 @@ def _count(connection: duckdb.DuckDBPyConnection, table: str) -> int:
 def _one(connection: duckdb.DuckDBPyConnection, query: str) -> dict[str, Any]:
     """The one row of a query, by column. By Arrow: DuckDB hands out times with a zone by another library."""
     return dict(connection.sql(query).to_arrow_table().to_pylist()[0])
+
+
+def _quantiles(shares: tuple[float, ...]) -> str:
+    """SQL for quantiles by nearest rank, of ``value`` with ``upto`` of ``total`` values at most as great."""
+    return ", ".join(f"min(value) FILTER (upto >= {share!r} * total)" for share in shares)

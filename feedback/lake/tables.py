@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -76,31 +76,24 @@ class Lake:
         table at once the store lets one do it.
         """
         for table, schema in TABLES.items():
+            folder = Path(self.table_uri(table))
             if self.local:
-                make_folder(Path(self.table_uri(table)))
+                make_folder(folder)
             with self.committing(table):
+                if self.local and (folder / "_delta_log").exists():
+                    for path in drop_torn_commits(folder):
+                        log.warning("%s was torn by a power loss and is put aside; the journal holds its rows", path)
+                try:
+                    self._create_table(table, schema)
+                except (DeltaError, OSError) as error:
+                    try:
+                        self.table(table)  # another replica may have created it at this moment
+                    except LakeError:
+                        text = self._error_text(error)
+                        raise LakeError(f"table {self.table_uri(table)} can't be created: {text}") from error
                 if self.local:
-                    self._create_local(table, schema)
-                else:
-                    self._create_remote(table, schema)
-
-    def _create_local(self, table: str, schema: pa.Schema) -> None:
-        folder = Path(self.table_uri(table))
-        if (folder / "_delta_log").exists():
-            for path in drop_torn_commits(folder):
-                log.warning("%s was torn by a power loss and is put aside; the journal still holds its rows", path)
-        self._create_table(table, schema)
-        make_log_durable(folder, -1, 0)
-        fsync_path(folder)
-
-    def _create_remote(self, table: str, schema: pa.Schema) -> None:
-        try:
-            self._create_table(table, schema)
-        except (DeltaError, OSError) as error:
-            try:
-                self.table(table)  # another replica may have created it at this moment
-            except LakeError:
-                raise LakeError(f"table {self.table_uri(table)} can't be created: {self._error_text(error)}") from error
+                    make_log_durable(folder, -1, 0)
+                    fsync_path(folder)
 
     def _create_table(self, table: str, schema: pa.Schema) -> None:
         DeltaTable.create(
@@ -137,14 +130,18 @@ class Lake:
         return Store(self.uri, self.config.store_options, local=self.local)
 
     def table(self, table: str, version: int | None = None) -> DeltaTable:
-        """One table as it is, or as it was at a version. Raises LakeError if there is none."""
+        """One table as it is, or as it was at a version.
+
+        Raises LakeError if there is none, or if another writer switched on what makes its files alone not its rows.
+        """
         if table not in TABLES:
             raise LakeError(f"no table {table!r}; there are {', '.join(TABLES)}")
         for attempt in range(1, _OPEN_ATTEMPTS + 1):
             try:
-                return DeltaTable(
+                snapshot = DeltaTable(
                     self.table_uri(table), version=version, storage_options=self.config.store_options or None
                 )
+                break
             except TableNotFoundError as error:
                 raise LakeError(f"no lake at {self.uri}: {error}; Lake.create makes one") from error
             except OSError as error:  # deltalake has tried several times
@@ -157,7 +154,12 @@ class Lake:
                 at = "" if version is None else f" at version {version}"
                 text = self.config.redact(str(error))
                 raise LakeError(f"table {self.table_uri(table)}{at} can't be read: {text}") from error
-        raise AssertionError("unreachable")
+        if features := unreadable_features(snapshot):
+            raise LakeError(
+                f"table {self.table_uri(table)} uses {', '.join(features)}, which another writer switched on and "
+                "Millrace can't read; rewrite the table without it"
+            )
+        return snapshot
 
     def versions(self) -> dict[str, int]:
         """The Delta version of every table."""
@@ -267,40 +269,28 @@ class Lake:
             self.files(table).delete(action.path for action in added)
             raise LakeConflictError(f"{self.table_uri(table)}: {error}") from error
         snapshot.update_incremental()
-        if self.local:
-            # With the commit before it: its writer may have been killed before it was durable.
-            make_log_durable(Path(self.table_uri(table)), before - 1, snapshot.version())
+        self.make_durable(table, snapshot, since=before)  # with the commit before it, whose writer may have been killed
         return snapshot.version()
 
-    def make_durable(self, table: str, snapshot: DeltaTable) -> None:
-        """Make what ``snapshot`` shows durable: the process that made the last commit may have been killed in it.
+    def make_durable(self, table: str, snapshot: DeltaTable, *, since: int | None = None) -> None:
+        """Make the commits from ``since`` (the last) to ``snapshot``'s durable: who made them may have been killed.
 
-        An object store's commits are durable. Raises OSError.
+        An object store's commits are durable. The caller holds ``committing``. Raises OSError.
         """
         if self.local:
-            with self.committing(table):
-                make_log_durable(Path(self.table_uri(table)), snapshot.version() - 1, snapshot.version())
+            first = snapshot.version() if since is None else since
+            make_log_durable(Path(self.table_uri(table)), first - 1, snapshot.version())
 
-    @contextmanager
-    def committing(self, table: str) -> Iterator[None]:
+    def committing(self, table: str) -> AbstractContextManager[None]:
         """One commit at a time, so that on a local disk a commit is durable before the next one builds on it.
 
         An object store has no such lock and needs none: what it has written is durable.
         """
-        if not self.local:
-            yield
-            return
-        with locked(Path(self.uri) / f".{table}.lock", self.config.lock_timeout_s):
-            yield
+        return self._locked(f".{table}.lock", self.config.lock_timeout_s)
 
-    @contextmanager
-    def _writing(self, table: str) -> Iterator[None]:
+    def _writing(self, table: str) -> AbstractContextManager[None]:
         """While this is held, files that no version names may be about to be committed (local disk only)."""
-        if not self.local:
-            yield
-            return
-        with locked(Path(self.uri) / f".{table}.writing.lock", self.config.lock_timeout_s, shared=True):
-            yield
+        return self._locked(f".{table}.writing.lock", self.config.lock_timeout_s, shared=True)
 
     @contextmanager
     def alone(self, table: str, *, wait_s: float | None = None) -> Iterator[None]:
@@ -308,12 +298,12 @@ class Lake:
 
         Raises LockTimeoutError if a writer is still at work after ``wait_s`` (``LakeConfig.lock_timeout_s``) seconds.
         """
-        if not self.local:
-            yield
-            return
         wait_s = self.config.lock_timeout_s if wait_s is None else wait_s
-        with locked(Path(self.uri) / f".{table}.writing.lock", wait_s), self.committing(table):
+        with self._locked(f".{table}.writing.lock", wait_s), self.committing(table):
             yield
+
+    def _locked(self, name: str, wait_s: float, *, shared: bool = False) -> AbstractContextManager[None]:
+        return locked(Path(self.uri) / name, wait_s, shared=shared) if self.local else nullcontext()
 
     def connect(
         self,
@@ -321,8 +311,6 @@ class Lake:
         *,
         versions: Mapping[str, int] | None = None,
         tables: Iterable[str] = tuple(TABLES),
-        memory_limit: str | None = None,
-        threads: int | None = None,
     ) -> duckdb.DuckDBPyConnection:
         """A DuckDB connection with views ``interactions``, ``feedback``, ``rewards`` and ``current_rewards``.
 
@@ -340,8 +328,8 @@ class Lake:
         tables = [table for table in TABLES if table in set(tables)]
         with_journal = [table for table in tables if table not in versions] if journal_folder is not None else []
         unsealed = load_all(journal_folder, with_journal) if journal_folder is not None and with_journal else []
-        snapshots = {table: self._readable(table, versions.get(table)) for table in tables}
-        connection = connect(memory_limit or self.config.memory_limit, threads or self.config.threads)
+        snapshots = {table: self.table(table, versions.get(table)) for table in tables}
+        connection = connect(self.config.memory_limit, self.config.threads)
         try:
             for table, snapshot in snapshots.items():
                 rows = _unsealed(table, unsealed, snapshot) if table in with_journal else None
@@ -383,15 +371,6 @@ class Lake:
                 raise gone
             log.info("%s; reading the tables as they are now", gone)
         raise AssertionError("unreachable")
-
-    def _readable(self, table: str, version: int | None) -> DeltaTable:
-        snapshot = self.table(table, version)
-        if features := unreadable_features(snapshot):
-            raise LakeError(
-                f"table {self.table_uri(table)} uses {', '.join(features)}, which another writer switched on and "
-                "Millrace can't read; rewrite the table without it"
-            )
-        return snapshot
 
     def _file_gone(self, versions: Mapping[str, int], error: BaseException) -> LakeFileGoneError:
         which = ", ".join(f"{table} at version {version}" for table, version in versions.items())

@@ -69,16 +69,21 @@ def create_view(
 
     Streams in flight are among the unsealed rows, but not in the view of both.
     """
-    sealed = _scan_sql(connection, table, snapshot, snapshot.file_uris(), storage_options, local=local)
-    connection.execute(f"CREATE VIEW sealed_{table} AS {sealed}")
-    if unsealed is None:
-        connection.execute(f"CREATE VIEW {table} AS SELECT * FROM sealed_{table}")
-        return
-    connection.register(f"unsealed_{table}", unsealed)
-    ended = f" WHERE status <> '{STARTED}'" if "status" in unsealed.column_names else ""
-    connection.execute(
-        f"CREATE VIEW {table} AS SELECT * FROM sealed_{table} UNION ALL BY NAME SELECT * FROM unsealed_{table}{ended}"
-    )
+    files = snapshot.file_uris()
+    if files and local:
+        names = quoted_files(unquote(file) for file in files)
+        source = f"read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}})"
+    else:
+        source = f"files_of_{table}"
+        empty = pa.schema(snapshot.schema().to_arrow()).empty_table()
+        connection.register(source, _dataset(snapshot, storage_options) if files else empty)
+    connection.execute(f"CREATE VIEW sealed_{table} AS SELECT * FROM {source}")
+    both = ""
+    if unsealed is not None:
+        connection.register(f"unsealed_{table}", unsealed)
+        ended = f"WHERE status <> '{STARTED}'" if "status" in unsealed.column_names else ""
+        both = f"UNION ALL BY NAME SELECT * FROM unsealed_{table} {ended}"
+    connection.execute(f"CREATE VIEW {table} AS SELECT * FROM sealed_{table} {both}")
 
 
 def unreadable_features(snapshot: DeltaTable) -> list[str]:
@@ -87,7 +92,9 @@ def unreadable_features(snapshot: DeltaTable) -> list[str]:
 
 
 def is_file_gone(error: BaseException) -> bool:
-    """Whether a query failed because a data file of its view is not there any more."""
+    """Whether a data file or a commit of the log is not there any more."""
+    if isinstance(error, FileNotFoundError):
+        return True
     return isinstance(error, duckdb.Error | OSError | pa.ArrowException) and bool(_GONE.search(str(error)))
 
 
@@ -99,24 +106,6 @@ def quoted(text: str) -> str:
 def quoted_files(paths: Iterable[str]) -> str:
     """A SQL list of local files, for ``read_parquet``, which takes a name for a pattern."""
     return ", ".join(quoted(re.sub(r"([*?\[])", r"[\1]", path)) for path in paths)
-
-
-def _scan_sql(
-    connection: duckdb.DuckDBPyConnection,
-    name: str,
-    snapshot: DeltaTable,
-    files: list[str],
-    storage_options: dict[str, str],
-    *,
-    local: bool,
-) -> str:
-    """A SELECT over some data files of a table, or over none. ``name`` is for what it registers."""
-    if files and local:
-        names = quoted_files(unquote(file) for file in files)
-        return f"SELECT * FROM read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}})"
-    empty = pa.schema(snapshot.schema().to_arrow()).empty_table()
-    connection.register(f"files_of_{name}", _dataset(snapshot, storage_options) if files else empty)
-    return f"SELECT * FROM files_of_{name}"
 
 
 def _dataset(snapshot: DeltaTable, storage_options: dict[str, str]) -> pa_ds.Dataset:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -34,7 +33,7 @@ from feedback.ingest.seal import seal
 from feedback.journal.recovery import load_all
 from feedback.journal.segment import list_segments
 from feedback.journal.streams import STARTED
-from feedback.lake.data_files import DataFile, data_files
+from feedback.lake.data_files import DataFile, Spans, data_files
 from feedback.lake.delta_log import ERASED
 from feedback.lake.erasure_registry import (
     ALL_TIMES,
@@ -51,7 +50,6 @@ from feedback.lake.erasure_registry import (
     needed_columns,
     register,
     reopen,
-    upgrade,
 )
 from feedback.lake.table_changes import LogGoneError, commits
 from feedback.lake.tables import Lake, LakeConflictError, LakeError, is_sealed
@@ -73,10 +71,6 @@ Rewritten = Callable[[str, Mapping[str, int]], None]
 
 _Meaning = tuple[Selector, Selector]
 """A selector, and what it means in a certain file."""
-
-
-class ErasureError(LakeError):
-    """An erasure could not be done, or not to its end; the text says what to do."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +173,7 @@ def erase(
 
     A segment that a living server is writing is waited for, up to ``wait_s`` seconds: it is closed when it is
     ``journal.segment_seconds`` old. Older versions of all tables can't be read afterwards. Killed anywhere, it can be
-    repeated, and the next maintenance finishes it. Raises ErasureError, LakeError, LockTimeoutError or OSError.
+    repeated, and the next maintenance finishes it. Raises LakeError, LockTimeoutError or OSError.
 
     ``registered`` is called with the erasure's id before any row goes; ``rewritten`` when all are gone, before the
     erasure is noted as done: if it raises, the next maintenance calls its own.
@@ -222,7 +216,6 @@ def finish_erasures(
     was done. ``rewritten`` is called as by ``erase``, also where a killed one had removed all. Raises what ``erase``
     raises.
     """
-    upgrade(lake)
     hours = 2 * lake.config.orphan_hours  # a writer of that time has long ended
     known = erasures(lake, journal_folder, since=datetime.now(UTC) - timedelta(hours=hours), pending=True)
     rows = dict.fromkeys(TABLES, 0)
@@ -266,11 +259,11 @@ def was_visible(lake: Lake, table: str, ids: set[str], version: int) -> bool | N
     column = {"interactions": "response_id", "feedback": "feedback_id"}[table]
     if not ids:
         return False
-    wanted, ordered = pa.array(sorted(ids)), sorted(ids)
+    wanted, spans = pa.array(sorted(ids)), Spans.of(ids)
     try:
         snapshot = lake.table(table, version)
         for file in data_files(snapshot, (column,)):
-            if not _may_hold(file, column, ordered):
+            if not file.may_hold(column, spans):
                 continue
             for batch in lake.files(table).batches(table, file.path, [column]):
                 if pc.any(pc.is_in(batch.column(column), value_set=wanted)).as_py():
@@ -294,7 +287,7 @@ def _drain(lake: Lake, journal_folder: Path, wait_s: float, report: Callable[[st
         if not waiting:
             return
         if time.monotonic() > deadline:
-            raise ErasureError(
+            raise LakeError(
                 f"{journal_folder}: {sorted(waiting)[0]} and {len(waiting) - 1} other segments are still open after "
                 f"{wait_s:g} s, so their rows can't be erased yet; nothing of the lake was. Is journal.segment_seconds "
                 "longer? Repeat the erasure when they are closed"
@@ -302,42 +295,32 @@ def _drain(lake: Lake, journal_folder: Path, wait_s: float, report: Callable[[st
         time.sleep(_POLL_S)
 
 
-def _register_responses(lake: Lake, selectors: Sequence[Selector]) -> dict[str, Values]:
+def _register_responses(
+    lake: Lake, selectors: Sequence[Selector], files: Sequence[tuple[DataFile, list[_Meaning]]] | None = None
+) -> dict[str, Values]:
     """Register the ids of the sealed responses that are to go and that no selector names; returns selectors by name.
 
-    Feedback on a response may still lie in another journal, and is found by nothing else.
+    Feedback on a response may still lie in another journal, and is found by nothing else. ``files``: look into these
+    alone, which were sealed since; the next maintenance removes the feedback on their responses.
     """
-    registered: dict[str, Values] = {}
+    table, registered = "interactions", dict[str, Values]()
+    if files is None:
+        files = _candidates(lake, table, lake.table(table), selectors)
     for selector in selectors:
-        if selector.kind != "response_id":
-            snapshots = {"interactions": lake.table("interactions")}
-            ids: set[str] = set()
-            for rows in _matches(lake, "interactions", snapshots, {}, [selector]):
-                ids.update(rows.column("response_id").to_pylist())
-            registered |= _register_unnamed(lake, ids, selector, selectors)
+        if selector.kind == "response_id":
+            continue
+        ids: set[str] = set()
+        for file, here in ((file, here) for file, meaning in files for of, here in meaning if of is selector):
+            for batch in lake.files(table).batches(table, file.path, needed_columns(table)):
+                ids.update(batch.column("response_id").filter(matching(table, batch, [here])).to_pylist())
+        unnamed = pa.array(sorted(ids), pa.string())
+        for other in selectors:
+            if other.kind == "response_id" and other.registered_at >= selector.registered_at:
+                unnamed = unnamed.filter(pc.invert(other.is_in(unnamed)))
+        if len(unnamed):
+            name = register(lake, "response_id", unnamed.to_pylist(), selector.registered_at, selector.versions)
+            registered[name] = _responses(unnamed.to_pylist(), selector)
     return registered
-
-
-def _register_unnamed(lake: Lake, ids: set[str], of: Selector, selectors: Sequence[Selector]) -> dict[str, Values]:
-    unnamed = pa.array(sorted(ids), pa.string())
-    for other in selectors:
-        if other.kind == "response_id" and other.registered_at >= of.registered_at:
-            unnamed = unnamed.filter(pc.invert(other.is_in(unnamed)))
-    if not len(unnamed):
-        return {}
-    name = register(lake, "response_id", unnamed.to_pylist(), of.registered_at, of.versions)
-    return {name: _responses(unnamed.to_pylist(), of)}
-
-
-def _register_responses_of(lake: Lake, file: DataFile, meaning: list[_Meaning], selectors: Sequence[Selector]) -> None:
-    """The same for one file, which was sealed since; the next maintenance removes the feedback on its responses."""
-    for selector, here in meaning:
-        if selector.kind != "response_id":
-            ids: set[str] = set()
-            for batch in lake.files("interactions").batches("interactions", file.path, needed_columns("interactions")):
-                meant = matching("interactions", batch, [here])
-                ids.update(batch.column("response_id").filter(meant).to_pylist())
-            _register_unnamed(lake, ids, selector, selectors)
 
 
 def _sealed_late(lake: Lake, done: Sequence[Erasure]) -> set[str]:
@@ -371,25 +354,18 @@ def _warn_of_rows_ahead(lake: Lake, known: Sequence[Erasure]) -> None:
 def _with_files_since(lake: Lake, table: str, known: Sequence[Erasure]) -> Iterator[tuple[Erasure, list[DataFile]]]:
     """Each erasure with the files of a table that were added after it went through."""
     snapshot = lake.table(table)
-    files: dict[int | None, list[DataFile]] = {}
+    files = data_files(snapshot, needed_columns(table))
+    added: dict[int | None, set[str]] = {None: {file.path for file in files}}  # all, where it is not known
     for erasure in known:
         since = erasure.done_until.get(table)
-        if since not in files:
-            files[since] = _files_since(lake, table, snapshot, since)
-        yield erasure, files[since]
-
-
-def _files_since(lake: Lake, table: str, snapshot: DeltaTable, since: int | None) -> list[DataFile]:
-    """The files that were added after a version, by any commit; all, if that is not known."""
-    files = data_files(snapshot, needed_columns(table))
-    if since is None:
-        return files
-    try:
-        added = {path for commit in commits(lake, table, since, snapshot.version()) for path in commit.added}
-    except LogGoneError as error:
-        log.info("%s; looking at all files", error)
-        return files
-    return [file for file in files if file.path in added]
+        if since is not None and since not in added:
+            try:
+                changes = commits(lake, table, since, snapshot.version())
+                added[since] = {path for commit in changes for path in commit.added}
+            except LogGoneError as error:
+                log.info("%s; looking at all files", error)
+                added[since] = added[None]
+        yield erasure, [file for file in files if file.path in added[since]]
 
 
 def _rewrite_all(lake: Lake, selectors: Iterable[Selector], report: Callable[[str], None]) -> dict[str, int]:
@@ -410,7 +386,7 @@ def _rewrite(lake: Lake, table: str, selectors: list[Selector]) -> int:
                 count = _count(lake, table, file, here)
                 if count:
                     if table == "interactions":
-                        _register_responses_of(lake, file, meaning, selectors)
+                        _register_responses(lake, selectors, [(file, meaning)])
                     rest = pa.RecordBatchReader.from_batches(TABLES[table], _rest(lake, table, file, here))
                     lake.replace(table, [file.path], rest, metadata={ERASED: count})
                     removed += count
@@ -419,7 +395,7 @@ def _rewrite(lake: Lake, table: str, selectors: list[Selector]) -> int:
                 conflicts += 1
         if not conflicts:
             return removed
-    raise ErasureError(f"{lake.table_uri(table)}: other processes replace files again and again; repeat the erasure")
+    raise LakeError(f"{lake.table_uri(table)}: other processes replace files again and again; repeat the erasure")
 
 
 def _count(
@@ -520,26 +496,11 @@ def _may_mean(file: DataFile, table: str, selector: Selector) -> bool:
         late = selector.late if isinstance(selector, Values) else None
         if first > selector.at and (late is None or last <= late):
             return False
-    ordered = _last_parts(selector)
-    return any(
-        ordered is None or _may_hold(file, names[-1], ordered) for names in COLUMNS[table].get(selector.kind, ())
-    )
-
-
-def _last_parts(selector: Selector) -> list[str] | None:
-    """Sorted, what a selector looks for in the last of its columns; None if it knows hashes only."""
-    if not isinstance(selector, Values):
-        return None
-    return sorted(value.rpartition("\0")[2] for value in selector.values.to_pylist())
-
-
-def _may_hold(file: DataFile, column: str, ordered: list[str]) -> bool:
-    """Whether one of the sorted values may be in a file's column."""
-    if column not in file.bounds:
-        return column not in file.empty
-    low, high = file.bounds[column]
-    at = bisect_left(ordered, low)
-    return at < len(ordered) and ordered[at] <= high
+    columns = [names[-1] for names in COLUMNS[table].get(selector.kind, ())]
+    if isinstance(selector, Erasure):  # of which hashes are known, and no text
+        return bool(columns)
+    spans = Spans.of(value.rpartition("\0")[2] for value in selector.values.to_pylist())
+    return any(file.may_hold(column, spans) for column in columns)
 
 
 def _responses(ids: Iterable[str], like: Selector) -> Values:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -26,8 +26,8 @@ from typing import Final
 import pyarrow as pa
 
 from feedback.files import TEMPORARY, LockTimeoutError
-from feedback.lake.data_files import DataFile, StoredFile, TableFiles, data_files
-from feedback.lake.delta_log import DROPPED, LOG_FOLDER, TORN_FOLDER, last_checkpoint, make_log_durable
+from feedback.lake.data_files import DataFile, StoredFile, TableFiles, data_files, unneeded
+from feedback.lake.delta_log import DROPPED, LOG_FOLDER, TORN_FOLDER, last_checkpoint
 from feedback.lake.tables import COMMIT_HOOKS, Lake, LakeConflictError, LakeError
 from feedback.maintenance.erasure import Rewritten, finish_erasures
 from feedback.maintenance.external_sort import sort_rows
@@ -81,7 +81,8 @@ def _compact_table(lake: Lake, table: str) -> Compacted:
         for group in groups:
             paths = [file.path for file in group]
             try:
-                made = lake.replace(table, paths, _merged(lake, table, group), metadata={"compacted": len(group)})
+                rows = pa.RecordBatchReader.from_batches(TABLES[table], _sorted_rows(lake, table, group))
+                made = lake.replace(table, paths, rows, metadata={"compacted": len(group)})
             except LakeConflictError as error:
                 log.info("not compacted: %s", error)
                 given_up.update(paths)
@@ -110,10 +111,6 @@ def _small_groups(lake: Lake, table: str) -> list[list[DataFile]]:
         else:
             groups.append([file])
     return [group for group in groups if len(group) > 1]
-
-
-def _merged(lake: Lake, table: str, group: list[DataFile]) -> pa.RecordBatchReader:
-    return pa.RecordBatchReader.from_batches(TABLES[table], _sorted_rows(lake, table, group))
 
 
 def _sorted_rows(lake: Lake, table: str, group: list[DataFile]) -> Iterator[pa.RecordBatch]:
@@ -238,44 +235,29 @@ def vacuum(lake: Lake, *, dry_run: bool = False) -> dict[str, Vacuumed]:
 
 def _vacuum_table(lake: Lake, table: str, dry_run: bool) -> Vacuumed:
     files = lake.files(table)
-    with _without_writers(lake, table) as alone:
+    with ExitStack() as stack:
+        # The age of a file alone does not prove that its writer is dead: the clock may have jumped since. On an object
+        # store it can't be known who writes.
+        try:
+            stack.enter_context(lake.alone(table, wait_s=0))
+            alone = True
+        except LockTimeoutError:
+            log.info("%s is being written: files that no version names stay for the next time", lake.table_uri(table))
+            alone = False
         listing = {file.path: file for file in files.list("")}
-        # deltalake lists these files; it would delete them too, but with two commits of its own, not durable.
         snapshot, hours = lake.table(table), lake.config.vacuum_hours
-        replaced = snapshot.vacuum(hours, dry_run=True, enforce_retention_duration=False)
-        orphans = snapshot.vacuum(
-            max(hours, lake.config.orphan_hours), dry_run=True, full=True, enforce_retention_duration=False
-        )
-        left = [path for path in listing if _is_left_behind(listing[path], lake.config.orphan_hours)]
-        found = Vacuumed(sorted(replaced), sorted({*orphans, *left} - {*replaced}) if alone else [])
+        replaced = unneeded(snapshot, hours)
+        orphans = unneeded(snapshot, max(hours, lake.config.orphan_hours), unnamed=True)
+        orphans.update(path for path in listing if _is_left_behind(listing[path], lake.config.orphan_hours))
+        found = Vacuumed(sorted(replaced), sorted(orphans - replaced) if alone else [])
         found.bytes = sum(listing[path].size for path in (*found.replaced, *found.orphans) if path in listing)
         if not dry_run:
             files.delete([*found.replaced, *found.orphans])
     if not dry_run:
         _tidy_log(lake, table, files)  # only now: a checkpoint forgets which files were replaced long ago
-        kept = {file.path for file in files.list(LOG_FOLDER)}
-        found.log = [path for path in listing if _is_log(path) and path not in {*kept, *found.orphans}]
+        kept = {*found.orphans, *(file.path for file in files.list(LOG_FOLDER))}
+        found.log = [path for path in listing if path.startswith(f"{LOG_FOLDER}/") and path not in kept]
     return found
-
-
-@contextmanager
-def _without_writers(lake: Lake, table: str) -> Iterator[bool]:
-    """Whether no writer is at work, and none begins meanwhile; on an object store that can't be known.
-
-    The age of a file alone does not prove that its writer is dead: the clock may have jumped since it was written.
-    """
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(lake.alone(table, wait_s=0))
-        except LockTimeoutError:
-            log.info("%s is being written: files that no version names stay for the next time", lake.table_uri(table))
-            yield False
-        else:
-            yield True
-
-
-def _is_log(path: str) -> bool:
-    return path.startswith(f"{LOG_FOLDER}/")
 
 
 def _is_left_behind(file: StoredFile, hours: int) -> bool:
@@ -292,12 +274,10 @@ def _tidy_log(lake: Lake, table: str, files: TableFiles) -> None:
         if any(snapshot.metadata().configuration.get(key) != value for key, value in wanted.items()):
             snapshot.alter.set_table_properties(wanted, post_commithook_properties=COMMIT_HOOKS)
             snapshot = lake.table(table)
-            if files.folder is not None:
-                make_log_durable(files.folder, snapshot.version() - 1, snapshot.version())
+            lake.make_durable(table, snapshot)
         if last_checkpoint(files) < snapshot.version():
             snapshot.create_checkpoint()
-            if files.folder is not None:
-                make_log_durable(files.folder, snapshot.version() - 1, snapshot.version())
+            lake.make_durable(table, snapshot)
         snapshot.cleanup_metadata()
 
 

@@ -6,9 +6,7 @@ writer left, not the change data of other tools, not the statistics in the log.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import re
 import shutil
 import tempfile
@@ -17,9 +15,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
+import psutil
+
 from feedback.files import TEMPORARY, fsync_path
-from feedback.lake.data_files import data_files
-from feedback.lake.delta_log import LOG_FOLDER, TORN_FOLDER, forget, make_log_durable
+from feedback.lake.data_files import data_files, unneeded
+from feedback.lake.delta_log import LOG_FOLDER, TORN_FOLDER, forget
 from feedback.lake.tables import Lake
 
 log = logging.getLogger(__name__)
@@ -38,23 +38,18 @@ def purge(lake: Lake, table: str) -> list[str]:
     files = lake.files(table)
     with lake.alone(table):
         snapshot = lake.table(table)
-        # deltalake lists the files that the current version does not need: those replaced, and with full all others.
-        gone = set(snapshot.vacuum(0, dry_run=True, enforce_retention_duration=False))
-        others = set(snapshot.vacuum(0, dry_run=True, full=True, enforce_retention_duration=False)) - gone
+        gone = unneeded(snapshot, 0)
+        others = unneeded(snapshot, 0, unnamed=True) - gone
+        kept = set()
         if not lake.local:
-            hours = lake.config.orphan_hours
-            old = set(snapshot.vacuum(hours, dry_run=True, full=True, enforce_retention_duration=False))
-            change_data = {path for path in others if path.startswith("_change_data/")}
-            kept = others - old - change_data
-        else:
-            kept = set()
+            young = others - unneeded(snapshot, lake.config.orphan_hours, unnamed=True)
+            kept = {path for path in young if not path.startswith("_change_data/")}
         files.delete([*gone, *(others - kept)])
         left_behind = [file.path for file in files.list(TORN_FOLDER)]
         left_behind += [file.path for file in files.list(LOG_FOLDER) if lake.local and file.path.endswith(TEMPORARY)]
         files.delete(left_behind)
         snapshot.create_checkpoint()
-        if files.folder is not None:
-            make_log_durable(files.folder, snapshot.version() - 1, snapshot.version())
+        lake.make_durable(table, snapshot)
     # Commits that are made never change, so this needs no lock.
     forget(files, {file.path for file in data_files(snapshot)}, snapshot.version())
     if files.folder is not None:
@@ -86,7 +81,8 @@ def drop_spilled() -> int:
 
     A folder in which any process that we may look at has an open file is in use.
     """
-    used = _open_files()
+    processes = psutil.process_iter(["open_files"])
+    used = {file.path for process in processes for file in process.info["open_files"] or ()}
     dropped = 0
     for folder in Path(tempfile.gettempdir()).glob("millrace-*"):
         try:
@@ -97,15 +93,3 @@ def drop_spilled() -> int:
         except OSError as error:  # another user's, or one that its query removes
             log.info("%s stays: %s", folder, error)
     return dropped
-
-
-def _open_files() -> set[str]:
-    found = set()
-    for process in filter(str.isdigit, os.listdir("/proc")):
-        descriptors: list[str] = []
-        with contextlib.suppress(OSError):  # it ended, or is another user's
-            descriptors = os.listdir(f"/proc/{process}/fd")
-        for descriptor in descriptors:
-            with contextlib.suppress(OSError):  # it was closed
-                found.add(os.readlink(f"/proc/{process}/fd/{descriptor}"))
-    return found

@@ -10,17 +10,20 @@ scored. Other responses are looked for by their ids, in the files whose bounds h
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Final
+from urllib.parse import unquote
 
 import duckdb
 import pyarrow as pa
+import pyarrow.dataset as pa_ds
 from deltalake import DeltaTable
 
-from feedback.lake.table_changes import DataFiles, LogGoneError, Spans, commits, scan_sql
+from feedback.lake.data_files import Spans, data_files
+from feedback.lake.table_changes import commits
 from feedback.lake.tables import Lake
-from feedback.lake.views import is_file_gone
+from feedback.lake.views import is_file_gone, quoted_files
+from feedback.schema import TABLES
 
 log = logging.getLogger(__name__)
 
@@ -29,41 +32,19 @@ _FEEDBACK: Final = (
     *("tenant", "response_id", "rejected_response_id", "source", "kind", "name", "value", "created_at", "feedback_id"),
 )
 
+_ABOUT: Final = ("response_id", "rejected_response_id")
+"""The columns of feedback by which it is on a response."""
+_BOUNDS: Final = {"interactions": ("response_id",), "feedback": _ABOUT, "rewards": ()}
 
-@dataclass(frozen=True)
-class Candidates:
-    """What was found. ``some``: it is less than the whole lake, and table ``touched`` lists it.
 
-    ``repeats``: there may be responses of which nothing new is known; table ``former`` has their last rewards.
+class Search:
+    """Makes the views ``responses`` (tenant, response_id and ``columns``) and ``feedback_on``.
+
+    When it has run, ``count`` is the number of responses. ``some``: they are less than the whole lake, and table
+    ``touched`` lists them. ``repeats``: there may be some of which nothing new is known; table ``former`` has their
+    last rewards.
     """
 
-    count: int
-    some: bool
-    repeats: bool = False
-
-
-def find(
-    connection: duckdb.DuckDBPyConnection,
-    lake: Lake,
-    snapshots: dict[str, DeltaTable],
-    since: dict[str, int | None],
-    *,
-    scorer: str,
-    is_vote: str,
-    retry: pa.Table,
-    columns: Sequence[str],
-) -> Candidates:
-    """Make the views ``responses`` (tenant, response_id and ``columns``) and ``feedback_on``.
-
-    snapshots: of the three tables, as they are to be read.
-    since: the versions of interactions and feedback that are scored already; None if the scorer has never run.
-    is_vote: SQL condition of feedback that counts.
-    retry: column response_id; responses whose last reward is to be computed again.
-    """
-    return _Search(connection, lake, snapshots, scorer, columns).run(since, is_vote, retry)
-
-
-class _Search:
     def __init__(
         self,
         connection: duckdb.DuckDBPyConnection,
@@ -72,76 +53,84 @@ class _Search:
         scorer: str,
         columns: Sequence[str],
     ) -> None:
+        """snapshots: of the three tables, as they are to be read."""
         self.connection = connection
         self.lake = lake
         self.snapshots = snapshots
         self.scorer = scorer
         self.columns = (*_KEY, *columns)
-        self.repeats = False
-        self.files = {table: DataFiles(snapshot) for table, snapshot in snapshots.items()}
+        self.count = 0
+        self.some = self.repeats = False
+        self.registered = 0
+        self.files = {table: data_files(snapshot, _BOUNDS[table]) for table, snapshot in snapshots.items()}
         connection.execute("CREATE TABLE candidates (response_id VARCHAR)")
 
-    def run(self, since: dict[str, int | None], is_vote: str, retry: pa.Table) -> Candidates:
+    def run(self, since: dict[str, int | None], is_vote: str, retry: pa.Table) -> None:
+        """Look for what there is to score.
+
+        since: the versions of interactions and feedback that are scored already; None if the scorer has never run.
+        is_vote: SQL condition of feedback that counts.
+        retry: column response_id; responses whose last reward is to be computed again.
+        """
         if since["interactions"] is None:
-            whole = self.files["interactions"].paths
-            self._see_responses(whole, [])
-            self._see_feedback(self.files["feedback"].paths)
-            return Candidates(self._count("responses"), some=False)
+            self._see_responses(self._paths("interactions"), [])
+            self._see_feedback(self._paths("feedback"))
+            self.count = self._count("responses")
+            return
         whole = self._new_interactions(since["interactions"])
         self._new_feedback(since["feedback"] or 0, is_vote)
         if len(retry):
             self.connection.register("retry", retry)
             self.connection.execute("INSERT INTO candidates SELECT response_id FROM retry")
-        named = list(self._named())
-        fresh = set(whole)
-        holding = self.files["interactions"].holding(Spans(named), "response_id")
-        self._see_responses(whole, [path for path in holding if path not in fresh])
-        bounds = self.files["interactions"].bounds("response_id")
-        spans = Spans([*named, *(bounds[path] for path in whole)])
-        about = set(self.files["feedback"].holding(spans, "response_id"))
-        about.update(self.files["feedback"].holding(spans, "rejected_response_id", nullable=True))
-        self._see_feedback([path for path in self.files["feedback"].paths if path in about])
+        ids = self.connection.execute("SELECT DISTINCT response_id FROM candidates").fetchall()
+        named = [(response_id, response_id) for (response_id,) in ids]
+        spans, interactions = Spans(named), self.files["interactions"]
+        fresh = [file for file in interactions if file.path in whole]
+        holding = [file for file in interactions if file.path not in whole and file.may_hold("response_id", spans)]
+        self._see_responses([file.path for file in fresh], [file.path for file in holding])
+        spans = Spans([*named, *(file.bounds.get("response_id", (None, None)) for file in fresh)])
+        about = [file for file in self.files["feedback"] if any(file.may_hold(name, spans) for name in _ABOUT)]
+        self._see_feedback([file.path for file in about])
         self.connection.execute("CREATE TABLE touched AS SELECT tenant, response_id FROM responses")
+        self.some, self.count = True, self._count("touched")
         if self.repeats:
             self._see_former()
-        return Candidates(self._count("touched"), some=True, repeats=self.repeats)
 
-    def _new_interactions(self, since: int) -> list[str]:
+    def _paths(self, table: str) -> list[str]:
+        return [file.path for file in self.files[table]]
+
+    def _new_interactions(self, since: int) -> set[str]:
         """The files to read whole. Of files that were rewritten meanwhile the ids become candidates.
 
         If the log does not reach back, the candidates are all that have no reward of this scorer: the same
         responses, by a search through all there is.
         """
         try:
-            added = self._added("interactions", since)
-            there = set(self.files["interactions"].paths)
+            added, there = self._added("interactions", since), {*self._paths("interactions")}
             self._add_candidates("interactions", [path for path in added if path not in there], "status = 'complete'")
-        except (LogGoneError, duckdb.Error, OSError) as error:
-            if not _is_cleaned_up(error):
+        except (duckdb.Error, OSError) as error:
+            if not is_file_gone(error):
                 raise
             log.warning("what is new in interactions since version %d is cleaned up: reading all (%s)", since, error)
             self.connection.execute("DELETE FROM candidates")
-            rewards = scan_sql(
-                *(self.connection, self.lake, "rewards", self.files["rewards"].paths, ("response_id", "scorer")),
-                name="all_rewards",
-            )
+            rewards = self._rows("rewards", self._paths("rewards"), ("response_id", "scorer"))
             everything = (
                 f"status = 'complete' AND response_id NOT IN (SELECT response_id FROM ({rewards}) WHERE scorer = ?)"
             )
-            self._add_candidates("interactions", self.files["interactions"].paths, everything, [self.scorer])
-            return []
-        return [path for path in added if path in there]
+            self._add_candidates("interactions", self._paths("interactions"), everything, [self.scorer])
+            return set()
+        return there.intersection(added)
 
     def _new_feedback(self, since: int, is_vote: str) -> None:
         """Responses with new votes become candidates; all with any, if the log does not reach back."""
         try:
             self._add_candidates("feedback", self._added("feedback", since), is_vote)
-        except (LogGoneError, duckdb.Error, OSError) as error:
-            if not _is_cleaned_up(error):
+        except (duckdb.Error, OSError) as error:
+            if not is_file_gone(error):
                 raise
             log.warning("what is new in feedback since version %d is cleaned up: reading all (%s)", since, error)
             self.repeats = True
-            self._add_candidates("feedback", self.files["feedback"].paths, is_vote)
+            self._add_candidates("feedback", self._paths("feedback"), is_vote)
 
     def _added(self, table: str, since: int) -> list[str]:
         changes = commits(self.lake, table, since, self.snapshots[table].version())
@@ -153,24 +142,16 @@ class _Search:
         if not paths:
             return
         columns = {"interactions": ("response_id", "status"), "feedback": _FEEDBACK}[table]
-        rows = scan_sql(self.connection, self.lake, table, paths, columns, name=f"added_{table}")
-        ids = ["response_id"] + (["rejected_response_id"] if table == "feedback" else [])
-        for column in ids:
+        rows = self._rows(table, paths, columns)
+        for column in _BOUNDS[table]:
             self.connection.execute(
                 f"INSERT INTO candidates SELECT DISTINCT {column} FROM ({rows}) "
                 f"WHERE ({condition}) AND {column} IS NOT NULL",
                 parameters or [],
             )
 
-    def _named(self) -> Iterator[tuple[str, str]]:
-        rows = self.connection.execute("SELECT DISTINCT response_id FROM candidates")
-        while batch := rows.fetchmany(65_536):
-            for (response_id,) in batch:
-                yield response_id, response_id
-
     def _see_responses(self, whole: list[str], some: list[str]) -> None:
-        every = scan_sql(self.connection, self.lake, "interactions", whole, self.columns, name="whole_files")
-        named = scan_sql(self.connection, self.lake, "interactions", some, self.columns, name="some_files")
+        every, named = (self._rows("interactions", paths, self.columns) for paths in (whole, some))
         # Found once and kept: through a view DuckDB would decode these files anew, and wholly, for every query.
         self.connection.execute(
             f"CREATE TABLE found AS SELECT rows.* FROM ({named}) rows SEMI JOIN candidates USING (response_id)"
@@ -181,15 +162,11 @@ class _Search:
         )
 
     def _see_feedback(self, paths: list[str]) -> None:
-        rows = scan_sql(self.connection, self.lake, "feedback", paths, _FEEDBACK, name="feedback_files")
-        self.connection.execute(f"CREATE VIEW feedback_on AS {rows}")
+        self.connection.execute(f"CREATE VIEW feedback_on AS {self._rows('feedback', paths, _FEEDBACK)}")
 
     def _see_former(self) -> None:
-        rewards = scan_sql(
-            *(self.connection, self.lake, "rewards", self.files["rewards"].paths),
-            ("response_id", "scorer", "scored_at", "reward", "components", "missing"),
-            name="former_rewards",
-        )
+        columns = ("response_id", "scorer", "scored_at", "reward", "components", "missing")
+        rewards = self._rows("rewards", self._paths("rewards"), columns)
         self.connection.execute(
             f"CREATE TABLE former AS SELECT response_id, reward, components::VARCHAR AS components, "
             f"missing::VARCHAR AS missing FROM ({rewards}) WHERE scorer = ? "
@@ -197,9 +174,19 @@ class _Search:
             [self.scorer],
         )
 
+    def _rows(self, table: str, paths: Iterable[str], columns: Iterable[str]) -> str:
+        """A SELECT of some columns of some of a table's data files."""
+        listed, paths = ", ".join(columns), [unquote(path) for path in paths]
+        if paths and self.lake.local:
+            files = quoted_files(f"{self.lake.table_uri(table)}/{path}" for path in paths)
+            return f"SELECT {listed} FROM read_parquet([{files}], hive_partitioning = false)"
+        source, schema = TABLES[table].empty_table(), TABLES[table]
+        if paths:  # the folder's date is no column of the files, and nothing here asks for it
+            filesystem = self.lake.files(table).filesystem
+            source = pa_ds.dataset(paths, schema=schema, format="parquet", filesystem=filesystem)
+        self.registered += 1
+        self.connection.register(f"files_{self.registered}", source)
+        return f"SELECT {listed} FROM files_{self.registered}"
+
     def _count(self, relation: str) -> int:
         return int(self.connection.execute(f"SELECT count(*) FROM {relation}").fetchall()[0][0])
-
-
-def _is_cleaned_up(error: Exception) -> bool:
-    return isinstance(error, LogGoneError) or is_file_gone(error)

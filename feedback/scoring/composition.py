@@ -16,12 +16,11 @@ _NO_REASON = "no reason given"
 
 @dataclass(frozen=True)
 class Composed:
-    """A batch of rewards. ``absent`` [rows, components] marks what is missing."""
+    """A batch of rewards."""
 
     reward: pa.Array
     components: pa.Array
     missing: pa.Array
-    absent: NDArray[np.bool_]
 
 
 def compose(
@@ -43,7 +42,6 @@ def compose(
         reward,
         _maps("components", ~absent, keys, pa.array(table[~absent])),
         _maps("missing", absent, keys, _of_rows(reasons, absent)),
-        absent,
     )
 
 

@@ -12,11 +12,8 @@ from datetime import datetime
 from typing import Final
 
 import pyarrow as pa
-from deltalake import DeltaTable
 
-from feedback.lake.table_changes import DataFiles, scan_sql
 from feedback.lake.tables import Lake
-from feedback.lake.views import connect
 
 _TRY: Final = re.compile(r"try (\d+) of (\d+): ")
 _SCHEMA: Final = pa.schema([("response_id", pa.string()), ("tries", pa.int32())])
@@ -32,19 +29,20 @@ def is_transient(text: str | None) -> bool:
     return _tries(text) is not None
 
 
-def pending(lake: Lake, rewards: DeltaTable, scorer: str, scored_at: datetime) -> pa.Table:
-    """(response_id, how many runs have tried) of what the run at that time left to later ones."""
-    files = DataFiles(rewards)
-    paths = files.at("scored_at", scored_at)
-    with connect(lake.config.memory_limit, lake.config.threads) as connection:
-        rows = scan_sql(
-            connection, lake, "rewards", paths, ("response_id", "missing", "scorer", "scored_at"), "rewards"
-        )
-        found = connection.execute(
-            f"SELECT response_id, reason FROM (SELECT response_id, unnest(map_values(missing)) AS reason FROM ({rows}) "
-            "WHERE scorer = ? AND scored_at = ?) WHERE starts_with(reason, 'try ')",
-            [scorer, scored_at],
-        ).fetchall()
+def pending(lake: Lake, version: int, scorer: str, scored_at: datetime) -> pa.Table:
+    """(response_id, how many runs have tried) of what the run at that time left to later ones.
+
+    ``version``: of the table of rewards.
+    """
+    found = lake.read(
+        lambda connection: connection.execute(
+            "SELECT response_id, reason FROM (SELECT response_id, unnest(map_values(missing)) AS reason FROM rewards "
+            "WHERE date = ? AND scored_at = ? AND scorer = ?) WHERE starts_with(reason, 'try ')",
+            [scored_at.date(), scored_at, scorer],
+        ).fetchall(),
+        versions={"rewards": version},
+        tables=("rewards",),
+    )
     tries = {response_id: tries for response_id, text in found if (tries := _tries(text)) is not None}
     return pa.table([list(tries), list(tries.values())], schema=_SCHEMA)
 

@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
@@ -26,7 +25,7 @@ from feedback.lake.tables import Lake, LakeConflictError, LakeFileGoneError
 from feedback.lake.views import connect, is_file_gone
 from feedback.schema import REWARDS
 from feedback.scoring import retry
-from feedback.scoring.candidates import Candidates, find
+from feedback.scoring.candidates import Search
 from feedback.scoring.composition import Composed, compose
 from feedback.scoring.scorer import Source, columns_of, load_sources, scorer_name
 from feedback.scoring.sources import human
@@ -106,8 +105,7 @@ class _Run:
         self.progress = progress
         # Rewards are read first: whatever the other tables hold beyond it is new.
         self.rewards = lake.table("rewards")
-        with ThreadPoolExecutor(len(_READ)) as pool:
-            self.snapshots = dict(zip(_READ, pool.map(lake.table, _READ), strict=True))
+        self.snapshots = {name: lake.table(name) for name in _READ}
         self.versions = {name: table.version() for name, table in self.snapshots.items()}
         self.since = {name: self.rewards.transaction_version(self._application(name)) for name in self.snapshots}
         for name, version in self.versions.items():
@@ -149,16 +147,10 @@ class _Run:
 
     def _score(self, connection: duckdb.DuckDBPyConnection, pending: pa.Table) -> None:
         connection.execute("SET preserve_insertion_order = false")
-        found = find(
-            connection,
-            self.lake,
-            self.snapshots | {"rewards": self.rewards},
-            self.since,
-            scorer=self.scorer,
-            is_vote=human.counts_sql(self.config.human, self.kinds) if self.config.human.weight > 0 else "false",
-            retry=pending,
-            columns=columns_of(self.sources),
-        )
+        votes = human.counts_sql(self.config.human, self.kinds) if self.config.human.weight > 0 else "false"
+        snapshots = self.snapshots | {"rewards": self.rewards}
+        found = Search(connection, self.lake, snapshots, self.scorer, columns_of(self.sources))
+        found.run(self.since, votes, pending)
         self._score_batches(connection, found, pending)
         self._commit(connection, found)
 
@@ -166,12 +158,12 @@ class _Run:
         if not self.rewards.transaction_version(self._application("pending")):
             return retry.nothing()
         time = self.rewards.transaction_version(self._application("time"))
-        return retry.pending(self.lake, self.rewards, self.scorer, _EPOCH + timedelta(microseconds=time))
+        return retry.pending(self.lake, self.rewards.version(), self.scorer, _EPOCH + timedelta(microseconds=time))
 
     def _application(self, name: str) -> str:
         return f"score.{self.scorer}.{name}"
 
-    def _score_batches(self, connection: duckdb.DuckDBPyConnection, found: Candidates, pending: pa.Table) -> None:
+    def _score_batches(self, connection: duckdb.DuckDBPyConnection, found: Search, pending: pa.Table) -> None:
         """Table ``scores``: (response_id, a value and a reason for each source that is no SQL), a batch at a time."""
         sources = [source for source in self.sources if source.by_row is not None]
         if not sources:
@@ -199,7 +191,7 @@ class _Run:
                 done += batch.num_rows
                 self.progress(", ".join(source.name for source in sources), done, found.count)
 
-    def _commit(self, connection: duckdb.DuckDBPyConnection, found: Candidates) -> None:
+    def _commit(self, connection: duckdb.DuckDBPyConnection, found: Search) -> None:
         scored_at = self._time()
         microseconds = (scored_at - _EPOCH) // timedelta(microseconds=1)
         transactions = {self._application(name): version for name, version in self.versions.items()}
@@ -216,7 +208,7 @@ class _Run:
         metadata = {"scorer": self.scorer, "read": self.versions}
         self.lake.append("rewards", stream, transactions=transactions, metadata=metadata, snapshot=self.rewards)
 
-    def _components_sql(self, found: Candidates) -> str:
+    def _components_sql(self, found: Search) -> str:
         """SQL for (response_id, a value and a reason for each source)."""
         inner, outer, joins = [], [], []
         for source in self.sources:
@@ -245,7 +237,7 @@ class _Run:
         return max(datetime.now(UTC), _EPOCH + timedelta(microseconds=last + 1))
 
     def _rows(
-        self, result: pa.RecordBatchReader, scored_at: datetime, found: Candidates, looking: duckdb.DuckDBPyConnection
+        self, result: pa.RecordBatchReader, scored_at: datetime, found: Search, looking: duckdb.DuckDBPyConnection
     ) -> Iterator[pa.RecordBatch]:
         names = [source.name for source in self.sources]
         weights = [source.weight for source in self.sources]

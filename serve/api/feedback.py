@@ -11,8 +11,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from feedback import events
-from feedback.config import Identifier
 from feedback.events import FeedbackError, Kind
+from feedback.settings_base import Identifier
 from serve.api.bounds import aside, check, parse_body
 from serve.http import FieldError, Problem, body_of, field_problem, invalid, json_response, parse, problems
 

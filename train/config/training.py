@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from feedback.scoring_config import RuleName, Weight
+from feedback.config import RuleName, Weight
 from feedback.settings_base import Address, Section
 from train.config.algorithms import GROUPED, AlgorithmConfig
 from train.config.placement import PlacementConfig

@@ -13,7 +13,7 @@ import pyarrow as pa
 from feedback.config import RuleConfig
 from feedback.lake.tables import Lake
 from feedback.process_exit import skip_teardown
-from feedback.scoring.sources.rules import COLUMNS, Rule, RuleError, load_reward, load_rules
+from feedback.scoring.sources.rules import COLUMNS, Rule, RuleError, load_rule, load_rules
 from train.controller.worker_group import WorkerGroup
 
 Values = list[float | None]
@@ -61,10 +61,11 @@ def load_reward_function(reward: str | Mapping[str, RuleConfig]) -> RewardFuncti
             reward.
     """
     if isinstance(reward, str):
-        function = load_reward(reward)
+        function = load_rule(reward)
         return lambda rows: Rewards(function(rows))
-    load_reward(reward)  # refuses what has no weight at all
     rules = load_rules(reward)
+    if not rules:
+        raise RuleError("no rule has a weight above 0")
     return lambda rows: weighted_mean(rules, rows)
 
 

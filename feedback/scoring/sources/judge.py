@@ -26,11 +26,10 @@ from typing import Any, Final
 import httpx
 import pyarrow as pa
 
-from feedback.config import JudgeConfig
+from feedback.config import PLACEHOLDER, JudgeConfig
 from feedback.scoring import retry
 from feedback.scoring.sources.judge_cache import JudgeCache
 from feedback.scoring.sources.rules import Reasons, Values
-from feedback.scoring_config import PLACEHOLDER
 
 NAME: Final = "judge"
 BATCH_ROWS: Final = 256  # small, so that progress is seen; each batch waits for its slowest answer

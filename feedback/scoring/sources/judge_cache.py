@@ -16,8 +16,6 @@ from feedback.files import make_folder, make_key, make_private
 
 _FILE: Final = "verdicts.sqlite"
 _LOCK_TIMEOUT_S: Final = 30.0
-_MOST_PARAMETERS: Final = 500
-_FORM: Final = 1  # SQLite's user_version of a database whose hashes are keyed
 
 
 class JudgeCacheError(RuntimeError):
@@ -39,26 +37,8 @@ class JudgeCache:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = FULL")  # a verdict that was kept survives a power loss
             self._database.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL NOT NULL)")
-            self._upgrade()
         except (OSError, ValueError, sqlite3.Error) as error:
             raise JudgeCacheError(f"verdicts can't be kept in {self.path}: {error}") from error
-
-    def _upgrade(self) -> None:
-        """Key the hashes that an older Millrace kept as they were, and leave nothing of them in the files."""
-        if self._form() == _FORM:
-            return
-        self._database.execute("PRAGMA secure_delete = ON")
-        self._database.execute("BEGIN IMMEDIATE")
-        if self._form() != _FORM:
-            keys = self._database.execute("SELECT key FROM verdicts").fetchall()
-            changes = [(self._hashed(key), key) for (key,) in keys]
-            self._database.executemany("UPDATE verdicts SET key = ? WHERE key = ?", changes)
-            self._database.execute(f"PRAGMA user_version = {_FORM}")
-        self._database.execute("COMMIT")
-        self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-
-    def _form(self) -> int:
-        return int(self._database.execute("PRAGMA user_version").fetchall()[0][0])
 
     def _hashed(self, key: str) -> str:
         return hashlib.blake2b(key.encode(), digest_size=32, key=self._key).hexdigest()
@@ -66,17 +46,12 @@ class JudgeCache:
     def known(self, keys: Iterable[str]) -> dict[str, float]:
         """The scores of those that are there."""
         wanted = {self._hashed(key): key for key in keys}
-        hashes = list(wanted)
-        found: dict[str, float] = {}
         try:
-            for start in range(0, len(hashes), _MOST_PARAMETERS):
-                some = hashes[start : start + _MOST_PARAMETERS]
-                marks = ", ".join("?" * len(some))
-                rows = self._database.execute(f"SELECT key, score FROM verdicts WHERE key IN ({marks})", some)
-                found.update({wanted[hashed]: score for hashed, score in rows})
+            marks = ", ".join("?" * len(wanted))
+            rows = self._database.execute(f"SELECT key, score FROM verdicts WHERE key IN ({marks})", list(wanted))
+            return {wanted[hashed]: score for hashed, score in rows}
         except sqlite3.Error as error:
             raise JudgeCacheError(f"verdicts can't be read from {self.path}: {error}") from error
-        return found
 
     def keep(self, key: str, score: float) -> None:
         """Durable on return."""

@@ -63,7 +63,10 @@ class RewardModel:
         inputs: dict[int, Inputs] = {}
         for index, row in enumerate(batch.to_pylist()):
             try:
-                inputs[index] = self._encode(row)
+                encoded = encode(self._tokenizer, row)
+                if (tokens := len(encoded["input_ids"])) > self._max_length:
+                    raise ValueError(f"{tokens} tokens, more than the {self._max_length} that the model reads")
+                inputs[index] = encoded
             except ValueError as error:
                 reasons[index] = str(error)[:_MOST_QUOTED]
         for rows in token_batches({index: len(row["input_ids"]) for index, row in inputs.items()}, self.config):
@@ -89,21 +92,16 @@ class RewardModel:
 
     def _forward(self, rows: list[Inputs]) -> list[float]:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
-        longest = max(len(row["input_ids"]) for row in rows)
         pad = self._pad_token(rows)
 
-        def padded(name: str, filler: int) -> Any:
-            lists = [row[name] + [filler] * (longest - len(row[name])) for row in rows]
-            return torch.tensor(lists, device=self._model.device)
+        def padded(lists: list[list[int]], filler: int) -> Any:
+            tensors = [torch.tensor(numbers) for numbers in lists]
+            return pad_sequence(tensors, batch_first=True, padding_value=filler).to(self._model.device)
 
-        tensors = {"input_ids": padded("input_ids", pad)}
-        if "token_type_ids" in rows[0]:
-            tensors["token_type_ids"] = padded("token_type_ids", 0)
-        tensors["attention_mask"] = torch.tensor(
-            [[1] * len(row["input_ids"]) + [0] * (longest - len(row["input_ids"])) for row in rows],
-            device=self._model.device,
-        )
+        tensors = {name: padded([row[name] for row in rows], pad if name == "input_ids" else 0) for name in rows[0]}
+        tensors["attention_mask"] = padded([[1] * len(row["input_ids"]) for row in rows], 0)
         self._model.config.get_text_config().pad_token_id = pad
         with torch.inference_mode():
             logits = self._model(**tensors).logits.float()
@@ -122,13 +120,6 @@ class RewardModel:
             return int(self._tokenizer.pad_token_id)
         used = {token for row in rows for token in row["input_ids"]}
         return next(token for token in range(len(used) + 1) if token not in used)
-
-    def _encode(self, row: dict[str, Any]) -> Inputs:
-        """Raises ValueError, for the reader of the reward, if the model can't read the response."""
-        inputs = encode(self._tokenizer, row)
-        if (tokens := len(inputs["input_ids"])) > self._max_length:
-            raise ValueError(f"{tokens} tokens, more than the {self._max_length} that the model reads")
-        return inputs
 
     def _load(self) -> None:
         import torch
@@ -162,15 +153,13 @@ class RewardModel:
 
     def _prove_that_it_runs(self, error: Exception) -> None:
         """A model that fails on a single token fails on everything: that is no row's fault."""
+        types = {"token_type_ids": [0]} if "token_type_ids" in self._tokenizer.model_input_names else {}
         try:
-            self._forward([{"input_ids": [0], **({"token_type_ids": [0]} if self._takes_types() else {})}])
+            self._forward([{"input_ids": [0], **types}])
         except (RuntimeError, ValueError, IndexError, MemoryError):
             raise RewardModelError(
                 f"reward model {self.config.name} can't be run on {self._model.device}: {error}"
             ) from error
-
-    def _takes_types(self) -> bool:
-        return "token_type_ids" in self._tokenizer.model_input_names
 
     def _free_memory(self) -> None:
         import torch

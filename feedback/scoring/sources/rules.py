@@ -13,7 +13,6 @@ import importlib
 import inspect
 import json
 import numbers
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ import pyarrow as pa
 
 from feedback.config import RuleConfig
 from feedback.process_signals import StopSignal
-from feedback.schema import INTERACTIONS
+from feedback.schema import INTERACTIONS, conform
 from feedback.scoring.sources import builtin
 
 COLUMNS: Final = ("prompt", "messages", "response", "response_token_ids", "metadata")
@@ -54,23 +53,8 @@ class RuleShapeError(RuleError):
     """A rule did not return one value a row: which value is whose can't be known."""
 
 
-class Rule(ABC):
-    """A loaded rule; ``digest`` is a SHA-256 of all that decides its values."""
-
-    name: str
-    digest: str
-
-    @abstractmethod
-    def __call__(self, batch: pa.Table) -> Values:
-        """One reward, or None, a row. Raises RuleError if the rule fails or gives what is no reward."""
-
-    @abstractmethod
-    def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
-        """(rewards, why a row has none): only the rows that a rule fails on go without."""
-
-
 @dataclass(frozen=True)
-class FunctionRule(Rule):
+class FunctionRule:
     """A Python function; ``digest`` is that of its name and source file, or of what configures it."""
 
     name: str
@@ -78,6 +62,7 @@ class FunctionRule(Rule):
     digest: str
 
     def __call__(self, batch: pa.Table) -> Values:
+        """One reward, or None, a row. Raises RuleError if the rule fails or gives what is no reward."""
         try:
             return self._checked(self.function(batch), batch.num_rows)
         except (RuleError, StopSignal):
@@ -86,7 +71,10 @@ class FunctionRule(Rule):
             raise RuleError(f"rule {self.name} failed: {type(error).__name__}: {error}") from error
 
     def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
-        """If the batch fails, each row by itself; what is not one value a row is no reward for any of them."""
+        """(rewards, why a row has none): if the batch fails, each row by itself.
+
+        What is not one value a row is no reward for any of them.
+        """
         try:
             values = self(batch)
         except RuleError as error:
@@ -117,7 +105,7 @@ class FunctionRule(Rule):
 
 
 @dataclass(frozen=True)
-class SqlRule(Rule):
+class SqlRule:
     """A DuckDB expression over COLUMNS. ``reason`` is SQL for why a row has no value."""
 
     name: str
@@ -136,7 +124,7 @@ class SqlRule(Rule):
 
     def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
         with duckdb.connect(config={"threads": 1}) as connection:
-            connection.register("responses", rule_table(batch))
+            connection.register("responses", conform(batch, _SCHEMA))
             columns = connection.sql(
                 f"SELECT value, CASE WHEN value IS NULL THEN {self.reason} END FROM "
                 f"(SELECT *, {self.value} AS value FROM responses)"
@@ -145,53 +133,9 @@ class SqlRule(Rule):
         return values, reasons
 
 
-@dataclass(frozen=True)
-class RuleMean(Rule):
-    """The weighted mean of the rules that give a response a reward."""
-
-    name: str
-    rules: tuple[tuple[Rule, float], ...]
-    digest: str
-
-    def __call__(self, batch: pa.Table) -> Values:
-        return self.by_row(batch)[0]
-
-    def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
-        scored = [(rule, weight, *rule.by_row(batch)) for rule, weight in self.rules]
-        values: Values = []
-        reasons: Reasons = []
-        for row in range(batch.num_rows):
-            present = [(weight, rewards[row]) for _, weight, rewards, _ in scored if rewards[row] is not None]
-            weights = sum(weight for weight, _ in present)
-            values.append(sum(weight * (value or 0.0) for weight, value in present) / weights if present else None)
-            missing = None if present else "; ".join(f"{rule.name}: {why[row]}" for rule, _, _, why in scored)
-            reasons.append(missing)
-        return values, reasons
-
-
-def rule_table(batch: pa.Table) -> pa.Table:
-    """The columns that SQL rules see, NULL where the table has none."""
-    return pa.table(
-        [
-            batch[field.name].cast(field.type) if field.name in batch.column_names else pa.nulls(len(batch), field.type)
-            for field in _SCHEMA
-        ],
-        schema=_SCHEMA,
-    )
-
-
-def load_reward(reward: str | Mapping[str, RuleConfig]) -> Rule:
-    """What rewards training's rollouts: a function by name, or the mean of the rules. Raises RuleError."""
-    return load_rule(reward) if isinstance(reward, str) else load_mean(reward)
-
-
-def load_mean(rules: Mapping[str, RuleConfig]) -> RuleMean:
-    """The weighted mean of the rules that have a weight. Raises RuleError if there is none, or one can't be loaded."""
-    loaded = load_rules(rules)
-    if not loaded:
-        raise RuleError("no rule has a weight above 0")
-    content = [[rule.name, rule.digest, weight] for rule, weight in loaded]
-    return RuleMean("+".join(rule.name for rule, _ in loaded), tuple(loaded), _sha256(json.dumps(content)))
+Rule = FunctionRule | SqlRule
+"""A loaded rule. Called with a table it gives one reward, or None, a row, or raises RuleError; by ``by_row`` only the
+rows that it fails on go without. ``digest`` is a SHA-256 of all that decides its values."""
 
 
 def load_rules(rules: Mapping[str, RuleConfig]) -> list[tuple[Rule, float]]:
@@ -253,8 +197,8 @@ def _checked_sql(name: str, expression: str, reason: str) -> SqlRule:
 def _source_digest(function: Callable[..., Any], name: str) -> str:
     try:
         source = inspect.getsourcefile(inspect.unwrap(function))
-    except TypeError as error:
-        raise RuleError(f"rule {name} has no source file, so its version can't be recorded: {error}") from error
+    except TypeError:
+        source = None
     if source is None:
         raise RuleError(f"rule {name} has no source file, so its version can't be recorded")
     # With the function's name: one file may define several.

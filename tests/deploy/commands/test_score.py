@@ -14,7 +14,6 @@ from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop.preflight import check, reward_of
 from feedback.lake.tables import Lake
-from feedback.scoring.sources.rules import load_reward
 
 
 @pytest.fixture
@@ -114,13 +113,14 @@ def test_training_is_rewarded_by_its_own_function_or_else_by_the_rules_that_have
 
 
 def test_the_rules_reach_a_training_job_by_its_file(settings: Settings, tmp_path: Path) -> None:
+    from train.data.rewards import load_reward_function
     from train.job import JobContext
 
     reward = reward_of(settings)
     context = JobContext(run="r", runs=tmp_path, policies=tmp_path, lake_uri=str(tmp_path), reward=reward)
     there = JobContext.model_validate(json.loads(json.dumps(context.model_dump(mode="json"))))
     rows = table_of("interactions", [interaction("a"), interaction("b", response="5")])
-    assert load_reward(there.reward)(rows) == [1.0, 0.0]
+    assert load_reward_function(there.reward)(rows).values == [1.0, 0.0]
     assert context.model_dump(mode="json", exclude_none=True)["reward"] == {
         "exact": {"ready": "exact_match", "weight": 1.0}
     }

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from feedback.config import LakeConfig
 from feedback.files import LockTimeoutError, locked
 from feedback.ingest.id_index import (
-    IdsError,
     SealedIds,
     content_of,
     key_of,
@@ -172,9 +171,9 @@ def test_an_index_is_made_only_where_one_is_used(folder, lake):
     folder.mkdir()
     take_in_if_used(lake, folder)
     assert not (folder / "ids").exists()
-    with pytest.raises(IdsError, match="no index of feedback ids"):
+    with pytest.raises(LakeError, match="no index of feedback ids"):
         SealedIds(folder).reopen()
-    with pytest.raises(IdsError, match="not open"):
+    with pytest.raises(LakeError, match="not open"):
         SealedIds(folder).get(key("a"))
 
 

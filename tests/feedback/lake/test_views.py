@@ -19,6 +19,7 @@ from feedback.ingest.seal import seal
 from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake, LakeError, LakeFileGoneError
 from feedback.lake.views import is_file_gone
+from feedback.maintenance.maintain import compact
 from tests.object_store import serving
 from tests.paths import ROOT
 
@@ -257,8 +258,9 @@ def test_an_error_of_the_query_is_not_taken_for_a_missing_file(lake):
 def test_a_table_whose_files_alone_are_not_its_rows_is_refused(lake):
     table = DeltaTable(lake.table_uri("feedback"))
     table.alter.add_feature(TableFeatures.DeletionVectors, allow_protocol_versions_increase=True)
-    with pytest.raises(LakeError, match="feedback uses deletionVectors"):
-        lake.connect()
+    for work in (lake.connect, lambda: compact(lake)):
+        with pytest.raises(LakeError, match="feedback uses deletionVectors"):
+            work()
 
 
 def test_thousands_of_files_are_one_view(tmp_path, monkeypatch):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 from fractions import Fraction
 from typing import Any
@@ -26,8 +25,6 @@ from feedback.scoring.sources.rules import (
     RuleError,
     Values,
     configured,
-    load_mean,
-    load_reward,
     load_rule,
 )
 
@@ -471,22 +468,3 @@ def test_a_rules_settings_that_can_not_work_are_refused(rule, says):
 def test_a_rule_can_not_have_the_name_of_another_source_or_one_that_can_not_be_written(name):
     with pytest.raises(ValidationError, match="rule"):
         ScoringConfig(rules={name: RuleConfig(sql="1")})
-
-
-def test_training_is_rewarded_by_the_weighted_mean_of_the_rules_that_give_a_reward(module):
-    rules = {
-        "exact": RuleConfig(ready="exact_match", weight=3),
-        "picky": RuleConfig(function=f"{module}:picky"),
-        "off": RuleConfig(sql="100", weight=0),
-    }
-    rules = {name: RuleConfig.model_validate_json(rule.model_dump_json()) for name, rule in rules.items()}
-    reward = load_reward(pickle.loads(pickle.dumps(rules)))  # noqa: S301  our own bytes
-    assert reward.name == "exact+picky"
-    values, reasons = reward.by_row(responses("four", "five", "bad", "bad", answers=["four", "six", "bad", None]))
-    assert values == [1.0, 0.25, 1.0, None]
-    assert reasons[:3] == [None] * 3
-    assert "exact: no 'answer'" in (reasons[3] or "")
-    assert "picky: rule picky failed: KeyError" in (reasons[3] or "")
-    assert load_reward(f"{module}:lengths")(batch("four")) == [4.0]
-    with pytest.raises(RuleError, match="no rule has a weight"):
-        load_mean({"off": RuleConfig(sql="1", weight=0)})

@@ -264,16 +264,16 @@ def test_progress_reaches_the_end_and_scored_at_grows_with_every_run(lake, both,
     assert [row["reward"] for row in history] == [1.0, 0.75]
 
 
-def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
-    """The data files that the searches of a run may open, by what they are for; filled while runs go on."""
-    files: dict[str, list[str]] = {}
-    scan = candidates.scan_sql
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """(table, how many of its data files) of each search of a run, in their order; filled while runs go on."""
+    files: list[tuple[str, int]] = []
+    rows = candidates.Search._rows
 
-    def recorded(connection: Any, lake: Lake, table: str, paths: list[str], columns: Any, name: str) -> str:
-        files.setdefault(name, []).extend(paths)
-        return scan(connection, lake, table, paths, columns, name)
+    def recorded(search: candidates.Search, table: str, paths: list[str], columns: Any) -> str:
+        files.append((table, len(paths)))
+        return rows(search, table, paths, columns)
 
-    monkeypatch.setattr(candidates, "scan_sql", recorded)
+    monkeypatch.setattr(candidates.Search, "_rows", recorded)
     return files
 
 
@@ -287,9 +287,9 @@ def test_a_run_opens_only_the_files_that_can_hold_what_is_new(lake, monkeypatch)
     put(lake, "feedback", [thumb("r03-1", 0), thumb("r08-2", 0)])
     files = opened(monkeypatch)
     assert score(lake, HUMAN).scored == 3
-    sizes = {name: len(paths) for name, paths in files.items()}
     # The votes on r03-1 and r08-2 stand in one file; the files of the votes on r04 to r07 lie between, and stay shut.
-    assert sizes == {"added_feedback": 2, "whole_files": 1, "some_files": 2, "feedback_files": 2}
+    added, whole, some, about = ("feedback", 2), ("interactions", 1), ("interactions", 2), ("feedback", 2)
+    assert files == [added, whole, some, about]
 
 
 def test_a_preference_scores_both_its_responses_again_also_old_ones(lake):
@@ -370,17 +370,16 @@ def test_rows_that_an_erasure_writes_anew_are_not_new_and_the_erased_are_not_sco
 def test_a_vacuum_that_takes_a_file_from_under_a_run_makes_it_start_over(lake, both, monkeypatch):
     for number in range(3):
         put(lake, "interactions", [interaction(f"r{number}")])
-    find, runs = run.find, []
+    find, runs = candidates.Search.run, []
 
     def find_and_lose(*args: Any, **kwargs: Any) -> Any:
-        found = find(*args, **kwargs)
+        find(*args, **kwargs)
         if not runs:
             lake.table("interactions").optimize.compact()
             lake.table("interactions").vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
-        runs.append(found)
-        return found
+        runs.append(args)
 
-    monkeypatch.setattr(run, "find", find_and_lose)
+    monkeypatch.setattr(candidates.Search, "run", find_and_lose)
     assert score(lake, both).scored == 3
     assert len(runs) == 2
     assert len(rewards(lake, "rewards")) == 3

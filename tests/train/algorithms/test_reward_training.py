@@ -16,11 +16,10 @@ from job_home import job_context, make_home, metrics_of, results_of, run_jobs
 from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from feedback.config import LakeConfig
+from feedback.config import LakeConfig, ModelConfig
 from feedback.datasets import preference_pairs
 from feedback.lake.tables import Lake
 from feedback.scoring.sources.reward_model import RewardModel
-from feedback.scoring_config import ModelConfig
 from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT

@@ -208,6 +208,8 @@ def test_rewards_come_by_component_and_as_their_weighted_mean() -> None:
     assert scored.components == {"exact": [1.0, 0.0], "long": [1.0, 4.0, 1.0]}
     assert [r.reward for r in scored.rollouts] == [1.0, 3.0, 1.0], "(3 + 1) / 4, 12 / 4; and no answer is known to b"
     assert [(r.group, r.prompt) for r in scored.rollouts] == [(0, [1]), (0, [1]), (1, [2, 3])]
+    with pytest.raises(RuleError, match="no rule has a weight"):
+        load_reward_function({"off": RuleConfig(sql="1", weight=0)})
 
 
 def test_a_response_without_a_reward_is_left_out_and_counted() -> None:
