@@ -21,7 +21,7 @@ from feedback.journal.codec import to_batch
 from feedback.journal.recovery import load
 from feedback.journal.segment import list_segments
 from feedback.journal.writer import Journal
-from feedback.lake.erasure_registry import drop_erased, is_being_erased, registered
+from feedback.lake.erasure_registry import is_being_erased, registered, without_erased
 from feedback.lake.table_changes import rows_left
 from feedback.lake.tables import Lake, LakeError
 from feedback.schema import FEEDBACK
@@ -167,8 +167,9 @@ class SeenFeedback:
         found: dict[bytes, bytes] = {}
         for segment in list_segments(self.journal_folder) if self.journal_folder.exists() else ():
             if segment.name.table == "feedback" and (loaded := load(segment)) is not None:
-                kept = drop_erased(self.lake, self.journal_folder, "feedback", loaded[0])
-                for key, content in keys_and_contents(kept):
+                for key, content in keys_and_contents(
+                    without_erased(self.lake, self.journal_folder, "feedback", loaded[0])
+                ):
                     found.setdefault(key, content)
         return found
 

@@ -15,6 +15,7 @@ lake could otherwise find out who was erased. Each erasure has a salt of its own
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -30,7 +31,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from feedback.events import FeedbackIn
-from feedback.files import make_key, read_key, write_once
+from feedback.files import fsync_path, make_key, read_key, write_once
 from feedback.ids import uuid7
 from feedback.lake.tables import Lake, LakeError
 
@@ -48,6 +49,7 @@ SKEW: Final = timedelta(minutes=1)
 
 _DONE: Final = ".done"
 _KEY_ID: Final = "key_id"
+_FORM: Final = "form"  # there once no entry of an older form is left
 _TIME: Final = "%Y%m%dT%H%M%S%fZ"
 _NAME: Final = re.compile(r"\d{8}T\d{12}Z-[0-9a-f-]{36}")
 _ANONYMOUS: Final = FeedbackIn.model_fields["source"].default
@@ -102,8 +104,9 @@ class Erasure:
     """The same of which only hashes of the values are known, as the registry keeps it.
 
     ``at`` is when it was made for the machine that asks, ``registered_at`` what the registry says, the same for all.
-    ``done_until``: the versions of the tables up to which nothing of it is left, if it went through;
-    ``reported_until``: those up to which it is on record what had read its rows.
+    ``key`` is None in an old entry, whose ``salt`` is its only key. ``done_until``: the versions of the tables up to
+    which nothing of it is left, if it went through; ``reported_until``: those up to which it is on record what had
+    read its rows. An old entry names none.
     """
 
     name: str
@@ -111,7 +114,7 @@ class Erasure:
     at: datetime
     versions: Mapping[str, int]
     salt: bytes
-    key: bytes
+    key: bytes | None
     digests: frozenset[str]
     done: bool
     done_until: Mapping[str, int]
@@ -176,6 +179,14 @@ def drop_erased(lake: Lake, journal_folder: Path, table: str, rows: pa.Table) ->
         return rows
     log.info("%d rows of %s were erased before they were sealed and are dropped", count, table)
     return rows.filter(pc.invert(dropped))
+
+
+def without_erased(lake: Lake, journal_folder: Path, table: str, rows: pa.Table) -> pa.Table:
+    """The rows of a journal that a seal would not drop; nothing is registered or logged."""
+    if not rows.num_rows:
+        return rows
+    relevant = erasures(lake, journal_folder, since=pc.min(rows.column("created_at")).as_py())
+    return rows.filter(pc.invert(matching(table, rows, relevant))) if relevant else rows
 
 
 def is_being_erased(lake: Lake, table: str, rows: pa.RecordBatch) -> bool:
@@ -249,28 +260,44 @@ def note_future_erasures(lake: Lake, journal_folder: Path) -> None:
     erasures(lake, journal_folder, since=datetime.now(UTC))
 
 
+def upgrade(lake: Lake) -> None:
+    """Bring entries of an older Millrace up to date, once: hashed with the key, readable for their owner only."""
+    store = lake.store()
+    files = store.list(FOLDER)
+    if not files or any(file.path.endswith(f"/{_FORM}") for file in files):
+        return
+    for file in files:
+        name = file.path.rpartition("/")[2]
+        if not _NAME.fullmatch(name.removesuffix(".json")) or not name.endswith(".json"):
+            continue
+        content = _content(lake, name)
+        if "key" in content:
+            key = _local_key(lake)
+            digests = sorted(_keyed(bytes.fromhex(digest), key) for digest in content["digests"])
+            new = {"salt": content.pop("key"), "key_id": _key_id(key), "digests": digests}
+            _write(lake, name, {"versions": {}} | content | new)
+    if store.folder is not None:
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):  # a mark that another process took back
+                (store.folder / file.path).chmod(0o600)
+        fsync_path(store.folder / FOLDER)
+    _write(lake, _FORM, {"form": 2})
+
+
 def _read(lake: Lake, journal_folder: Path | None, stem: str, registered_at: datetime, *, done: bool) -> Erasure:
-    content = _content(lake, f"{stem}.json", ("kind", "at", "versions", "salt", "key_id", "digests"))
-    mark: dict[str, Any] = {"versions": {}, "told": {}}
+    content = _content(lake, f"{stem}.json")
+    done_until: dict[str, Any] = {}
     if done:
         try:
-            mark = _content(lake, f"{stem}{_DONE}", tuple(mark))
+            done_until = _content(lake, f"{stem}{_DONE}")
         except FileNotFoundError:  # another process has just reopened it
             done = False
     at = registered_at if journal_folder is None else _by_local_clock(journal_folder, stem, registered_at)
-    return Erasure(
-        name=stem,
-        kind=content["kind"],
-        at=at,
-        versions=content["versions"],
-        salt=bytes.fromhex(content["salt"]),
-        key=_own_key(lake, content["key_id"], f"{stem}.json"),
-        digests=frozenset(content["digests"]),
-        done=done,
-        done_until=mark["versions"],
-        reported_until=mark["told"],
-        registered_at=registered_at,
-    )
+    key = None if "key" in content else _own_key(lake, content["key_id"], f"{stem}.json")
+    salt, digests = bytes.fromhex(content["salt"] if key else content["key"]), frozenset(content["digests"])
+    versions, until = content.get("versions", {}), done_until.get("versions", {})
+    reported = done_until.get("told", {})
+    return Erasure(stem, content["kind"], at, versions, salt, key, digests, done, until, reported, registered_at)
 
 
 def _by_local_clock(journal_folder: Path, stem: str, registered_at: datetime) -> datetime:
@@ -292,13 +319,17 @@ def _by_local_clock(journal_folder: Path, stem: str, registered_at: datetime) ->
         raise LakeError(f"{note}, when this machine first saw an erasure, is damaged ({error}); remove it") from error
 
 
-def _content(lake: Lake, name: str, fields: Iterable[str]) -> dict[str, Any]:
+def _content(lake: Lake, name: str) -> dict[str, Any]:
+    """The fields of a file of the registry; none of a mark that an older Millrace left."""
     data = lake.store().read_bytes(f"{FOLDER}/{name}")
     try:
-        content = json.loads(data)
-        bytes.fromhex(content.get("salt", ""))
-        return {field: content[field] for field in fields}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        content = json.loads(data or b"{}")
+        if name.endswith(".json"):
+            for named in ("kind", "at", "digests"):
+                content[named]
+            bytes.fromhex(content["key"] if "key" in content else content["salt"] + content["key_id"])
+        return dict(content)
+    except (ValueError, KeyError, TypeError) as error:
         raise LakeError(
             f"{lake.uri}/{FOLDER}/{name} is damaged ({error!r}), so what it says was erased is not known; "
             "repeat that erasure and remove the file"
@@ -354,8 +385,12 @@ def _key_id(key: bytes) -> str:
     return hashlib.blake2b(b"millrace erasure registry", digest_size=8, key=key).hexdigest()
 
 
-def _digest(value: str, salt: bytes, key: bytes) -> str:
-    salted = hashlib.blake2b(value.encode(), digest_size=16, key=salt).digest()
+def _digest(value: str, salt: bytes, key: bytes | None) -> str:
+    salted = hashlib.blake2b(value.encode(), digest_size=16, key=salt)
+    return salted.hexdigest() if key is None else _keyed(salted.digest(), key)
+
+
+def _keyed(salted: bytes, key: bytes) -> str:
     return hashlib.blake2b(salted, digest_size=16, key=key).hexdigest()
 
 

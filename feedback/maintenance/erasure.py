@@ -50,6 +50,7 @@ from feedback.lake.erasure_registry import (
     needed_columns,
     register,
     reopen,
+    upgrade,
 )
 from feedback.lake.table_changes import LogGoneError, commits
 from feedback.lake.tables import Lake, LakeConflictError, LakeError, is_sealed
@@ -216,6 +217,7 @@ def finish_erasures(
     was done. ``rewritten`` is called as by ``erase``, also where a killed one had removed all. Raises what ``erase``
     raises.
     """
+    upgrade(lake)
     hours = 2 * lake.config.orphan_hours  # a writer of that time has long ended
     known = erasures(lake, journal_folder, since=datetime.now(UTC) - timedelta(hours=hours), pending=True)
     rows = dict.fromkeys(TABLES, 0)

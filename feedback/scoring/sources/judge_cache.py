@@ -16,6 +16,7 @@ from feedback.files import make_folder, make_key, make_private
 
 _FILE: Final = "verdicts.sqlite"
 _LOCK_TIMEOUT_S: Final = 30.0
+_FORM: Final = 1  # SQLite's user_version of a database whose hashes are keyed
 
 
 class JudgeCacheError(RuntimeError):
@@ -37,8 +38,26 @@ class JudgeCache:
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = FULL")  # a verdict that was kept survives a power loss
             self._database.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL NOT NULL)")
+            self._upgrade()
         except (OSError, ValueError, sqlite3.Error) as error:
             raise JudgeCacheError(f"verdicts can't be kept in {self.path}: {error}") from error
+
+    def _upgrade(self) -> None:
+        """Key the hashes that an older Millrace kept as they were, and leave nothing of them in the files."""
+        if self._form() == _FORM:
+            return
+        self._database.execute("PRAGMA secure_delete = ON")
+        self._database.execute("BEGIN IMMEDIATE")
+        if self._form() != _FORM:
+            keys = self._database.execute("SELECT key FROM verdicts").fetchall()
+            changes = [(self._hashed(key), key) for (key,) in keys]
+            self._database.executemany("UPDATE verdicts SET key = ? WHERE key = ?", changes)
+            self._database.execute(f"PRAGMA user_version = {_FORM}")
+        self._database.execute("COMMIT")
+        self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _form(self) -> int:
+        return int(self._database.execute("PRAGMA user_version").fetchall()[0][0])
 
     def _hashed(self, key: str) -> str:
         return hashlib.blake2b(key.encode(), digest_size=32, key=self._key).hexdigest()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -720,3 +721,22 @@ def test_a_key_inside_the_lake_and_a_file_that_is_no_key_are_refused(lake, folde
     (tmp_path / "erasure.key").write_text("secret")
     with pytest.raises(LakeError, match=r"erasure\.key.*is no key"):
         erase(lake, folder, Target(user=SECRET))
+
+
+def test_a_registry_whose_keys_are_beside_its_hashes_is_brought_up_to_date_by_the_maintenance(lake, folder):
+    at, key = datetime.now(UTC), bytes(range(16))
+    name = f"{at:%Y%m%dT%H%M%S%fZ}-{uuid7()}"
+    digest = hashlib.blake2b(SECRET.encode(), digest_size=16, key=key).hexdigest()
+    path = Path(lake.uri) / FOLDER / f"{name}.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"kind": "user", "at": at.isoformat(), "key": key.hex(), "digests": [digest]}))
+    path.with_suffix(".done").touch()
+    put(lake, "interactions", [secret("1")])
+    [before] = erasures(lake, since=NOON)
+    maintain(lake, folder)
+    assert ids(lake) == []
+    [after] = [entry for entry in erasures(lake, since=NOON) if entry.name == name]
+    for entry in (before, after):
+        assert entry.is_in(pa.array([SECRET, "ann"])).to_pylist() == [True, False]
+    assert digest not in path.read_text()
+    assert {path.stat().st_mode & 0o777 for path in path.parent.iterdir()} == {0o600}

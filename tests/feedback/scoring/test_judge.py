@@ -325,6 +325,23 @@ def test_who_reads_the_kept_verdicts_without_the_key_can_not_try_texts_against_t
         at(config, server.url)
 
 
+def test_verdicts_that_an_older_millrace_kept_are_found_still_and_their_hashes_are_keyed(config):
+    folder = Path(config.cache)
+    folder.mkdir()
+    judge_key = Judge(config.model_copy(update={"cache": str(folder / "unused")}))._key
+    old = {name: judge_key(question(config, rows(name).to_pylist()[0])) for name in ("a", "b")}
+    with closing(sqlite3.connect(folder / "verdicts.sqlite", isolation_level=None)) as database:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("CREATE TABLE verdicts (key TEXT PRIMARY KEY, score REAL NOT NULL)")
+        database.executemany("INSERT INTO verdicts VALUES (?, ?)", [(old["a"], 4.0), (old["b"], 6.0)])
+    os.chmod(folder / "verdicts.sqlite", 0o644)
+    for _ in range(2):
+        assert Judge(config).by_row(rows("a", "b"))[0] == [0.4, 0.6], "without a question"
+    bytes_kept = b"".join(path.read_bytes() for path in folder.glob("verdicts*"))
+    assert not any(key.encode() in bytes_kept for key in old.values())
+    assert {path.stat().st_mode & 0o777 for path in folder.glob("verdicts*")} == {0o600}
+
+
 KILLED = """
 import json, sys
 from feedback.config import JudgeConfig
