@@ -4,21 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from train.batch.packed import PackedBatch
-
-
-class _NotCalled:
-    """The argument of a rank that is not called, and its answer."""
-
-    def __reduce__(self) -> str:
-        return "NOT_CALLED"
-
-
-NOT_CALLED: Final = _NotCalled()
 
 
 @dataclass(frozen=True)
@@ -39,7 +29,7 @@ class Layout:
 class Rule:
     """How one argument goes out to the ranks and how their answers come back as one.
 
-    ``split(layout, argument)`` → (one argument per rank, or ``NOT_CALLED``, whatever ``join`` needs to know);
+    ``split(layout, argument)`` → (one argument per rank, whatever ``join`` needs to know);
     ``join(layout, answers, known)`` → the answer.
     """
 
@@ -59,10 +49,6 @@ def dispatch(rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def _to_all(layout: Layout, argument: Any) -> tuple[list[Any], None]:
     return [argument] * layout.ranks, None
-
-
-def _to_first(layout: Layout, argument: Any) -> tuple[list[Any], None]:
-    return [argument, *[NOT_CALLED] * (layout.ranks - 1)], None
 
 
 def _first_answer(_layout: Layout, answers: list[Any], _known: None) -> Any:
@@ -116,9 +102,6 @@ to_all = Rule(_to_all, _first_answer)
 
 to_all_gathered = Rule(_to_all, _all_answers)
 """Every rank gets the same; the answer is the list of theirs, by rank."""
-
-to_first = Rule(_to_first, _first_answer)
-"""Rank 0 alone is called; the method must not wait for the others (no collectives)."""
 
 by_tokens = Rule(_split_by_tokens, _first_answer)
 """A batch is split over the data-parallel ranks by sequences, balanced by tokens; the ranks agree on the answer among
