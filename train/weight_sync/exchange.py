@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +16,6 @@ if TYPE_CHECKING:
     from train.weight_sync.checksums import Comparison
     from train.weight_sync.loader_tracing import Need
     from train.weight_sync.vllm_writer import LiveWeights
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """An exchange under way. ``received`` is there when ``work`` is done."""
-
-    bucket: Bucket
-    received: Tensor
-    work: Any
 
 
 class Exchange:
@@ -55,21 +45,18 @@ class Exchange:
 
     def run(self) -> None:
         """Send, receive and write everything."""
-        flights = self._flights()
-        flight = next(flights, None)
-        while flight is not None:
-            following = next(flights, None)
-            flight.work.wait()
-            self._write(flight)
-            flight = following
+        under_way: tuple[Bucket, Tensor, Any] | None = None
+        for i, bucket in enumerate(self._plan.buckets):
+            following = self._start(bucket, self._buffers[i % len(self._buffers)])
+            if under_way is not None:
+                self._finish(*under_way)
+            under_way = following
+        if under_way is not None:
+            self._finish(*under_way)
         self._target.finish_all()
 
-    def _flights(self) -> Iterator[_Flight]:
-        for i, bucket in enumerate(self._plan.buckets):
-            yield self._start(bucket, self._buffers[i % len(self._buffers)])
-
-    def _start(self, bucket: Bucket, buffer: Tensor) -> _Flight:
-        """Pack what is to be sent, in the type that generation has, and start the exchange."""
+    def _start(self, bucket: Bucket, buffer: Tensor) -> tuple[Bucket, Tensor, Any]:
+        """Pack what is to be sent, in the type that generation has, and start the exchange; as ``_finish`` takes it."""
         while bucket.pieces[-1].tensor not in self._shards:
             name, shard = next(self._coming)
             self._shards[name] = shard
@@ -81,14 +68,15 @@ class Exchange:
         work = torch.distributed.all_to_all_single(
             received, sent, list(bucket.receive_counts), list(bucket.send_counts), async_op=True
         )
-        return _Flight(bucket, received, work)
+        return bucket, received, work
 
-    def _write(self, flight: _Flight) -> None:
+    def _finish(self, bucket: Bucket, received: Tensor, work: Any) -> None:
         """Write what came and what this rank had itself, and have each layer prepared that is complete."""
+        work.wait()
         arrived: dict[Piece, list[tuple[Transfer, Tensor]]] = {}
-        for transfer, values in _places(flight.bucket.receives, flight.received):
+        for transfer, values in _places(bucket.receives, received):
             arrived.setdefault(transfer.piece, []).append((transfer, values))
-        for piece in flight.bucket.pieces:
+        for piece in bucket.pieces:
             needs = self._needs.get(piece.tensor, [])
             for transfer, values in arrived.get(piece, ()):
                 self._target.write(needs[transfer.need], transfer.box, values)
