@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Final
 
@@ -13,7 +13,7 @@ import pyarrow as pa
 from feedback.config import RuleConfig
 from feedback.lake.tables import Lake
 from feedback.process_exit import skip_teardown
-from feedback.scoring.sources.rules import COLUMNS, Rule, RuleError, load_reward, load_rules
+from feedback.scoring.sources.rules import COLUMNS, Rule, RuleError, load_mean, load_rule
 from train.controller.worker_group import WorkerGroup
 
 Values = list[float | None]
@@ -61,10 +61,9 @@ def load_reward_function(reward: str | Mapping[str, RuleConfig]) -> RewardFuncti
             reward.
     """
     if isinstance(reward, str):
-        function = load_reward(reward)
+        function = load_rule(reward)
         return lambda rows: Rewards(function(rows))
-    load_reward(reward)  # refuses what has no weight at all
-    rules = load_rules(reward)
+    rules = load_mean(reward).rules
     return lambda rows: weighted_mean(rules, rows)
 
 
@@ -77,26 +76,21 @@ def with_timeout(reward: RewardFunction, timeout_s: float) -> RewardFunction:
     """
 
     def limited(rows: pa.Table) -> Rewards:
-        answers: SimpleQueue[Rewards | BaseException] = SimpleQueue()
+        answer: Future[Rewards] = Future()
 
-        def answer() -> None:
+        def work() -> None:
             try:
-                answers.put(reward(rows))
+                answer.set_result(reward(rows))
             except BaseException as error:  # noqa: BLE001  handed to the caller
-                answers.put(error)
+                answer.set_exception(error)
 
-        thread = Thread(target=answer, name="reward", daemon=True)
-        thread.start()
-        try:
-            result = answers.get(timeout=timeout_s)
-        except Empty:
+        Thread(target=work, name="reward", daemon=True).start()
+        if not wait([answer], timeout_s).done:
             skip_teardown("a reward function still runs")
             raise RuleError(
                 f"the reward of {rows.num_rows} responses took longer than train.step_timeout_s={timeout_s:g} s"
-            ) from None
-        if isinstance(result, BaseException):
-            raise result
-        return result
+            )
+        return answer.result()
 
     return limited
 
