@@ -57,14 +57,14 @@ class OfflineData:
         policy: Path,
         seed: int,
         dataset: str,
-        make_reader: Callable[[Path, TrainConfig], Reader] | None = None,
+        reader: type[Reader] | None = None,
     ) -> OfflineData:
         """The feedback of the lake at these versions.
 
         Args:
             dataset: one of ``DATASETS``: pairs, with the chosen response first, of reward 1, and the rejected one of
                 reward 0; thumbs, of reward 1 if up and 0 if down; demonstrations, of reward 1.
-            make_reader: creates the reader of responses; ``Reader`` if None.
+            reader: of responses; ``Reader`` if None.
 
         Raises:
             feedback.lake.tables.LakeError: it can't be read any more.
@@ -73,7 +73,7 @@ class OfflineData:
         """
         left_out: Counter[str] = Counter()
         suites = HeldOut.load(config.data.exclude_suites, policy)
-        reader, kinds = (make_reader or Reader)(policy, config), Counter[str]()
+        read, kinds = (reader or Reader)(policy, config), Counter[str]()
         items: list[Item] = []
         prompts: list[tuple[int, ...]] = []
         for kind, row, responses in DATASETS[dataset](lake, versions, config, left_out):
@@ -81,7 +81,7 @@ class OfflineData:
                 left_out[HELD_OUT] += 1
                 continue
             try:
-                items.append(reader.item(row, responses))
+                items.append(read.item(row, responses))
             except UnfitTextError as error:
                 left_out[str(error)] += 1
             else:
