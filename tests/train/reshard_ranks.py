@@ -50,7 +50,7 @@ class Ranks:
             }
         )
         self.policy = policy
-        self.meshes = make_meshes("cpu", ranks=count, tensor_parallel_size=2)
+        self.meshes = make_meshes("cpu", tensor_parallel_size=2)
         self.model = build(policy, dtype=DTYPE, meshes=self.meshes, activation_checkpointing=True)
         peers: Any = {"actor": SimpleNamespace(model=self.model)}
         self.llm = RolloutWorker(policy=policy, config=self.config, seed=0, peers=peers).llm

@@ -85,7 +85,7 @@ def build(
         ValueError: no module is of the classes to shard by, or the policy's weights don't fit its config.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    meshes = meshes or make_meshes(device.type, ranks=torch.distributed.get_world_size())
+    meshes = meshes or make_meshes(device.type)
     config = AutoConfig.from_pretrained(policy)
     stored = common_dtype(stored_dtypes(policy).values())
     model = skeleton(config, make)

@@ -129,7 +129,6 @@ def meshes_of(config: TrainConfig, ranks: int) -> Meshes:
     t = config.rollout.tensor_parallel_size
     return make_meshes(
         "cuda" if torch.cuda.is_available() else "cpu",
-        ranks=ranks,
         # With generation on ranks of its own, t need not divide these; then no order keeps anything in place.
         tensor_parallel_size=t if ranks // config.fsdp.replicas % t == 0 else 1,
         replicas=config.fsdp.replicas,
