@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class TrainedWorker(Worker):
         super().__init__(**peers)
         self.policy, self.config = policy, config
         self.algorithm = algorithms.load(config.algorithm)
-        self.meshes = self._meshes()
+        self.meshes = meshes_of(config, self.peers)
         self.model = self.build()
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -118,15 +118,13 @@ class TrainedWorker(Worker):
         """Take over weights, optimizer, schedule and random state of a checkpoint's part, of any number of ranks."""
         load(checkpoint, part, self.model, self.optimizer, self.schedule)
 
-    def _meshes(self) -> Meshes:
-        """Those of a worker in training in the same process, if there is one: process groups cost memory."""
-        beside = [w.meshes for w in self.peers.values() if isinstance(w, TrainedWorker)]
-        return beside[0] if beside else meshes_of(self.config, self.world_size)
 
-
-def meshes_of(config: TrainConfig, ranks: int) -> Meshes:
-    """The meshes that the config asks for, over the ranks of this process group."""
-    t = config.rollout.tensor_parallel_size
+def meshes_of(config: TrainConfig, peers: Mapping[str, Worker]) -> Meshes:
+    """The meshes of a worker in training in the same process, or new ones: process groups cost memory."""
+    for worker in peers.values():
+        if isinstance(worker, TrainedWorker):
+            return worker.meshes
+    t, ranks = config.rollout.tensor_parallel_size, torch.distributed.get_world_size()
     return make_meshes(
         "cuda" if torch.cuda.is_available() else "cpu",
         # With generation on ranks of its own, t need not divide these; then no order keeps anything in place.
