@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from train.weight_sync.fsdp_shards import Sources
 from train.weight_sync.plan import Bucket, Piece, Plan, Transfer
 from train.weight_sync.slices import numel, within
 
@@ -24,15 +23,16 @@ class Exchange:
     def __init__(
         self,
         plan: Plan,
-        sources: Sources,
+        shards: Iterator[tuple[str, Tensor]],
         target: LiveWeights,
         needs: dict[str, list[Need]],
         dtype: torch.dtype,
         comparison: Comparison,
     ) -> None:
-        """``needs``: by tensor, in the plan's order. ``comparison`` sees what is sent and what has arrived."""
+        """``shards``: of ``train.weight_sync.fsdp_shards``. ``needs``: by tensor, in the plan's order. ``comparison``
+        sees what is sent and what has arrived."""
         self._plan, self._target, self._needs, self._comparison = plan, target, needs, comparison
-        self._coming = sources.shards()
+        self._coming = shards
         self._shards: dict[str, Tensor] = {}  # of the tensors that are in flight
         self._missing: dict[str, int] = {}  # pieces that a layer waits for
         for piece in (p for bucket in plan.buckets for p in bucket.pieces):

@@ -11,7 +11,7 @@ from torch import nn
 
 from train.weight_sync.checksums import Comparison, sample
 from train.weight_sync.exchange import Exchange
-from train.weight_sync.fsdp_shards import Sources
+from train.weight_sync.fsdp_shards import placed, shards
 from train.weight_sync.plan import Needed, make_plan
 from train.weight_sync.slices import Box
 
@@ -45,8 +45,7 @@ class WeightSync:
         worker = llm.collective_rpc(_itself)[0]
         self._vllm_config, engine = worker.vllm_config, worker.get_model()
         self.dtype: torch.dtype = self._vllm_config.model_config.dtype
-        self._sources = Sources(model)
-        self.held = self._sources.held
+        self._model, self.held = model, placed(model)
         shapes = {name: place.shape for name, place in self.held.items()}
         with set_current_vllm_config(self._vllm_config):
             trace = trace_loaders(engine, shapes, self.dtype)
@@ -76,7 +75,7 @@ class WeightSync:
         self._turn += 1
         comparison = Comparison(names, self.plan, self._needs, self._target, self.dtype)
         with set_current_vllm_config(self._vllm_config):
-            Exchange(self.plan, self._sources, self._target, self._needs, self.dtype, comparison).run()
+            Exchange(self.plan, shards(self._model), self._target, self._needs, self.dtype, comparison).run()
         comparison.require_equal()
         return names
 
