@@ -55,7 +55,9 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
         begun = begin(config, context, store, lake)
         if begun.finished is not None:
-            return finished_before(context, begun.finished)
+            say(f"{context.run}: was finished before, it published {begun.finished.published}")
+            shutil.rmtree(checkpoints_of(context), ignore_errors=True)
+            return begun.finished
         seed = numbered_seed(config.seed, begun.parent.version)
         dataflow = dataflows.load(config)
         keep_start(context, begun.start)  # before it reads: by this an erasure knows that it may have
@@ -198,9 +200,3 @@ def ended_early(
         metrics={name: value for name, value in last.items() if math.isfinite(value)},
         seconds=sum(metrics["seconds"] for metrics in history),
     )
-
-
-def finished_before(context: JobContext, result: JobResult) -> JobResult:
-    say(f"{context.run}: was finished before, it published {result.published}")
-    shutil.rmtree(checkpoints_of(context), ignore_errors=True)
-    return result

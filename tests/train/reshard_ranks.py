@@ -23,8 +23,8 @@ from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
 from train.model.fsdp import build
 from train.model.mesh import make_meshes
-from train.weight_sync.errors import ReshardError
 from train.weight_sync.gather import gather
+from train.weight_sync.slices import ReshardError
 from train.weight_sync.sync import WeightSync
 from train.workers.rollout import RolloutWorker
 

@@ -89,7 +89,7 @@ class OfflineData:
                 prompts.append(tuple(row["prompt_token_ids"]))
         ranks = config.data_parallel_ranks
         share, most = config.data.held_out_share, config.data.held_out_most
-        learned, held_out = split(items, share, least=ranks, most=most, prompts=prompts)
+        learned, held_out = split(items, prompts, share, least=ranks, most=most)
         return cls(
             learned=Cycled(learned, config.data.prompts_per_step, f"{seed}:{dataset}"),
             held_out=held_out,
@@ -116,19 +116,18 @@ def pack(items: list[Item], *, whole_groups: bool) -> PackedBatch:
 
 
 def split(
-    items: list[Item], share: float, *, least: int, most: int, prompts: list[tuple[int, ...]] | None = None
+    items: list[Item], prompts: list[tuple[int, ...]], share: float, *, least: int, most: int
 ) -> tuple[list[Item], list[Item]]:
     """(items to learn from, items held out), each in their order. Items of one prompt are all in one of the two.
 
     The prompts whose hashes are smallest are held out: as items come in, most of those held out before stay so.
 
     Args:
+        prompts: of each item.
         share: of the prompts.
         least: prompts held out, if any are: every rank needs one to measure. If that is more than half, none is.
         most: items held out, beyond those of ``least`` prompts.
-        prompts: of each item; that of its first sequence if None.
     """
-    prompts = [tuple(item[0].prompt) for item in items] if prompts is None else prompts
     of_prompt: dict[tuple[int, ...], int] = defaultdict(int)
     for prompt in prompts:
         of_prompt[prompt] += 1

@@ -11,10 +11,9 @@ import pyarrow as pa
 import torch
 
 from feedback.datasets import Prompt
-from train.batch.packed import Rollout
+from train.batch.packed import Rollout, Sample
 from train.config.training import TrainConfig
 from train.data.rewards import RewardFunction, Rewards
-from train.data.sample import Sample
 from train.data.traffic import differ
 from train.objectives.shaping import soft_overlong_punishment
 

@@ -12,13 +12,12 @@ from pydantic import TypeAdapter
 from feedback.datasets import Prompt
 from feedback.lake.tables import Lake
 from train import algorithms
-from train.batch.packed import PackedBatch, Rollout
+from train.batch.packed import PackedBatch, Rollout, Sample
 from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig, check_baseline
 from train.context import TrainingStopped
 from train.controller.worker_group import Pending
 from train.data.prompts import TrainingData
-from train.data.sample import Sample
 from train.data.samples import Informative, Scored, score
 from train.dataflows.base import Dataflow, Run
 from train.objectives.kl import adapted_coefficient

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from train.weight_sync.errors import ReshardError
 from train.weight_sync.plan import Plan
-from train.weight_sync.slices import Box, within
+from train.weight_sync.slices import Box, ReshardError, within
 
 if TYPE_CHECKING:
     from train.weight_sync.loader_tracing import Need

@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from train.model.hf_io import own_slice
 from train.model.lora import merged_parameters
-from train.weight_sync.errors import ReshardError
-from train.weight_sync.slices import Held, numel, shards_of
+from train.weight_sync.slices import Held, ReshardError, numel, shards_of
 
 
 def placed(model: nn.Module) -> dict[str, Held]:
