@@ -122,11 +122,9 @@ class Method:
         return self.start(argument, **options).result()
 
     def start(self, argument: Any = None, **options: Any) -> Pending:
-        layout, join = self._pool.layout, self._rule.join
-        parts, known = self._rule.split(layout, argument)
+        parts, join = self._rule(self._pool.layout, argument)
         arguments = [(self._role, self._name, part, options) for part in parts]
-        what = f"{self._role}.{self._name}"
-        return self._pool.call(what, "call", arguments, lambda answers: join(layout, answers, known))
+        return self._pool.call(f"{self._role}.{self._name}", "call", arguments, join)
 
 
 class WorkerGroup:

@@ -96,14 +96,14 @@ def test_ranks_that_share_a_sequence_get_the_same_and_answer_once() -> None:
     layout = Layout(4, sequence_parallel_size=2)
     batch = batch_of([5, 1, 2, 4])
     for rule in (by_tokens, per_token):
-        parts, known = rule.split(layout, batch)
+        parts, join = rule(layout, batch)
         assert [len(p) for p in parts] == [2] * 4
         assert torch.equal(parts[0].tokens, parts[1].tokens)
         assert torch.equal(parts[2].tokens, parts[3].tokens)
-    assert torch.equal(per_token.join(layout, [p.tokens for p in parts], known), batch.tokens)
-    dealt, count = by_rank.split(layout, [1, 2, 3])
+    assert torch.equal(join([p.tokens for p in parts]), batch.tokens)
+    dealt, join = by_rank(layout, [1, 2, 3])
     assert dealt == [[1, 3], [1, 3], [2], [2]]
-    assert by_rank.join(layout, dealt, count) == [1, 2, 3]
+    assert join(dealt) == [1, 2, 3]
 
 
 def test_calls_to_two_pools_overlap(small: WorkerGroup, folder: Path) -> None:
