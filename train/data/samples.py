@@ -13,7 +13,7 @@ import torch
 from feedback.datasets import Prompt
 from train.batch.packed import Rollout, Sample
 from train.config.training import TrainConfig
-from train.data.rewards import RewardFunction, Rewards
+from train.data.rewards import RewardFunction
 from train.data.traffic import differ
 from train.objectives.shaping import soft_overlong_punishment
 
@@ -93,7 +93,10 @@ def score(
             for group, prompt, sample in (flat[i],)
         ],
         rewards=[rewards.values[i] or 0.0 for i in kept],
-        components=picked(rewards, kept),
+        components={
+            name: [value for i in kept if (value := values[i]) is not None]
+            for name, values in rewards.components.items()
+        },
         overlong=[overlong[i] for i in kept],
         unrewarded=len(responses) - len(kept),
     )
@@ -110,13 +113,6 @@ def table_of(samples: Sequence[tuple[Prompt, Sample]]) -> pa.Table:
             "metadata": pa.array([list(p.metadata.items()) for p, _ in samples], pa.map_(pa.string(), pa.string())),
         }
     )
-
-
-def picked(rewards: Rewards, rows: Sequence[int]) -> dict[str, list[float]]:
-    """The values of each component for these rows, where it has one."""
-    return {
-        name: [value for i in rows if (value := values[i]) is not None] for name, values in rewards.components.items()
-    }
 
 
 @dataclass(frozen=True)
