@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
@@ -313,9 +313,3 @@ def write_config(model: nn.Module, policy: Path, folder: Path, dtype: torch.dtyp
     if config.num_labels != model.config.num_labels:
         config.num_labels = model.config.num_labels
     config.save_pretrained(folder)
-
-
-def require_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Reduce gradients in the next backward pass, or let them add up locally."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(sync)

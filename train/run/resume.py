@@ -80,22 +80,20 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
         say(f"{context.run}: rows that it had read were erased since: it begins anew, without them")
         forget(context.folder)
         start = checkpoint = progress = None
-    if start is not None:
+    if start is not None and (published is not None or checkpoint is not None):
         differences = _differences(start, config, context, store)
         finished = None if published is None else _finished(store, context, start, published)
         if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
         if progress is not None and config.steps < progress.step:
             differences.append(f"train.steps is {config.steps}, and {progress.step} are done")
-        begun = finished is not None or checkpoint is not None
-        if differences and begun:
+        if differences:
             state = f"has {checkpoint}" if finished is None else f"published {finished.published}"
             raise CheckpointError(
                 f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
                 "what differs, or give the run another name (--run)"
             )
-        if begun:
-            return Begun(start, store.get(start.parent), checkpoint, progress, finished)
+        return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
     fresh = RunStart(
         id=uuid.uuid4().hex,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from train import algorithms
 from train.algorithms.base import Loss, logged_values
@@ -17,7 +18,6 @@ from train.checkpoint.dcp import Saved, Saver, load
 from train.config.training import TrainConfig
 from train.controller.dispatch import dispatch, to_all
 from train.controller.worker import Worker
-from train.model.fsdp import require_gradient_sync
 from train.model.hf_io import whole_tensor
 from train.model.mesh import Meshes, make_meshes
 
@@ -82,9 +82,10 @@ class TrainedWorker(Worker):
         means = Means()
         before = torch.zeros(len(batch.tokens))
         self.model.train()
+        assert isinstance(self.model, FSDPModule)
         for i, (sequences, micro) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
-            require_gradient_sync(self.model, last or self.config.fsdp.reduce_every_micro_batch)
+            self.model.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
             counts = len(sequences) > 0
             (loss, health), output = loss_of(micro)
             if counts:
