@@ -51,10 +51,8 @@ def load_reward_function(reward: str | Mapping[str, RuleConfig]) -> RewardFuncti
 
     A reward of several rules is the mean, by their weights, of those that have one for the response. A rule that
     fails, or returns something else than rewards, is an error here. Scoring leaves such a response without a reward;
-    in training a batch would be paid for and teach something else.
-
-    Args:
-        reward: a function by name, or rules by the name of their component.
+    in training a batch would be paid for and teach something else. ``reward``: a function by name, or rules by the name
+    of their component.
 
     Raises:
         feedback.scoring.sources.rules.RuleError: a rule can't be loaded; called, that it failed, or returned what is no

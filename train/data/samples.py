@@ -135,10 +135,7 @@ class Informative:
 
         Logged responses that are alone in their group are compared with each other, or left out. A fresh one is alone
         only because the others of its group got no reward; it is left out: the mean reward of other prompts is no
-        baseline for it.
-
-        Args:
-            filter_groups: groups with equal rewards are left out.
+        baseline for it. With ``filter_groups``, groups with equal rewards are left out.
         """
         by_group: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:

@@ -53,8 +53,7 @@ def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozens
     Values are converted to each parameter's own dtype. Every rank must call it.
 
     Args:
-        model: after ``remember_names`` and ``fully_shard``, its parameters on the meta device.
-        policy: a Hugging Face folder with safetensors weights.
+        model: after ``remember_names`` and ``fully_shard``.
         device: where this rank's shards live.
         unstored: plain names of parameters that keep what they have if the policy does not store them.
 

@@ -130,11 +130,7 @@ def kl_to_reference(batch: PackedBatch, log_probs: Tensor) -> float:
     Of fresh tokens alone, if there are any. Each token's k3 is weighed by policy / behaviour (ratios are at most e^20),
     so that the expectation is the policy's KL also where another policy sampled, or this one a step earlier. A term is
     at most reference / behaviour where the policy finds unlikely what was sampled, however unlikely; where it finds it
-    much likelier than who sampled it, single terms are large.
-
-    Args:
-        batch: with ``ref_log_probs``.
-        log_probs: float [T], nats, of the policy.
+    much likelier than who sampled it, single terms are large. ``log_probs``: float [T], nats, of the policy.
     """
     assert batch.ref_log_probs is not None
     fresh = batch.response_mask & batch.per_token(batch.fresh)

@@ -29,7 +29,6 @@ class WeightSync:
         """Trace the loaders, and plan.
 
         Args:
-            model: what ``train.model.fsdp.build`` made.
             llm: vLLM's ``LLM`` over the same ranks, in this process.
             bucket_bytes: extra memory that a run may take. Half of it holds what one exchange sends and receives,
                 half what the next one does; a row of every shard of a tensor is the least that one can hold.
