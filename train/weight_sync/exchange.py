@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +35,8 @@ class Exchange:
         self._plan, self._target, self._needs, self._comparison = plan, target, needs, comparison
         self._coming = shards
         self._shards: dict[str, Tensor] = {}  # of the tensors that are in flight
-        self._missing: dict[str, int] = {}  # pieces that a layer waits for
-        for piece in (p for bucket in plan.buckets for p in bucket.pieces):
-            for layer in self._layers(piece):
-                self._missing[layer] = self._missing.get(layer, 0) + 1
+        pieces = [piece for bucket in plan.buckets for piece in bucket.pieces]
+        self._missing = Counter(layer for piece in pieces for layer in self._layers(piece))  # that a layer waits for
         in_flight = min(2, len(plan.buckets))
         self._buffers = [
             torch.empty(plan.largest_exchange, dtype=dtype, device=target.device) for _ in range(in_flight)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,16 +78,14 @@ class WeightSync:
 
 
 def gather_needs(boxes: dict[str, tuple[Box, ...]]) -> Needed:
-    """What every rank needs, from what this one does. What several ranks need alike is sent once."""
-    digests: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(digests, hashlib.sha256(pickle.dumps(sorted(boxes.items()))).hexdigest())
-    order = list(dict.fromkeys(digests))
-    kinds = []
-    for digest in order:
-        message: list[Any] = [boxes]
-        torch.distributed.broadcast_object_list(message, src=digests.index(digest))
-        kinds.append(message[0])
-    return Needed(tuple(kinds), tuple(order.index(digest) for digest in digests))
+    """What every rank needs, from what this one does."""
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, boxes)
+    kinds: list[Any] = []
+    for needed in every:
+        if needed not in kinds:
+            kinds.append(needed)
+    return Needed(tuple(kinds), tuple(kinds.index(needed) for needed in every))
 
 
 def _itself(worker: Any) -> Any:
