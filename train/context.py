@@ -74,6 +74,19 @@ class JobResult(BaseModel):
     metrics: dict[str, float]
     seconds: float
 
+    @classmethod
+    def of_published(cls, published: int | Path, **run: Any) -> JobResult:
+        """That of a run that has published a policy (its version), or a reward model (its folder)."""
+        if isinstance(published, int):
+            return cls(candidate=published, reason=None, **run)
+        reason = f"a reward model was trained, and no policy: {published}"
+        return cls(candidate=None, artifact=published, reason=reason, **run)
+
+    @property
+    def published(self) -> str:
+        """What the run has published."""
+        return f"policy {self.candidate}" if self.artifact is None else f"reward model {self.artifact}"
+
 
 def write_job(config: TrainConfig, context: JobContext) -> Path:
     """The file of a job, in its folder. It has the lake's credentials in clear, so only its user may read it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from typing import Any
 
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyStore
@@ -28,8 +27,8 @@ from train.observe.trackers import Watchers
 from train.run.checkpoints import Checkpoints
 from train.run.erasures import Erasures
 from train.run.publish import publish
-from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run, outcome_text
-from train.run.reward_folder import no_candidate_reason, publish_reward_model
+from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
+from train.run.reward_folder import publish_reward_model
 from train.run.unfinished import forget
 from train.workers.role_groups import start_groups
 
@@ -56,25 +55,24 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
         begun = begin(config, context, store, lake)
         if begun.finished is not None:
-            return finished_before(context, begun.finished)
+            say(f"{context.run}: was finished before, it published {begun.finished.published}")
+            shutil.rmtree(checkpoints_of(context), ignore_errors=True)
+            return begun.finished
         seed = numbered_seed(config.seed, begun.parent.version)
         dataflow = dataflows.load(config)
         keep_start(context, begun.start)  # before it reads: by this an erasure knows that it may have
-        data = read_data(dataflow, config, context, lake, begun, seed)
-        if data.usable < config.data.min_prompts:
-            return too_few(config, context, begun.parent, data)
-        config = dataflow.settled(config, data)
-        if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
-            say(f"{context.run}: trying the reward on logged responses")
-            check_reward(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
         history = list(begun.progress.history) if begun.progress else []
         erasures = Erasures(lake, begun.start.lake_versions, config)
         try:
+            data = read_data(dataflow, config, context, lake, begun, seed)
+            config = dataflow.settled(config, data)
+            if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
+                say(f"{context.run}: trying the reward on logged responses")
+                check_reward(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
             return train(dataflow, config, context, store, begun, data, seed, history, erasures)
-        except RowsErased as erased:
-            forget(context.folder)
-            return ended_early(context, begun.parent, history, erased)
         except TrainingStopped as stopped:
+            if isinstance(stopped, RowsErased):
+                forget(context.folder)
             return ended_early(context, begun.parent, history, stopped)
 
 
@@ -141,21 +139,15 @@ def train(
                     )
                 )
         checkpoints.collect(wait=True)
-        outcome: dict[str, Any]
         record = (parent, groups.actor, config, context, begun.start, history, data, erasures.check())
-        if config.algorithm.trains_policy:
-            version = publish(store, *record).version
-            erasures.settle(store, version)
-            outcome = {"candidate": version, "reason": None}
-        else:
-            folder = publish_reward_model(*record)
-            erasures.settle(store, folder)
-            outcome = {"candidate": None, "artifact": folder, "reason": no_candidate_reason(folder)}
+        trains_policy = config.algorithm.trains_policy
+        published = publish(store, *record).version if trains_policy else publish_reward_model(*record)
+        erasures.settle(store, published)
         shutil.rmtree(checkpoints_of(context))  # the run is finished: its name returns this result from here on
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}
-        result = JobResult(run=context.run, **outcome, **last)
-        say(f"{context.run}: published {outcome_text(result)} in {seconds:.0f} s")
+        result = JobResult.of_published(published, run=context.run, **last)
+        say(f"{context.run}: published {result.published} in {seconds:.0f} s")
         watchers.end(result)
     return result
 
@@ -166,7 +158,7 @@ def train(
 def read_data(
     dataflow: type[Dataflow], config: TrainConfig, context: JobContext, lake: Lake, begun: Begun, seed: int
 ) -> Data:
-    """What the run learns from; the same as before, if it goes on."""
+    """What the run learns from; the same as before, if it goes on. Raises NothingToLearn if there is too little."""
     versions, progress = begun.start.lake_versions, begun.progress
     try:
         data = dataflow.read(lake, versions, config, begun.parent.path, seed)
@@ -186,15 +178,11 @@ def read_data(
         f"{context.run}: {config.algorithm.name} from policy {begun.parent.version}, {data}, {config.ranks} ranks"
         + (f"; goes on after step {progress.step}" if progress is not None else "")
     )
+    if data.usable < config.data.min_prompts:
+        unit = "items of feedback" if config.algorithm.is_offline else "prompts"
+        least = f"fewer than train.data.min_prompts={config.data.min_prompts}"
+        raise NothingToLearn(f"{data.usable} usable {unit}, {least} ({data})")
     return data
-
-
-def too_few(config: TrainConfig, context: JobContext, parent: Policy, data: Data) -> JobResult:
-    unit = "items of feedback" if config.algorithm.is_offline else "prompts"
-    reason = f"{data.usable} usable {unit}, fewer than train.data.min_prompts={config.data.min_prompts} ({data})"
-    return JobResult(
-        run=context.run, candidate=None, parent=parent.version, steps=0, reason=reason, metrics={}, seconds=0.0
-    )
 
 
 def ended_early(
@@ -212,9 +200,3 @@ def ended_early(
         metrics={name: value for name, value in last.items() if math.isfinite(value)},
         seconds=sum(metrics["seconds"] for metrics in history),
     )
-
-
-def finished_before(context: JobContext, result: JobResult) -> JobResult:
-    say(f"{context.run}: was finished before, it published {outcome_text(result)}")
-    shutil.rmtree(checkpoints_of(context), ignore_errors=True)
-    return result

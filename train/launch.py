@@ -17,7 +17,6 @@ import traceback
 import uuid
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -33,6 +32,7 @@ from train.job import run
 from train.observe.progress import say
 from train.workers.role_groups import environment, sizes
 
+ERROR = "error.txt"
 _STOP_S = 20.0
 _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
@@ -48,7 +48,7 @@ def run_job(config: TrainConfig, context: JobContext) -> JobResult:
         JobError: the job failed on the cluster or under torchrun.
     """
     context.folder.mkdir(parents=True, exist_ok=True)
-    error_file(context).unlink(missing_ok=True)
+    (context.folder / ERROR).unlink(missing_ok=True)
     spec = write_job(config, context)
     if config.launcher == "torchrun":
         run_torchrun(config, context, spec)
@@ -127,42 +127,25 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
     client = JobSubmissionClient(config.ray_address)
     job_id = client.submit_job(entrypoint=f"{sys.executable} -P -m train.launch {spec}", metadata={"run": context.run})
     say(f"{context.run}: submitted as {job_id} to {config.ray_address}")
+    printed = 0
     try:
-        follow(client, job_id, context)
+        while True:
+            status = client.get_job_status(job_id)
+            logs = client.get_job_logs(job_id)
+            print(logs[printed:], end="", flush=True)
+            printed = len(logs)
+            if status.is_terminal():
+                break
+            time.sleep(1.0)
     except BaseException:
         client.stop_job(job_id)  # nobody waits for its candidate any more
         raise
-
-
-def follow(client: Any, job_id: str, context: JobContext) -> None:
-    """Print a job's output until it ends. Raises JobError if it doesn't succeed."""
-    printed = 0
-    while True:
-        status = client.get_job_status(job_id)
-        logs = client.get_job_logs(job_id)
-        print(logs[printed:], end="", flush=True)
-        printed = len(logs)
-        if status == "SUCCEEDED":
-            return
-        if status.is_terminal():
-            message = client.get_job_info(job_id).message
-            why = error_of(context) or f"{message}\n{logs[-2000:].rstrip()}"
-            raise JobError(f"{context.run} failed; Ray job {job_id} ended as {status}\n{why}")
-        time.sleep(1.0)
+    if status != "SUCCEEDED":
+        why = error_of(context) or f"{client.get_job_info(job_id).message}\n{logs[-2000:].rstrip()}"
+        raise JobError(f"{context.run} failed; Ray job {job_id} ended as {status}\n{why}")
 
 
 def main() -> None:
-    """Entry point of a job: ``python -m train.launch [--launcher ray|torchrun] SPEC.json``."""
-    try:
-        run_from_command_line()
-    except BaseException:
-        if not teardown_is_skipped():
-            raise
-        traceback.print_exc()
-        end_process(1)
-
-
-def run_from_command_line() -> None:
     """Run the job that the command line names, or a rank of it."""
     parser = argparse.ArgumentParser(prog="python -m train.launch", description="Run a training job from its file.")
     parser.add_argument(
@@ -172,13 +155,19 @@ def run_from_command_line() -> None:
     arguments = parser.parse_args()
     config, context = read(arguments.spec, arguments.launcher)
     search_last(context.python_path)
-    if config.launcher == "torchrun":
-        run_as_rank(config, context, arguments.spec)
-        return
-    import ray
+    try:
+        if config.launcher == "torchrun":
+            run_as_rank(config, context, arguments.spec)
+        else:
+            import ray
 
-    ray.init(address="auto", log_to_driver=False, **search_as_here({}))
-    run_spec(config, context)
+            ray.init(address="auto", log_to_driver=False, **search_as_here({}))
+            run_spec(config, context)
+    except BaseException:
+        if not teardown_is_skipped():
+            raise
+        traceback.print_exc()
+        end_process(1)
 
 
 def run_as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
@@ -197,18 +186,14 @@ def run_spec(config: TrainConfig, context: JobContext) -> None:
         result = run(config, context)
     except Exception as error:
         ours = type(error).__module__.split(".")[0] in ("feedback", "serve", "evaluation", "train")  # these say it all
-        error_file(context).write_text(str(error) if ours else f"{type(error).__name__}: {error}")
+        (context.folder / ERROR).write_text(str(error) if ours else f"{type(error).__name__}: {error}")
         raise
     replace_file(context.folder / "result.json", result.model_dump_json(indent=2).encode())
 
 
-def error_file(context: JobContext) -> Path:
-    return context.folder / "error.txt"
-
-
 def error_of(context: JobContext) -> str | None:
     """What the driver of the job failed by; None if it left no message."""
-    file = error_file(context)
+    file = context.folder / ERROR
     return file.read_text() if file.exists() else None
 
 

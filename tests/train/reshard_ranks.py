@@ -23,8 +23,8 @@ from train.config.sections import LoraConfig
 from train.config.training import TrainConfig
 from train.model.fsdp import build
 from train.model.mesh import make_meshes
-from train.weight_sync.errors import ReshardError
 from train.weight_sync.gather import gather
+from train.weight_sync.slices import ReshardError
 from train.weight_sync.sync import WeightSync
 from train.workers.rollout import RolloutWorker
 
@@ -50,7 +50,7 @@ class Ranks:
             }
         )
         self.policy = policy
-        self.meshes = make_meshes("cpu", ranks=count, tensor_parallel_size=2)
+        self.meshes = make_meshes("cpu", tensor_parallel_size=2)
         self.model = build(policy, dtype=DTYPE, meshes=self.meshes, activation_checkpointing=True)
         peers: Any = {"actor": SimpleNamespace(model=self.model)}
         self.llm = RolloutWorker(policy=policy, config=self.config, seed=0, peers=peers).llm

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from train.controller.dispatch import by_rank, dispatch, per_token, to_all, to_all_gathered, to_first
+from train.controller.dispatch import by_rank, dispatch, per_token, to_all, to_all_gathered
 from train.controller.worker import Worker
 
 
@@ -25,9 +25,8 @@ class Small(Worker):
     def where(self, _: None) -> tuple[int, int]:
         return self.rank, os.getpid()
 
-    @dispatch(to_first)
-    def only_first(self, word: str) -> str:
-        (self.folder / f"first-{self.rank}").touch()
+    @dispatch(to_all)
+    def who(self, word: str) -> str:
         return f"{word} from {self.rank}"
 
     @dispatch(by_rank)

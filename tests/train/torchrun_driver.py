@@ -27,8 +27,7 @@ def drive(folder: Path, what: str) -> None:
         small.sum_or_hang(1)
     batch = PackedBatch.pack([Rollout([3], [4 + i] * (5 - i), [0.0] * (5 - i), 0.0, i) for i in range(4)])
     assert [rank for rank, _ in small.where()] == [0, 1]
-    assert small.only_first("hello") == "hello from 0"
-    assert not (folder / "first-1").exists()
+    assert small.who("hello") == "hello from 0"
     assert small.doubled([1, 2, 3]) == [(2, 0), (4, 1), (6, 0)]
     assert (small.tokens.start(batch).result() == batch.tokens).all()
     assert small.sum_or_fail(-1) == 1.0

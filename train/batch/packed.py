@@ -20,6 +20,16 @@ from train.batch.prompt_rows import families
 
 
 @dataclass(frozen=True)
+class Sample:
+    """A response that generation sampled. ``log_probs``: nats, of the distribution it was sampled from, by token."""
+
+    token_ids: list[int]
+    text: str
+    log_probs: list[float]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One response and what it was worth.
 

@@ -12,7 +12,7 @@ import json
 import pickle
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,10 +36,9 @@ _SPARE: Final = 1.05  # metadata and alignment, beside the tensors themselves
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended: ``error`` is None if all is on the disk. ``seconds`` from its start, staging included."""
+    """How a save ended: ``error`` is None if all is on the disk."""
 
     step: int
-    seconds: float
     error: str | None = None
 
 
@@ -47,15 +46,14 @@ class Saver:
     """Saves of one rank, one at a time; every rank makes one and calls it alike.
 
     Args:
-        timeout_s: for each collective of a save, and for waiting for one.
+        timeout_s: for each collective of a save, and for the whole of one.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         # The save's thread must not share a group with the training's collectives: their order would be chance.
         self._group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._running: Future[Saved] | None = None
+        self._running: tuple[int, Future[Any], float] | None = None  # step, its writing by all ranks, deadline
         self._ended: list[Saved] = []
 
     def start(
@@ -75,49 +73,44 @@ class Saver:
             step: steps of the driver that the state has behind it.
         """
         self._wait()
-        started = time.monotonic()
+        deadline = time.monotonic() + self._timeout_s
+        rank = torch.distributed.get_rank()
         try:
-            written = self._stage(folder, model, optimizer, schedule)
+            state = state_of(model, optimizer)
+            needed = torch.tensor(_local_bytes(state) * _SPARE)
+            torch.distributed.all_reduce(needed, group=self._group)
+            mine = json.dumps({"random": random_state(), "schedule": schedule.state_dict()})
+            with self._agreed():
+                if rank == 0:
+                    folder.mkdir(parents=True)
+                    require_room(folder, float(needed))
+            with self._agreed():
+                replace_file(folder / f"rank-{rank:04d}.json", mine.encode(), private=True)
+            writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+            written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+            assert isinstance(written, Future)
         except _FAILURES as error:  # returned by ended(); the driver decides what it means
-            self._ended.append(Saved(step, time.monotonic() - started, _say(error)))
-            return
-        self._running = self._thread.submit(self._finish, written, step, started)
+            self._ended.append(Saved(step, _say(error)))
+        else:
+            self._running = step, written, deadline
 
     def ended(self, *, wait: bool) -> list[Saved]:
-        """The saves that ended since the last call; ``wait`` for one that is running."""
-        if self._running is not None and (wait or self._running.done()):
+        """The saves that ended since the last call, those out of time too; ``wait`` for one that is running."""
+        if self._running is not None and (wait or self._running[1].done() or time.monotonic() > self._running[2]):
             self._wait()
         ended, self._ended = self._ended, []
         return ended
 
     def _wait(self) -> None:
-        if self._running is not None:
-            running, self._running = self._running, None
-            self._ended.append(running.result(self._timeout_s))
-
-    def _stage(
-        self,
-        folder: Path,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        schedule: torch.optim.lr_scheduler.LRScheduler,
-    ) -> Future[Any]:
-        """Make the folder, write the small files, copy the tensors and have them written by a thread."""
-        state = state_of(model, optimizer)
-        rank = torch.distributed.get_rank()
-        needed = torch.tensor(_local_bytes(state) * _SPARE)
-        torch.distributed.all_reduce(needed, group=self._group)
-        mine = json.dumps({"random": random_state(), "schedule": schedule.state_dict()})
-        with self._agreed():
-            if rank == 0:
-                folder.mkdir(parents=True)
-                require_room(folder, float(needed))
-        with self._agreed():
-            replace_file(folder / f"rank-{rank:04d}.json", mine.encode(), private=True)
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-        written = dcp.async_save(state, storage_writer=writer, process_group=self._group)
-        assert isinstance(written, Future)
-        return written
+        if self._running is None:
+            return
+        (step, written, deadline), self._running = self._running, None
+        error = None
+        try:
+            written.result(max(0.0, deadline - time.monotonic()))
+        except _FAILURES as failure:  # a time-out, too
+            error = _say(failure)
+        self._ended.append(Saved(step, error))
 
     @contextmanager
     def _agreed(self) -> Iterator[None]:
@@ -131,15 +124,6 @@ class Saver:
         torch.distributed.all_gather_object(problems, problem, group=self._group)
         if any(problems):
             raise CheckpointError("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text))
-
-    def _finish(self, written: Future[Any], step: int, started: float) -> Saved:
-        """In the thread: wait until every rank has written."""
-        error = None
-        try:
-            written.result(self._timeout_s)
-        except _FAILURES as failure:  # returned by ended()
-            error = _say(failure)
-        return Saved(step, time.monotonic() - started, error)
 
 
 def load(

@@ -43,16 +43,12 @@ class KlConfig(Section):
     max_coefficient: float = Field(10.0, gt=0, description="Largest value of the adapted coefficient.")
 
     @model_validator(mode="after")
-    def _target_suits(self) -> KlConfig:
+    def _can_work(self) -> KlConfig:
         if self.target is not None and self.coefficient == 0:
             raise ValueError(
                 f"train.algorithm.kl.target={self.target} needs a coefficient to start from; set "
                 "train.algorithm.kl.coefficient, for example to 0.01, or set the target to null"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _estimator_suits(self) -> KlConfig:
         if self.coefficient > 0 and self.placement == "loss" and self.estimator == "k1":
             raise ValueError(
                 "train.algorithm.kl.estimator=k1 has a gradient of mean zero in the loss, and holds the policy to "
@@ -225,7 +221,7 @@ class AlgorithmConfig(Section):
         return _merged(defaults, values)
 
     @model_validator(mode="after")
-    def _named_and_read(self) -> AlgorithmConfig:
+    def _can_work(self) -> AlgorithmConfig:
         own = FUNCTION.fullmatch(self.name) is not None
         if not own and self.name not in (*ONLINE, *OFFLINE):
             raise ValueError(
@@ -240,20 +236,12 @@ class AlgorithmConfig(Section):
                 raise ValueError(f"{changed}: {self.name} does not read it ({do}); take it out, or set another name")
         if self.name in ONLINE:
             self.check_proximal(clips=self.name in _CLIPPED)
-        return self
-
-    @model_validator(mode="after")
-    def _filter_suits(self) -> AlgorithmConfig:
         if self.resample_rounds > 0 and not self.filter_groups:
             raise ValueError(
                 f"train.algorithm.resample_rounds={self.resample_rounds} samples prompts in place of groups that are "
                 "left out, and train.algorithm.filter_groups=False leaves none out; set it to true, or "
                 "resample_rounds to 0"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _smoothing_suits(self) -> AlgorithmConfig:
         if self.preference_loss == "ipo" and self.label_smoothing > 0:
             raise ValueError(
                 f"train.algorithm.label_smoothing={self.label_smoothing} belongs to train.algorithm.preference_loss="

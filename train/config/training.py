@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -163,36 +163,27 @@ class TrainConfig(Section):
         return max(self.ranks_of(pool) // self.fsdp.sequence_parallel for pool in pools)
 
     @model_validator(mode="after")
-    def _algorithm_knows_the_longest_response(self) -> TrainConfig:
-        self.algorithm = self.algorithm.with_lengths(self.rollout.max_tokens)
-        return self
-
-    @model_validator(mode="after")
     def _can_work(self) -> TrainConfig:
-        check(self)
+        self.algorithm = self.algorithm.with_lengths(self.rollout.max_tokens)
+        _placement_suits(self)
+        _ranks_divide(self)
+        _shares_are_prompts(self)
+        name = self.algorithm.name
+        check_baseline(self, compares_groups=name in GROUPED, needs_greedy=name == "remax")
+        if self.samples:
+            _responses_suit(self)
+        else:
+            _nothing_is_sampled(self)
+        _batch_suits(self)
+        _critic_suits(self)
+        if not self.algorithm.trains_policy:
+            _no_policy_is_trained(self)
+        if self.reward is not None and self.reward_weights:
+            raise ValueError(
+                f"train.reward={self.reward} rewards responses by itself, and train.reward_weights weighs the rules of "
+                "feedback.scoring.rules; set one of them"
+            )
         return self
-
-
-def check(config: TrainConfig) -> None:
-    """Raise ValueError for what can't work."""
-    _placement_suits(config)
-    _ranks_divide(config)
-    _shares_are_prompts(config)
-    name = config.algorithm.name
-    check_baseline(config, compares_groups=name in GROUPED, needs_greedy=name == "remax")
-    if config.samples:
-        _responses_suit(config)
-    else:
-        _nothing_is_sampled(config)
-    _batch_suits(config)
-    _critic_suits(config)
-    if not config.algorithm.trains_policy:
-        _no_policy_is_trained(config)
-    if config.reward is not None and config.reward_weights:
-        raise ValueError(
-            f"train.reward={config.reward} rewards responses by itself, and train.reward_weights weighs the rules of "
-            "feedback.scoring.rules; set one of them"
-        )
 
 
 def _placement_suits(config: TrainConfig) -> None:
@@ -287,21 +278,15 @@ def _responses_suit(config: TrainConfig) -> None:
         )
 
 
-SAMPLING: Final = {"rollout": ("temperature", "tensor_parallel_size", "reshard", "staleness")}
-"""What speaks of sampling alone. Sizes (of the context, the KV cache …) may stay in a config that samples nothing."""
-
-
 def _nothing_is_sampled(config: TrainConfig) -> None:
     if config.algorithm.is_offline:
         why = f"train.algorithm.name={config.algorithm.name} learns from feedback, and samples nothing"
     else:
         why = f"train.data.traffic_share={config.data.traffic_share:g} learns from logged responses alone"
     settings: dict[str, Any] = {
-        f"train.{section}.{name}": getattr(part, name)
-        for section, names in SAMPLING.items()
-        for part in (getattr(config, section),)
-        for name in names
-        if getattr(part, name) != type(part).model_fields[name].default
+        f"train.rollout.{name}": getattr(config.rollout, name)
+        for name in ("temperature", "tensor_parallel_size", "reshard", "staleness")  # sizes may stay
+        if getattr(config.rollout, name) != RolloutConfig.model_fields[name].default
     }
     on = config.placement
     if on.rollout not in (on.actor, on.reference):

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from train.batch.packed import PackedBatch
-
-
-class _NotCalled:
-    """The argument of a rank that is not called, and its answer."""
-
-    def __reduce__(self) -> str:
-        return "NOT_CALLED"
-
-
-NOT_CALLED: Final = _NotCalled()
 
 
 @dataclass(frozen=True)
@@ -35,16 +26,11 @@ class Layout:
     sequence_parallel_size: int = 1
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How one argument goes out to the ranks and how their answers come back as one.
+Split = tuple[list[Any], Callable[[list[Any]], Any]]
+"""(the argument of each rank, what makes one answer of theirs)."""
 
-    ``split(layout, argument)`` → (one argument per rank, or ``NOT_CALLED``, whatever ``join`` needs to know);
-    ``join(layout, answers, known)`` → the answer.
-    """
-
-    split: Callable[[Layout, Any], tuple[list[Any], Any]]
-    join: Callable[[Layout, list[Any], Any], Any]
+Rule = Callable[[Layout, Any], Split]
+"""Of the layout of a group and the argument of a call."""
 
 
 def dispatch(rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -57,82 +43,67 @@ def dispatch(rule: Rule) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return mark
 
 
-def _to_all(layout: Layout, argument: Any) -> tuple[list[Any], None]:
-    return [argument] * layout.ranks, None
-
-
-def _to_first(layout: Layout, argument: Any) -> tuple[list[Any], None]:
-    return [argument, *[NOT_CALLED] * (layout.ranks - 1)], None
-
-
-def _first_answer(_layout: Layout, answers: list[Any], _known: None) -> Any:
+def _first(answers: list[Any]) -> Any:
     return answers[0]
 
 
-def _all_answers(_layout: Layout, answers: list[Any], _known: None) -> list[Any]:
-    return answers
+def to_all(layout: Layout, argument: Any) -> Split:
+    """Every rank gets the same; rank 0's answer is the answer."""
+    return [argument] * layout.ranks, _first
 
 
-def _split_by_tokens(layout: Layout, batch: PackedBatch) -> tuple[list[PackedBatch], list[torch.Tensor]]:
+def to_all_gathered(layout: Layout, argument: Any) -> Split:
+    """Every rank gets the same; the answer is the list of theirs, by rank."""
+    return [argument] * layout.ranks, list
+
+
+def by_tokens(layout: Layout, batch: PackedBatch) -> Split:
+    """A batch is split over the data-parallel ranks by sequences, balanced by tokens; the ranks agree on the answer
+    among themselves."""
+    return per_token(layout, batch)[0], _first
+
+
+def per_token(layout: Layout, batch: PackedBatch) -> Split:
+    """A batch is split as in ``by_tokens``; the answers are per-token tensors, put back in the batch's order."""
     share = layout.sequence_parallel_size
     parts = batch.balanced(layout.ranks // share)
-    tokens = [batch.token_index(part) for part in parts]
     selected = [batch.select(part) for part in parts]
-    return [selected[rank // share] for rank in range(layout.ranks)], tokens
 
-
-def _join_tokens(layout: Layout, answers: list[torch.Tensor], tokens: list[torch.Tensor]) -> torch.Tensor:
-    joined = torch.empty(sum(len(t) for t in tokens), dtype=answers[0].dtype)
-    for index, answer in zip(tokens, answers[:: layout.sequence_parallel_size], strict=True):
-        joined[index] = answer
-    return joined
-
-
-def _join_answer_and_tokens(
-    layout: Layout, answers: list[tuple[Any, torch.Tensor]], tokens: list[torch.Tensor]
-) -> tuple[Any, torch.Tensor]:
-    return answers[0][0], _join_tokens(layout, [answer[1] for answer in answers], tokens)
-
-
-def _dealt(share: Callable[[Layout], int]) -> Rule:
-    """A list is dealt out to the parts of ``share(layout)`` consecutive ranks each, like cards."""
-
-    def split(layout: Layout, items: Sequence[Any]) -> tuple[list[list[Any]], int]:
-        parts = layout.ranks // share(layout)
-        return [list(items[rank // share(layout) :: parts]) for rank in range(layout.ranks)], len(items)
-
-    def join(layout: Layout, answers: list[list[Any]], count: int) -> list[Any]:
-        parts = layout.ranks // share(layout)
-        joined: list[Any] = [None] * count
-        for part in range(parts):
-            joined[part::parts] = answers[part * share(layout)]
+    def join(answers: list[Tensor]) -> Tensor:
+        joined = torch.empty(len(batch.tokens), dtype=answers[0].dtype)
+        for part, answer in zip(parts, answers[::share], strict=True):
+            joined[batch.token_index(part)] = answer
         return joined
 
-    return Rule(split, join)
+    return [selected[rank // share] for rank in range(layout.ranks)], join
 
 
-to_all = Rule(_to_all, _first_answer)
-"""Every rank gets the same; rank 0's answer is the answer."""
+def answer_and_per_token(layout: Layout, batch: PackedBatch) -> Split:
+    """A batch is split as in ``by_tokens``; each answers with a pair, the first as of ``by_tokens``, the second as of
+    ``per_token``."""
+    parts, join = per_token(layout, batch)
+    return parts, lambda answers: (answers[0][0], join([tensor for _, tensor in answers]))
 
-to_all_gathered = Rule(_to_all, _all_answers)
-"""Every rank gets the same; the answer is the list of theirs, by rank."""
 
-to_first = Rule(_to_first, _first_answer)
-"""Rank 0 alone is called; the method must not wait for the others (no collectives)."""
+def by_rank(layout: Layout, items: Sequence[Any]) -> Split:
+    """A list is dealt out to the data-parallel ranks, like cards; each answers with a list as long; answers come back
+    in its order."""
+    return _dealt(layout.ranks, layout.sequence_parallel_size, items)
 
-by_tokens = Rule(_split_by_tokens, _first_answer)
-"""A batch is split over the data-parallel ranks by sequences, balanced by tokens; the ranks agree on the answer among
-themselves."""
 
-answer_and_per_token = Rule(_split_by_tokens, _join_answer_and_tokens)
-"""A batch is split as in ``by_tokens``; each answers with a pair, the first as of ``by_tokens``, the second as of
-``per_token``."""
+def by_engine(layout: Layout, items: Sequence[Any]) -> Split:
+    """As ``by_rank``, to the generation engines: all ranks of one get the same."""
+    return _dealt(layout.ranks, layout.tensor_parallel_size, items)
 
-per_token = Rule(_split_by_tokens, _join_tokens)
-"""A batch is split as in ``by_tokens``; the answers are per-token tensors, put back in the batch's order."""
 
-by_rank = _dealt(lambda layout: layout.sequence_parallel_size)
-"""A list is dealt out to the data-parallel ranks; each answers with a list as long; answers come back in its order."""
+def _dealt(ranks: int, share: int, items: Sequence[Any]) -> Split:
+    """``share``: consecutive ranks that get the same."""
+    parts = ranks // share
 
-by_engine = _dealt(lambda layout: layout.tensor_parallel_size)
-"""A list is dealt out to the generation engines (all ranks of one get the same); answers come back in its order."""
+    def join(answers: list[list[Any]]) -> list[Any]:
+        joined: list[Any] = [None] * len(items)
+        for part in range(parts):
+            joined[part::parts] = answers[part * share]
+        return joined
+
+    return [list(items[rank // share :: parts]) for rank in range(ranks)], join

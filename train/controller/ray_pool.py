@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from multiprocessing import resource_tracker
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,10 @@ import torch
 
 from feedback.process_signals import stop_signals_blocked
 from train.config.placement import Strategy
-from train.controller.dispatch import NOT_CALLED, Layout
+from train.controller.dispatch import Layout
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
 from train.controller.worker import Workers
-from train.controller.worker_group import CAUSE_S, WorkerError, WorkerGroup
-from train.import_object import import_object
+from train.controller.worker_group import Pending, Pool, WorkerError
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -51,7 +51,7 @@ class Host(Workers):
         join_ranks(store, self.rank, self.ranks, timeout_s)
 
 
-class ResourcePool:
+class ResourcePool(Pool):
     """Processes, one a rank, that worker groups are placed on. A context manager: leaving it ends the processes.
 
     After a failure its ranks are out of step, so every later call to it fails too.
@@ -86,7 +86,7 @@ class ResourcePool:
 
         self.layout = Layout(ranks, tensor_parallel_size, sequence_parallel_size)
         self.call_timeout_s, self.start_timeout_s = call_timeout_s, start_timeout_s
-        self._failure: WorkerError | None = None
+        self.failure: WorkerError | None = None
         if gpus is None:
             gpus = gpus_per_rank(ranks)
         self.hosts: list[Any] = []
@@ -100,35 +100,22 @@ class ResourcePool:
                 where = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=bundle)
                 host = remote.options(scheduling_strategy=where).remote(rank, ranks, threads, gpus)
                 self.hosts.append(host)
-            first = RayCall(self, f"start of {name}", {0: self.hosts[0].open_store.remote(call_timeout_s)})
-            address, port = first.wait(start_timeout_s)[0]
-            self._on_all(f"join {name}", "join", address, port, call_timeout_s)
+            first = self.call(f"start of {name}", "open_store", [(call_timeout_s,)])
+            [(address, port)] = first.result(start_timeout_s)
+            self.call(f"join {name}", "join", [(address, port, call_timeout_s)] * ranks).result(start_timeout_s)
         except BaseException:
             self.close()
             raise
 
-    def group(self, role: str, target: str, **options: Any) -> WorkerGroup:
-        """Create the worker ``module:Class`` on every rank, with ``options`` to its constructor."""
-        self._on_all(f"create {role}", "create", role, target, options)
-        return WorkerGroup(self, role, import_object(f"worker {role}", target))
-
-    def start(self, role: str, method: str, arguments: list[Any], options: dict[str, Any]) -> RayCall:
-        """Call a method with one argument per rank, and don't wait."""
-        calls = enumerate(zip(self.hosts, arguments, strict=True))
-        refs = {r: h.call.remote(role, method, a, options) for r, (h, a) in calls if a is not NOT_CALLED}
-        return RayCall(self, f"{role}.{method}", refs)
-
-    def _on_all(self, what: str, method: str, *arguments: Any) -> None:
-        refs = {rank: getattr(host, method).remote(*arguments) for rank, host in enumerate(self.hosts)}
-        RayCall(self, what, refs).wait(self.start_timeout_s)
-
-    def refuse_if_failed(self, what: str) -> None:
-        if self._failure is not None:
-            raise WorkerError(f"{what}: an earlier call failed, and its ranks are out of step: {self._failure}")
-
-    def failed(self, failure: WorkerError) -> WorkerError:
-        self._failure = self._failure or failure
-        return failure
+    def call(
+        self, what: str, name: str, arguments: list[tuple[Any, ...]], join: Callable[[list[Any]], Any] = list
+    ) -> RayCall:
+        """Call a method of the first hosts, as many as there are ``arguments``, and don't wait."""
+        if self.failure is not None:
+            raise WorkerError(f"{what}: an earlier call failed, and its ranks are out of step: {self.failure}")
+        calls = zip(self.hosts, arguments, strict=False)
+        refs = {getattr(host, name).remote(*a): rank for rank, (host, a) in enumerate(calls)}
+        return RayCall(self, what, refs, join)
 
     def close(self) -> None:
         """End the processes and give their place back."""
@@ -146,63 +133,31 @@ class ResourcePool:
         self.close()
 
 
-class RayCall:
+class RayCall(Pending):
     """A call under way on the ranks of a pool."""
 
-    def __init__(self, pool: ResourcePool, what: str, refs: dict[int, Any]) -> None:
-        pool.refuse_if_failed(what)
-        self._pool, self._what = pool, what
-        self._waiting = {ref: rank for rank, ref in refs.items()}
-        self._answers: list[Any] = [NOT_CALLED] * pool.layout.ranks
+    def __init__(self, pool: ResourcePool, what: str, refs: dict[Any, int], join: Callable[[list[Any]], Any]) -> None:
+        super().__init__(what, pool.call_timeout_s, [None] * len(refs), join)
+        self._pool, self.waiting = pool, refs
 
     def advance(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` for more answers; True if all are there. Raises WorkerError once a rank fails."""
-        deadline = time.monotonic() + timeout_s
-        while self._waiting:
-            answered = self._next(deadline)
-            if answered is None:
-                return False
-            rank, error = answered
-            if error is not None:
-                raise self._pool.failed(self._cause(rank, error))
-        return True
-
-    def wait(self, timeout_s: float) -> list[Any]:
-        """The answers by rank. Raises WorkerError if a rank failed or time was up."""
-        if not self.advance(timeout_s):
-            raise WorkerError(f"{self._what}: ranks {self.missing()} did not answer within {timeout_s:g} s")
-        return self.answers()
-
-    def answers(self) -> list[Any]:
-        return self._answers
-
-    def missing(self) -> list[int]:
-        return sorted(self._waiting.values())
-
-    def _next(self, deadline: float) -> tuple[int, Exception | None] | None:
-        """The next rank that answered, and its failure if it is one; None if time is up."""
         import ray
 
-        done, _ = ray.wait(list(self._waiting), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            return None
-        rank = self._waiting.pop(done[0])
-        try:
-            self._answers[rank] = ray.get(done[0])
-        except ray.exceptions.RayError as error:
-            return rank, error
-        return rank, None
-
-    def _cause(self, rank: int, error: Exception) -> WorkerError:
-        """The failure to report: this one, or the one in another rank that it follows from, if that comes in time."""
-        deadline = time.monotonic() + CAUSE_S
-        while is_consequence(error) and self._waiting:
-            answered = self._next(deadline)
-            if answered is None:
-                break
-            if answered[1] is not None and not is_consequence(answered[1]):
-                rank, error = answered[0], answered[1]
-        return WorkerError(f"{self._what} failed on rank {rank}: {error}", consequence=is_consequence(error))
+        deadline = time.monotonic() + timeout_s
+        while self.waiting:
+            left = max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait(list(self.waiting), num_returns=1, timeout=left)
+            if not done:
+                return False
+            rank = self.waiting.pop(done[0])
+            try:
+                self.answers[rank] = ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                failure = WorkerError(f"{self.what} failed on rank {rank}: {error}", consequence=is_consequence(error))
+                if self._pool.failure is None or self._pool.failure.consequence:
+                    self._pool.failure = failure
+                raise failure from None
+        return True
 
 
 def is_consequence(error: Exception) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 from train.controller.dispatch import Layout, Rule
 from train.controller.worker import Worker
+from train.import_object import import_object
 
 _TURN_S = 0.05
 CAUSE_S = 10.0
@@ -26,50 +26,19 @@ class WorkerError(RuntimeError):
         self.consequence = consequence
 
 
-class Running(Protocol):
-    """A call under way on the ranks of one pool."""
+class Pending:
+    """The answer of a call that was started. Calls to one pool are worked off in the order they were started in.
+
+    ``answers``: by rank, what there is of them. ``waiting``: the ranks that have not answered, by what they do with.
+    """
+
+    def __init__(self, what: str, timeout_s: float, answers: list[Any], join: Callable[[list[Any]], Any]) -> None:
+        self.what, self.timeout_s, self.answers, self.join = what, timeout_s, answers, join
+        self.waiting: dict[Any, int] = {}
 
     def advance(self, timeout_s: float) -> bool:
         """Wait at most ``timeout_s`` for more answers; True if all are there. Raises WorkerError once a rank fails."""
-
-    def answers(self) -> list[Any]:
-        """By rank, ``NOT_CALLED`` for a rank that was not; only when all are there."""
-
-    def missing(self) -> list[int]:
-        """The ranks that have not answered."""
-
-
-class Pool(Protocol):
-    """Ranks that worker groups are placed on. A context manager: leaving it ends its ranks."""
-
-    layout: Layout
-    call_timeout_s: float
-
-    def group(self, role: str, target: str, **options: Any) -> WorkerGroup:
-        """Create the worker ``module:Class`` on every rank, with ``options`` to its constructor."""
-
-    def start(self, role: str, method: str, arguments: list[Any], options: dict[str, Any]) -> Running:
-        """Call a method with one argument per rank, and don't wait."""
-
-
-class Pending:
-    """The answer of a call that was started. Calls to one pool are worked off in the order they were started in."""
-
-    def __init__(self, what: str, running: Running, timeout_s: float, join: Callable[[list[Any]], Any]) -> None:
-        self.what, self.timeout_s = what, timeout_s
-        self._running, self._join = running, join
-
-    def done(self) -> bool:
-        """Whether the answer is there. Raises WorkerError if a rank has failed."""
-        return self.advance(0.0)
-
-    def advance(self, timeout_s: float) -> bool:
-        """Wait at most ``timeout_s`` for the answer; True if it is there. Raises WorkerError once a rank fails."""
-        return self._running.advance(timeout_s)
-
-    def missing(self) -> list[int]:
-        """The ranks that have not answered."""
-        return self._running.missing()
+        return not self.waiting
 
     def result(self, timeout_s: float | None = None) -> Any:
         """The answer; waits at most ``timeout_s`` seconds, the pool's ``call_timeout_s`` if None.
@@ -78,9 +47,6 @@ class Pending:
             WorkerError: a rank failed (raised at once, the others are not waited for), or time was up.
         """
         return results(self, timeout_s=timeout_s)[0]
-
-    def joined(self) -> Any:
-        return self._join(self._running.answers())
 
 
 def results(*pendings: Pending, timeout_s: float | None = None) -> list[Any]:
@@ -97,33 +63,53 @@ def results(*pendings: Pending, timeout_s: float | None = None) -> list[Any]:
     while True:
         for pending in list(waiting):
             turn = min(_TURN_S, deadline - time.monotonic()) if len(waiting) > 1 else deadline - time.monotonic()
-            with _cause_among([p for p in waiting if p is not pending]):
+            try:
                 if pending.advance(max(0.0, turn)):
                     waiting.remove(pending)
+            except WorkerError as error:
+                if (cause := _cause_among(waiting) if error.consequence else None) is not None:
+                    raise cause from error
+                raise
         if not waiting:
-            return [p.joined() for p in pendings]
+            return [p.join(p.answers) for p in pendings]
         if time.monotonic() >= deadline:
-            late = "; ".join(f"{p.what}: ranks {p.missing()}" for p in waiting)
+            late = "; ".join(f"{p.what}: ranks {sorted(p.waiting.values())}" for p in waiting)
             raise WorkerError(f"{late} did not answer within {timeout_s:g} s")
 
 
-@contextmanager
-def _cause_among(others: list[Pending]) -> Generator[None]:
-    """Raise what failed first in place of what failed because of it, if it is found in time."""
-    try:
-        yield
-    except WorkerError as error:
-        deadline = time.monotonic() + CAUSE_S
-        while error.consequence and others and time.monotonic() < deadline:
-            for other in list(others):
-                try:
-                    if other.advance(_TURN_S):
-                        others.remove(other)
-                except WorkerError as cause:
-                    if not cause.consequence:
-                        raise cause from error
-                    others.remove(other)
-        raise
+def _cause_among(calls: list[Pending]) -> WorkerError | None:
+    """What failed first, where something else failed because of it; None if it is not found in time."""
+    deadline = time.monotonic() + CAUSE_S
+    left = list(calls)
+    while left and time.monotonic() < deadline:
+        for call in list(left):
+            try:
+                if call.advance(_TURN_S):
+                    left.remove(call)
+            except WorkerError as error:
+                if not error.consequence:
+                    return error
+    return None
+
+
+class Pool:
+    """Ranks that worker groups are placed on."""
+
+    layout: Layout
+    start_timeout_s: float
+    call_timeout_s: float
+
+    def group(self, role: str, target: str, **options: Any) -> WorkerGroup:
+        """Create the worker ``module:Class`` on every rank, with ``options`` to its constructor."""
+        everywhere = [(role, target, options)] * self.layout.ranks
+        self.call(f"create {role}", "create", everywhere).result(self.start_timeout_s)
+        return WorkerGroup(self, role, import_object(f"worker {role}", target))
+
+    def call(
+        self, what: str, name: str, arguments: list[tuple[Any, ...]], join: Callable[[list[Any]], Any] = list
+    ) -> Pending:
+        """Call a method of ``train.controller.worker.Workers``, with the arguments of each rank, and don't wait."""
+        raise NotImplementedError
 
 
 class Method:
@@ -136,11 +122,9 @@ class Method:
         return self.start(argument, **options).result()
 
     def start(self, argument: Any = None, **options: Any) -> Pending:
-        layout, join = self._pool.layout, self._rule.join
-        arguments, known = self._rule.split(layout, argument)
-        running = self._pool.start(self._role, self._name, arguments, options)
-        what = f"{self._role}.{self._name}"
-        return Pending(what, running, self._pool.call_timeout_s, lambda answers: join(layout, answers, known))
+        parts, join = self._rule(self._pool.layout, argument)
+        arguments = [(self._role, self._name, part, options) for part in parts]
+        return self._pool.call(f"{self._role}.{self._name}", "call", arguments, join)
 
 
 class WorkerGroup:

@@ -57,14 +57,14 @@ class OfflineData:
         policy: Path,
         seed: int,
         dataset: str,
-        make_reader: Callable[[Path, TrainConfig], Reader] | None = None,
+        reader: type[Reader] | None = None,
     ) -> OfflineData:
         """The feedback of the lake at these versions.
 
         Args:
             dataset: one of ``DATASETS``: pairs, with the chosen response first, of reward 1, and the rejected one of
                 reward 0; thumbs, of reward 1 if up and 0 if down; demonstrations, of reward 1.
-            make_reader: creates the reader of responses; ``Reader`` if None.
+            reader: of responses; ``Reader`` if None.
 
         Raises:
             feedback.lake.tables.LakeError: it can't be read any more.
@@ -73,7 +73,7 @@ class OfflineData:
         """
         left_out: Counter[str] = Counter()
         suites = HeldOut.load(config.data.exclude_suites, policy)
-        reader, kinds = (make_reader or Reader)(policy, config), Counter[str]()
+        read, kinds = (reader or Reader)(policy, config), Counter[str]()
         items: list[Item] = []
         prompts: list[tuple[int, ...]] = []
         for kind, row, responses in DATASETS[dataset](lake, versions, config, left_out):
@@ -81,7 +81,7 @@ class OfflineData:
                 left_out[HELD_OUT] += 1
                 continue
             try:
-                items.append(reader.item(row, responses))
+                items.append(read.item(row, responses))
             except UnfitTextError as error:
                 left_out[str(error)] += 1
             else:
@@ -89,7 +89,7 @@ class OfflineData:
                 prompts.append(tuple(row["prompt_token_ids"]))
         ranks = config.data_parallel_ranks
         share, most = config.data.held_out_share, config.data.held_out_most
-        learned, held_out = split(items, share, least=ranks, most=most, prompts=prompts)
+        learned, held_out = split(items, prompts, share, least=ranks, most=most)
         return cls(
             learned=Cycled(learned, config.data.prompts_per_step, f"{seed}:{dataset}"),
             held_out=held_out,
@@ -116,19 +116,18 @@ def pack(items: list[Item], *, whole_groups: bool) -> PackedBatch:
 
 
 def split(
-    items: list[Item], share: float, *, least: int, most: int, prompts: list[tuple[int, ...]] | None = None
+    items: list[Item], prompts: list[tuple[int, ...]], share: float, *, least: int, most: int
 ) -> tuple[list[Item], list[Item]]:
     """(items to learn from, items held out), each in their order. Items of one prompt are all in one of the two.
 
     The prompts whose hashes are smallest are held out: as items come in, most of those held out before stay so.
 
     Args:
+        prompts: of each item.
         share: of the prompts.
         least: prompts held out, if any are: every rank needs one to measure. If that is more than half, none is.
         most: items held out, beyond those of ``least`` prompts.
-        prompts: of each item; that of its first sequence if None.
     """
-    prompts = [tuple(item[0].prompt) for item in items] if prompts is None else prompts
     of_prompt: dict[tuple[int, ...], int] = defaultdict(int)
     for prompt in prompts:
         of_prompt[prompt] += 1

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from feedback.datasets import Prompt, prompts
+from feedback.datasets import Prompt, prompts, rollouts
 from feedback.lake.tables import Lake
-from train.config.context_length import longest_prompt
+from serve.policies.store import MANIFEST
+from train.config.context_length import longest_context, longest_prompt
 from train.config.training import TrainConfig
 from train.data.held_out import HELD_OUT, HeldOut
-from train.data.traffic import Traffic, read_traffic
+from train.data.traffic import Traffic
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,15 @@ class TrainingData:
         usable = [p for p in allowed if len(p.prompt_token_ids) <= longest]
         traffic = Traffic()
         if data.traffic_prompts_per_step:
-            traffic = read_traffic(lake, versions, config, policy, singleton_baseline, held_out)
+            traffic = Traffic.of(
+                rollouts(lake, versions=versions),
+                parent=json.loads((policy / MANIFEST).read_bytes())["version"],
+                max_staleness=config.algorithm.correction.max_staleness,
+                longest=longest_context(config.rollout, policy),
+                singleton_baseline=singleton_baseline,
+                filter_groups=singleton_baseline is not None and config.algorithm.filter_groups,
+                held_out=held_out,
+            )
         fresh = ""
         if data.fresh_prompts_per_step:
             fresh = f"{len(usable)} prompts ({len(allowed) - len(usable)} too long, {judged} {HELD_OUT})"

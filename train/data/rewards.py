@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Final
 
@@ -51,10 +51,8 @@ def load_reward_function(reward: str | Mapping[str, RuleConfig]) -> RewardFuncti
 
     A reward of several rules is the mean, by their weights, of those that have one for the response. A rule that
     fails, or returns something else than rewards, is an error here. Scoring leaves such a response without a reward;
-    in training a batch would be paid for and teach something else.
-
-    Args:
-        reward: a function by name, or rules by the name of their component.
+    in training a batch would be paid for and teach something else. ``reward``: a function by name, or rules by the name
+    of their component.
 
     Raises:
         feedback.scoring.sources.rules.RuleError: a rule can't be loaded; called, that it failed, or returned what is no
@@ -78,26 +76,21 @@ def with_timeout(reward: RewardFunction, timeout_s: float) -> RewardFunction:
     """
 
     def limited(rows: pa.Table) -> Rewards:
-        answers: SimpleQueue[Rewards | BaseException] = SimpleQueue()
+        answer: Future[Rewards] = Future()
 
-        def answer() -> None:
+        def work() -> None:
             try:
-                answers.put(reward(rows))
+                answer.set_result(reward(rows))
             except BaseException as error:  # noqa: BLE001  handed to the caller
-                answers.put(error)
+                answer.set_exception(error)
 
-        thread = Thread(target=answer, name="reward", daemon=True)
-        thread.start()
-        try:
-            result = answers.get(timeout=timeout_s)
-        except Empty:
+        Thread(target=work, name="reward", daemon=True).start()
+        if not wait([answer], timeout_s).done:
             skip_teardown("a reward function still runs")
             raise RuleError(
                 f"the reward of {rows.num_rows} responses took longer than train.step_timeout_s={timeout_s:g} s"
-            ) from None
-        if isinstance(result, BaseException):
-            raise result
-        return result
+            )
+        return answer.result()
 
     return limited
 

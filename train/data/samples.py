@@ -11,10 +11,9 @@ import pyarrow as pa
 import torch
 
 from feedback.datasets import Prompt
-from train.batch.packed import Rollout
+from train.batch.packed import Rollout, Sample
 from train.config.training import TrainConfig
-from train.data.rewards import RewardFunction, Rewards
-from train.data.sample import Sample
+from train.data.rewards import RewardFunction
 from train.data.traffic import differ
 from train.objectives.shaping import soft_overlong_punishment
 
@@ -94,7 +93,10 @@ def score(
             for group, prompt, sample in (flat[i],)
         ],
         rewards=[rewards.values[i] or 0.0 for i in kept],
-        components=picked(rewards, kept),
+        components={
+            name: [value for i in kept if (value := values[i]) is not None]
+            for name, values in rewards.components.items()
+        },
         overlong=[overlong[i] for i in kept],
         unrewarded=len(responses) - len(kept),
     )
@@ -111,13 +113,6 @@ def table_of(samples: Sequence[tuple[Prompt, Sample]]) -> pa.Table:
             "metadata": pa.array([list(p.metadata.items()) for p, _ in samples], pa.map_(pa.string(), pa.string())),
         }
     )
-
-
-def picked(rewards: Rewards, rows: Sequence[int]) -> dict[str, list[float]]:
-    """The values of each component for these rows, where it has one."""
-    return {
-        name: [value for i in rows if (value := values[i]) is not None] for name, values in rewards.components.items()
-    }
 
 
 @dataclass(frozen=True)
@@ -140,10 +135,7 @@ class Informative:
 
         Logged responses that are alone in their group are compared with each other, or left out. A fresh one is alone
         only because the others of its group got no reward; it is left out: the mean reward of other prompts is no
-        baseline for it.
-
-        Args:
-            filter_groups: groups with equal rewards are left out.
+        baseline for it. With ``filter_groups``, groups with equal rewards are left out.
         """
         by_group: dict[int, list[Rollout]] = defaultdict(list)
         for rollout in rollouts:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
 
-from feedback.datasets import rollouts
-from feedback.lake.tables import Lake
-from serve.policies.store import MANIFEST
 from train.batch.packed import Rollout
-from train.config.context_length import longest_context
-from train.config.training import TrainConfig
 from train.data.held_out import HELD_OUT, HeldOut
 
 BELOW_FULL_SUPPORT: Final = "sampled below full support"
@@ -142,28 +135,3 @@ def differ(group: list[Rollout]) -> bool:
     """Whether not all rewards are equal, as a batch holds them: float32."""
     rewards = np.array([rollout.reward for rollout in group], np.float32)
     return bool((rewards != rewards[0]).any())
-
-
-def read_traffic(
-    lake: Lake,
-    versions: Mapping[str, int],
-    config: TrainConfig,
-    policy: Path,
-    singleton_baseline: Literal["batch", "leave_out"] | None,
-    held_out: HeldOut,
-) -> Traffic:
-    """The logged responses that a run from ``policy`` can learn from."""
-    return Traffic.of(
-        rollouts(lake, versions=versions),
-        parent=json.loads((policy / MANIFEST).read_bytes())["version"],
-        max_staleness=config.algorithm.correction.max_staleness,
-        longest=longest_context(config.rollout, policy),
-        singleton_baseline=singleton_baseline,
-        filter_groups=singleton_baseline is not None and config.algorithm.filter_groups,
-        held_out=held_out,
-    )
-
-
-def regroup(groups: list[list[Rollout]], *, first_group: int) -> list[Rollout]:
-    """Logged groups as rollouts, numbered on from the fresh ones."""
-    return [replace(rollout, group=first_group + i) for i, group in enumerate(groups) for rollout in group]

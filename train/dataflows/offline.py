@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from train import algorithms
 from train.algorithms.base import logged_values
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
-from train.data.feedback_items import Item, OfflineData, pack
+from train.data.feedback_items import Item, OfflineData, Reader, pack
 from train.dataflows.base import Dataflow
 from train.objectives.kl import k2
 from train.observe.health import means
@@ -26,6 +27,9 @@ from train.observe.health import means
 
 class Offline(Dataflow):
     """Draw items of feedback, learn from them."""
+
+    reader: ClassVar[type[Reader]] = Reader
+    """Makes items of the feedback."""
 
     @classmethod
     def read(cls, lake: Lake, versions: Mapping[str, int], config: TrainConfig, policy: Path, seed: int) -> OfflineData:
@@ -35,7 +39,7 @@ class Offline(Dataflow):
                 f"train.algorithm.name={config.algorithm.name!r} names no feedback to learn from; give the class a "
                 "`dataset` (pairs, thumbs, demonstrations), or set train.dataflow to one that reads what it learns from"
             )
-        return OfflineData.of(lake, versions, config, policy, seed, dataset)
+        return OfflineData.of(lake, versions, config, policy, seed, dataset, cls.reader)
 
     @classmethod
     def settled(cls, config: TrainConfig, data: OfflineData) -> TrainConfig:

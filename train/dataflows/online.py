@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,15 +12,13 @@ from pydantic import TypeAdapter
 from feedback.datasets import Prompt
 from feedback.lake.tables import Lake
 from train import algorithms
-from train.batch.packed import PackedBatch, Rollout
+from train.batch.packed import PackedBatch, Rollout, Sample
 from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig, check_baseline
 from train.context import TrainingStopped
 from train.controller.worker_group import Pending
 from train.data.prompts import TrainingData
-from train.data.sample import Sample
 from train.data.samples import Informative, Scored, score
-from train.data.traffic import regroup
 from train.dataflows.base import Dataflow, Run
 from train.objectives.kl import adapted_coefficient
 from train.observe.health import Drawn, at_end, health
@@ -107,7 +106,8 @@ class Online(Dataflow):
     def logged(self, step: int, fresh: Scored) -> list[Rollout]:
         """Responses that were served, as groups numbered on from the fresh ones."""
         taken = 1 + max((rollout.group for rollout in fresh.rollouts), default=-1)
-        return regroup(self.run.data.traffic.at(step), first_group=taken)
+        groups = enumerate(self.run.data.traffic.at(step), start=taken)
+        return [replace(rollout, group=number) for number, group in groups for rollout in group]
 
     def select(self, fresh: Scored, logged: list[Rollout]) -> Drawn:
         """Leave out what has nothing to be compared with, where responses are compared with their group.

@@ -13,34 +13,12 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from feedback.lake.tables import Lake
 from feedback.scoring.sources.reward_model import encode
-from train import algorithms
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.data.demonstrations import UnfitTextError
-from train.data.feedback_items import TOO_LONG, Item, OfflineData, Reader, Response
+from train.data.feedback_items import TOO_LONG, Item, Reader, Response
 from train.dataflows.offline import Offline
-
-
-class RewardModelTraining(Offline):
-    """Draw pairs, learn which response of each is the better one."""
-
-    @classmethod
-    def read(cls, lake: Lake, versions: Mapping[str, int], config: TrainConfig, policy: Path, seed: int) -> OfflineData:
-        dataset = algorithms.load(config.algorithm).dataset
-        assert dataset is not None
-        return OfflineData.of(lake, versions, config, policy, seed, dataset, ScoringReader)
-
-    def step(self, step: int) -> dict[str, float]:
-        metrics = super().step(step)
-        del metrics["learned_length"]  # of what is a response to the packed batch, the last token
-        return metrics
-
-    def predicted(self, batch: PackedBatch) -> Tensor:
-        """float32 [T]: the score of each sequence, at its last token."""
-        scores: Tensor = self.run.groups.actor.scores(batch)
-        return scores
 
 
 class ScoringReader(Reader):
@@ -76,3 +54,19 @@ class ScoringReader(Reader):
         if len(ids) > self.longest:
             raise UnfitTextError(TOO_LONG)
         return ids
+
+
+class RewardModelTraining(Offline):
+    """Draw pairs, learn which response of each is the better one."""
+
+    reader = ScoringReader
+
+    def step(self, step: int) -> dict[str, float]:
+        metrics = super().step(step)
+        del metrics["learned_length"]  # of what is a response to the packed batch, the last token
+        return metrics
+
+    def predicted(self, batch: PackedBatch) -> Tensor:
+        """float32 [T]: the score of each sequence, at its last token."""
+        scores: Tensor = self.run.groups.actor.scores(batch)
+        return scores

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from train.batch.packed import offsets, places
+from train.batch.packed import offsets
 from train.batch.prompt_rows import Span
 from train.model.ulysses import Ulysses
 
@@ -22,54 +23,33 @@ class Packing:
     def __init__(self, spans: list[Span], device: torch.device, ulysses: Ulysses | None = None) -> None:
         """``spans`` cover all rows, in order."""
         self.ulysses = ulysses
-        prefixes = [span.prefix for span in spans]
-        calls = like_lengths([span.length for span in spans], prefixes)
-        self.shapes = [(len(call), spans[call[0]].length, spans[call[0]].prefix) for call in calls]
-        every = _Laid(spans, list(range(len(spans))), None)
-        self.cu_queries, self.cu_keys = (
-            offsets(x).to(device, torch.int32) for x in (every.lengths, every.lengths + every.prefixes)
-        )
-        self.longest, self.longest_keys = int(every.lengths.max()), int((every.lengths + every.prefixes).max())
-        self.keys = every.keys().to(device) if any(prefixes) else None
+        lengths, prefixes = [span.length for span in spans], [span.prefix for span in spans]
+        calls = like_lengths(lengths, prefixes)
+        self.shapes = [(len(call), lengths[call[0]], prefixes[call[0]]) for call in calls]
+        queries = torch.tensor(lengths)
+        keys = queries + torch.tensor(prefixes)
+        self.cu_queries, self.cu_keys = (offsets(x).to(device, torch.int32) for x in (queries, keys))
+        self.longest, self.longest_keys = int(queries.max()), int(keys.max())
+        self.keys = _rows(spans, lengths)[1].to(device) if any(prefixes) else None
         # Row i of what the calls compute is row order[i] of the batch; rows[u] is where row u is computed.
-        filled = torch.tensor([length for count, length, _ in self.shapes for _ in range(count)])
-        laid = _Laid(spans, [s for call in calls for s in call], filled)
-        order = laid.queries()
-        rows = torch.empty(int(every.lengths.sum()), dtype=torch.int64)
-        real = (laid.place <= laid.last).nonzero().flatten()
-        rows[order[real]] = real
-        in_order = torch.equal(order, torch.arange(len(rows)))
-        self.order = None if in_order else order.to(device)
-        self.key_order = self.order if self.keys is None else laid.keys().to(device)
+        filled = [length for count, length, _ in self.shapes for _ in range(count)]
+        order, key_order = _rows([spans[s] for call in calls for s in call], filled)
+        places = torch.arange(len(order))
+        rows = torch.full((sum(lengths),), len(order)).scatter_reduce(0, order, places, "amin")
+        self.order = None if torch.equal(order, torch.arange(len(rows))) else order.to(device)
+        self.key_order = self.order if self.keys is None else key_order.to(device)
         self.rows = rows.to(device)
 
 
-class _Laid:
-    """Spans laid end to end in some order, each filled up to a length by repeating its last row."""
-
-    def __init__(self, spans: list[Span], order: list[int], filled: Tensor | None) -> None:
-        starts, lengths, self.prefix_starts, self.prefixes = torch.tensor(
-            [(s.start, s.length, s.prefix_start, s.prefix) for s in (spans[i] for i in order)]
-        ).unbind(1)
-        self.starts, self.lengths = starts, lengths
-        self.filled = lengths if filled is None else filled
-        self.place = places(self.filled)
-        self.last = (lengths - 1).repeat_interleave(self.filled)
-
-    def queries(self) -> Tensor:
-        """int64: rows of the spans."""
-        return self.starts.repeat_interleave(self.filled) + self.place.minimum(self.last)
-
-    def keys(self) -> Tensor:
-        """int64: rows of the prefix of each span, then of the span."""
-        widths = self.prefixes + self.filled
-        place, prefix = places(widths), self.prefixes.repeat_interleave(widths)
-        own = (place - prefix).minimum((self.lengths - 1).repeat_interleave(widths))
-        return torch.where(
-            place < prefix,
-            self.prefix_starts.repeat_interleave(widths) + place,
-            self.starts.repeat_interleave(widths) + own,
-        )
+def _rows(spans: list[Span], filled: list[int]) -> tuple[Tensor, Tensor]:
+    """int64, twice: the rows of the spans, each filled up to a length by repeating its last; and of the same with the
+    rows of its prefix before each."""
+    queries, keys = [], []
+    for span, length in zip(spans, filled, strict=True):
+        own = np.minimum(np.arange(span.start, span.start + length), span.start + span.length - 1)
+        queries.append(own)
+        keys += [np.arange(span.prefix_start, span.prefix_start + span.prefix), own]
+    return torch.from_numpy(np.concatenate(queries)), torch.from_numpy(np.concatenate(keys))
 
 
 def like_lengths(lengths: list[int], prefixes: list[int]) -> list[list[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available
 
@@ -74,10 +74,7 @@ def build(
         policy: a Hugging Face folder with safetensors weights.
         dtype: of parameters and activations in the forward and backward pass.
         meshes: the ranks to shard over; all, flat, if None.
-        options: how.
-        activation_checkpointing: recompute each layer's activations in the backward pass.
-        lora: train adapters and nothing else.
-        frozen: train nothing.
+        lora: train adapters and nothing else; ``frozen``: not even those.
         make: builds the model from the policy's config.
         unstored: parameters that ``policy`` need not store; those that it does not stay on the meta device.
 
@@ -85,7 +82,7 @@ def build(
         ValueError: no module is of the classes to shard by, or the policy's weights don't fit its config.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    meshes = meshes or make_meshes(device.type, ranks=torch.distributed.get_world_size())
+    meshes = meshes or make_meshes(device.type)
     config = AutoConfig.from_pretrained(policy)
     stored = common_dtype(stored_dtypes(policy).values())
     model = skeleton(config, make)
@@ -184,10 +181,7 @@ def log_once(message: str) -> None:
 def token_log_probs(model: nn.Module, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Log-probability of each response token at its sequence's temperature, and the entropy where it was sampled.
 
-    The logits are never held whole.
-
-    Returns:
-        (log_probs, entropy): float32 [T], nats, with gradient; zero at prompt tokens.
+    Float32 [T] each, nats, with gradient; zero at prompt tokens. The logits are never held whole.
     """
     sampled = batch.response_mask.nonzero().flatten()
     temperatures = batch.per_token(batch.temperatures)
@@ -268,9 +262,7 @@ def export(
     0 holds one file's worth of them.
 
     Args:
-        model: from ``build(policy, …)``.
-        policy: where the model came from; its config and types are kept.
-        folder: exists; what is in it stays.
+        policy: where ``build`` made the model from; its config and types are kept.
         file_bytes: size of one file of weights; a tensor that is larger has its own.
         unstored: as of ``build``; these are written under the names that they have in the model.
 
@@ -313,9 +305,3 @@ def write_config(model: nn.Module, policy: Path, folder: Path, dtype: torch.dtyp
     if config.num_labels != model.config.num_labels:
         config.num_labels = model.config.num_labels
     config.save_pretrained(folder)
-
-
-def require_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Reduce gradients in the next backward pass, or let them add up locally."""
-    assert isinstance(model, FSDPModule)
-    model.set_requires_gradient_sync(sync)

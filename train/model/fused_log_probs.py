@@ -53,9 +53,7 @@ def log_probs_and_entropy(
     The logits are those of ``functional.linear(hidden, weight, bias)`` in its dtype; all else is float32.
 
     Args:
-        hidden: [K, H], in the compute dtype.
-        weight: [V, H], the head, in the compute dtype.
-        bias: [V] or None.
+        hidden, weight, bias: [K, H], [V, H] and [V], in the compute dtype.
         targets: int64 [K].
         temperatures: float32 [K]; the transformed logits are divided by them.
         transform: what the model does to its logits.

@@ -53,8 +53,7 @@ def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozens
     Values are converted to each parameter's own dtype. Every rank must call it.
 
     Args:
-        model: after ``remember_names`` and ``fully_shard``, its parameters on the meta device.
-        policy: a Hugging Face folder with safetensors weights.
+        model: after ``remember_names`` and ``fully_shard``.
         device: where this rank's shards live.
         unstored: plain names of parameters that keep what they have if the policy does not store them.
 
@@ -68,7 +67,7 @@ def load(model: nn.Module, policy: Path, device: torch.device, unstored: frozens
     if all(keys.get(plain_name(name)) for name in wanted):
         fill(wanted, read_slices(wanted, keys, files), device)
     else:
-        fill(wanted, sent_by_rank_0(model, wanted, policy), device)
+        fill(wanted, sent_by_rank_0(wanted, policy), device)
 
 
 def stored_tensors(model: nn.Module, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -262,7 +261,7 @@ def read_slices(
                 yield name, stored[own_slice(target)] if target.ndim else file.get_tensor(key)
 
 
-def sent_by_rank_0(model: nn.Module, wanted: dict[str, Tensor], policy: Path) -> Iterator[tuple[str, Tensor]]:
+def sent_by_rank_0(wanted: dict[str, Tensor], policy: Path) -> Iterator[tuple[str, Tensor]]:
     """(name, this rank's part), of tensors that rank 0 has transformers load (in the stored dtype) and sends whole."""
     failure: list[str | None] = [None]
     state: dict[str, Tensor] = {}

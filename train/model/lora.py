@@ -57,10 +57,10 @@ def add_adapters(model: nn.Module, config: LoraConfig) -> None:
         parameter.requires_grad_(ADAPTER in name)
 
 
-def initialise(model: nn.Module, device: torch.device, seed: int = 0) -> None:
+def initialise(model: nn.Module, device: torch.device) -> None:
     """Give the sharded adapters, on the meta device, their first values: A as nn.Linear's default, B zero.
 
-    A's values depend on the parameter's name and ``seed`` alone, not on how many ranks there are.
+    A's values depend on the parameter's name alone, not on how many ranks there are.
     """
     for name, parameter in list(model.named_parameters()):
         if ADAPTER not in name:
@@ -68,7 +68,7 @@ def initialise(model: nn.Module, device: torch.device, seed: int = 0) -> None:
         assert isinstance(parameter, DTensor)
         whole = torch.zeros(parameter.shape)
         if ".lora_A." in name:
-            digest = hashlib.sha256(f"{seed} {plain_name(name)}".encode()).digest()
+            digest = hashlib.sha256(f"0 {plain_name(name)}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
         local = whole[own_slice(parameter)].to(device=device, dtype=parameter.dtype, copy=True)

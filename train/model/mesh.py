@@ -22,7 +22,6 @@ class Meshes:
 def make_meshes(
     device_type: str,
     *,
-    ranks: int,
     tensor_parallel_size: int = 1,
     replicas: int = 1,
     sequence_parallel_size: int = 1,
@@ -31,7 +30,6 @@ def make_meshes(
 
     Args:
         device_type: "cpu" or "cuda": where parameters live.
-        ranks: all ranks of the job; must be the world size.
         tensor_parallel_size: ranks of one generation engine. It changes only which chunk of a tensor a rank has.
         replicas: groups of ranks that each hold the whole model (HSDP).
         sequence_parallel_size: consecutive ranks that share a sequence.
@@ -39,9 +37,7 @@ def make_meshes(
     Raises:
         ValueError: a size does not divide the ranks.
     """
-    world = torch.distributed.get_world_size()
-    if ranks != world:
-        raise ValueError(f"a mesh of {ranks} ranks does not fit a job of {world}; the numbers must be equal")
+    ranks = torch.distributed.get_world_size()
     order = shard_order(ranks, tensor_parallel_size=tensor_parallel_size, replicas=replicas)
     if sequence_parallel_size < 1 or ranks % sequence_parallel_size:
         raise ValueError(f"sequence_parallel_size={sequence_parallel_size} does not divide {ranks} ranks")

@@ -33,10 +33,7 @@ def build_with_scalar_head(policy: Path, **how: Any) -> nn.Module:
 
     Zero, because what is predicted before anything was learned is then 0 for everything: neither advantages nor the
     order of responses begin with the noise of a random projection. The head's gradient is not zero, so it leaves that
-    point with the first step, and the body follows.
-
-    Args:
-        how: as of ``train.model.fsdp.build``; no ``lora``.
+    point with the first step, and the body follows. There is no ``lora``.
 
     Raises:
         ValueError: transformers has no sequence-classification model of the policy's architecture, or as ``build``.

@@ -16,15 +16,11 @@ from train.objectives.kl import ESTIMATORS
 
 
 def group_relative(rewards: Tensor, groups: Tensor, *, normalise_by_std: bool) -> Tensor:
-    """How much better each response is than its group's mean (GRPO, arXiv 2402.03300, section 4.1.2).
+    """How much better each response is than its group's mean (GRPO, arXiv 2402.03300, section 4.1.2), float [S].
 
-    Args:
-        rewards: float [S].
-        groups: int [S]; responses to one prompt share a number.
-        normalise_by_std: divide by the group's standard deviation (unbiased). Without it: Dr.GRPO, arXiv 2503.20783.
-
-    Returns:
-        float [S]. Zero where the rewards that are compared are all equal.
+    Responses to one prompt share a number in ``groups``, int [S]. With ``normalise_by_std`` it is divided by the
+    group's standard deviation (unbiased); without it: Dr.GRPO, arXiv 2503.20783. Zero where the rewards that are
+    compared are all equal.
     """
     index, size = _compared(groups)
     centred = rewards.double() - (_sums(rewards, index, size) / size)[index]
@@ -37,10 +33,7 @@ def group_relative(rewards: Tensor, groups: Tensor, *, normalise_by_std: bool) -
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     """How much better each response is than the mean of the others of its group (RLOO, arXiv 2402.14740).
 
-    It is ``group_relative`` without the standard deviation, times k / (k - 1) in a group of k.
-
-    Returns:
-        float [S]. Zero where the rewards that are compared are all equal.
+    It is ``group_relative`` without the standard deviation, times k / (k - 1) in a group of k. All [S].
     """
     index, size = _compared(groups)
     others = (_sums(rewards, index, size)[index] - rewards.double()) / (size - 1)[index]
@@ -63,13 +56,11 @@ def response_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator:
 def token_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator: str = "k1") -> Tensor:
     """The response's reward at its last token, less the KL at each (InstructGPT, arXiv 2203.02155, eq. 2).
 
+    Float32 [T], without gradient; 0 at prompts.
+
     Args:
         batch: with ``old_log_probs`` and ``ref_log_probs``, unless the coefficient is 0.
-        kl_coefficient: weight of the KL.
         estimator: of the KL, one of ``train.objectives.kl.ESTIMATORS``; the papers have k1.
-
-    Returns:
-        float32 [T], without gradient; 0 at prompts.
     """
     rewards = torch.zeros_like(batch.behaviour_log_probs)
     rewards[batch.cu_seqlens[1:] - 1] = batch.rewards
@@ -96,14 +87,8 @@ def gae(token_rewards: Tensor, values: Tensor, batch: PackedBatch, gamma: float,
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16): the sum of (gamma lam)^l delta_(t+l) over l.
 
     delta_t = r_t + gamma V_(t+1) - V_t, and after the last token of a response, cut off or not, V is 0. What the critic
-    is to learn, the return, is the advantage plus the value.
-
-    Args:
-        token_rewards: float [T].
-        values: float [T], of the state before each token.
-
-    Returns:
-        float [T], 0 at prompts.
+    is to learn, the return, is the advantage plus the value. All [T]; ``values`` are of the state before each token,
+    advantages are 0 at prompts.
     """
     following = values.roll(-1)
     following[batch.cu_seqlens[1:] - 1] = 0.0
@@ -113,12 +98,8 @@ def gae(token_rewards: Tensor, values: Tensor, batch: PackedBatch, gamma: float,
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
     """Shifted and scaled to mean 0 and standard deviation 1 over a batch (REINFORCE++, arXiv 2501.03262).
 
-    Args:
-        advantages: float [T].
-        mask: bool [T], the tokens that count: the response tokens of the whole step.
-
-    Returns:
-        float [T], 0 outside the mask; 0 everywhere if all are equal.
+    All [T]. ``mask``: the tokens that count, which are the response tokens of the whole step; 0 outside it, and
+    everywhere if all are equal.
     """
     counted = advantages[mask].double()
     centred = counted - counted.mean()

@@ -74,15 +74,7 @@ def adapted_coefficient(
     """The KL's weight after a step, so that the KL comes to its target (arXiv 1909.08593, section 2.2).
 
     It grows by a factor of 1 + error / horizon, with the relative error (kl - target) / target clipped to ±0.2; the
-    paper's K_β is 1 / horizon, 0.1.
-
-    Args:
-        coefficient: the weight in the step.
-        kl: what was measured in it, nats per token.
-        minimum, maximum: bounds of what is returned.
-
-    Returns:
-        The weight in the next step; NaN if ``kl`` is.
+    paper's K_β is 1 / horizon, 0.1. NaN if ``kl`` is, which was measured in the step, in nats per token.
     """
     error = min(max((kl - target) / target, -0.2), 0.2)
     return min(max(coefficient * (1 + error / horizon), minimum), maximum)

@@ -23,12 +23,7 @@ def sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, batch: PackedBatch)
     """The geometric mean of a response's token ratios (GSPO, arXiv 2507.18071, eq. 7), at each of its tokens.
 
     s = (pi(y|x) / pi_old(y|x))^(1/|y|), whose gradient is s times the mean over the response of ∇ log pi (eq. 10).
-
-    Args:
-        log_probs, old_log_probs: float [T], nats.
-
-    Returns:
-        float [T].
+    [T], nats → float [T].
     """
     mean = batch.response_sums(log_probs - old_log_probs) / batch.response_lengths
     return batch.per_token(mean.clamp(max=LARGEST_LOG_RATIO).exp())
@@ -39,12 +34,6 @@ def sequence_ratio_of_tokens(log_probs: Tensor, old_log_probs: Tensor, batch: Pa
 
     Where all tokens of a response have one weight the loss has the same gradient; where they have not, as under a
     correction by tokens, a token learns by its own weight, and one that is masked does not learn.
-
-    Args:
-        log_probs, old_log_probs: float [T], nats.
-
-    Returns:
-        float [T].
     """
     ratio = sequence_ratio(log_probs.detach(), old_log_probs, batch)
     return ratio * (log_probs - log_probs.detach()).exp()
@@ -80,12 +69,7 @@ def reinforce(ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> tuple[Ten
     """-ratio · advantage · log pi of each token: the score function (R. Williams, 1992), and no clip.
 
     The ratio is a weight that makes up for what the policy has moved since the step began; until then it is 1.
-
-    Args:
-        ratio, log_probs, advantages: float [T]; gradients flow through ``log_probs`` alone.
-
-    Returns:
-        (loss, clipped): float [T], and bool [T], nowhere true.
+    Gradients flow through ``log_probs`` alone. As ``clipped_surrogate`` returns it; nothing is clipped.
     """
     return -ratio.detach() * advantages * log_probs, torch.zeros_like(ratio, dtype=torch.bool)
 
@@ -94,9 +78,7 @@ def clipped_weight(
     ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """``reinforce`` with the ratio bounded (CISPO, arXiv 2506.13585, eqs. 4 and 5): no token is without gradient.
-
-    Returns:
-        (loss, clipped): float [T], and bool [T], true where the ratio was out of bounds.
+    Clipped is where the ratio was out of bounds.
     """
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss, _ = reinforce(weight, log_probs, advantages)

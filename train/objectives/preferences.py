@@ -9,10 +9,7 @@ from train.batch.packed import PackedBatch
 
 
 def pairs(batch: PackedBatch) -> tuple[Tensor, Tensor]:
-    """The sequences of each pair, which is a group of two: one of reward 1, chosen, and one of reward 0, rejected.
-
-    Returns:
-        (chosen, rejected): int64 [P], by group.
+    """(chosen, rejected) of each pair, which is a group of two, of rewards 1 and 0: int64 [P], sequences by group.
 
     Raises:
         ValueError: a group is not such a pair.

@@ -11,14 +11,8 @@ def soft_overlong_punishment(
     """What a long response costs (DAPO, arXiv 2503.14476, eq. 13).
 
     Nothing up to ``max_tokens - overlong_buffer`` tokens, from there on more with each token, and ``overlong_penalty``
-    from ``max_tokens`` on. The paper has a buffer of a fifth of the length, and a penalty of 1.
-
-    Args:
-        lengths: int [S], tokens of each response.
-        overlong_buffer: 0: nothing costs anything.
-
-    Returns:
-        float32 [S], from ``-overlong_penalty`` to 0, to be added to the rewards.
+    from ``max_tokens`` on. The paper has a buffer of a fifth of the length, and a penalty of 1; without a buffer
+    nothing costs anything. Lengths, int [S] → float32 [S], from ``-overlong_penalty`` to 0, to be added to the rewards.
     """
     if overlong_buffer == 0:
         return lengths.float() * 0.0

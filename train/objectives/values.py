@@ -13,12 +13,6 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     right direction is not moved on: the value function's counterpart of PPO's clip (arXiv 2005.12729, section 3; it is
     in PPO's published code, not in its paper). arXiv 2006.05990 found that it may also harm.
 
-    Args:
-        values: float32 [T], with gradient.
-        old_values: float32 [T], of the critic when the step began.
-        returns: float32 [T], what is to be learned.
-        clip: None: no clip.
-
     Returns:
         (loss, clipped): float32 [T], and bool [T], true where the clip stopped the gradient.
     """
@@ -33,11 +27,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that predicts the same value everywhere.
 
-    Args:
-        values, returns: float [N], of the response tokens of a whole batch.
-
-    Returns:
-        0 where all returns are equal, since there is nothing to explain.
+    Of the response tokens of a whole batch, [N]; 0 where all returns are equal, since there is nothing to explain.
     """
     variance = returns.double().var(correction=0)
     if variance == 0:

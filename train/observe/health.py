@@ -93,12 +93,15 @@ def of_updates(batch: PackedBatch, updates: Sequence[dict[str, float]]) -> dict[
     mask, fresh = batch.response_mask, batch.response_mask & batch.per_token(batch.fresh)
     old, behaviour = batch.old_log_probs, batch.behaviour_log_probs
     difference = (old - behaviour)[fresh].abs()
+    of_critic = {}
+    if batch.values is not None and batch.returns is not None:
+        of_critic["explained_variance"] = explained_variance(batch.values[mask], batch.returns[mask])
     return {
         **({} if batch.ref_log_probs is None else {"kl_ref": kl_to_reference(batch, old)}),
         "kl_behaviour": float(k1(behaviour, old)[mask].mean()),
         **({"logprob_difference_mean": float(difference.mean())} if len(difference) else {}),
         **({"logprob_difference_max": float(difference.max())} if len(difference) else {}),
-        **explained(batch),
+        **of_critic,
         "learned_responses": float(len(batch)),
         "tokens": float(len(batch.tokens)),
         "updates": float(len(updates)),
@@ -115,14 +118,6 @@ def means(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def explained(batch: PackedBatch) -> dict[str, float]:
-    """The critic's explained variance of the returns, if there is a critic."""
-    if batch.values is None or batch.returns is None:
-        return {}
-    mask = batch.response_mask
-    return {"explained_variance": explained_variance(batch.values[mask], batch.returns[mask])}
-
-
 def at_end(batch: PackedBatch, log_probs: Tensor) -> dict[str, float]:
     """What of the policy that would be published no later step can measure. ``log_probs``: its own, float32 [T]."""
     kl = {} if batch.ref_log_probs is None else {"kl_ref_at_end": kl_to_reference(batch, log_probs)}
@@ -135,11 +130,7 @@ def kl_to_reference(batch: PackedBatch, log_probs: Tensor) -> float:
     Of fresh tokens alone, if there are any. Each token's k3 is weighed by policy / behaviour (ratios are at most e^20),
     so that the expectation is the policy's KL also where another policy sampled, or this one a step earlier. A term is
     at most reference / behaviour where the policy finds unlikely what was sampled, however unlikely; where it finds it
-    much likelier than who sampled it, single terms are large.
-
-    Args:
-        batch: with ``ref_log_probs``.
-        log_probs: float [T], nats, of the policy.
+    much likelier than who sampled it, single terms are large. ``log_probs``: float [T], nats, of the policy.
     """
     assert batch.ref_log_probs is not None
     fresh = batch.response_mask & batch.per_token(batch.fresh)
@@ -177,22 +168,15 @@ def check_health(config: TrainConfig, history: Sequence[dict[str, float]]) -> No
                 f"responses of {length:.1f} tokens are {length / before:.1f} times as long as at first, above "
                 f"train.max_length_growth={config.max_length_growth:g}"
             )
-    idle = _idle(config, history)
     if problems:
         raise TrainingStopped(f"step {step + 1}: {'; '.join(problems)}; nothing is published")
-    if idle is not None:
-        raise NothingToLearn(f"step {step + 1}: {idle}; nothing is published")
-
-
-def _idle(config: TrainConfig, history: Sequence[dict[str, float]]) -> str | None:
-    """Why steps that make no update end the run; None if they don't."""
     idle = 0
     while idle < len(history) and history[-1 - idle]["tokens"] == 0:
         idle += 1
     if idle >= config.max_idle_steps or (idle == len(history) == config.steps):
-        return (
-            f"{idle} steps in a row made no update (train.max_idle_steps={config.max_idle_steps}): all responses to a "
-            "prompt get the same reward. Have a reward that tells them apart, more responses to a prompt "
-            "(train.algorithm.group_size), a higher train.rollout.temperature, or other prompts"
+        raise NothingToLearn(
+            f"step {step + 1}: {idle} steps in a row made no update (train.max_idle_steps={config.max_idle_steps}): "
+            "all responses to a prompt get the same reward. Have a reward that tells them apart, more responses to a "
+            "prompt (train.algorithm.group_size), a higher train.rollout.temperature, or other prompts; nothing is "
+            "published"
         )
-    return None

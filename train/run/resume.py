@@ -8,6 +8,7 @@ there, erasures that came while the run published are still to be looked for.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import uuid
@@ -28,8 +29,7 @@ from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.observe.progress import say
 from train.run.erasures import Erasures
 from train.run.resume_settings import differing_settings
-from train.run.reward_folder import result_of
-from train.run.unfinished import LOCK, START, forget, policy_of_run, was_erased
+from train.run.unfinished import LOCK, MANIFEST, START, forget, published_by, was_erased
 
 _LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
 
@@ -68,35 +68,32 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
     checkpoint = last_whole(context)
     progress = None if checkpoint is None else _progress(checkpoint)
     start = progress.start if progress is not None else _read_start(context)
-    finished = None if start is None else _finished(store, context, start)
-    if start is not None and finished is not None and checkpoints_of(context).exists():
-        published = finished.artifact if finished.candidate is None else finished.candidate
-        assert published is not None
+    published = None if start is None else published_by(store, context.folder, start.id, start.parent)
+    if start is not None and published is not None and checkpoints_of(context).exists():
         try:
             Erasures(lake, start.lake_versions, config).settle(store, published)
         except RowsErased as erased:
             say(f"{context.run}: what it had published is withdrawn, and it begins anew: {erased}")
             forget(context.folder)
-            start = checkpoint = progress = finished = None
-    if start is not None and finished is None and was_erased(lake, start.lake_versions, unknown=False):
+            start = checkpoint = progress = published = None
+    if start is not None and published is None and was_erased(lake, start.lake_versions, unknown=False):
         say(f"{context.run}: rows that it had read were erased since: it begins anew, without them")
         forget(context.folder)
         start = checkpoint = progress = None
-    if start is not None:
+    if start is not None and (published is not None or checkpoint is not None):
         differences = _differences(start, config, context, store)
+        finished = None if published is None else _finished(store, context, start, published)
         if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
         if progress is not None and config.steps < progress.step:
             differences.append(f"train.steps is {config.steps}, and {progress.step} are done")
-        begun = finished is not None or checkpoint is not None
-        if differences and begun:
-            state = f"has {checkpoint}" if finished is None else f"published {outcome_text(finished)}"
+        if differences:
+            state = f"has {checkpoint}" if finished is None else f"published {finished.published}"
             raise CheckpointError(
                 f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
                 "what differs, or give the run another name (--run)"
             )
-        if begun:
-            return Begun(start, store.get(start.parent), checkpoint, progress, finished)
+        return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
     fresh = RunStart(
         id=uuid.uuid4().hex,
@@ -181,26 +178,14 @@ def _parent(store: PolicyStore, context: JobContext) -> Policy:
     return store.get(pointer.version)
 
 
-def outcome_text(result: JobResult) -> str:
-    """What a run has published."""
-    return f"policy {result.candidate}" if result.artifact is None else f"reward model {result.artifact}"
-
-
-def _finished(store: PolicyStore, context: JobContext, start: RunStart) -> JobResult | None:
-    """The result of this very run, if it has published."""
-    policy = policy_of_run(store, start.id, start.parent)
-    if policy is None:
-        return result_of(context, start)
-    assert policy.parent is not None
-    return JobResult(
-        run=context.run,
-        candidate=policy.version,
-        parent=policy.parent,
-        steps=policy.metrics["steps"],
-        reason=None,
-        metrics=policy.metrics["last"],
-        seconds=0.0,
-    )
+def _finished(store: PolicyStore, context: JobContext, start: RunStart, published: int | Path) -> JobResult:
+    """The result of a run that has published this."""
+    if isinstance(published, int):
+        metrics = store.get(published).metrics
+    else:
+        metrics = json.loads((published / MANIFEST).read_text())["metrics"]
+    last = {"steps": metrics["steps"], "metrics": metrics["last"], "seconds": 0.0}
+    return JobResult.of_published(published, run=context.run, parent=start.parent, **last)
 
 
 def _reward(context: JobContext) -> Any:

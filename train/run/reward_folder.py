@@ -15,12 +15,12 @@ from typing import Any, Final
 from feedback.files import fsync_path, fsync_tree
 from serve.policies.store import Policy
 from train.config.training import TrainConfig
-from train.context import JobContext, JobResult, RunStart
+from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
 from train.dataflows.base import Data
 from train.run.publish import copy_missing_files
+from train.run.unfinished import MANIFEST, REWARD_MODEL
 
-_MANIFEST: Final = "training.json"
 _OF_A_POLICY: Final = ("config.json", "generation_config.json", "policy.json")
 
 
@@ -41,7 +41,7 @@ def publish_reward_model(
     Raises:
         OSError: the disk refuses.
     """
-    final = folder_of(context)
+    final = context.folder / REWARD_MODEL
     aside, old = final.with_name(".reward_model.new"), final.with_name(".reward_model.old")
     for left in (aside, old):
         shutil.rmtree(left, ignore_errors=True)
@@ -59,7 +59,7 @@ def publish_reward_model(
     }
     if erased:
         manifest["lineage"]["erased_rows"] = dict(erased)
-    (aside / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    (aside / MANIFEST).write_text(json.dumps(manifest, indent=1))
     fsync_tree(aside)
     if final.exists():
         final.rename(old)
@@ -67,36 +67,6 @@ def publish_reward_model(
     fsync_path(final.parent)
     shutil.rmtree(old, ignore_errors=True)
     return final
-
-
-def result_of(context: JobContext, start: RunStart) -> JobResult | None:
-    """The result of this very run, if its reward model is there."""
-    folder = folder_of(context)
-    try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
-    except FileNotFoundError:
-        return None
-    if manifest["run_id"] != start.id:
-        return None
-    return JobResult(
-        run=context.run,
-        candidate=None,
-        artifact=folder,
-        parent=manifest["parent"],
-        steps=manifest["metrics"]["steps"],
-        reason=no_candidate_reason(folder),
-        metrics=manifest["metrics"]["last"],
-        seconds=0.0,
-    )
-
-
-def folder_of(context: JobContext) -> Path:
-    return context.folder / "reward_model"
-
-
-def no_candidate_reason(folder: Path) -> str:
-    """Why there is no candidate."""
-    return f"a reward model was trained, and no policy: {folder}"
 
 
 def read_as_trained(folder: Path) -> None:

@@ -18,10 +18,13 @@ from typing import Final
 from feedback.files import try_lock
 from feedback.lake.table_changes import ErasedSince, LogGoneError
 from feedback.lake.tables import Lake
-from serve.policies.store import Policy, PolicyNotFound, PolicyStore, record_erasure
+from serve.policies.store import PolicyNotFound, PolicyStore, record_erasure
 
 START: Final = "start.json"
 LOCK: Final = ".lock"
+REWARD_MODEL: Final = "reward_model"
+MANIFEST: Final = "training.json"
+"""In the folder of a reward model."""
 _KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate", ".reward_model.new", ".reward_model.old")
 """What a run writes before it has published."""
 
@@ -72,7 +75,7 @@ def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
             if not alone or not start.exists():
                 continue
             started = json.loads(start.read_text())
-            published = _published(store, folder, started.get("id")) if (folder / "checkpoints").exists() else None
+            published = published_by(store, folder, started.get("id")) if (folder / "checkpoints").exists() else None
             if (published is None and not any(kept(folder))) or not was_erased(lake, started["lake_versions"]):
                 continue
             if published is not None:
@@ -91,8 +94,10 @@ def mark(store: PolicyStore, published: int | Path, why: str) -> None:
         record_erasure(published, **record)
 
 
-def policy_of_run(store: PolicyStore, run_id: str, parent: int = 0) -> Policy | None:
-    """The policy that the run of this id has published, which is newer than its ``parent``."""
+def published_by(store: PolicyStore, folder: Path, run_id: str | None, parent: int = 0) -> int | Path | None:
+    """What the run of this id and folder has published: a policy newer than its ``parent``, or a reward model."""
+    if run_id is None:
+        return None
     for version in reversed(store.versions()):
         if version <= parent:
             break
@@ -101,19 +106,10 @@ def policy_of_run(store: PolicyStore, run_id: str, parent: int = 0) -> Policy | 
         except PolicyNotFound:  # withdrawn meanwhile
             continue
         if policy.lineage.get("run_id") == run_id:
-            return policy
-    return None
-
-
-def _published(store: PolicyStore, folder: Path, run_id: str | None) -> int | Path | None:
-    """What a run of this id has published."""
-    if run_id is None:
-        return None
-    if (policy := policy_of_run(store, run_id)) is not None:
-        return policy.version
-    model = folder / "reward_model"
+            return version
+    model = folder / REWARD_MODEL
     try:
-        return model if json.loads((model / "training.json").read_bytes())["run_id"] == run_id else None
+        return model if json.loads((model / MANIFEST).read_bytes())["run_id"] == run_id else None
     except FileNotFoundError:
         return None
 

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from train.weight_sync.errors import ReshardError
 from train.weight_sync.plan import Plan
-from train.weight_sync.slices import Box, within
+from train.weight_sync.slices import Box, ReshardError, within
 
 if TYPE_CHECKING:
     from train.weight_sync.loader_tracing import Need
@@ -40,7 +39,7 @@ class Comparison:
         self._plan, self._needs, self._target, self._dtype = plan, needs, target, dtype
         self._rows = {name: row for row, name in enumerate(names)}
         self._expected = torch.zeros(len(names), plan.ranks, dtype=torch.int64)
-        self._got = dict.fromkeys(names, 0)
+        self._got = torch.zeros(len(names), dtype=torch.int64)
 
     def sent(self, name: str, shard: Tensor) -> None:
         """This rank's shard of a tensor is all handed out."""
@@ -54,17 +53,16 @@ class Comparison:
 
     def arrived(self, layer: str) -> None:
         """A layer has its weights, and its kernels have not rearranged them yet."""
-        for name in self._rows:
+        for name, row in self._rows.items():
             for need in self._needs.get(name, ()):
                 if need.layer == layer:
-                    value = checksum(self._target.at(need, need.box), need.box, self._dtype)
-                    self._got[name] = _wrapped(self._got[name] + value)
+                    self._got[row] += checksum(self._target.at(need, need.box), need.box, self._dtype)
 
     def require_equal(self) -> None:
         """Every rank must call it. Raises ReshardError with the names of the tensors that differ."""
         torch.distributed.all_reduce(self._expected)
-        expected = self._expected[:, self._plan.rank].tolist()
-        differing = [name for name, row in self._rows.items() if expected[row] != self._got[name]]
+        equal = self._expected[:, self._plan.rank] == self._got
+        differing = [name for name, row in self._rows.items() if not equal[row]]
         if differing:
             raise ReshardError(
                 f"rank {self._plan.rank} generates with other weights than are in training: {', '.join(differing)}"
@@ -89,10 +87,8 @@ def checksum(values: Tensor, box: Box, dtype: torch.dtype) -> int:
 
 def sample(tensors: Sequence[str], count: int, turn: int) -> list[str]:
     """``count`` of the tensors, others at each turn, so that all had theirs after a while."""
-    if count >= len(tensors):
-        return list(tensors)
-    first = turn * count
-    return [tensors[(first + i) % len(tensors)] for i in range(count)]
+    count = min(count, len(tensors))
+    return [tensors[(turn * count + i) % len(tensors)] for i in range(count)]
 
 
 def _weights(start: int, stop: int, dim: int, device: torch.device) -> Tensor:
@@ -100,8 +96,3 @@ def _weights(start: int, stop: int, dim: int, device: torch.device) -> Tensor:
     index = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device)
     mixed = index * (-7046029254386353131 + 2 * dim)  # 2⁶⁴ / golden ratio, as a signed number
     return ((mixed ^ (mixed >> 29)) * -4658895280553007687) | 1
-
-
-def _wrapped(value: int) -> int:
-    """As int64 has it after an overflow."""
-    return (value + 2**63) % 2**64 - 2**63

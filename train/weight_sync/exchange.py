@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from train.weight_sync.fsdp_shards import Sources
 from train.weight_sync.plan import Bucket, Piece, Plan, Transfer
 from train.weight_sync.slices import numel, within
 
@@ -19,35 +18,25 @@ if TYPE_CHECKING:
     from train.weight_sync.vllm_writer import LiveWeights
 
 
-@dataclass(frozen=True)
-class _Flight:
-    """An exchange under way. ``received`` is there when ``work`` is done."""
-
-    bucket: Bucket
-    received: Tensor
-    work: Any
-
-
 class Exchange:
     """One resharding; every rank must run it. Takes as much memory as two exchanges of the plan, and frees it."""
 
     def __init__(
         self,
         plan: Plan,
-        sources: Sources,
+        shards: Iterator[tuple[str, Tensor]],
         target: LiveWeights,
         needs: dict[str, list[Need]],
         dtype: torch.dtype,
         comparison: Comparison,
     ) -> None:
-        """``needs``: by tensor, in the plan's order. ``comparison`` sees what is sent and what has arrived."""
+        """``shards``: of ``train.weight_sync.fsdp_shards``. ``needs``: by tensor, in the plan's order. ``comparison``
+        sees what is sent and what has arrived."""
         self._plan, self._target, self._needs, self._comparison = plan, target, needs, comparison
-        self._coming = sources.shards()
+        self._coming = shards
         self._shards: dict[str, Tensor] = {}  # of the tensors that are in flight
-        self._missing: dict[str, int] = {}  # pieces that a layer waits for
-        for piece in (p for bucket in plan.buckets for p in bucket.pieces):
-            for layer in self._layers(piece):
-                self._missing[layer] = self._missing.get(layer, 0) + 1
+        pieces = [piece for bucket in plan.buckets for piece in bucket.pieces]
+        self._missing = Counter(layer for piece in pieces for layer in self._layers(piece))  # that a layer waits for
         in_flight = min(2, len(plan.buckets))
         self._buffers = [
             torch.empty(plan.largest_exchange, dtype=dtype, device=target.device) for _ in range(in_flight)
@@ -55,21 +44,18 @@ class Exchange:
 
     def run(self) -> None:
         """Send, receive and write everything."""
-        flights = self._flights()
-        flight = next(flights, None)
-        while flight is not None:
-            following = next(flights, None)
-            flight.work.wait()
-            self._write(flight)
-            flight = following
+        under_way: tuple[Bucket, Tensor, Any] | None = None
+        for i, bucket in enumerate(self._plan.buckets):
+            following = self._start(bucket, self._buffers[i % len(self._buffers)])
+            if under_way is not None:
+                self._finish(*under_way)
+            under_way = following
+        if under_way is not None:
+            self._finish(*under_way)
         self._target.finish_all()
 
-    def _flights(self) -> Iterator[_Flight]:
-        for i, bucket in enumerate(self._plan.buckets):
-            yield self._start(bucket, self._buffers[i % len(self._buffers)])
-
-    def _start(self, bucket: Bucket, buffer: Tensor) -> _Flight:
-        """Pack what is to be sent, in the type that generation has, and start the exchange."""
+    def _start(self, bucket: Bucket, buffer: Tensor) -> tuple[Bucket, Tensor, Any]:
+        """Pack what is to be sent, in the type that generation has, and start the exchange; as ``_finish`` takes it."""
         while bucket.pieces[-1].tensor not in self._shards:
             name, shard = next(self._coming)
             self._shards[name] = shard
@@ -81,14 +67,15 @@ class Exchange:
         work = torch.distributed.all_to_all_single(
             received, sent, list(bucket.receive_counts), list(bucket.send_counts), async_op=True
         )
-        return _Flight(bucket, received, work)
+        return bucket, received, work
 
-    def _write(self, flight: _Flight) -> None:
+    def _finish(self, bucket: Bucket, received: Tensor, work: Any) -> None:
         """Write what came and what this rank had itself, and have each layer prepared that is complete."""
+        work.wait()
         arrived: dict[Piece, list[tuple[Transfer, Tensor]]] = {}
-        for transfer, values in _places(flight.bucket.receives, flight.received):
+        for transfer, values in _places(bucket.receives, received):
             arrived.setdefault(transfer.piece, []).append((transfer, values))
-        for piece in flight.bucket.pieces:
+        for piece in bucket.pieces:
             needs = self._needs.get(piece.tensor, [])
             for transfer, values in arrived.get(piece, ()):
                 self._target.write(needs[transfer.need], transfer.box, values)

@@ -11,24 +11,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from train.model.hf_io import own_slice
 from train.model.lora import merged_parameters
-from train.weight_sync.errors import ReshardError
-from train.weight_sync.slices import Held, numel, shards_of
+from train.weight_sync.slices import Held, ReshardError, numel, shards_of
 
 
-class Sources:
-    """The trained tensors, adapters merged, by the names that checkpoints have; each tied one once."""
+def placed(model: nn.Module) -> dict[str, Held]:
+    """Where each trained tensor lies, adapters merged, by the names that checkpoints have; each tied one once.
 
-    def __init__(self, model: nn.Module) -> None:
-        """Every rank must make one. Raises ReshardError for a placement other than shards and replicas."""
-        self._model = model
-        self.held: dict[str, Held] = {name: _held(name, tensor) for name, tensor in merged_parameters(model)}
-        """Where each tensor lies, in the order of ``shards``."""
+    Every rank must call it. Raises ReshardError for a placement other than shards and replicas.
+    """
+    return {name: _held(name, tensor) for name, tensor in merged_parameters(model)}
 
-    def shards(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, this rank's shard), one by one; merging an adapter is a collective, so every rank must take all."""
-        for name, tensor in merged_parameters(self._model):
-            tensor = tensor.detach()
-            yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+def shards(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, this rank's shard) in the order of ``placed``; merging is a collective, so every rank must take all."""
+    for name, tensor in merged_parameters(model):
+        tensor = tensor.detach()
+        yield name, tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _held(name: str, tensor: Tensor) -> Held:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from serve.vllm.standby_weights import standby_layers
-from train.weight_sync.errors import ReshardError
-from train.weight_sync.slices import Box
+from train.weight_sync.slices import Box, ReshardError
 
 
 @dataclass(frozen=True)
@@ -74,18 +73,15 @@ def trace_loaders(model: nn.Module, shapes: Mapping[str, Sequence[int]], dtype: 
     """
     standby = standby_layers(model)
     names = {layer: name for name, layer in model.named_modules()}
-    parameters = {
-        (names[layer], key): parameter
-        for layer, copy in standby.items()
-        for key, parameter in copy._parameters.items()
-        if parameter is not None
-    }
-    buffers = {
-        (names[layer], key): buffer
-        for layer, copy in standby.items()
-        for key, buffer in copy._buffers.items()
-        if buffer is not None
-    }
+    parameters, buffers = (
+        {
+            (names[layer], key): tensor
+            for layer, copy in standby.items()
+            for key, tensor in getattr(copy, kind).items()
+            if tensor is not None
+        }
+        for kind in ("_parameters", "_buffers")
+    )
     recorder = _CopyRecorder(parameters, buffers)
     with torch.no_grad(), recorder:
         try:

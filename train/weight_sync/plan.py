@@ -109,18 +109,16 @@ def make_plan(rank: int, held: Mapping[str, Held], needed: Needed, *, exchange_e
         tensor: tuple((i, b) for i, need in enumerate(needed.by(rank, tensor)) if (b := intersection(need, box)))
         for tensor, box in own.items()
     }
-    transfers = _Transfers(rank, needed)
-    buckets = tuple(_bucket(pieces, held, transfers) for pieces in _packed(held, needed, exchange_elements))
+    moves = _Moves(rank, needed)
+    buckets = tuple(_bucket(pieces, held, moves) for pieces in _packed(held, moves, exchange_elements))
     return Plan(rank, len(needed.kind_of), buckets, own, local)
 
 
 def elements_received(held: Mapping[str, Held], needed: Needed) -> list[int]:
     """Elements that each rank receives in all, by the same rules and without listing the transfers."""
-    total = np.zeros(len(needed.kind_of), dtype=np.int64)
-    traffic = _Traffic(needed)
-    for tensor, place in held.items():
-        total += traffic.of(tensor, place, 0, 1)[1]
-    return [int(n) for n in total]
+    moves = _Moves(-1, needed)
+    received = [moves.of(Piece(tensor, 0, 1), place).received for tensor, place in held.items()]
+    return [int(n) for n in np.sum(received, axis=0)]
 
 
 # --------------------------------------------------------------------------------------------- who sends what
@@ -131,47 +129,60 @@ def _sender(target: int, holders: tuple[int, ...], ranks: int) -> int:
     return target if target in holders else holders[target * len(holders) // ranks]
 
 
-class _Transfers:
-    """What one rank sends and receives of a piece. Tensors that lie and are needed alike are worked out once."""
+@dataclass(frozen=True)
+class _Moved:
+    """What moves of a piece: elements that each rank sends, and receives (int64 [ranks]); and what one rank does of it,
+    each as (source, target, need, box), in the same order for any two ranks."""
+
+    sent: np.ndarray
+    received: np.ndarray
+    sends: list[tuple[int, int, int, Box]]
+    receives: list[tuple[int, int, int, Box]]
+
+    @property
+    def most(self) -> int:
+        """Elements that the rank with the most sends and receives."""
+        return int((self.sent + self.received).max())
+
+
+class _Moves:
+    """What moves, as rank ``rank`` sees it. Of tensors that lie and are needed alike it is worked out once."""
 
     def __init__(self, rank: int, needed: Needed) -> None:
-        self.rank, self.needed = rank, needed
-        self._known: dict[Any, list[tuple[int, int, int, Box]]] = {}
+        self.rank, self.needed, self.ranks = rank, needed, len(needed.kind_of)
+        self._targets = [[r for r in range(self.ranks) if needed.kind_of[r] == k] for k in range(len(needed.kinds))]
+        self._known: dict[Any, _Moved] = {}
 
-    def of(self, piece: Piece, held: Held, *, sends: bool) -> list[Transfer]:
-        """In the same order for any two ranks."""
+    def of(self, piece: Piece, held: Held) -> _Moved:
         needs = tuple(boxes.get(piece.tensor, ()) for boxes in self.needed.kinds)
-        key = (held, needs, piece.part, piece.parts, sends)
+        key = (held, needs, piece.part, piece.parts)
         if key not in self._known:
-            self._known[key] = list(self._work_out(piece, held, needs, sends=sends))
-        return [Transfer(piece, *slice_) for slice_ in self._known[key]]
+            self._known[key] = self._work_out(*key)
+        return self._known[key]
 
-    def _work_out(
-        self, piece: Piece, held: Held, needs: tuple[tuple[Box, ...], ...], *, sends: bool
-    ) -> Iterator[tuple[int, int, int, Box]]:
-        rank, kind_of = self.rank, self.needed.kind_of
+    def _work_out(self, held: Held, needs: tuple[tuple[Box, ...], ...], part: int, parts: int) -> _Moved:
+        moved = _Moved(np.zeros(self.ranks, np.int64), np.zeros(self.ranks, np.int64), [], [])
         for shard, holders in held.shards:
-            if (rank in holders) != sends:
-                continue
-            rows = rows_of(shard, piece.part, piece.parts)
-            wanted = {
-                kind: [(i, box) for i, need in enumerate(boxes) if (box := intersection(need, rows))]
-                for kind, boxes in enumerate(needs)
-                if sends or kind == kind_of[rank]
-            }
-            for target in range(len(kind_of)) if sends else (rank,):
-                if not wanted[kind_of[target]] or target in holders:
-                    continue
-                source = _sender(target, holders, len(kind_of))
-                if not sends or source == rank:
-                    yield from ((source, target, i, box) for i, box in wanted[kind_of[target]])
+            rows = rows_of(shard, part, parts)
+            for boxes, targets in zip(needs, self._targets, strict=True):
+                wanted = [(i, box) for i, need in enumerate(boxes) if (box := intersection(need, rows))]
+                elements = sum(numel(box) for _, box in wanted)
+                for target in targets if wanted else ():
+                    if target in holders:
+                        continue
+                    source = _sender(target, holders, self.ranks)
+                    moved.sent[source] += elements
+                    moved.received[target] += elements
+                    if self.rank in (source, target):
+                        own = moved.sends if source == self.rank else moved.receives
+                        own += [(source, target, i, box) for i, box in wanted]
+        return moved
 
 
-def _bucket(pieces: Sequence[Piece], held: Mapping[str, Held], transfers: _Transfers) -> Bucket:
-    ranks = len(transfers.needed.kind_of)
-    sends = [t for p in pieces for t in transfers.of(p, held[p.tensor], sends=True)]
-    receives = [t for p in pieces for t in transfers.of(p, held[p.tensor], sends=False)]
-    send_counts, receive_counts = [0] * ranks, [0] * ranks
+def _bucket(pieces: Sequence[Piece], held: Mapping[str, Held], moves: _Moves) -> Bucket:
+    sends = [Transfer(p, *move) for p in pieces for move in moves.of(p, held[p.tensor]).sends]
+    receives = [Transfer(p, *move) for p in pieces for move in moves.of(p, held[p.tensor]).receives]
+    send_counts, receive_counts = [0] * moves.ranks, [0] * moves.ranks
     for transfer in sends:
         send_counts[transfer.target] += numel(transfer.box)
     for transfer in receives:
@@ -185,65 +196,23 @@ def _bucket(pieces: Sequence[Piece], held: Mapping[str, Held], transfers: _Trans
     )
 
 
-# ---------------------------------------------------------------------------------------------------- buckets
-
-
-class _Traffic:
-    """Elements that each rank sends and receives of a piece. Tensors that lie and are needed alike are counted once."""
-
-    def __init__(self, needed: Needed) -> None:
-        self.needed = needed
-        self.ranks = len(needed.kind_of)
-        self._targets = [[r for r in range(self.ranks) if needed.kind_of[r] == k] for k in range(len(needed.kinds))]
-        self._known: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
-
-    def of(self, tensor: str, held: Held, part: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
-        """(sent, received), int64 [ranks] each."""
-        needs = tuple(boxes.get(tensor, ()) for boxes in self.needed.kinds)
-        key = (held, needs, part, parts)
-        if key not in self._known:
-            self._known[key] = self._count(held, needs, part, parts)
-        return self._known[key]
-
-    def both(self, tensor: str, held: Held, part: int, parts: int) -> np.ndarray:
-        """int64 [ranks], sent and received together."""
-        sent, received = self.of(tensor, held, part, parts)
-        return sent + received
-
-    def _count(
-        self, held: Held, needs: tuple[tuple[Box, ...], ...], part: int, parts: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        sent, received = np.zeros(self.ranks, dtype=np.int64), np.zeros(self.ranks, dtype=np.int64)
-        for box, holders in held.shards:
-            rows = rows_of(box, part, parts)
-            for boxes, targets in zip(needs, self._targets, strict=True):
-                elements = sum(numel(met) for need in boxes if (met := intersection(need, rows)))
-                if not elements:
-                    continue
-                for target in targets:
-                    if target not in holders:
-                        sent[_sender(target, holders, self.ranks)] += elements
-                        received[target] += elements
-        return sent, received
-
-
-def _packed(held: Mapping[str, Held], needed: Needed, limit: int) -> Iterator[list[Piece]]:
+def _packed(held: Mapping[str, Held], moves: _Moves, limit: int) -> Iterator[list[Piece]]:
     """The pieces, in order, in groups of which no rank sends and receives more than ``limit`` elements together."""
-    traffic = _Traffic(needed)
     group: list[Piece] = []
-    load = np.zeros(traffic.ranks, dtype=np.int64)
+    load = np.zeros(moves.ranks, dtype=np.int64)
     for tensor, place in held.items():
-        most = int(traffic.both(tensor, place, 0, 1).max())
         rows = max((box[0][1] - box[0][0] for box, _ in place.shards), default=1) if place.shape else 1
-        parts = min(rows, max(1, -(-most // limit)))
-        while parts < rows and any(int(traffic.both(tensor, place, p, parts).max()) > limit for p in range(parts)):
+        parts = min(rows, max(1, -(-moves.of(Piece(tensor, 0, 1), place).most // limit)))
+        while parts < rows and any(moves.of(Piece(tensor, p, parts), place).most > limit for p in range(parts)):
             parts += 1  # rows do not divide evenly
         for part in range(parts):
-            more = traffic.both(tensor, place, part, parts)
+            piece = Piece(tensor, part, parts)
+            moved = moves.of(piece, place)
+            more = moved.sent + moved.received
             if group and int((load + more).max()) > limit:
                 yield group
                 group, load = [], np.zeros_like(load)
-            group.append(Piece(tensor, part, parts))
+            group.append(piece)
             load = load + more
     if group:
         yield group

@@ -15,6 +15,10 @@ import numpy as np
 Box = tuple[tuple[int, int], ...]
 
 
+class ReshardError(RuntimeError):
+    """The weights could not be resharded; the text names the tensor and the layer."""
+
+
 @dataclass(frozen=True)
 class Held:
     """Where a tensor of ``shape`` is: its ``shards`` (they cover it, none is empty), each with the ranks that hold it,

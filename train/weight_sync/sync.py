@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +9,7 @@ from torch import nn
 
 from train.weight_sync.checksums import Comparison, sample
 from train.weight_sync.exchange import Exchange
-from train.weight_sync.fsdp_shards import Sources
+from train.weight_sync.fsdp_shards import placed, shards
 from train.weight_sync.plan import Needed, make_plan
 from train.weight_sync.slices import Box
 
@@ -29,7 +27,6 @@ class WeightSync:
         """Trace the loaders, and plan.
 
         Args:
-            model: what ``train.model.fsdp.build`` made.
             llm: vLLM's ``LLM`` over the same ranks, in this process.
             bucket_bytes: extra memory that a run may take. Half of it holds what one exchange sends and receives,
                 half what the next one does; a row of every shard of a tensor is the least that one can hold.
@@ -45,8 +42,7 @@ class WeightSync:
         worker = llm.collective_rpc(_itself)[0]
         self._vllm_config, engine = worker.vllm_config, worker.get_model()
         self.dtype: torch.dtype = self._vllm_config.model_config.dtype
-        self._sources = Sources(model)
-        self.held = self._sources.held
+        self._model, self.held = model, placed(model)
         shapes = {name: place.shape for name, place in self.held.items()}
         with set_current_vllm_config(self._vllm_config):
             trace = trace_loaders(engine, shapes, self.dtype)
@@ -76,22 +72,20 @@ class WeightSync:
         self._turn += 1
         comparison = Comparison(names, self.plan, self._needs, self._target, self.dtype)
         with set_current_vllm_config(self._vllm_config):
-            Exchange(self.plan, self._sources, self._target, self._needs, self.dtype, comparison).run()
+            Exchange(self.plan, shards(self._model), self._target, self._needs, self.dtype, comparison).run()
         comparison.require_equal()
         return names
 
 
 def gather_needs(boxes: dict[str, tuple[Box, ...]]) -> Needed:
-    """What every rank needs, from what this one does. What several ranks need alike is sent once."""
-    digests: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(digests, hashlib.sha256(pickle.dumps(sorted(boxes.items()))).hexdigest())
-    order = list(dict.fromkeys(digests))
-    kinds = []
-    for digest in order:
-        message: list[Any] = [boxes]
-        torch.distributed.broadcast_object_list(message, src=digests.index(digest))
-        kinds.append(message[0])
-    return Needed(tuple(kinds), tuple(order.index(digest) for digest in digests))
+    """What every rank needs, from what this one does."""
+    every: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, boxes)
+    kinds: list[Any] = []
+    for needed in every:
+        if needed not in kinds:
+            kinds.append(needed)
+    return Needed(tuple(kinds), tuple(kinds.index(needed) for needed in every))
 
 
 def _itself(worker: Any) -> Any:

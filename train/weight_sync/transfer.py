@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-BUCKET_BYTES = 64 * 2**20
-
 
 class WeightStream:
     """One end of the stream: rank 0 of ``ranks`` sends, the others receive. All make one, and then call alike.
@@ -43,7 +41,7 @@ class WeightStream:
             self._data = ProcessGroupNCCL(PrefixStore("data", store), rank, ranks, options)
             self._device = torch.device("cuda", torch.cuda.current_device())
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def send(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_bytes: int) -> None:
         """Send named tensors as ``dtype``, whatever theirs is."""
         waiting: list[tuple[str, Tensor]] = []
         size = 0

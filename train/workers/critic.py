@@ -43,11 +43,7 @@ class CriticWorker(TrainedWorker):
     def update(self, batch: PackedBatch) -> dict[str, float]:
         """One optimizer step towards ``returns`` of the batch, by the mean over the response tokens of all ranks.
 
-        Args:
-            batch: with ``values`` as they were when the step began, and ``returns``.
-
-        Returns:
-            value_loss, value_clip_fraction, critic_grad_norm, critic_learning_rate.
+        ``values`` of the batch are as they were when the step began.
         """
         metrics, _ = self.take_step(batch, self._loss, float(batch.response_mask.sum()))
         return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import TCPStore
 
-from train.controller.dispatch import dispatch, to_all, to_first
+from train.controller.dispatch import dispatch, to_all
 from train.controller.rendezvous import find_store, open_store
 from train.model.hf_io import stored_tensors
 from train.model.lora import plain_parameters
@@ -33,9 +33,11 @@ class SendingActor(ActorWorker):
     store: TCPStore | None = None
     stream: WeightStream | None = None
 
-    @dispatch(to_first)
-    def open_rendezvous(self, receivers: int) -> Rendezvous:
-        """Open the store on this rank."""
+    @dispatch(to_all)
+    def open_rendezvous(self, receivers: int) -> Rendezvous | None:
+        """Open the store on rank 0."""
+        if self.rank > 0:
+            return None
         address = os.environ["MASTER_ADDR"]
         self.store = open_store(address, self.config.step_timeout_s)
         return Rendezvous(address, self.store.port, receivers)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from train import algorithms
 from train.algorithms.base import Loss, logged_values
@@ -17,7 +18,6 @@ from train.checkpoint.dcp import Saved, Saver, load
 from train.config.training import TrainConfig
 from train.controller.dispatch import dispatch, to_all
 from train.controller.worker import Worker
-from train.model.fsdp import require_gradient_sync
 from train.model.hf_io import whole_tensor
 from train.model.mesh import Meshes, make_meshes
 
@@ -32,7 +32,7 @@ class TrainedWorker(Worker):
         super().__init__(**peers)
         self.policy, self.config = policy, config
         self.algorithm = algorithms.load(config.algorithm)
-        self.meshes = self._meshes()
+        self.meshes = meshes_of(config, self.peers)
         self.model = self.build()
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -82,9 +82,10 @@ class TrainedWorker(Worker):
         means = Means()
         before = torch.zeros(len(batch.tokens))
         self.model.train()
+        assert isinstance(self.model, FSDPModule)
         for i, (sequences, micro) in enumerate(micro_batches):
             last = i == len(micro_batches) - 1
-            require_gradient_sync(self.model, last or self.config.fsdp.reduce_every_micro_batch)
+            self.model.set_requires_gradient_sync(last or self.config.fsdp.reduce_every_micro_batch)
             counts = len(sequences) > 0
             (loss, health), output = loss_of(micro)
             if counts:
@@ -118,18 +119,15 @@ class TrainedWorker(Worker):
         """Take over weights, optimizer, schedule and random state of a checkpoint's part, of any number of ranks."""
         load(checkpoint, part, self.model, self.optimizer, self.schedule)
 
-    def _meshes(self) -> Meshes:
-        """Those of a worker in training in the same process, if there is one: process groups cost memory."""
-        beside = [w.meshes for w in self.peers.values() if isinstance(w, TrainedWorker)]
-        return beside[0] if beside else meshes_of(self.config, self.world_size)
 
-
-def meshes_of(config: TrainConfig, ranks: int) -> Meshes:
-    """The meshes that the config asks for, over the ranks of this process group."""
-    t = config.rollout.tensor_parallel_size
+def meshes_of(config: TrainConfig, peers: Mapping[str, Worker]) -> Meshes:
+    """The meshes of a worker in training in the same process, or new ones: process groups cost memory."""
+    for worker in peers.values():
+        if isinstance(worker, TrainedWorker):
+            return worker.meshes
+    t, ranks = config.rollout.tensor_parallel_size, torch.distributed.get_world_size()
     return make_meshes(
         "cuda" if torch.cuda.is_available() else "cpu",
-        ranks=ranks,
         # With generation on ranks of its own, t need not divide these; then no order keeps anything in place.
         tensor_parallel_size=t if ranks // config.fsdp.replicas % t == 0 else 1,
         replicas=config.fsdp.replicas,

@@ -26,15 +26,15 @@ class ReferenceWorker(Worker):
         super().__init__(**peers)
         self.config = config
         actor = self.peers.get("actor")
-        # A LoRA run has its parent already: the actor with its adapters off.
-        self.shared = isinstance(actor, ActorWorker) and config.lora is not None and actor.policy == policy
-        if isinstance(actor, ActorWorker) and self.shared:
-            self.model = actor.model
+        self.shared = False
+        if isinstance(actor, ActorWorker) and config.lora is not None and actor.policy == policy:
+            # A LoRA run has its parent already: the actor with its adapters off.
+            self.shared, self.model = True, actor.model
         else:
             self.model = build(
                 policy,
                 dtype=getattr(torch, config.dtype),
-                meshes=actor.meshes if isinstance(actor, ActorWorker) else meshes_of(config, self.world_size),
+                meshes=meshes_of(config, self.peers),
                 options=config.fsdp,
                 frozen=True,
             )

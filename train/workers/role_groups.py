@@ -61,10 +61,7 @@ def start_groups(
 ) -> Generator[Groups]:
     """Start the pools of the config and the workers on them; leaving the context ends them.
 
-    Args:
-        policy: folder of the policy to start from.
-        seed: of sampling.
-        reward: what rewards responses, as ``train.data.rewards.load_reward_function`` takes it.
+    ``seed`` is of sampling; ``reward`` as ``train.data.rewards.load_reward_function`` takes it.
 
     Raises:
         WorkerError: the cluster has no room for a pool, or a worker did not start.

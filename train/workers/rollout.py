@@ -11,11 +11,11 @@ import torch
 
 from serve.generation.tokenizer import Text
 from serve.vllm.boot import launched_executor, offline_engine, sampling_params
+from train.batch.packed import Sample
 from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig
 from train.controller.dispatch import by_engine, dispatch, to_all
 from train.controller.worker import Worker
-from train.data.sample import Sample
 from train.weight_sync.gather import gather
 from train.weight_sync.sync import WeightSync
 

@@ -103,7 +103,7 @@ def main(policy: Path, tp: int, rounds: int, bucket_bytes: int) -> None:
 def build_model(policy: Path, config: TrainConfig) -> torch.nn.Module:
     from train.model.mesh import make_meshes
 
-    meshes = make_meshes("cpu", ranks=config.ranks, tensor_parallel_size=config.rollout.tensor_parallel_size)
+    meshes = make_meshes("cpu", tensor_parallel_size=config.rollout.tensor_parallel_size)
     return build(policy, dtype=getattr(torch, config.dtype), meshes=meshes)
 
 

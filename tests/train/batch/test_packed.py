@@ -120,19 +120,19 @@ def test_what_is_split_per_token_comes_back_in_the_order_of_the_batch(made: list
     if len(batch) < ranks:
         return
     layout = Layout(ranks, 1)
-    parts, known = per_token.split(layout, batch)
+    parts, join = per_token(layout, batch)
     answers = [p.behaviour_log_probs for p in parts]
-    assert torch.equal(per_token.join(layout, answers, known), batch.behaviour_log_probs)
-    assert [p.tokens.tolist() for p in by_tokens.split(layout, batch)[0]] == [p.tokens.tolist() for p in parts]
+    assert torch.equal(join(answers), batch.behaviour_log_probs)
+    assert [p.tokens.tolist() for p in by_tokens(layout, batch)[0]] == [p.tokens.tolist() for p in parts]
 
 
 @given(st.lists(st.integers()), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2)]))
 def test_what_is_dealt_out_to_engines_comes_back_in_order(items: list[int], shape: tuple[int, int]) -> None:
     layout = Layout(*shape)
-    parts, known = by_engine.split(layout, items)
+    parts, join = by_engine(layout, items)
     for rank in range(layout.ranks):
         assert parts[rank] == parts[rank // shape[1] * shape[1]], "ranks of one engine must see the same"
-    assert by_engine.join(layout, [[x * 2 for x in p] for p in parts], known) == [x * 2 for x in items]
+    assert join([[x * 2 for x in p] for p in parts]) == [x * 2 for x in items]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Group:
         self.saves.append(step)
 
     def saved(self, wait: bool) -> list[Saved]:
-        return [Saved(self.saves.pop(0), 0.1, self.errors.pop(0))] if self.saves and self.errors else []
+        return [Saved(self.saves.pop(0), self.errors.pop(0))] if self.saves and self.errors else []
 
 
 def checkpoints_of(folder: Path, heard: list[int], *groups: Group, **config: Any) -> Checkpoints:

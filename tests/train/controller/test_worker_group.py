@@ -86,8 +86,7 @@ def test_each_rule_reaches_the_ranks_it_names_and_joins_their_answers(small: Wor
     where = small.where()
     assert [rank for rank, _ in where] == [0, 1]
     assert len({pid for _, pid in where}) == 2
-    assert small.only_first("hello") == "hello from 0"
-    assert not (folder / "first-1").exists()
+    assert small.who("hello") == "hello from 0"
     assert small.doubled([1, 2, 3]) == [(2, 0), (4, 1), (6, 0)]
     batch = batch_of([5, 1, 2])
     torch.testing.assert_close(small.tokens(batch), batch.tokens.float())
@@ -97,24 +96,24 @@ def test_ranks_that_share_a_sequence_get_the_same_and_answer_once() -> None:
     layout = Layout(4, sequence_parallel_size=2)
     batch = batch_of([5, 1, 2, 4])
     for rule in (by_tokens, per_token):
-        parts, known = rule.split(layout, batch)
+        parts, join = rule(layout, batch)
         assert [len(p) for p in parts] == [2] * 4
         assert torch.equal(parts[0].tokens, parts[1].tokens)
         assert torch.equal(parts[2].tokens, parts[3].tokens)
-    assert torch.equal(per_token.join(layout, [p.tokens for p in parts], known), batch.tokens)
-    dealt, count = by_rank.split(layout, [1, 2, 3])
+    assert torch.equal(join([p.tokens for p in parts]), batch.tokens)
+    dealt, join = by_rank(layout, [1, 2, 3])
     assert dealt == [[1, 3], [1, 3], [2], [2]]
-    assert by_rank.join(layout, dealt, count) == [1, 2, 3]
+    assert join(dealt) == [1, 2, 3]
 
 
 def test_calls_to_two_pools_overlap(small: WorkerGroup, folder: Path) -> None:
     with started(ranks=1) as other:
         second = other.group("small", "small_workers:Small", folder=folder)
         pending = small.wait_for.start("written")  # ends only once the other pool has done its call
-        assert not pending.done()
+        assert not pending.advance(0.0)
         second.write("written")
         assert pending.result(timeout_s=30) is None
-        assert results(small.where.start(), second.only_first.start("x"))[1] == "x from 0"
+        assert results(small.where.start(), second.who.start("x"))[1] == "x from 0"
 
 
 def test_an_answer_that_is_late_is_an_error_with_the_ranks_and_can_still_be_had(

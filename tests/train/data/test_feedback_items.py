@@ -183,7 +183,7 @@ def item(prompt: int) -> list[Rollout]:
 )
 def test_no_prompt_is_both_learned_from_and_held_out(prompts: list[int], share: float, least: int, most: int) -> None:
     items = [item(p) for p in prompts]
-    learned, held = split(items, share, least=least, most=most)
+    learned, held = split(items, [(p,) for p in prompts], share, least=least, most=most)
     asked, kept = {i[0].prompt[0] for i in learned}, {i[0].prompt[0] for i in held}
     assert not asked & kept
     assert sorted(i[0].prompt[0] for i in learned + held) == sorted(prompts)
@@ -193,8 +193,11 @@ def test_no_prompt_is_both_learned_from_and_held_out(prompts: list[int], share: 
 
 
 def test_most_prompts_that_were_held_out_stay_so_as_more_come_in() -> None:
-    before = {i[0].prompt[0] for i in split([item(p) for p in range(100)], 0.2, least=1, most=99)[1]}
-    after = {i[0].prompt[0] for i in split([item(p) for p in range(110)], 0.2, least=1, most=99)[1]}
+    def held(count: int) -> set[int]:
+        prompts = [(p,) for p in range(count)]
+        return {i[0].prompt[0] for i in split([item(p) for p in range(count)], prompts, 0.2, least=1, most=99)[1]}
+
+    before, after = held(100), held(110)
     assert len(before) == 20
     assert len(before - after) <= 3
 

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from feedback.config import RuleConfig
 from feedback.datasets import Prompt
 from feedback.scoring.sources.rules import RuleError
-from train.batch.packed import PackedBatch, Rollout
+from train.batch.packed import PackedBatch, Rollout, Sample
 from train.config.training import TrainConfig
 from train.data.prompts import Cycled
 from train.data.rewards import Rewards, load_reward_function
-from train.data.sample import Sample
 from train.data.samples import Informative, score
 from train.data.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, STALE, TOO_LONG, UNKNOWN_POLICY, Traffic
 from train.objectives.advantages import group_relative

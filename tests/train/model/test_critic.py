@@ -73,7 +73,7 @@ def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
 
 def of_a_body(policy: Path) -> dict[str, Any]:
     """What a head of ones makes of the body of a policy."""
-    model = build_with_scalar_head(policy, dtype=torch.float32, meshes=make_meshes("cpu", ranks=RANKS))
+    model = build_with_scalar_head(policy, dtype=torch.float32, meshes=make_meshes("cpu"))
     began = whole(model.score.weight)
     with torch.no_grad():
         model.score.weight.fill_(1.0)

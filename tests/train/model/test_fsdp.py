@@ -77,7 +77,7 @@ class Said(logging.Handler):
 
 
 def a_linear_layer(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
-    meshes = make_meshes("cpu", ranks=RANKS, sequence_parallel_size=2, **sizes)
+    meshes = make_meshes("cpu", sequence_parallel_size=2, **sizes)
     layer = nn.Linear(3, 8, bias=False)
     with torch.no_grad():
         layer.weight.copy_(WHOLE)
@@ -97,7 +97,7 @@ def a_linear_layer(rank: int, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def a_model(policy: Path, mesh: str) -> dict[str, Any]:
-    model = build(policy, dtype=torch.float32, meshes=make_meshes("cpu", ranks=RANKS, **MESHES[mesh]))
+    model = build(policy, dtype=torch.float32, meshes=make_meshes("cpu", **MESHES[mesh]))
     with torch.no_grad():
         logits = model(input_ids=IDS).logits
     out = policy.with_name(policy.name + " again")

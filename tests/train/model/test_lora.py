@@ -102,7 +102,7 @@ def refusal(policy: Path, target: str) -> str:
 
 
 def first_values(policy: Path, **sizes: int) -> dict[str, torch.Tensor]:
-    meshes = make_meshes("cpu", ranks=RANKS, **sizes)
+    meshes = make_meshes("cpu", **sizes)
     model = build(policy, dtype=torch.float32, meshes=meshes, lora=LoraConfig(rank=3, target_modules=["o_proj"]))
     return {name: whole(p) for name, p in model.named_parameters() if ".lora_" in name}
 

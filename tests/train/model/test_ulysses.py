@@ -79,7 +79,7 @@ def in_a_rank(rank: int, folder: Path) -> dict[str, Any]:
 
 def scores(policy: Path, sp: int, dtype: torch.dtype = torch.float32, **options: Any) -> dict[str, Any]:
     """Log-probabilities and entropies of the batch, and the gradients of a weighted sum of both."""
-    meshes = make_meshes("cpu", ranks=RANKS, sequence_parallel_size=sp)
+    meshes = make_meshes("cpu", sequence_parallel_size=sp)
     model = build(policy, dtype=dtype, meshes=meshes, **options)
     whole = some_batch()
     part = own_part(whole, meshes)
@@ -120,7 +120,7 @@ def two_tokens(policy: Path) -> tuple[Tensor, Tensor]:
     """Fewer tokens than ranks: some have no token at all."""
     result = []
     for sp in (1, 4):
-        model = build(policy, dtype=torch.float32, meshes=make_meshes("cpu", ranks=RANKS, sequence_parallel_size=sp))
+        model = build(policy, dtype=torch.float32, meshes=make_meshes("cpu", sequence_parallel_size=sp))
         log_probs, _ = token_log_probs(model, PackedBatch.pack([Rollout([5], [6], [0.0], 0.0, 0)]))
         log_probs.sum().backward()
         result.append(log_probs.detach())
@@ -144,7 +144,7 @@ def heads_and_back(rank: int) -> bool:
 
 
 def refusal(policy: Path, options: dict[str, Any]) -> str:
-    meshes = make_meshes("cpu", ranks=RANKS, sequence_parallel_size=4)
+    meshes = make_meshes("cpu", sequence_parallel_size=4)
     try:
         build(policy, dtype=torch.float32, meshes=meshes, options=FsdpConfig.model_validate(options))
     except ValueError as error:

@@ -18,10 +18,9 @@ from serve.policies.folder import safetensors_header
 from tests.paths import ROOT
 from tests.train.tiny_models import plain_log_probs
 from train.algorithms import load
-from train.batch.packed import PackedBatch, Rollout
+from train.batch.packed import PackedBatch, Rollout, Sample
 from train.config.training import TrainConfig
 from train.controller.worker_group import WorkerError, WorkerGroup
-from train.data.sample import Sample
 from train.workers.role_groups import start_groups
 
 
