@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
-from deploy.config.root import Settings, child_environment
+from deploy.config.root import Settings
 from deploy.loop import promotion
 from deploy.loop.preflight import check
 from deploy.loop.records import (
@@ -27,8 +27,8 @@ from deploy.loop.records import (
     write,
 )
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
-from deploy.supervise.children import NOTHING_TO_LEARN, Child, Stopped, millrace
-from feedback.files import LockTimeoutError, locked
+from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
+from feedback.files import locked
 from serve.policies.store import Pointer, PolicyError
 
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
@@ -54,7 +54,9 @@ def run_cycle(settings: Settings, number: int | None = None, *, say: Callable[[s
     Raises ConfigError if the settings can't work, CycleBusy if another cycle is running, Stopped on a signal.
     """
     check(settings)
-    with _only_one(settings):
+    folder = settings.path(settings.cycle.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / ".lock", 0.0, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
         return _Cycle(settings, number or next_number(settings), say).run()
 
@@ -64,7 +66,6 @@ class _Cycle:
         self.settings = settings
         self.say = lambda text: say(f"cycle {number}: {text}")
         self.follow = say
-        self.snapshot = settings.snapshot()
         self.store = settings.policy_store()
         self.record = CycleRecord(number=number, started_at=now())
 
@@ -132,13 +133,15 @@ class _Cycle:
         """Run one stage as ``millrace <name>`` in a process of its own; what it handed on. Raises StageFailed."""
         out = self.settings.path(self.settings.cycle.folder) / f".{self.record.number:06d}-{name}.json"
         out.unlink(missing_ok=True)
-        log = self.settings.path(self.settings.up.logs) / f"cycle-{self.record.number:06d}-{name}.log"
         with self._stage(name) as stage:
-            child = Child(
+            child = start(
+                self.settings,
                 name,
-                millrace("--config", self.snapshot, name, *arguments, "--json-out", out),
-                log=log,
-                environment=child_environment(),
+                name,
+                *arguments,
+                "--json-out",
+                out,
+                log=f"cycle-{self.record.number:06d}-{name}.log",
                 grace=self.settings.cycle.stop_grace_s,
                 follow=self.follow,
             )
@@ -148,7 +151,7 @@ class _Cycle:
                 raise StageFailed(f"{name} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
             if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
-                raise failed(f"{name} ended with code {code}: {_last_error(child.tail())} (log: {log})")
+                raise failed(f"{name} ended with code {code}: {_last_error(child.tail())} (log: {child.log})")
             result: dict[str, Any] = json.loads(out.read_bytes())
             out.unlink()
             stage.result = result
@@ -203,15 +206,3 @@ def _last_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it printed nothing"])[-1].removeprefix("error: ")
-
-
-@contextmanager
-def _only_one(settings: Settings) -> Iterator[None]:
-    folder = settings.path(settings.cycle.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(folder / ".lock", 0.0))
-        except LockTimeoutError:
-            raise CycleBusy(f"another cycle is running in {folder}") from None
-        yield

@@ -19,9 +19,9 @@ from apscheduler.schedulers.blocking import BlockingScheduler
 from apscheduler.triggers.cron import CronTrigger
 from apscheduler.triggers.interval import IntervalTrigger
 
-from deploy.config.root import ConfigError, ScheduleConfig, Settings, child_environment
+from deploy.config.root import ConfigError, ScheduleConfig, Settings
 from deploy.loop import preflight, records
-from deploy.supervise.children import Child, millrace
+from deploy.supervise.children import Child, start
 
 _BUSY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: `millrace cycle` found another one at work
 _CYCLE, _MAINTENANCE = "cycle", "maintenance"
@@ -35,7 +35,6 @@ class Scheduler:
         """Raises ConfigError for an invalid crontab line, or settings with which no cycle can work."""
         preflight.check(settings)
         self._settings = settings
-        self._snapshot = settings.snapshot()
         self._say = say
         self._trigger = trigger(settings.schedule)
         self._children: dict[str, Child] = {}
@@ -126,14 +125,8 @@ class Scheduler:
             if self._stopping:
                 return None
             self._overlap_reported.discard(name)
-            self._children[name] = child = Child(
-                name,
-                millrace("--config", self._snapshot, *command),
-                log=self._settings.path(self._settings.up.logs) / log,
-                environment=child_environment(),
-                grace=grace,
-                follow=self._say,
-            )
+            child = start(self._settings, name, *command, log=log, grace=grace, follow=self._say)
+            self._children[name] = child
         try:
             return child.wait(most)
         except TimeoutError as error:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Self
 
+from deploy.config.root import Settings, child_environment
 from deploy.supervise import subreaper
 from feedback.process_signals import STOPPING, StopSignal
 
@@ -77,7 +78,8 @@ def no_leftovers(grace: float = 5.0) -> Iterator[None]:
 class Child:
     """One command, run below a subreaper in a session of its own; stdout and stderr are appended to ``log``.
 
-    Start it from a thread that outlives it: Linux ties it to the thread that started it.
+    ``environment``: beside ours, which it gets without the settings. Start it from a thread that outlives it: Linux
+    ties it to the thread that started it.
     """
 
     def __init__(
@@ -86,9 +88,9 @@ class Child:
         command: Sequence[str],
         *,
         log: Path,
-        environment: Mapping[str, str],
         grace: float,
         follow: Callable[[str], None] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -104,11 +106,17 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=dict(environment) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(environment)},
+                env=_with_packages(child_environment(environment)) | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # Ctrl-C on the terminal reaches us alone, and we stop things in order
             )
         self.started = time.monotonic()
         self._follower = _Follower(log, self._log_start, follow) if follow else None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def pid(self) -> int:
@@ -136,10 +144,8 @@ class Child:
 
     def finish(self, timeout: float) -> int:
         """``wait``; however that ends, nothing of it runs afterwards."""
-        try:
+        with self:
             return self.wait(timeout)
-        finally:
-            self.stop()
 
     def request_stop(self) -> None:
         if self._process.poll() is None:
@@ -153,6 +159,10 @@ class Child:
         except TimeoutError:
             self._process.kill()
             return self.wait(5.0)
+
+    def ended(self, code: int) -> str:
+        """What to say of its end by itself."""
+        return f"{self.name} ended with code {code}; its last lines ({self.log}):\n{self.tail()}"
 
     def tail(self, lines: int = 20) -> str:
         """The last lines that this child wrote."""
@@ -196,9 +206,23 @@ def millrace(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-P", "-m", "deploy.cli", *map(str, arguments)]
 
 
-def _python_path(environment: Mapping[str, str]) -> str:
-    """Where the packages are, so that a child finds them from any working directory when they are not installed."""
+def start(
+    settings: Settings,
+    name: str,
+    *arguments: str | Path,
+    log: str,
+    grace: float,
+    follow: Callable[[str], None] | None = None,
+) -> Child:
+    """Start a command of the CLI with these settings; its log is among theirs."""
+    command = millrace("--config", settings.snapshot(), *arguments)
+    return Child(name, command, log=settings.path(settings.up.logs) / log, grace=grace, follow=follow)
+
+
+def _with_packages(environment: dict[str, str]) -> dict[str, str]:
+    """A child finds the packages from any working directory, also when they are not installed."""
     here = Path(__file__).resolve().parents[2]
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    installed = here.name in ("site-packages", "dist-packages")
-    return os.pathsep.join(paths if installed or str(here) in paths else [*paths, str(here)])
+    if here.name not in ("site-packages", "dist-packages") and str(here) not in paths:
+        paths.append(str(here))
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}

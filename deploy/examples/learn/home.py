@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from deploy.config.root import child_environment
 from deploy.examples.learn import task, traffic
 from deploy.supervise.children import Child
 from evaluation.config import EngineConfig, EvaluationConfig, GateConfig
@@ -110,10 +109,9 @@ def make(home: Home, say: Say) -> None:
 
 def make_seed(home: Home, say: Say) -> None:
     command = [sys.executable, "-P", "-m", "deploy.examples.learn.seed", str(home.seed)]
-    log, environment = home.folder / "seed.log", child_environment(ONE_THREAD)
-    child = Child("seed", command, log=log, environment=environment, grace=5.0, follow=say)
-    if child.finish(_LONGEST_S):
-        raise LearnError(f"the seed policy could not be trained; {log} ends with:\n{child.tail()}")
+    child = Child("seed", command, log=home.folder / "seed.log", environment=ONE_THREAD, grace=5.0, follow=say)
+    if code := child.finish(_LONGEST_S):
+        raise LearnError(f"the seed policy could not be trained: {child.ended(code)}")
 
 
 def publish_seed(home: Home) -> Policy:

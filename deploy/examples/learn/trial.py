@@ -8,7 +8,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.config.root import child_environment
 from deploy.examples.learn import home as homes
 from deploy.examples.learn import pairs
 from deploy.examples.learn.home import Home, LearnError, Say
@@ -88,15 +87,14 @@ def train(
     job.folder.mkdir(parents=True)
     spec = write_job(config, job)
     command = [sys.executable, "-P", "-m", "train.launch", str(spec), "--launcher", "torchrun"]
-    environment = child_environment(homes.ONE_THREAD)
 
     def follow(line: str) -> None:
         if line.startswith(f"{name}: "):  # the job's own lines; the log has the others too
             say(line)
 
-    child = Child(name, command, log=job.folder / "log", environment=environment, grace=5.0, follow=follow)
+    child = Child(name, command, log=job.folder / "log", environment=homes.ONE_THREAD, grace=5.0, follow=follow)
     if code := child.finish(longest_s):
-        raise LearnError(f"the job ended with code {code}; its last lines ({child.log}):\n{child.tail(5)}")
+        raise LearnError(child.ended(code))
     return JobResult.model_validate_json((job.folder / "result.json").read_text())
 
 
