@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -113,13 +114,7 @@ def shapes(model: Decoder) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 
 def elements(model: Decoder) -> int:
-    total = 0
-    for _, shape, _ in shapes(model):
-        size = 1
-        for n in shape:
-            size *= n
-        total += size
-    return total
+    return sum(math.prod(shape) for _, shape, _ in shapes(model))
 
 
 def placed(model: Decoder, ranks: int, t: int) -> dict[str, Held]:
