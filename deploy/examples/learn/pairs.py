@@ -27,8 +27,13 @@ def measure(trained: Path, policy: Path) -> tuple[float, float, Interval]:
         policy: folder of the policy that it was trained from.
     """
     before, after = separated(untrained(trained, policy)), separated(trained)
-    value, low, high = paired_bootstrap(after, before, confidence=0.95, resamples=2000, seed=0)
-    return float(before.mean()), float(after.mean()), Interval(value=value, low=low, high=high)
+    return float(before.mean()), float(after.mean()), interval(after, before)
+
+
+def interval(a: NDArray[np.float64], b: NDArray[np.float64]) -> Interval:
+    """Mean of ``a - b`` with its 95 % interval over items."""
+    value, low, high = paired_bootstrap(a, b, confidence=0.95, resamples=2000, seed=0)
+    return Interval(value=value, low=low, high=high)
 
 
 def separated(folder: Path) -> NDArray[np.float64]:

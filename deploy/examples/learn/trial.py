@@ -14,6 +14,7 @@ from deploy.examples.learn.home import Home, LearnError, Say
 from deploy.supervise.children import Child
 from evaluation.evaluate import evaluate
 from evaluation.results import Interval
+from evaluation.suites.suite import Suite
 from serve.policies.store import Policy
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, write_job
@@ -128,5 +129,5 @@ def candidate(home: Home, result: JobResult) -> Policy:
 
 def compare(home: Home, candidate: Policy, incumbent: Policy) -> tuple[float, float, Interval]:
     """(share of right greedy answers of the incumbent, of the candidate, the difference with its 95 % interval)."""
-    found = evaluate(candidate, incumbent, homes.suite(home), homes.evaluation_config(), home.evaluations)
+    found = evaluate(candidate, incumbent, Suite.load(home.suite), homes.evaluation_config(), home.evaluations)
     return found.incumbent.accuracy.value, found.candidate.accuracy.value, found.accuracy
