@@ -41,9 +41,9 @@ def learning(settings: Settings, data: ReportData) -> dict[str, Any]:
     fields = {"candidate", "incumbent", "difference", "ci_low", "ci_high", "verdict"}
     return {
         "policies": [
-            policy.model_dump(include={"version", "parent", "heldout_accuracy", "n"})
-            for policy in data.policies
-            if policy.n is not None
+            {"version": row.version, "parent": row.parent, "heldout_accuracy": row.accuracy.value, "n": row.n}
+            for row in data.policies
+            if row.accuracy is not None
         ],
         "promoted": [policy.version for policy in data.policies if policy.version in served],
         "refused": [record.candidate for record in records.load_all(settings) if record.status == "refused"],
