@@ -57,8 +57,8 @@ def evaluate(
         incumbent=_policy_result(incumbent, before.table, old, config),
         n=int(both.sum()),
         missing=int((~both).sum()),
-        reward=_difference(new[both], old[both], config),
-        accuracy=_difference(new[both] == 1, old[both] == 1, config),
+        reward=Interval.of(statistics.paired_bootstrap(new[both], old[both], **_bootstrap(config))),
+        accuracy=Interval.of(statistics.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
         kl=kl,
         kl_missing=kl_missing,
         confidence=config.gate.confidence,
@@ -169,17 +169,14 @@ def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: Eval
         raise ValueError(f"no response of policy {policy.version} has a score")
     tokens = table.column("response_token_ids").to_pylist()
     lengths = np.array([len(ids) for ids in tokens])
-    reward = statistics.bootstrap_mean(
-        scored, confidence=config.gate.confidence, resamples=config.resamples, seed=config.seed
-    )
-    accuracy = statistics.wilson(int((scored == 1).sum()), len(scored), confidence=config.gate.confidence)
+    right = int((scored == 1).sum())
     return PolicyResult(
         version=policy.version,
         sha256=policy.sha256,
         n=len(scored),
         missing=len(scores) - len(scored),
-        reward=_interval(reward),
-        accuracy=_interval(accuracy),
+        reward=Interval.of(statistics.bootstrap_mean(scored, **_bootstrap(config))),
+        accuracy=Interval.of(statistics.wilson(right, len(scored), confidence=config.gate.confidence)),
         distinct_1=text_metrics.distinct_n(tokens, 1),
         distinct_2=text_metrics.distinct_n(tokens, 2),
         length_mean=float(lengths.mean()),
@@ -188,12 +185,8 @@ def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: Eval
     )
 
 
-def _difference(new: np.ndarray, old: np.ndarray, config: EvaluationConfig) -> Interval:
-    return _interval(
-        statistics.paired_bootstrap(
-            new, old, confidence=config.gate.confidence, resamples=config.resamples, seed=config.seed
-        )
-    )
+def _bootstrap(config: EvaluationConfig) -> dict[str, Any]:
+    return {"confidence": config.gate.confidence, "resamples": config.resamples, "seed": config.seed}
 
 
 def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[KlEstimate | None, str | None]:
@@ -211,10 +204,13 @@ def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[K
     there = tokens > 0
     if not there.any():
         return None, "no prompt leaves room in the context for a scored response"
-    how: dict[str, Any] = {"confidence": config.gate.confidence, "resamples": config.resamples, "seed": config.seed}
+    ratios = [
+        Interval.of(statistics.bootstrap_ratio(sums[there], tokens[there], **_bootstrap(config)))
+        for sums in (forward, reverse)
+    ]
     estimate = KlEstimate(
-        incumbent_candidate=_interval(statistics.bootstrap_ratio(forward[there], tokens[there], **how)),
-        candidate_incumbent=_interval(statistics.bootstrap_ratio(reverse[there], tokens[there], **how)),
+        incumbent_candidate=ratios[0],
+        candidate_incumbent=ratios[1],
         samples=len(terms),
         tokens=int(tokens.sum()),
     )
@@ -222,28 +218,19 @@ def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[K
 
 
 def _samples(suite: Suite, after: pa.Table, before: pa.Table, new: Scores, old: Scores) -> list[Sample]:
-    rows = zip(
-        suite.items,
-        after.column("response").to_pylist(),
-        before.column("response").to_pylist(),
-        (None if np.isnan(value) else float(value) for value in new),
-        (None if np.isnan(value) else float(value) for value in old),
-        strict=True,
+    candidate, incumbent = (table.column("response").to_pylist() for table in (after, before))
+    candidate_score, incumbent_score = (
+        [None if np.isnan(value) else float(value) for value in scores] for scores in (new, old)
     )
     return [
         Sample(
             id=item.id,
             prompt=item.shown,
-            answer=item.answer if item.answer is not None else item.metadata.get(DEFAULT_REFERENCE),
-            candidate=candidate,
-            incumbent=incumbent,
-            candidate_score=candidate_score,
-            incumbent_score=incumbent_score,
+            answer=item.scorer_metadata().get(DEFAULT_REFERENCE),
+            candidate=candidate[i],
+            incumbent=incumbent[i],
+            candidate_score=candidate_score[i],
+            incumbent_score=incumbent_score[i],
         )
-        for item, candidate, incumbent, candidate_score, incumbent_score in rows
+        for i, item in enumerate(suite.items)
     ]
-
-
-def _interval(estimate: tuple[float, float, float]) -> Interval:
-    value, low, high = estimate
-    return Interval(value=value, low=low, high=high)

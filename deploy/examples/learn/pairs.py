@@ -32,8 +32,7 @@ def measure(trained: Path, policy: Path) -> tuple[float, float, Interval]:
 
 def interval(a: NDArray[np.float64], b: NDArray[np.float64]) -> Interval:
     """Mean of ``a - b`` with its 95 % interval over items."""
-    value, low, high = paired_bootstrap(a, b, confidence=0.95, resamples=2000, seed=0)
-    return Interval(value=value, low=low, high=high)
+    return Interval.of(paired_bootstrap(a, b, confidence=0.95, resamples=2000, seed=0))
 
 
 def separated(folder: Path) -> NDArray[np.float64]:
