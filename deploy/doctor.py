@@ -82,13 +82,10 @@ def _packages() -> Iterable[Check]:
         yield Check("millrace", "warn", "runs from a checkout that is not installed", "run `make setup`")
         required = {}
     for package in PACKAGES:
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            yield Check(package, "bad", "is not installed", "run `make setup`")
-            continue
-        ok = package not in required or _satisfies(version, required[package])
-        yield _check(package, ok, version, f"run `make setup`: millrace needs {required.get(package)}", "bad")
+        version, needed = _version(package), required.get(package)
+        ok = version is not None and (needed is None or _satisfies(version, needed))
+        advice = f"run `make setup`: millrace needs {needed or package}"
+        yield _check(package, ok, version or "is not installed", advice, "bad")
 
 
 def _satisfies(version: str, requirement: Requirement) -> bool:
@@ -260,16 +257,13 @@ def _keys(settings: Settings) -> Iterable[Check]:
 
 
 def _home(settings: Settings) -> Iterable[Check]:
-
     folder = _nearest_folder(settings.home)
     if not os.access(folder, os.W_OK):
         yield Check("home", "bad", f"{folder} can't be written to", "choose another: --home FOLDER")
         return
     pointer = settings.policy_store().serving()
-    if pointer is None:
-        yield Check("home", "warn", f"{settings.home}: no policy yet", "run `millrace init --model NAME_OR_FOLDER`")
-    else:
-        yield Check("home", "ok", f"{settings.home}: policy {pointer.version} serves")
+    found = f"{settings.home}: {f'policy {pointer.version} serves' if pointer else 'no policy yet'}"
+    yield _check("home", pointer is not None, found, "run `millrace init --model NAME_OR_FOLDER`")
 
 
 def _loop(settings: Settings) -> Iterable[Check]:

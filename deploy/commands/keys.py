@@ -26,7 +26,6 @@ class When(click.ParamType):
     name = "when"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        """The time, with its zone."""
         if isinstance(value, datetime):
             return value
         if found := re.fullmatch(r"(\d{1,6})([mhd])", value):
@@ -46,7 +45,6 @@ class Rate(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float | Literal["unlimited"]:
-        """The rate."""
         if value == "unlimited":
             return "unlimited"
         try:

@@ -192,7 +192,8 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     file = evaluation.save(config.folder)
     verdict = decide(evaluation, config.gate)
     store.record_gate(candidate, verdict.model_dump(mode="json"))
-    for result in (evaluation.incumbent, evaluation.candidate):
+    results = (evaluation.incumbent, evaluation.candidate)
+    for result in results:
         click.echo(
             f"policy {result.version}: accuracy {result.accuracy.value:.3f}, reward {result.reward.value:.3f} "
             f"[{result.reward.low:.3f}, {result.reward.high:.3f}], {result.length_mean:.1f} tokens"
@@ -203,13 +204,9 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             "candidate": candidate,
             "incumbent": incumbent,
             "verdict": verdict.model_dump(mode="json"),
-            "accuracy": {
-                str(result.version): result.accuracy.model_dump()
-                for result in (evaluation.incumbent, evaluation.candidate)
-            },
-            "reward": {
-                str(result.version): result.reward.model_dump()
-                for result in (evaluation.incumbent, evaluation.candidate)
+            **{
+                measure: {str(result.version): getattr(result, measure).model_dump() for result in results}
+                for measure in ("accuracy", "reward")
             },
             "seconds": evaluation.seconds,
             "evaluation": str(file),

@@ -263,6 +263,3 @@ def _counted(rows: dict[str, Any]) -> str:
 
 def _megabytes(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
-
-
-COMMANDS: tuple[click.Command, ...] = (compact, vacuum, retain, erase, maintain)

@@ -44,6 +44,7 @@ class Scheduler:
         self._overlap_reported: set[str] = set()
         self._before = {record.number for record in records.load_all(settings)}
         logging.getLogger("apscheduler").setLevel(logging.ERROR)  # _report prints what it warns of
+        # Its jobs run one at a time each, and missed runs of one become one, as is APScheduler's default.
         self._scheduler = BlockingScheduler(timezone=UTC if not settings.schedule.cron else None)
 
     def run(self) -> None:
@@ -55,8 +56,6 @@ class Scheduler:
             self._trigger,
             id=_CYCLE,
             next_run_time=first,
-            max_instances=1,
-            coalesce=True,
             misfire_grace_time=None if schedule.misfire_grace_seconds is None else int(schedule.misfire_grace_seconds),
         )
         if schedule.maintenance_seconds is not None:
@@ -66,8 +65,6 @@ class Scheduler:
                 id=_MAINTENANCE,
                 next_run_time=datetime.now(UTC)
                 + timedelta(seconds=min(schedule.maintenance_seconds, _FIRST_MAINTENANCE_S)),
-                max_instances=1,
-                coalesce=True,
                 misfire_grace_time=None,
             )
         self._scheduler.add_listener(self._report, EVENT_JOB_ERROR | EVENT_JOB_MAX_INSTANCES | EVENT_JOB_MISSED)

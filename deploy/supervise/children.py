@@ -25,31 +25,24 @@ _SUBREAPER_MARGIN_S = 8.0  # beyond the grace, to end what the command left behi
 
 
 class Stopped(StopSignal):
-    """Not an Exception, so that nothing but an end of the process catches it."""
+    """Not an Exception, so that nothing but an end of the process catches it. ``code``: 128 and the signal's number."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.number = number
+    code: int
 
     def __str__(self) -> str:
-        return signal.Signals(self.number).name
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.number
+        return signal.Signals(self.code - 128).name
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
     """Raise Stopped in the main thread at the first SIGTERM, SIGINT or SIGHUP; further ones change nothing."""
-
     stopped: Stopped | None = None
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
         for each in before:
             signal.signal(each, signal.SIG_IGN)
-        stopped = Stopped(number)
+        stopped = Stopped(128 + number)
         raise stopped
 
     before: dict[int, Any] = {number: signal.signal(number, stop) for number in STOPPING}
@@ -110,7 +103,10 @@ class Child:
                 start_new_session=True,  # Ctrl-C on the terminal reaches us alone, and we stop things in order
             )
         self.started = time.monotonic()
-        self._follower = _Follower(log, self._log_start, follow) if follow else None
+        self._ended = threading.Event()
+        self._follower = threading.Thread(target=self._follow, args=(follow,), name=f"follow {name}", daemon=True)
+        if follow:
+            self._follower.start()
 
     def __enter__(self) -> Self:
         return self
@@ -125,8 +121,9 @@ class Child:
     def poll(self) -> int | None:
         """The exit code, None while it runs."""
         code = self._process.poll()
-        if code is not None and self._follower:
-            self._follower.close()
+        if code is not None and self._follower.is_alive():
+            self._ended.set()
+            self._follower.join(5.0)
         return code
 
     def wait(self, timeout: float) -> int:
@@ -172,33 +169,20 @@ class Child:
             text = file.read().decode(errors="replace")
         return "\n".join(line.rstrip().rsplit("\r", 1)[-1] for line in text.splitlines()[-lines:])
 
-
-class _Follower:
-    """Hands the new lines of a growing file to a function. A file in between, so that a child never waits for us."""
-
-    def __init__(self, path: Path, start: int, each: Callable[[str], None]) -> None:
-        self._path, self._start, self._each = path, start, each
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"follow {path.name}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with self._path.open("rb") as file:
-            file.seek(self._start)
+    def _follow(self, each: Callable[[str], None]) -> None:
+        """Hand over the new lines of the log. A file in between, so that a child never waits for us."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
             rest = b""
             while True:
-                last = self._closing.is_set()
+                last = self._ended.is_set()
                 *lines, rest = (rest + file.read()).split(b"\n")
                 for line in [*lines, rest] if last and rest else lines:
                     # A progress bar redraws its line with carriage returns; only its last state is a line of a log.
-                    self._each(line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
+                    each(line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
                 if last:
                     return
-                self._closing.wait(0.1)
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(5.0)
+                self._ended.wait(0.1)
 
 
 def millrace(*arguments: str | Path) -> list[str]:

@@ -80,7 +80,7 @@ def main(
         raise click.ClickException(str(error)) from error
     except Stopped as stopped:
         click.echo(f"stopped by {stopped}", err=True)
-        sys.exit(stopped.exit_code)
+        sys.exit(stopped.code)
     outcomes |= last
     show(outcomes)
     print(json.dumps({name: figures(outcome) for name, outcome in outcomes.items()}), flush=True)
