@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -48,26 +49,14 @@ def score(settings: Settings, json_out: Path | None) -> None:
         f"({len(sealed)} journal segments sealed first)"
     )
     for name, count in result.components.items():
-        reasons = [f"{times} {reason}" for reason, times in list(result.reasons[name].items())[:_REASONS_SHOWN]]
+        shown = [f"{times} {reason}" for reason, times in list(result.reasons[name].items())[:_REASONS_SHOWN]]
         more = "; …" if len(result.reasons[name]) > _REASONS_SHOWN else ""
         if result.scored:
-            click.echo(f"  {name}: {count}" + (f", missing: {'; '.join(reasons)}{more}" if reasons else ""))
+            click.echo(f"  {name}: {count}" + (f", missing: {'; '.join(shown)}{more}" if shown else ""))
     if result.retried:
         click.echo(f"  the next run retries {result.retried}")
-    write_result(
-        {
-            "scored": result.scored,
-            "missing": result.missing,
-            "components": result.components,
-            "reasons": {name: dict(list(why.items())[:_REASONS_KEPT]) for name, why in result.reasons.items()},
-            "retried": result.retried,
-            "scorer": result.scorer,
-            "versions": result.versions,
-            "counts": lake.counts(),
-            "seconds": result.seconds,
-        },
-        json_out,
-    )
+    reasons = {name: dict(list(why.items())[:_REASONS_KEPT]) for name, why in result.reasons.items()}
+    write_result(asdict(result) | {"reasons": reasons, "counts": lake.counts()}, json_out)
 
 
 @contextmanager

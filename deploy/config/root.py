@@ -19,7 +19,7 @@ from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environ
 from evaluation.config import EngineConfig as EvaluationEngineConfig
 from evaluation.config import EvaluationConfig
 from feedback.config import FeedbackConfig
-from feedback.files import private
+from feedback.files import replace_file
 from feedback.settings_base import Section
 from serve.config import EngineConfig, ServeConfig
 from serve.middleware.api_keys import local_file
@@ -184,10 +184,7 @@ class Settings(Section):
         path = self.path("configs") / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
-            with open(aside, "w", opener=private) as file:
-                file.write(text)
-            aside.replace(path)
+            replace_file(path, text.encode(), private=True, durable=False)
         return path
 
 

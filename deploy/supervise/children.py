@@ -92,10 +92,7 @@ class Child:
         with log.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "deploy.supervise.subreaper"),
-                    *("--parent", str(os.getpid()), "--grace", str(grace), "--", *command),
-                ],
+                [sys.executable, "-P", "-m", "deploy.supervise.subreaper", str(os.getpid()), str(grace), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
