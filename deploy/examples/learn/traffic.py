@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.examples.bench.rows import record
 from deploy.examples.learn import task
 from deploy.examples.learn.task import Item
 from evaluation.config import EngineConfig
@@ -19,7 +20,6 @@ from evaluation.engine import OfflineEngine, Work
 from feedback.config import HumanConfig, JournalConfig, LakeConfig, RuleConfig, ScoringConfig
 from feedback.events import FeedbackIn
 from feedback.ingest.seal import seal
-from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
 from feedback.scoring.run import score
 from serve.generation import interaction_rows
@@ -44,7 +44,7 @@ def log(folder: Path, policy: Policy, config: EngineConfig, *, reward: str, max_
         interactions = answer(items, policy, engine, max_tokens=max_tokens)
     feedback = list(judge(items, interactions, random.Random(0)))
     lake, journal = Lake(str(folder), LakeConfig()), folder.with_name(f"{folder.name}-journal")
-    asyncio.run(record(journal, {"interactions": interactions, "feedback": feedback}))
+    asyncio.run(record(journal, JournalConfig(), {"interactions": interactions, "feedback": feedback}))
     lake.create()
     seal(lake, journal)
     score(lake, ScoringConfig(human=HumanConfig(weight=0), rules={"task": RuleConfig(function=reward)}))
@@ -111,14 +111,3 @@ def by_item(items: list[Item], interactions: list[Row]) -> Iterator[tuple[Item, 
 
 def is_right(item: Item, row: Row) -> bool:
     return bool(row["response"] == item.answer)
-
-
-async def record(folder: Path, tables: dict[str, list[Row]]) -> None:
-    """Through the journal: every row is on disk when this returns, and the segments are closed."""
-    journal = Journal(folder, JournalConfig(), "learn")
-    journal.open()
-    try:
-        for table, rows in tables.items():
-            await asyncio.gather(*(journal.append(table, row) for row in rows))
-    finally:
-        await asyncio.to_thread(journal.close)
