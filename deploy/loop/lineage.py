@@ -7,11 +7,11 @@ import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from deploy.config.root import Settings
+from serve.vllm.compat import installed
 
 if TYPE_CHECKING:
     from feedback.lake.tables import Lake
@@ -24,11 +24,12 @@ Certainty = Literal["yes", "possibly"]
 
 
 def current(settings: Settings) -> dict[str, Any]:
-    """The lineage of what is trained now: {millrace, git_commit, config}, git_commit None outside a checkout.
+    """The lineage of what is trained now: {millrace, git_commit, config}, None without a version or a checkout.
 
     ``config`` is a hash; the configuration is kept as ``home/configs/<hash>.yaml``.
     """
-    return {"millrace": _version(), "git_commit": _git_commit(), "config": settings.snapshot().stem}
+    version = installed("millrace").get("millrace")
+    return {"millrace": version, "git_commit": _git_commit(), "config": settings.snapshot().stem}
 
 
 @dataclass(frozen=True)
@@ -182,13 +183,6 @@ def _has_read(
     if unknown and found.since is not None and found.since <= created:
         return "possibly", f"{', '.join(unknown)} can't be read, and it was trained after them"
     return None
-
-
-def _version() -> str | None:
-    try:
-        return metadata.version("millrace")
-    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
-        return None
 
 
 def _git_commit() -> str | None:

