@@ -21,9 +21,7 @@ LEAST_GAIN = 0.25
 def write(settings: Settings, folder: Path, account: list[dict[str, Any]], seconds: dict[str, float]) -> dict[str, Any]:
     """Count, and leave summary.json and report.html in ``folder``; the summary's figures.
 
-    Args:
-        account: the users' entries, one per request.
-        seconds: of each stage so far.
+    ``account``: the users' entries, one per request. ``seconds``: of each stage so far.
     """
     counts = both_sides(settings, account)
     data = report_data.gather(settings, title="Millrace: the demo", totals=counts)
@@ -76,12 +74,12 @@ def stage_seconds(settings: Settings) -> dict[str, float]:
     }
 
 
-def problems(figures: dict[str, Any], *, least_policies: int) -> list[str]:
+def problems(figures: dict[str, Any]) -> list[str]:
     """The demo's promises that these figures break, each in a sentence."""
     accuracy = {p["version"]: p["heldout_accuracy"] for p in figures["policies"]}
     promoted, refused = figures["promoted"], figures["refused"]
     found = []
-    if len(promoted) < least_policies:
+    if len(promoted) < 2:
         return [f"only policies {promoted} were ever promoted"]
     gain = accuracy[promoted[-1]] - accuracy[promoted[0]]
     if gain < LEAST_GAIN:

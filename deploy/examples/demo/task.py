@@ -72,11 +72,7 @@ def demonstration(item: Item, rng: random.Random) -> str:
 
 
 def reward(batch: pa.Table) -> list[float | None]:
-    """The demo's rule reward: 1 for the right answer, 0 for any other, None where the prompt is not of this task.
-
-    Args:
-        batch: columns ``prompt`` and ``response`` (strings).
-    """
+    """The demo's rule reward: 1 for the right answer, 0 for any other, None where the prompt is not of this task."""
 
     def score(prompt: str | None, response: str | None) -> float | None:
         verb, _, word = (prompt or "").rstrip(">").partition(" ")

@@ -51,11 +51,7 @@ class Home:
 
 
 def prepare(folder: Path, say: Say) -> Home:
-    """The home in ``folder``: what is there of it, if the same code prepared it, else prepared anew.
-
-    Raises:
-        LearnError: the folder holds something else, or the seed policy could not be trained.
-    """
+    """The home in ``folder``: what is there of it, if the same code prepared it, else prepared anew."""
     home, mark = Home(folder.resolve()), folder / "made-by"
     if folder.exists() and any(folder.iterdir()) and not mark.exists():
         raise LearnError(

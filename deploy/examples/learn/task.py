@@ -84,16 +84,12 @@ def wrong(item: Item, rng: random.Random) -> str:
 
 
 def reward(batch: pa.Table) -> list[float]:
-    """1 for the right answer, 0 for any other.
-
-    Args:
-        batch: columns ``prompt`` and ``response`` (strings).
-    """
+    """1 for the right answer, 0 for any other."""
     return [float(response == _parts(prompt)[0].right(_parts(prompt)[1])) for prompt, response in _rows(batch)]
 
 
 def graded(batch: pa.Table) -> list[float]:
-    """1 for the right answer, ``HABIT_GRADE`` for the habit, 0 for any other; ``batch`` as ``reward`` takes it."""
+    """1 for the right answer, ``HABIT_GRADE`` for the habit, 0 for any other."""
 
     def grade(prompt: str, response: str) -> float:
         verb, word = _parts(prompt)

@@ -66,24 +66,14 @@ def run(home: Home, name: str, settings: dict[str, Any], *, longest_s: float, sa
 def train(
     home: Home, name: str, settings: dict[str, Any], *, longest_s: float, say: Say, parent: int = 1, **context: Any
 ) -> JobResult:
-    """Run the job ``name`` to its end, from policy ``parent``. ``context``: of the job, where not the home's own.
-
-    Raises:
-        LearnError: it failed.
-        TimeoutError: it took longer than ``longest_s``.
-        ValueError: settings that can't work.
-    """
+    """Run the job ``name`` to its end, from policy ``parent``. ``context``: of the job, where not the home's own."""
     config = TrainConfig.model_validate(settings)
-    job = JobContext.model_validate(
-        {
-            "run": name,
-            "runs": home.work / "runs",
-            "policies": home.store.root,
-            "lake_uri": str(home.lake),
-            "reward": homes.REWARD,
-            "parent": parent,
-            **context,
-        }
+    job = JobContext(
+        run=name,
+        runs=home.work / "runs",
+        policies=home.store.root,
+        parent=parent,
+        **{"lake_uri": str(home.lake), "reward": homes.REWARD} | context,
     )
     job.folder.mkdir(parents=True)
     spec = write_job(config, job)
@@ -100,11 +90,7 @@ def train(
 
 
 def measure(home: Home, result: JobResult) -> tuple[float, float, Interval]:
-    """(before, after, the gain) of what a job left: a policy, or a reward model.
-
-    Raises:
-        LearnError: it left neither.
-    """
+    """(before, after, the gain) of what a job left: a policy, or a reward model. Raises LearnError if neither."""
     if result.artifact is not None:
         return pairs.measure(result.artifact, home.first().path)
     return compare(home, candidate(home, result), home.first())
@@ -117,11 +103,7 @@ def digest(home: Home, result: JobResult) -> str:
 
 
 def candidate(home: Home, result: JobResult) -> Policy:
-    """The policy that a job published.
-
-    Raises:
-        LearnError: it published none.
-    """
+    """The policy that a job published. Raises LearnError if it published none."""
     if result.candidate is None:
         raise LearnError(result.reason or "the job published no policy, and gave no reason")
     return home.store.get(result.candidate)
