@@ -64,7 +64,7 @@ def up(
 
 def _start(name: str, settings: Settings, say: Callable[[str, str], None]) -> Child:
     grace = settings.up.stop_grace_s
-    return start(settings, name, name, log=f"{name}.log", grace=grace, follow=lambda line: say(name, line))
+    return start(settings, name, [name], log=f"{name}.log", grace=grace, follow=lambda line: say(name, line))
 
 
 def _wait_until_ready(server: Child, settings: Settings) -> None:

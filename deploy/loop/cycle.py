@@ -46,10 +46,9 @@ class StageKilled(StageFailed):
     """A stage's process was ended by a signal, and not by anything that it did."""
 
 
-def run_cycle(settings: Settings, number: int | None = None, *, say: Callable[[str], None] = print) -> CycleRecord:
+def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> CycleRecord:
     """Run one cycle to its end and return its record, whatever the end was.
 
-    number: of the cycle; by default the next free one.
     say: gets one line of text for each thing that happens, the stages' own output included.
     Raises ConfigError if the settings can't work, CycleBusy if another cycle is running, Stopped on a signal.
     """
@@ -58,11 +57,12 @@ def run_cycle(settings: Settings, number: int | None = None, *, say: Callable[[s
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", 0.0, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
-        return _Cycle(settings, number or next_number(settings), say).run()
+        return _Cycle(settings, say).run()
 
 
 class _Cycle:
-    def __init__(self, settings: Settings, number: int, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+        number = next_number(settings)
         self.settings = settings
         self.say = lambda text: say(f"cycle {number}: {text}")
         self.follow = say
@@ -137,10 +137,7 @@ class _Cycle:
             child = start(
                 self.settings,
                 name,
-                name,
-                *arguments,
-                "--json-out",
-                out,
+                [name, *arguments, "--json-out", out],
                 log=f"cycle-{self.record.number:06d}-{name}.log",
                 grace=self.settings.cycle.stop_grace_s,
                 follow=self.follow,

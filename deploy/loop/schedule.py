@@ -122,7 +122,7 @@ class Scheduler:
             if self._stopping:
                 return None
             self._overlap_reported.discard(name)
-            child = start(self._settings, name, *command, log=log, grace=grace, follow=self._say)
+            child = start(self._settings, name, command, log=log, grace=grace, follow=self._say)
             self._children[name] = child
         try:
             return child.wait(most)

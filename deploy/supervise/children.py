@@ -190,14 +190,15 @@ def millrace(*arguments: str | Path) -> list[str]:
 def start(
     settings: Settings,
     name: str,
-    *arguments: str | Path,
+    command: Sequence[str | Path],
+    *,
     log: str,
     grace: float,
-    follow: Callable[[str], None] | None = None,
+    follow: Callable[[str], None],
 ) -> Child:
     """Start a command of the CLI with these settings; its log is among theirs."""
-    command = millrace("--config", settings.snapshot(), *arguments)
-    return Child(name, command, log=settings.path(settings.up.logs) / log, grace=grace, follow=follow)
+    whole = millrace("--config", settings.snapshot(), *command)
+    return Child(name, whole, log=settings.path(settings.up.logs) / log, grace=grace, follow=follow)
 
 
 def _with_packages(environment: dict[str, str]) -> dict[str, str]:

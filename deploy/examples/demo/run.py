@@ -55,7 +55,7 @@ def run(folder: Path, *, cycles: int, users: int) -> None:
             seed_policy(folder, stages.say)
         with stages("init"):
             call(settings, stages.say, "init", "--model", str(folder / "seed"), "--no-write-config")
-        with start(settings, "up", "up", log="demo-up.log", grace=60.0, follow=stages.say) as up:
+        with start(settings, "up", ["up"], log="demo-up.log", grace=60.0, follow=stages.say) as up:
             with stages("serve"):
                 wait_for("the server", lambda: wait_for_serving.server_policy(settings) is not None, [up])
             command = users_command(users_file, folder, settings, users)
@@ -144,7 +144,7 @@ def seed_policy(folder: Path, say: Callable[[str], None]) -> None:
 
 def call(settings: Settings, say: Callable[[str], None], name: str, *arguments: str) -> None:
     """Run a ``millrace`` command to its end."""
-    finish(start(settings, name, name, *arguments, log=f"demo-{name}.log", grace=10.0, follow=say))
+    finish(start(settings, name, [name, *arguments], log=f"demo-{name}.log", grace=10.0, follow=say))
 
 
 def finish(child: Child) -> None:
