@@ -213,14 +213,10 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
     Exit code 1 if it failed, a training that was stopped for its health included; 75 if another one is running. A cycle
     that finds nothing to learn from is skipped, which is no failure: it says how many in a row have been.
     """
-    from deploy.loop.cycle import CycleBusy, run_cycle
+    from deploy.loop.cycle import run_cycle
 
     with no_leftovers(), stop_on_signals():
-        try:
-            record = run_cycle(settings, say=click.echo)
-        except CycleBusy as busy:
-            click.echo(f"error: {busy}", err=True)
-            return 75
+        record = run_cycle(settings, say=click.echo)
     write_result(record.model_dump(mode="json"), json_out)
     return 1 if record.status == "failed" else 0
 

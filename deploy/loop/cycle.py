@@ -37,6 +37,8 @@ SIGNALLED = 128  # a process that signal n ended has the code 128 + n
 class CycleBusy(RuntimeError):
     """Another process is in the middle of a cycle."""
 
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+
 
 class StageFailed(RuntimeError):
     """A stage of the cycle failed; the text says which and why."""

@@ -21,9 +21,9 @@ from apscheduler.triggers.interval import IntervalTrigger
 
 from deploy.config.root import ConfigError, ScheduleConfig, Settings
 from deploy.loop import preflight, records
+from deploy.loop.cycle import CycleBusy
 from deploy.supervise.children import Child, start
 
-_BUSY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: `millrace cycle` found another one at work
 _CYCLE, _MAINTENANCE = "cycle", "maintenance"
 _FIRST_MAINTENANCE_S = 300.0  # a scheduler that is often started again does maintenance too
 
@@ -104,7 +104,7 @@ class Scheduler:
         code = self._run_child(_CYCLE, ["cycle"], log="cycles.log", grace=2 * limits.stop_grace_s, most=most + 600.0)
         if code is None:
             return
-        if code == _BUSY_EXIT_CODE:
+        if code == CycleBusy.exit_code:
             self._say("schedule: another cycle was running; this one is left out")
         self._count()
 
