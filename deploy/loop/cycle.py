@@ -106,7 +106,9 @@ class _Cycle:
         )
         self.record.candidate = trained["candidate"]
         if trained["candidate"] is None:
-            return self._end("skipped", trained["reason"] + self._without_candidate())
+            again = len(without_candidate(self.settings))
+            more = f" ({again} cycles in a row have trained and published nothing)" if again > 1 else ""
+            return self._end("skipped", trained["reason"] + more)
 
         candidate, incumbent = str(trained["candidate"]), str(pointer.version)
         judged = self._run("evaluate", self.settings.cycle.evaluate_timeout_s, candidate, "--incumbent", incumbent)
@@ -125,11 +127,6 @@ class _Cycle:
         count, least = getattr(self.record, what), self.settings.cycle.min_new_rewards
         new = count - before if count >= before else count  # fewer than before: old rows were retired
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
-
-    def _without_candidate(self) -> str:
-        """For how many cycles in a row training has published nothing; empty for the first."""
-        count = len(without_candidate(self.settings))
-        return f" ({count} cycles in a row have trained and published nothing)" if count > 1 else ""
 
     def _run(self, name: str, timeout: float, *arguments: str) -> dict[str, Any]:
         """Run one stage as ``millrace <name>`` in a process of its own; what it handed on. Raises StageFailed."""
