@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +19,9 @@ from evaluation.results import Evaluation, Interval, KlEstimate, PolicyResult, S
 from evaluation.suites import answers, text_metrics
 from evaluation.suites.suite import Suite
 from feedback.config import RuleConfig
+from feedback.schema import INTERACTIONS
 from feedback.scoring.sources.builtin import DEFAULT_REFERENCE
-from feedback.scoring.sources.rules import Rule, RuleError, configured, load_rule
+from feedback.scoring.sources.rules import COLUMNS, Rule, RuleError, configured, load_rule
 from serve.policies.store import Policy
 
 Scorer = Callable[[pa.Table], Sequence[float | None]]
@@ -140,17 +141,6 @@ def score(suite: Suite, table: pa.Table, scorer: Scorer) -> Scores:
     return np.array([np.nan if value is None else value for value in scores], dtype=np.float64)
 
 
-_BATCH: Final = pa.schema(
-    [
-        ("prompt", pa.string()),
-        ("messages", pa.string()),
-        ("response", pa.string()),
-        ("response_token_ids", pa.list_(pa.int32())),
-        ("metadata", pa.map_(pa.string(), pa.string())),
-    ]
-)
-
-
 def scorer_batch(suite: Suite, table: pa.Table) -> pa.Table:
     """The input of a scorer: the same columns that the rule reward sees of served traffic."""
     columns: Mapping[str, Any] = {
@@ -160,7 +150,7 @@ def scorer_batch(suite: Suite, table: pa.Table) -> pa.Table:
         "response_token_ids": table.column("response_token_ids").combine_chunks(),
         "metadata": [list(item.scorer_metadata().items()) for item in suite.items],
     }
-    return pa.table(columns, schema=_BATCH)
+    return pa.table(columns, schema=pa.schema([(name, INTERACTIONS.field(name).type) for name in COLUMNS]))
 
 
 def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: EvaluationConfig) -> PolicyResult:
