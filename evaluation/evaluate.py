@@ -30,21 +30,13 @@ Scorer = Callable[[pa.Table], Sequence[float | None]]
 Scores = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def evaluate(
-    candidate: Policy,
-    incumbent: Policy,
-    suite: Suite,
-    config: EvaluationConfig,
-    folder: Path,
-    *,
-    scorer: Scorer | None = None,
-) -> Evaluation:
+def evaluate(candidate: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Evaluation:
     """Answer the suite greedily with both policies, score the answers, compare them item by item.
 
-    ``folder`` is where evaluations are kept (answers are cached under it); ``scorer`` stands in for ``config.scorer``.
+    ``folder`` is where evaluations are kept (answers are cached under it).
     Raises EngineError, ValueError if no item has a score for both, and what the scorer raises.
     """
-    scorer = scorer or load_scorer(config)
+    scorer = load_scorer(config)
     before = answers.answer(incumbent, suite, config, folder)
     after = answers.answer(candidate, suite, config, folder, incumbent=incumbent)
     started = time.monotonic()
@@ -80,29 +72,14 @@ def evaluate(
     )
 
 
-def measure(
-    policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path, *, scorer: Scorer | None = None
-) -> PolicyResult:
-    """One policy alone on the suite. Raises as ``evaluate`` does."""
-    scorer = scorer or load_scorer(config)
-    table = answers.answer(policy, suite, config, folder).table
-    return _policy_result(policy, table, score(suite, table, scorer), config)
-
-
 def compare_samples(
-    candidate: Policy,
-    incumbent: Policy,
-    suite: Suite,
-    config: EvaluationConfig,
-    folder: Path,
-    *,
-    scorer: Scorer | None = None,
+    candidate: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path
 ) -> list[Sample]:
     """Every item with both policies' answers, in the suite's order; empty unless both have been answered before."""
     after, before = (answers.cached(policy, suite, config, folder) for policy in (candidate, incumbent))
     if after is None or before is None:
         return []
-    scorer = scorer or load_scorer(config)
+    scorer = load_scorer(config)
     return _samples(suite, after, before, score(suite, after, scorer), score(suite, before, scorer))
 
 

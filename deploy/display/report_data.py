@@ -110,8 +110,8 @@ def _samples(
 
 
 def _swaps(folder: Path) -> list[SwapRow]:
-    rows = [{"replica": path.stem, **row} for path in sorted(folder.glob("*.jsonl")) for row in _json_lines(path)]
-    return sorted((SwapRow.model_validate(row) for row in rows), key=lambda swap: swap.time)
+    rows = (row for path in folder.glob("*.jsonl") for row in _json_lines(path))
+    return sorted(map(SwapRow.model_validate, rows), key=lambda swap: swap.time)
 
 
 def _stages(cycles: list[records.CycleRecord]) -> dict[str, float]:

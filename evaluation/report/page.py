@@ -71,7 +71,6 @@ class SwapRow(_Row):
     ok: bool = True
     in_flight: int | None = None
     error: str | None = None
-    replica: str | None = None
 
     @property
     def time(self) -> float:
@@ -142,7 +141,7 @@ def traffic(connection: Any, *, bins: int = _BINS) -> pa.Table | None:
     """Traffic over time from a DuckDB connection with a view ``interactions``; None if there was none.
 
     One row a time bin, empty bins too: ``time`` (its start, seconds since 1970), ``seconds`` (its width), ``requests``,
-    ``tokens``, ``p50_ms``, ``p95_ms`` (of complete responses, null if none), ``failed`` (responses with status error).
+    ``tokens``, ``p50_ms``, ``p95_ms`` (of complete responses, null if none).
     """
     # fetchall, not fetchone: an unfinished result blocks the connection's next query.
     [(low, high)] = connection.execute(
@@ -159,13 +158,11 @@ def traffic(connection: Any, *, bins: int = _BINS) -> pa.Table | None:
                    count(DISTINCT request_id) AS requests,
                    sum(len(response_token_ids)) AS tokens,
                    quantile_cont(timings.total_ms, 0.50) FILTER (status = 'complete') AS p50_ms,
-                   quantile_cont(timings.total_ms, 0.95) FILTER (status = 'complete') AS p95_ms,
-                   count(*) FILTER (status = 'error') AS failed
+                   quantile_cont(timings.total_ms, 0.95) FILTER (status = 'complete') AS p95_ms
             FROM interactions GROUP BY 1
         )
         SELECT $low + b * $width AS time, $width::DOUBLE AS seconds, coalesce(requests, 0)::BIGINT AS requests,
-               coalesce(tokens, 0)::BIGINT AS tokens, p50_ms::DOUBLE AS p50_ms, p95_ms::DOUBLE AS p95_ms,
-               coalesce(failed, 0)::BIGINT AS failed
+               coalesce(tokens, 0)::BIGINT AS tokens, p50_ms::DOUBLE AS p50_ms, p95_ms::DOUBLE AS p95_ms
         FROM range($count) AS bins(b) LEFT JOIN binned ON bin = b ORDER BY b
         """,
         params={"low": low, "width": width, "count": count},
