@@ -113,11 +113,10 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
     ctx.obj = settings
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Run the command line; the process's exit code says how it went."""
-    arguments = sys.argv[1:] if arguments is None else arguments
     os.environ["PYTHONSAFEPATH"] = "1"  # no Python below this one puts the working directory first on its path
-    end_process(run(arguments))
+    end_process(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
@@ -133,7 +132,7 @@ def run(arguments: list[str]) -> int:
         return _fail(error, arguments, code=2)
     except Stopped as stopped:
         click.echo(f"stopped by {stopped}", err=True)
-        return stopped.exit_code
+        return stopped.code
     except (KeyboardInterrupt, click.Abort):
         click.echo("stopped by SIGINT", err=True)
         return 130

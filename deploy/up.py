@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 
-from deploy.config.root import Settings, child_environment
+from deploy.config.root import Settings
 from deploy.loop import preflight
 from deploy.loop.schedule import trigger
-from deploy.supervise.children import Child, millrace
-from feedback.files import LockTimeoutError, locked
+from deploy.supervise.children import Child, start
+from feedback.files import locked
 
 _POLL_S = 0.2
 
@@ -42,7 +41,9 @@ def up(
     if schedule:
         preflight.check(settings)
         trigger(settings.schedule)
-    with _only_one(settings):
+    lock = settings.path(".up.lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with locked(lock, 0.0, busy=UpFailed(f"another `millrace up` runs in {settings.home}")):
         children: list[Child] = []
         try:
             server = _start("serve", settings, say)
@@ -62,14 +63,8 @@ def up(
 
 
 def _start(name: str, settings: Settings, say: Callable[[str, str], None]) -> Child:
-    return Child(
-        name,
-        millrace("--config", settings.snapshot(), name),
-        log=settings.path(settings.up.logs) / f"{name}.log",
-        environment=child_environment(),
-        grace=settings.up.stop_grace_s,
-        follow=lambda line: say(name, line),
-    )
+    grace = settings.up.stop_grace_s
+    return start(settings, name, [name], log=f"{name}.log", grace=grace, follow=lambda line: say(name, line))
 
 
 def _wait_until_ready(server: Child, settings: Settings) -> None:
@@ -79,7 +74,7 @@ def _wait_until_ready(server: Child, settings: Settings) -> None:
     last = "it does not answer"
     while time.monotonic() < deadline:
         if (code := server.poll()) is not None:
-            raise _ended(server, code)
+            raise UpFailed(server.ended(code), code or 1)
         try:
             answer = httpx.get(f"{settings.server_url}/ready", timeout=2.0)
             if answer.status_code == 200:
@@ -102,21 +97,5 @@ def _watch(children: list[Child], say: Callable[[str, str], None]) -> None:
                 say("up", "the schedule has come to its end; serving goes on")
                 running.remove(child)
             elif code is not None:
-                raise _ended(child, code)
+                raise UpFailed(child.ended(code), code or 1)
         time.sleep(_POLL_S)
-
-
-def _ended(child: Child, code: int) -> UpFailed:
-    return UpFailed(f"{child.name} ended with code {code}; its last lines ({child.log}):\n{child.tail()}", code or 1)
-
-
-@contextmanager
-def _only_one(settings: Settings) -> Iterator[None]:
-    path = settings.path(".up.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(path, 0.0))
-        except LockTimeoutError:
-            raise UpFailed(f"another `millrace up` runs in {settings.home}") from None
-        yield

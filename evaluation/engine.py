@@ -84,13 +84,9 @@ class OfflineEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
         """Free the weights, the KV cache and vLLM's process groups, so that another engine can start."""
-        if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
-            self._llm = None
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
 
     def _compile_mode(self) -> AbstractContextManager[Any]:
         """enforce_eager keeps vLLM from compiling the model, but not the sampler: that costs up to 8 s on two cores."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,8 +19,9 @@ from evaluation.results import Evaluation, Interval, KlEstimate, PolicyResult, S
 from evaluation.suites import answers, text_metrics
 from evaluation.suites.suite import Suite
 from feedback.config import RuleConfig
+from feedback.schema import INTERACTIONS
 from feedback.scoring.sources.builtin import DEFAULT_REFERENCE
-from feedback.scoring.sources.rules import Rule, RuleError, configured, load_rule
+from feedback.scoring.sources.rules import COLUMNS, Rule, RuleError, configured, load_rule
 from serve.policies.store import Policy
 
 Scorer = Callable[[pa.Table], Sequence[float | None]]
@@ -29,21 +30,13 @@ Scorer = Callable[[pa.Table], Sequence[float | None]]
 Scores = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def evaluate(
-    candidate: Policy,
-    incumbent: Policy,
-    suite: Suite,
-    config: EvaluationConfig,
-    folder: Path,
-    *,
-    scorer: Scorer | None = None,
-) -> Evaluation:
+def evaluate(candidate: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Evaluation:
     """Answer the suite greedily with both policies, score the answers, compare them item by item.
 
-    ``folder`` is where evaluations are kept (answers are cached under it); ``scorer`` stands in for ``config.scorer``.
+    ``folder`` is where evaluations are kept (answers are cached under it).
     Raises EngineError, ValueError if no item has a score for both, and what the scorer raises.
     """
-    scorer = scorer or load_scorer(config)
+    scorer = load_scorer(config)
     before = answers.answer(incumbent, suite, config, folder)
     after = answers.answer(candidate, suite, config, folder, incumbent=incumbent)
     started = time.monotonic()
@@ -57,8 +50,8 @@ def evaluate(
         incumbent=_policy_result(incumbent, before.table, old, config),
         n=int(both.sum()),
         missing=int((~both).sum()),
-        reward=_difference(new[both], old[both], config),
-        accuracy=_difference(new[both] == 1, old[both] == 1, config),
+        reward=Interval.of(statistics.paired_bootstrap(new[both], old[both], **_bootstrap(config))),
+        accuracy=Interval.of(statistics.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
         kl=kl,
         kl_missing=kl_missing,
         confidence=config.gate.confidence,
@@ -79,29 +72,14 @@ def evaluate(
     )
 
 
-def measure(
-    policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path, *, scorer: Scorer | None = None
-) -> PolicyResult:
-    """One policy alone on the suite. Raises as ``evaluate`` does."""
-    scorer = scorer or load_scorer(config)
-    table = answers.answer(policy, suite, config, folder).table
-    return _policy_result(policy, table, score(suite, table, scorer), config)
-
-
 def compare_samples(
-    candidate: Policy,
-    incumbent: Policy,
-    suite: Suite,
-    config: EvaluationConfig,
-    folder: Path,
-    *,
-    scorer: Scorer | None = None,
+    candidate: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path
 ) -> list[Sample]:
     """Every item with both policies' answers, in the suite's order; empty unless both have been answered before."""
     after, before = (answers.cached(policy, suite, config, folder) for policy in (candidate, incumbent))
     if after is None or before is None:
         return []
-    scorer = scorer or load_scorer(config)
+    scorer = load_scorer(config)
     return _samples(suite, after, before, score(suite, after, scorer), score(suite, before, scorer))
 
 
@@ -140,17 +118,6 @@ def score(suite: Suite, table: pa.Table, scorer: Scorer) -> Scores:
     return np.array([np.nan if value is None else value for value in scores], dtype=np.float64)
 
 
-_BATCH: Final = pa.schema(
-    [
-        ("prompt", pa.string()),
-        ("messages", pa.string()),
-        ("response", pa.string()),
-        ("response_token_ids", pa.list_(pa.int32())),
-        ("metadata", pa.map_(pa.string(), pa.string())),
-    ]
-)
-
-
 def scorer_batch(suite: Suite, table: pa.Table) -> pa.Table:
     """The input of a scorer: the same columns that the rule reward sees of served traffic."""
     columns: Mapping[str, Any] = {
@@ -160,7 +127,7 @@ def scorer_batch(suite: Suite, table: pa.Table) -> pa.Table:
         "response_token_ids": table.column("response_token_ids").combine_chunks(),
         "metadata": [list(item.scorer_metadata().items()) for item in suite.items],
     }
-    return pa.table(columns, schema=_BATCH)
+    return pa.table(columns, schema=pa.schema([(name, INTERACTIONS.field(name).type) for name in COLUMNS]))
 
 
 def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: EvaluationConfig) -> PolicyResult:
@@ -169,17 +136,14 @@ def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: Eval
         raise ValueError(f"no response of policy {policy.version} has a score")
     tokens = table.column("response_token_ids").to_pylist()
     lengths = np.array([len(ids) for ids in tokens])
-    reward = statistics.bootstrap_mean(
-        scored, confidence=config.gate.confidence, resamples=config.resamples, seed=config.seed
-    )
-    accuracy = statistics.wilson(int((scored == 1).sum()), len(scored), confidence=config.gate.confidence)
+    right = int((scored == 1).sum())
     return PolicyResult(
         version=policy.version,
         sha256=policy.sha256,
         n=len(scored),
         missing=len(scores) - len(scored),
-        reward=_interval(reward),
-        accuracy=_interval(accuracy),
+        reward=Interval.of(statistics.bootstrap_mean(scored, **_bootstrap(config))),
+        accuracy=Interval.of(statistics.wilson(right, len(scored), confidence=config.gate.confidence)),
         distinct_1=text_metrics.distinct_n(tokens, 1),
         distinct_2=text_metrics.distinct_n(tokens, 2),
         length_mean=float(lengths.mean()),
@@ -188,12 +152,8 @@ def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: Eval
     )
 
 
-def _difference(new: np.ndarray, old: np.ndarray, config: EvaluationConfig) -> Interval:
-    return _interval(
-        statistics.paired_bootstrap(
-            new, old, confidence=config.gate.confidence, resamples=config.resamples, seed=config.seed
-        )
-    )
+def _bootstrap(config: EvaluationConfig) -> dict[str, Any]:
+    return {"confidence": config.gate.confidence, "resamples": config.resamples, "seed": config.seed}
 
 
 def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[KlEstimate | None, str | None]:
@@ -211,10 +171,13 @@ def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[K
     there = tokens > 0
     if not there.any():
         return None, "no prompt leaves room in the context for a scored response"
-    how: dict[str, Any] = {"confidence": config.gate.confidence, "resamples": config.resamples, "seed": config.seed}
+    ratios = [
+        Interval.of(statistics.bootstrap_ratio(sums[there], tokens[there], **_bootstrap(config)))
+        for sums in (forward, reverse)
+    ]
     estimate = KlEstimate(
-        incumbent_candidate=_interval(statistics.bootstrap_ratio(forward[there], tokens[there], **how)),
-        candidate_incumbent=_interval(statistics.bootstrap_ratio(reverse[there], tokens[there], **how)),
+        incumbent_candidate=ratios[0],
+        candidate_incumbent=ratios[1],
         samples=len(terms),
         tokens=int(tokens.sum()),
     )
@@ -222,28 +185,19 @@ def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[K
 
 
 def _samples(suite: Suite, after: pa.Table, before: pa.Table, new: Scores, old: Scores) -> list[Sample]:
-    rows = zip(
-        suite.items,
-        after.column("response").to_pylist(),
-        before.column("response").to_pylist(),
-        (None if np.isnan(value) else float(value) for value in new),
-        (None if np.isnan(value) else float(value) for value in old),
-        strict=True,
+    candidate, incumbent = (table.column("response").to_pylist() for table in (after, before))
+    candidate_score, incumbent_score = (
+        [None if np.isnan(value) else float(value) for value in scores] for scores in (new, old)
     )
     return [
         Sample(
             id=item.id,
             prompt=item.shown,
-            answer=item.answer if item.answer is not None else item.metadata.get(DEFAULT_REFERENCE),
-            candidate=candidate,
-            incumbent=incumbent,
-            candidate_score=candidate_score,
-            incumbent_score=incumbent_score,
+            answer=item.scorer_metadata().get(DEFAULT_REFERENCE),
+            candidate=candidate[i],
+            incumbent=incumbent[i],
+            candidate_score=candidate_score[i],
+            incumbent_score=incumbent_score[i],
         )
-        for item, candidate, incumbent, candidate_score, incumbent_score in rows
+        for i, item in enumerate(suite.items)
     ]
-
-
-def _interval(estimate: tuple[float, float, float]) -> Interval:
-    value, low, high = estimate
-    return Interval(value=value, low=low, high=high)

@@ -33,10 +33,6 @@ class Verdict(BaseModel):
     n: int
     kl: float | None
 
-    @property
-    def passed(self) -> bool:
-        return self.verdict == "pass"
-
 
 def decide(evaluation: Evaluation, config: GateConfig) -> Verdict:
     """The verdict on ``evaluation.candidate``. Raises ValueError if its intervals are of another confidence."""

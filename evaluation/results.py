@@ -20,6 +20,11 @@ class Interval(_Record):
     low: float
     high: float
 
+    @classmethod
+    def of(cls, estimate: tuple[float, float, float]) -> Interval:
+        """What ``evaluation.statistics`` gives."""
+        return cls(value=estimate[0], low=estimate[1], high=estimate[2])
+
 
 class PolicyResult(_Record):
     """One policy on one suite, greedy. Lengths in tokens; ``truncated`` is the share cut at max_tokens."""

@@ -164,7 +164,9 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
 
 
 @contextmanager
-def locked(path: Path, timeout_s: float, *, shared: bool = False, create: bool = True) -> Iterator[None]:
+def locked(
+    path: Path, timeout_s: float, *, shared: bool = False, create: bool = True, busy: Exception | None = None
+) -> Iterator[None]:
     """Hold an exclusive lock, between processes and threads, on a folder or on a lock file that stays where it is.
 
     ``shared``: hold it together with others that share it, but with no exclusive holder. ``create``: make the lock file
@@ -172,14 +174,14 @@ def locked(path: Path, timeout_s: float, *, shared: bool = False, create: bool =
 
     Raises:
         FileNotFoundError: nothing is there, and nothing is to be made.
-        LockTimeoutError: another holds it for all of ``timeout_s`` seconds.
+        LockTimeoutError: another holds it for all of ``timeout_s`` seconds; ``busy`` in its place if that is given.
     """
     deadline = time.monotonic() + timeout_s
     fd = os.open(path, os.O_RDWR | os.O_CREAT if create and not path.is_dir() else os.O_RDONLY, 0o644)
     try:
         while not try_lock(fd, shared=shared):
             if time.monotonic() >= deadline:
-                raise LockTimeoutError(f"{path}: another process has held this lock for {timeout_s:g} s")
+                raise busy or LockTimeoutError(f"{path}: another process has held this lock for {timeout_s:g} s")
             time.sleep(_LOCK_POLL_S)
         yield
     finally:

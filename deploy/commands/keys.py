@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,42 +21,26 @@ if TYPE_CHECKING:
 _UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 
 
-class When(click.ParamType):
-    """A time in the future: 30d, 12h, 45m, or ISO 8601."""
-
-    name = "when"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        """The time, with its zone."""
-        if isinstance(value, datetime):
-            return value
-        if found := re.fullmatch(r"(\d{1,6})([mhd])", value):
-            return datetime.now(UTC) + timedelta(**{_UNITS[found[2]]: int(found[1])})
-        try:
-            time = datetime.fromisoformat(value)
-        except ValueError:
-            self.fail(f"{value!r} is neither a span like 30d, 12h or 45m nor a time like 2030-01-31T12:00+00:00")
-        return time if time.tzinfo else time.astimezone()
+def when(value: str) -> datetime:
+    """A time: 30d, 12h or 45m from now, or ISO 8601."""
+    if found := re.fullmatch(r"(\d{1,6})([mhd])", value):
+        return datetime.now(UTC) + timedelta(**{_UNITS[found[2]]: int(found[1])})
+    try:
+        time = datetime.fromisoformat(value)
+    except ValueError:
+        known = "a span like 30d, 12h or 45m nor a time like 2030-01-31T12:00+00:00"
+        raise click.BadParameter(f"{value!r} is neither {known}") from None
+    return time if time.tzinfo else time.astimezone()
 
 
-class Rate(click.ParamType):
+def rate(value: str) -> float | Literal["unlimited"]:
     """A number per minute, or unlimited."""
-
-    name = "rate"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float | Literal["unlimited"]:
-        """The rate."""
-        if value == "unlimited":
-            return "unlimited"
-        try:
-            rate = float(value)
-        except ValueError:
-            rate = 0.0
-        if not 0 < rate < float("inf"):
-            self.fail(f"{value!r} is neither a number above 0 nor unlimited")
-        return rate
+    if value == "unlimited":
+        return "unlimited"
+    with suppress(ValueError):
+        if 0 < float(value) < float("inf"):
+            return float(value)
+    raise click.BadParameter(f"{value!r} is neither a number above 0 nor unlimited")
 
 
 @click.group()
@@ -79,9 +64,9 @@ def keys() -> None:
     show_default=True,
     help="generate: /generate and /v1; feedback: /feedback; admin: /policy, /metrics. Can be repeated.",
 )
-@click.option("--expires", type=When(), metavar="WHEN", help="30d, 12h, 45m, or a time in ISO 8601; never without.")
-@click.option("--requests-per-minute", type=Rate(), metavar="N", help="Its own limit, or unlimited.")
-@click.option("--tokens-per-minute", type=Rate(), metavar="N", help="Its own limit, or unlimited.")
+@click.option("--expires", type=when, metavar="WHEN", help="30d, 12h, 45m, or a time in ISO 8601; never without.")
+@click.option("--requests-per-minute", type=rate, metavar="N", help="Its own limit, or unlimited.")
+@click.option("--tokens-per-minute", type=rate, metavar="N", help="Its own limit, or unlimited.")
 @as_json_option
 @pass_settings
 def create(
@@ -168,8 +153,8 @@ def revoke(settings: Settings, key: str) -> None:
     click.echo(f"key {revoked.id} of {revoked.name} is revoked")
 
 
-def _rate(rate: float | Literal["unlimited"] | None) -> str:
-    return "default" if rate is None else rate if rate == "unlimited" else f"{rate:g}"
+def _rate(own: float | Literal["unlimited"] | None) -> str:
+    return "default" if own is None else own if own == "unlimited" else f"{own:g}"
 
 
 def _as_json(key: ApiKey) -> dict[str, Any]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import click
 
-from deploy.commands import maintenance, query
+from deploy.commands.maintenance import compact, erase, maintain, retain, vacuum
+from deploy.commands.query import sql, stats
 
-
-@click.group()
-def lake() -> None:
-    """Look into the lake, and keep it in order."""
-
-
-for command in (*query.COMMANDS, *maintenance.COMMANDS):
-    lake.add_command(command)
+lake = click.Group(
+    "lake",
+    commands=[sql, stats, compact, vacuum, retain, erase, maintain],
+    help="Look into the lake, and keep it in order.",
+)

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -48,26 +49,14 @@ def score(settings: Settings, json_out: Path | None) -> None:
         f"({len(sealed)} journal segments sealed first)"
     )
     for name, count in result.components.items():
-        reasons = [f"{times} {reason}" for reason, times in list(result.reasons[name].items())[:_REASONS_SHOWN]]
+        shown = [f"{times} {reason}" for reason, times in list(result.reasons[name].items())[:_REASONS_SHOWN]]
         more = "; …" if len(result.reasons[name]) > _REASONS_SHOWN else ""
         if result.scored:
-            click.echo(f"  {name}: {count}" + (f", missing: {'; '.join(reasons)}{more}" if reasons else ""))
+            click.echo(f"  {name}: {count}" + (f", missing: {'; '.join(shown)}{more}" if shown else ""))
     if result.retried:
         click.echo(f"  the next run retries {result.retried}")
-    write_result(
-        {
-            "scored": result.scored,
-            "missing": result.missing,
-            "components": result.components,
-            "reasons": {name: dict(list(why.items())[:_REASONS_KEPT]) for name, why in result.reasons.items()},
-            "retried": result.retried,
-            "scorer": result.scorer,
-            "versions": result.versions,
-            "counts": lake.counts(),
-            "seconds": result.seconds,
-        },
-        json_out,
-    )
+    reasons = {name: dict(list(why.items())[:_REASONS_KEPT]) for name, why in result.reasons.items()}
+    write_result(asdict(result) | {"reasons": reasons, "counts": lake.counts()}, json_out)
 
 
 @contextmanager
@@ -192,7 +181,8 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     file = evaluation.save(config.folder)
     verdict = decide(evaluation, config.gate)
     store.record_gate(candidate, verdict.model_dump(mode="json"))
-    for result in (evaluation.incumbent, evaluation.candidate):
+    results = (evaluation.incumbent, evaluation.candidate)
+    for result in results:
         click.echo(
             f"policy {result.version}: accuracy {result.accuracy.value:.3f}, reward {result.reward.value:.3f} "
             f"[{result.reward.low:.3f}, {result.reward.high:.3f}], {result.length_mean:.1f} tokens"
@@ -203,13 +193,9 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             "candidate": candidate,
             "incumbent": incumbent,
             "verdict": verdict.model_dump(mode="json"),
-            "accuracy": {
-                str(result.version): result.accuracy.model_dump()
-                for result in (evaluation.incumbent, evaluation.candidate)
-            },
-            "reward": {
-                str(result.version): result.reward.model_dump()
-                for result in (evaluation.incumbent, evaluation.candidate)
+            **{
+                measure: {str(result.version): getattr(result, measure).model_dump() for result in results}
+                for measure in ("accuracy", "reward")
             },
             "seconds": evaluation.seconds,
             "evaluation": str(file),
@@ -227,14 +213,10 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
     Exit code 1 if it failed, a training that was stopped for its health included; 75 if another one is running. A cycle
     that finds nothing to learn from is skipped, which is no failure: it says how many in a row have been.
     """
-    from deploy.loop.cycle import CycleBusy, run_cycle
+    from deploy.loop.cycle import run_cycle
 
     with no_leftovers(), stop_on_signals():
-        try:
-            record = run_cycle(settings, say=click.echo)
-        except CycleBusy as busy:
-            click.echo(f"error: {busy}", err=True)
-            return 75
+        record = run_cycle(settings, say=click.echo)
     write_result(record.model_dump(mode="json"), json_out)
     return 1 if record.status == "failed" else 0
 

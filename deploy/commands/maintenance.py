@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from deploy.display.tables import table
 from deploy.supervise.children import stop_on_signals
 
 if TYPE_CHECKING:
-    from deploy.loop.lineage import Trained, TrainedModel
+    from deploy.loop.lineage import Trained
     from feedback.maintenance.maintain import Compacted, Retained, Vacuumed
     from serve.policies.store import PolicyStore
 
@@ -77,9 +77,9 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
     store, runs = settings.policy_store(), resolved.train.runs
 
     def rewritten(erasure: str, since: Mapping[str, int]) -> None:
-        policies, models = lineage.trained_before_erasure(store, runs, lake, since)
-        _record(store, erasure, policies, models)
-        _print_reached(policies, models)
+        reached = lineage.trained_before_erasure(store, runs, lake, since)
+        _record(store, erasure, reached)
+        _print_reached(reached)
 
     with stop_on_signals():
         lake.create()
@@ -134,56 +134,53 @@ def erase(
         found = find(lake, journal, target)
         # Looked up first: the versions that a policy was trained from can't be read after the erasure.
         store, runs = settings.policy_store(), resolved.train.runs
-        known = lineage.all_names(store, runs)
-        policies, models = lineage.trained_on(store, runs, lake, found)
+        known = lineage.artifacts(store, runs)
+        reached = lineage.trained_on(store, runs, lake, found)
         reading = lineage.runs_with(runs, lake, found)
         click.echo(f"to be erased: {_counted(found.rows)}")
-        _list("policy", [(str(p.version), p.certainty, p.why) for p in policies])
-        _list("reward model", [(m.folder, m.certainty, m.why) for m in models])
-        _list("unfinished run", [(r.name, r.certainty, f"{r.why}; {_fate(settings, r.holder)}") for r in reading])
+        _print_reached(reached, none=True)
+        _list("unfinished run", [[r.name, r.certainty, f"{r.why}; {_fate(settings, r.holder)}"] for r in reading])
         if not yes:
             if not sys.stdin.isatty():
                 raise click.UsageError("erasing needs a confirmation, and there is no terminal: give --yes")
             click.confirm("Erase for good? Older versions of the lake can't be read afterwards", abort=True)
-        late_policies: list[Trained] = []
-        late_models: list[TrainedModel] = []
+        late: list[Trained] = []
 
         def registered(erasure: str) -> None:  # before the rows go: afterwards it can't be known for certain
             try:
-                _record(store, erasure, policies, models)
+                _record(store, erasure, reached)
             except (OSError, PolicyError) as error:
                 click.echo(f"recorded when the rows are gone: {error}")
 
         def rewritten(erasure: str, since: Mapping[str, int]) -> None:
-            late = lineage.trained_before_erasure(store, runs, lake, since, besides=known, parents=policies)
-            late_policies.extend(late[0])
-            late_models.extend(late[1])
-            _record(store, erasure, [*policies, *late_policies], [*models, *late_models])
+            late.extend(lineage.trained_before_erasure(store, runs, lake, since, besides=known, parents=reached))
+            _record(store, erasure, [*reached, *late])
 
         done = erase_rows(
             lake, journal, target, wait_s=wait_s, report=click.echo, registered=registered, rewritten=rewritten
         )
-        _print_reached(late_policies, late_models)
+        _print_reached(late)
         _print_forgotten(forget_erased(lake, runs, store))
     click.echo(f"erased: {_counted(done.rows)} in {done.seconds:.1f} s")
     if done.damaged:
         click.echo(f"removed {done.damaged} damaged journal segments that had been put aside")
     for path in done.left:
         click.echo(f"left until it is lake.orphan_hours old, as a writer may be about to commit it: {path}")
-    reached: dict[str, Sequence[Any]] = {
-        "policies": [*policies, *late_policies],
-        "reward_models": [*models, *late_models],
-        "runs": reading,
-    }
-    write_result(asdict(done) | {name: [asdict(one) for one in each] for name, each in reached.items()}, json_out)
+    result = asdict(done) | {"policies": [], "reward_models": [], "runs": []}
+    for one in (*reached, *late, *reading):
+        how = {"certainty": one.certainty, "why": one.why}
+        if one.kind == "policy":
+            result["policies"].append({"version": int(one.name), **how})
+        elif one.kind == "reward model":
+            result["reward_models"].append({"folder": one.name, **how})
+        else:
+            result["runs"].append({"name": one.name, "holder": one.holder, **how})
+    write_result(result, json_out)
 
 
-def _list(what: str, reached: list[tuple[str, str, str]]) -> None:
+def _list(what: str, rows: list[list[str]]) -> None:
     """What of a kind has read the rows, and how that is known."""
-    if reached:
-        click.echo(table([what, "trained on them", "because"], [list(row) for row in reached]))
-    else:
-        click.echo(f"no {what} was trained on them")
+    click.echo(table([what, "trained on them", "because"], rows) if rows else f"no {what} was trained on them")
 
 
 def _fate(settings: Settings, holder: str | None) -> str:
@@ -193,7 +190,7 @@ def _fate(settings: Settings, holder: str | None) -> str:
     return f"{holder} is at work on it: {'it will publish nothing' if refused else 'its policy will say so'}"
 
 
-def _record(store: PolicyStore, erasure: str, policies: Iterable[Trained], models: Iterable[TrainedModel]) -> None:
+def _record(store: PolicyStore, erasure: str, reached: Iterable[Trained]) -> None:
     """Record an erasure with the policies and reward models that it reaches, once; not with one that was withdrawn.
 
     Raises PolicyError, when the others are recorded, for those that could not be.
@@ -201,31 +198,28 @@ def _record(store: PolicyStore, erasure: str, policies: Iterable[Trained], model
     from serve.policies.store import PolicyError, PolicyNotFound, record_erasure
 
     failed = []
-    for policy in policies:
+    for one in reached:
         try:
-            store.record_erasure(policy.version, certainty=policy.certainty, why=policy.why, erasure=erasure)
-        except PolicyNotFound:
+            if one.kind == "policy":
+                store.record_erasure(int(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
+            else:
+                record_erasure(Path(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
+        except (PolicyNotFound, FileNotFoundError):
             continue
         except (OSError, PolicyError) as error:
-            failed.append(f"policy {policy.version}: {error}")
-    for model in models:
-        try:
-            record_erasure(Path(model.folder), certainty=model.certainty, why=model.why, erasure=erasure)
-        except FileNotFoundError:
-            continue
-        except (OSError, PolicyError) as error:
-            failed.append(f"reward model {model.folder}: {error}")
+            failed.append(f"{one.kind} {one.name}: {error}")
     if failed:
         raise PolicyError(
             f"the erasure could not be recorded with {'; '.join(failed)}. Fix that; `millrace lake maintain` records it"
         )
 
 
-def _print_reached(policies: Sequence[Trained], models: Sequence[TrainedModel]) -> None:
-    if policies:
-        _list("policy", [(str(policy.version), policy.certainty, policy.why) for policy in policies])
-    if models:
-        _list("reward model", [(model.folder, model.certainty, model.why) for model in models])
+def _print_reached(reached: Iterable[Trained], *, none: bool = False) -> None:
+    """The policies and reward models; with ``none`` also that there is no such thing."""
+    for kind in ("policy", "reward model"):
+        rows = [[one.name, one.certainty, one.why] for one in reached if one.kind == kind]
+        if rows or none:
+            _list(kind, rows)
 
 
 def _print_forgotten(runs: list[str]) -> None:
@@ -269,6 +263,3 @@ def _counted(rows: dict[str, Any]) -> str:
 
 def _megabytes(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
-
-
-COMMANDS: tuple[click.Command, ...] = (compact, vacuum, retain, erase, maintain)

@@ -164,7 +164,7 @@ def _verdict(pointer: Pointer) -> str:
 
 
 def _wait(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: bool) -> None:
-    from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
+    from deploy.loop.wait_for_serving import server_policy, wait_until_served
 
     before = f" (before: {pointer.previous})" if pointer.previous is not None else ""
     if not wait:
@@ -174,10 +174,7 @@ def _wait(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: boo
             f"the pointer names policy {pointer.version}{before}; no server answers at {settings.server_url}, it will "
             "serve that when it starts"
         )
-    try:
-        wait_until_served(settings, store, pointer, say=partial(click.echo, err=True))
-    except NotServed as error:
-        raise click.ClickException(str(error)) from error
+    wait_until_served(settings, store, pointer, say=partial(click.echo, err=True))
     click.echo(f"policy {pointer.version} serves{before}")
 
 

@@ -143,6 +143,3 @@ def _versions(pinned: tuple[str, ...]) -> dict[str, int]:
             raise click.BadParameter(f"{text!r} is no TABLE=N; tables are {', '.join(_TABLES)}", param_hint="--version")
         versions[table] = int(number)
     return versions
-
-
-COMMANDS: tuple[click.Command, ...] = (sql, stats)

@@ -16,12 +16,11 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationEr
 
 from deploy.config import describe
 from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options, merged
-from evaluation.config import EngineConfig as EvaluationEngineConfig
 from evaluation.config import EvaluationConfig
 from feedback.config import FeedbackConfig
-from feedback.files import private
+from feedback.files import replace_file
 from feedback.settings_base import Section
-from serve.config import EngineConfig, ServeConfig
+from serve.config import ServeConfig
 from serve.middleware.api_keys import local_file
 from train.config.training import TrainConfig
 
@@ -111,10 +110,6 @@ class Settings(Section):
         """The absolute path of a configured one: relative to home unless it is absolute."""
         return self.home.absolute() / relative
 
-    def uri(self, location: str) -> str:
-        """A lake location: a URI as it is, a path resolved like every other."""
-        return location if "://" in location else str(self.path(location))
-
     def resolved(self) -> Settings:
         """The same with every path absolute, for packages that never look at ``home``.
 
@@ -123,13 +118,18 @@ class Settings(Section):
         feedback, serve, evaluation = self.feedback, self.serve, self.evaluation
         journal = feedback.journal.model_copy(update={"folder": str(self.path(feedback.journal.folder))})
         key = str(self.path(feedback.lake.erasure_key or "erasure.key"))
-        lake = feedback.lake.model_copy(update={"uri": self.uri(feedback.lake.uri), "erasure_key": key})
+        uri = feedback.lake.uri if "://" in feedback.lake.uri else str(self.path(feedback.lake.uri))
+        lake = feedback.lake.model_copy(update={"uri": uri, "erasure_key": key})
         scoring = feedback.scoring.resolved(self.path)
         folders = {name: str(self.path(getattr(serve, name))) for name in ("policies", "replicas", "keys")}
+        computing = {
+            "dtype": serve.engine.dtype if evaluation.engine.dtype == "auto" else evaluation.engine.dtype,
+            "extra": serve.engine.extra if evaluation.engine.extra is None else evaluation.engine.extra,
+        }
         judged = {
             "suite": self.path(evaluation.suite),
             "folder": self.path(evaluation.folder),
-            "engine": _as_served(evaluation.engine, serve.engine),
+            "engine": evaluation.engine.model_copy(update=computing),
         }
         return self.model_copy(
             update={
@@ -184,21 +184,8 @@ class Settings(Section):
         path = self.path("configs") / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
-            with open(aside, "w", opener=private) as file:
-                file.write(text)
-            aside.replace(path)
+            replace_file(path, text.encode(), private=True, durable=False)
         return path
-
-
-def _as_served(judging: EvaluationEngineConfig, serving: EngineConfig) -> EvaluationEngineConfig:
-    """The engine that judges policies, computing as the one that serves them."""
-    return judging.model_copy(
-        update={
-            "dtype": serving.dtype if judging.dtype == "auto" else judging.dtype,
-            "extra": serving.extra if judging.extra is None else judging.extra,
-        }
-    )
 
 
 def load(

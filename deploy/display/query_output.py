@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import os
@@ -22,12 +23,13 @@ import pyarrow.parquet as pq
 from deploy.display.tables import table
 from feedback.lake.query import Rows
 
+_ROWS: Final = 64  # that become Python's values at once
 _CELL: Final = 60  # characters of a value in a table; the other formats have it whole
 
 
 def write_table(rows: Rows, out: BinaryIO, limit: int) -> None:
     """At most ``limit`` rows for a person's eyes; where they are too wide for the terminal, one value a line."""
-    shown = _first(rows.batches, limit + 1)
+    shown = list(itertools.islice(_values(rows.batches), limit + 1))
     names = [_printable(name) for name in rows.schema.names]
     if names == ["explain_key", "explain_value"]:
         _line(out, "\n".join(row["explain_value"] for row in shown))
@@ -101,22 +103,10 @@ def opened(file: Path | None) -> Iterator[BinaryIO]:
         aside.unlink(missing_ok=True)
 
 
-def _first(batches: Iterator[pa.RecordBatch], count: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for batch in batches:
-        rows += _rows(batch.slice(0, count - len(rows)))
-        if len(rows) >= count:
-            break
-    return rows
-
-
 def _values(batches: Iterator[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
     for batch in batches:
-        yield from _rows(batch)
-
-
-def _rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    return batch.to_pylist(maps_as_pydicts="lossy")
+        for at in range(0, batch.num_rows, _ROWS):
+            yield from batch.slice(at, _ROWS).to_pylist(maps_as_pydicts="lossy")
 
 
 def _cell(value: Any) -> str:

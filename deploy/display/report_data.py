@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from deploy.config.root import Settings
 from deploy.loop import records
 from evaluation.evaluate import compare_samples
-from evaluation.report.page import GateRow, PolicyRow, ReportData, SampleRow, SwapRow, traffic
+from evaluation.report.page import GateRow, PolicyRow, ReportData, SwapRow, traffic
 from evaluation.results import Evaluation, PolicyResult, Sample
 from evaluation.suites.suite import Suite, SuiteError
 from serve.policies.store import PolicyStore
@@ -27,11 +27,10 @@ def gather(
     *,
     title: str,
     totals: Mapping[str, Any] | None = None,
-    stages: Mapping[str, float] | None = None,
 ) -> ReportData:
     """What ``evaluation.report.page.build`` needs.
 
-    totals: counts by name, beside those that the lake gives. stages: seconds by name, by default the cycles' own.
+    totals: counts by name, beside those that the lake gives.
     Raises ReportError, and what reading the lake and the policy store raises. What there is none of stays empty.
     """
     resolved = settings.resolved()
@@ -53,7 +52,7 @@ def gather(
         traffic=shown,
         swaps=tuple(_swaps(Path(resolved.serve.replicas))),
         totals={**counted, **(totals or {})},
-        stages=dict(stages) if stages is not None else _stages(cycles),
+        stages=_stages(cycles),
         confidence=resolved.evaluation.gate.confidence,
     )
 
@@ -73,11 +72,8 @@ def _policies(store: PolicyStore, evaluations: list[Evaluation]) -> list[PolicyR
     rows = []
     for policy in map(store.get, store.versions()):
         found = results.get(policy.version)
-        rows.append(
-            PolicyRow.of(found, parent=policy.parent)
-            if found is not None and found.sha256 == policy.sha256
-            else PolicyRow(version=policy.version, parent=policy.parent)
-        )
+        known = found.model_dump() if found is not None and found.sha256 == policy.sha256 else {}
+        rows.append(PolicyRow.model_validate({**known, "version": policy.version, "parent": policy.parent}))
     return rows
 
 
@@ -96,7 +92,7 @@ def _training(runs: Path) -> dict[str, list[dict[str, Any]]]:
 
 def _samples(
     settings: Settings, store: PolicyStore, evaluations: list[Evaluation]
-) -> tuple[list[SampleRow], tuple[int, int] | None]:
+) -> tuple[Sequence[Sample], tuple[int, int] | None]:
     """Held-out prompts as the first policy and the one that serves answer them; else those of the last evaluation."""
     pointer, versions, config = store.serving(), store.versions(), settings.evaluation
     if pointer and versions and pointer.version != versions[0]:
@@ -106,27 +102,16 @@ def _samples(
         except SuiteError:  # the suite has been moved since: the evaluations have kept some of it
             both = []
         if both:
-            return [_sample(sample) for sample in both[: config.samples]], (first.version, last.version)
+            return both[: config.samples], (first.version, last.version)
     if evaluations:
         newest = evaluations[-1]
-        return [_sample(sample) for sample in newest.samples], (newest.incumbent.version, newest.candidate.version)
+        return newest.samples, (newest.incumbent.version, newest.candidate.version)
     return [], None
 
 
-def _sample(sample: Sample) -> SampleRow:
-    return SampleRow(
-        prompt=sample.prompt,
-        answer=sample.answer,
-        before=sample.incumbent,
-        after=sample.candidate,
-        before_score=sample.incumbent_score,
-        after_score=sample.candidate_score,
-    )
-
-
 def _swaps(folder: Path) -> list[SwapRow]:
-    rows = [{"replica": path.stem, **row} for path in sorted(folder.glob("*.jsonl")) for row in _json_lines(path)]
-    return sorted((SwapRow.model_validate(row) for row in rows), key=lambda swap: swap.time)
+    rows = (row for path in folder.glob("*.jsonl") for row in _json_lines(path))
+    return sorted(map(SwapRow.model_validate, rows), key=lambda swap: swap.time)
 
 
 def _stages(cycles: list[records.CycleRecord]) -> dict[str, float]:

@@ -14,15 +14,8 @@ from feedback.lake.statistics import LakeStatistics, Orphan
 
 def to_text(statistics: LakeStatistics) -> str:
     """Everything, in sections, for a terminal."""
-    sections = [
-        _tables(statistics),
-        _journal(statistics),
-        _feedback(statistics),
-        _rewards(statistics),
-        _lag(statistics),
-        _anomalies(statistics),
-    ]
-    return "\n\n".join(section for section in sections if section)
+    sections = (_tables, _journal, _feedback, _rewards, _lag, _anomalies)
+    return "\n\n".join(text for section in sections if (text := section(statistics)))
 
 
 def to_json(statistics: LakeStatistics) -> str:
@@ -87,21 +80,14 @@ def _journal(statistics: LakeStatistics) -> str:
 
 
 def _feedback(statistics: LakeStatistics) -> str:
-    feedback = statistics.feedback
-    lines = [
-        f"feedback: {feedback.responses_with_feedback:,} of {feedback.complete_responses:,} complete responses have any"
-        f" ({_number(feedback.rate, '.1%')})"
-    ]
+    feedback, complete = statistics.feedback, statistics.feedback.complete_responses
+    text = f"feedback: {feedback.responses_with_feedback:,} of {complete:,} complete responses have any"
+    text += f" ({_number(feedback.rate, '.1%')})"
     rows = [
-        [
-            kind,
-            f"{numbers.feedback:,}",
-            f"{numbers.responses:,}",
-            _share(numbers.responses, feedback.complete_responses),
-        ]
-        for kind, numbers in sorted(feedback.kinds.items())
+        [kind, f"{n.feedback:,}", f"{n.responses:,}", _number(n.responses / complete if complete else None, ".1%")]
+        for kind, n in sorted(feedback.kinds.items())
     ]
-    return "\n".join([*lines, table(["kind", "feedback", "responses", "rate"], rows)] if rows else lines)
+    return f"{text}\n{table(['kind', 'feedback', 'responses', 'rate'], rows)}" if rows else text
 
 
 def _rewards(statistics: LakeStatistics) -> str:
@@ -155,17 +141,11 @@ def _number(value: float | None, form: str = ".3f") -> str:
     return "-" if value is None else format(value, form)
 
 
-def _share(part: int, whole: int) -> str:
-    return _number(part / whole, ".1%") if whole else "-"
-
-
 def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
 
 
 def _seconds(value: float | None) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal
 
-from deploy.config.root import Settings, child_environment
+from deploy.config.root import Settings
 from deploy.loop import promotion
 from deploy.loop.preflight import check
 from deploy.loop.records import (
@@ -27,8 +27,8 @@ from deploy.loop.records import (
     write,
 )
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
-from deploy.supervise.children import NOTHING_TO_LEARN, Child, Stopped, millrace
-from feedback.files import LockTimeoutError, locked
+from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
+from feedback.files import locked
 from serve.policies.store import Pointer, PolicyError
 
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
@@ -36,6 +36,8 @@ SIGNALLED = 128  # a process that signal n ended has the code 128 + n
 
 class CycleBusy(RuntimeError):
     """Another process is in the middle of a cycle."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class StageFailed(RuntimeError):
@@ -46,25 +48,26 @@ class StageKilled(StageFailed):
     """A stage's process was ended by a signal, and not by anything that it did."""
 
 
-def run_cycle(settings: Settings, number: int | None = None, *, say: Callable[[str], None] = print) -> CycleRecord:
+def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> CycleRecord:
     """Run one cycle to its end and return its record, whatever the end was.
 
-    number: of the cycle; by default the next free one.
     say: gets one line of text for each thing that happens, the stages' own output included.
     Raises ConfigError if the settings can't work, CycleBusy if another cycle is running, Stopped on a signal.
     """
     check(settings)
-    with _only_one(settings):
+    folder = settings.path(settings.cycle.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder / ".lock", 0.0, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
-        return _Cycle(settings, number or next_number(settings), say).run()
+        return _Cycle(settings, say).run()
 
 
 class _Cycle:
-    def __init__(self, settings: Settings, number: int, say: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
+        number = next_number(settings)
         self.settings = settings
         self.say = lambda text: say(f"cycle {number}: {text}")
         self.follow = say
-        self.snapshot = settings.snapshot()
         self.store = settings.policy_store()
         self.record = CycleRecord(number=number, started_at=now())
 
@@ -103,7 +106,9 @@ class _Cycle:
         )
         self.record.candidate = trained["candidate"]
         if trained["candidate"] is None:
-            return self._end("skipped", trained["reason"] + self._without_candidate())
+            again = len(without_candidate(self.settings))
+            more = f" ({again} cycles in a row have trained and published nothing)" if again > 1 else ""
+            return self._end("skipped", trained["reason"] + more)
 
         candidate, incumbent = str(trained["candidate"]), str(pointer.version)
         judged = self._run("evaluate", self.settings.cycle.evaluate_timeout_s, candidate, "--incumbent", incumbent)
@@ -123,22 +128,16 @@ class _Cycle:
         new = count - before if count >= before else count  # fewer than before: old rows were retired
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
 
-    def _without_candidate(self) -> str:
-        """For how many cycles in a row training has published nothing; empty for the first."""
-        count = len(without_candidate(self.settings))
-        return f" ({count} cycles in a row have trained and published nothing)" if count > 1 else ""
-
     def _run(self, name: str, timeout: float, *arguments: str) -> dict[str, Any]:
         """Run one stage as ``millrace <name>`` in a process of its own; what it handed on. Raises StageFailed."""
         out = self.settings.path(self.settings.cycle.folder) / f".{self.record.number:06d}-{name}.json"
         out.unlink(missing_ok=True)
-        log = self.settings.path(self.settings.up.logs) / f"cycle-{self.record.number:06d}-{name}.log"
         with self._stage(name) as stage:
-            child = Child(
+            child = start(
+                self.settings,
                 name,
-                millrace("--config", self.snapshot, name, *arguments, "--json-out", out),
-                log=log,
-                environment=child_environment(),
+                [name, *arguments, "--json-out", out],
+                log=f"cycle-{self.record.number:06d}-{name}.log",
                 grace=self.settings.cycle.stop_grace_s,
                 follow=self.follow,
             )
@@ -148,7 +147,7 @@ class _Cycle:
                 raise StageFailed(f"{name} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
             if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
-                raise failed(f"{name} ended with code {code}: {_last_error(child.tail())} (log: {log})")
+                raise failed(f"{name} ended with code {code}: {_last_error(child.tail())} (log: {child.log})")
             result: dict[str, Any] = json.loads(out.read_bytes())
             out.unlink()
             stage.result = result
@@ -203,15 +202,3 @@ def _last_error(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it printed nothing"])[-1].removeprefix("error: ")
-
-
-@contextmanager
-def _only_one(settings: Settings) -> Iterator[None]:
-    folder = settings.path(settings.cycle.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(folder / ".lock", 0.0))
-        except LockTimeoutError:
-            raise CycleBusy(f"another cycle is running in {folder}") from None
-        yield

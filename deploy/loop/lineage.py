@@ -7,11 +7,11 @@ import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from deploy.config.root import Settings
+from serve.vllm.compat import installed
 
 if TYPE_CHECKING:
     from feedback.lake.tables import Lake
@@ -19,70 +19,68 @@ if TYPE_CHECKING:
     from serve.policies.store import PolicyStore
 
 
+Kind = Literal["policy", "reward model", "unfinished run"]
 Certainty = Literal["yes", "possibly"]
 
 
 def current(settings: Settings) -> dict[str, Any]:
-    """The lineage of what is trained now: {millrace, git_commit, config}, git_commit None outside a checkout.
+    """The lineage of what is trained now: {millrace, git_commit, config}, None without a version or a checkout.
 
     ``config`` is a hash; the configuration is kept as ``home/configs/<hash>.yaml``.
     """
-    return {"millrace": _version(), "git_commit": _git_commit(), "config": settings.snapshot().stem}
+    version = installed("millrace").get("millrace")
+    return {"millrace": version, "git_commit": _git_commit(), "config": settings.snapshot().stem}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A policy that was trained on some rows, or descends from one that was; ``why`` says how that is known."""
+    """What was trained on some rows, or descends from a policy that was; ``why`` says how that is known.
 
-    version: int
-    certainty: Certainty
-    why: str
+    ``name``: a policy's version, a reward model's folder, a run's name. ``holder``: the process at work on a run.
+    """
 
-
-@dataclass(frozen=True)
-class TrainedModel:
-    """A reward model that was trained on some rows, or whose policy was."""
-
-    folder: str
-    certainty: Certainty
-    why: str
-
-
-@dataclass(frozen=True)
-class TrainedRun:
-    """A run that is not finished and has read some rows; ``holder``: the process at work on it, if there is one."""
-
+    kind: Kind
     name: str
-    holder: str | None
     certainty: Certainty
     why: str
+    holder: str | None = None
 
 
-Reached = tuple[list[Trained], list[TrainedModel]]
+@dataclass(frozen=True)
+class Artifact:
+    """A policy or a reward model; a later one in the same folder is another."""
+
+    kind: Kind
+    name: str
+    parent: int | None
+    lake_versions: Mapping[str, int] | None
+    created: datetime
 
 
-def trained_on(store: PolicyStore, runs: Path, lake: Lake, found: Found) -> Reached:
-    """The policies of a store, rising, and the reward models of a folder of runs, whose lineage contains some rows.
+def artifacts(store: PolicyStore, runs: Path) -> list[Artifact]:
+    """The policies of a store, rising, and the reward models of a folder of runs."""
+    return [*_policies(store), *_models(runs)]
+
+
+def trained_on(store: PolicyStore, runs: Path, lake: Lake, found: Found) -> list[Trained]:
+    """The policies and reward models whose lineage contains some rows.
 
     One was trained on a row if the row was in the lake at the versions that its manifest names, or if the policy that
     it descends from was. Where such a version can't be read any more (a vacuum removed it), what was trained after the
     oldest of the rows was possibly trained on it.
     """
-    return _reached(
-        [*_policies(store), *_models(runs)],
-        lambda artifact: _has_read(artifact.lake_versions, artifact.created, lake, found),
-    )
+    return _reached(artifacts(store, runs), lambda one: _has_read(one.lake_versions, one.created, lake, found))
 
 
-def runs_with(runs: Path, lake: Lake, found: Found) -> list[TrainedRun]:
+def runs_with(runs: Path, lake: Lake, found: Found) -> list[Trained]:
     """The runs of a folder that are not finished and have read some rows; also of other machines that share it."""
     from train.run.unfinished import unfinished_runs
 
-    trained = []
-    for run in unfinished_runs(runs):
-        if (own := _has_read(run.lake_versions, run.since, lake, found)) is not None:
-            trained.append(TrainedRun(run.name, run.holder, *own))
-    return trained
+    return [
+        Trained("unfinished run", run.name, *own, holder=run.holder)
+        for run in unfinished_runs(runs)
+        if (own := _has_read(run.lake_versions, run.since, lake, found)) is not None
+    ]
 
 
 def trained_before_erasure(
@@ -91,39 +89,22 @@ def trained_before_erasure(
     lake: Lake,
     since: Mapping[str, int],
     *,
-    besides: Collection[str] = (),
+    besides: Collection[Artifact] = (),
     parents: Iterable[Trained] = (),
-) -> Reached:
+) -> list[Trained]:
     """The policies and reward models that may have read rows of files that were erased since the tables had some
-    versions, and the descendants of those and of ``parents``; not those of ``besides``, names from ``all_names``.
+    versions, and the descendants of those and of ``parents``; not those of ``besides``.
     """
 
-    def own(artifact: _Artifact) -> tuple[Certainty, str] | None:
+    def own(artifact: Artifact) -> tuple[Certainty, str] | None:
         why = _lost(artifact.lake_versions, lake, since)
         return ("possibly", why) if why else None
 
-    artifacts = [artifact for artifact in (*_policies(store), *_models(runs)) if artifact.name not in besides]
-    return _reached(artifacts, own, [replace(policy, certainty="possibly") for policy in parents])
+    others = [artifact for artifact in artifacts(store, runs) if artifact not in besides]
+    return _reached(others, own, [replace(parent, certainty="possibly") for parent in parents])
 
 
-def all_names(store: PolicyStore, runs: Path) -> set[str]:
-    """A name for every policy and reward model that there is; a later one in the same folder has another."""
-    return {artifact.name for artifact in (*_policies(store), *_models(runs))}
-
-
-@dataclass(frozen=True)
-class _Artifact:
-    """A policy (``version``) or a reward model (``folder``)."""
-
-    name: str
-    parent: int | None
-    lake_versions: Mapping[str, int] | None
-    created: datetime
-    version: int | None = None
-    folder: Path | None = None
-
-
-def _policies(store: PolicyStore) -> Iterator[_Artifact]:
+def _policies(store: PolicyStore) -> Iterator[Artifact]:
     from serve.policies.store import PolicyNotFound
 
     for version in store.versions():
@@ -132,40 +113,37 @@ def _policies(store: PolicyStore) -> Iterator[_Artifact]:
         except PolicyNotFound:  # its run has just withdrawn it
             continue
         created = datetime.fromisoformat(policy.created_at)
-        yield _Artifact(str(version), policy.parent, policy.lineage.get("lake_versions"), created, version=version)
+        yield Artifact("policy", str(version), policy.parent, policy.lineage.get("lake_versions"), created)
 
 
-def _models(runs: Path) -> Iterator[_Artifact]:
+def _models(runs: Path) -> Iterator[Artifact]:
     for file in sorted(runs.glob("*/reward_model/training.json")):
         try:
             manifest, created = json.loads(file.read_bytes()), datetime.fromtimestamp(file.stat().st_mtime, UTC)
         except FileNotFoundError:  # its run has just withdrawn it
             continue
-        name, versions = f"{file.parent} {created}", manifest["lineage"]["lake_versions"]
-        yield _Artifact(name, manifest["parent"], versions, created, folder=file.parent)
+        versions = manifest["lineage"]["lake_versions"]
+        yield Artifact("reward model", str(file.parent), manifest["parent"], versions, created)
 
 
 def _reached(
-    artifacts: Iterable[_Artifact],
-    own: Callable[[_Artifact], tuple[Certainty, str] | None],
+    artifacts: Iterable[Artifact],
+    own: Callable[[Artifact], tuple[Certainty, str] | None],
     parents: Iterable[Trained] = (),
-) -> Reached:
+) -> list[Trained]:
     """Of artifacts, parents before children, those that ``own`` gives a reason for, and what descends from them."""
-    policies = {policy.version: policy for policy in parents}
-    reached, models = [], []
+    policies = {parent.name: parent for parent in parents if parent.kind == "policy"}
+    reached = []
     for artifact in artifacts:
         reason = own(artifact)
-        above = policies.get(artifact.parent) if artifact.parent is not None else None
+        above = policies.get(str(artifact.parent))
         if above is not None and (reason is None or (above.certainty, reason[0]) == ("yes", "possibly")):
-            reason = above.certainty, f"it descends from policy {above.version}"
-        if reason is None:
-            continue
-        if artifact.version is not None:
-            policies[artifact.version] = Trained(artifact.version, *reason)
-            reached.append(policies[artifact.version])
-        else:
-            models.append(TrainedModel(str(artifact.folder), *reason))
-    return reached, models
+            reason = above.certainty, f"it descends from policy {above.name}"
+        if reason is not None:
+            reached.append(Trained(artifact.kind, artifact.name, *reason))
+            if artifact.kind == "policy":
+                policies[artifact.name] = reached[-1]
+    return reached
 
 
 def _lost(versions: Mapping[str, int] | None, lake: Lake, since: Mapping[str, int]) -> str | None:
@@ -205,13 +183,6 @@ def _has_read(
     if unknown and found.since is not None and found.since <= created:
         return "possibly", f"{', '.join(unknown)} can't be read, and it was trained after them"
     return None
-
-
-def _version() -> str | None:
-    try:
-        return metadata.version("millrace")
-    except metadata.PackageNotFoundError:  # run from a checkout that was not installed
-        return None
 
 
 def _git_commit() -> str | None:

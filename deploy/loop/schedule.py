@@ -19,11 +19,11 @@ from apscheduler.schedulers.blocking import BlockingScheduler
 from apscheduler.triggers.cron import CronTrigger
 from apscheduler.triggers.interval import IntervalTrigger
 
-from deploy.config.root import ConfigError, ScheduleConfig, Settings, child_environment
+from deploy.config.root import ConfigError, ScheduleConfig, Settings
 from deploy.loop import preflight, records
-from deploy.supervise.children import Child, millrace
+from deploy.loop.cycle import CycleBusy
+from deploy.supervise.children import Child, start
 
-_BUSY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: `millrace cycle` found another one at work
 _CYCLE, _MAINTENANCE = "cycle", "maintenance"
 _FIRST_MAINTENANCE_S = 300.0  # a scheduler that is often started again does maintenance too
 
@@ -35,7 +35,6 @@ class Scheduler:
         """Raises ConfigError for an invalid crontab line, or settings with which no cycle can work."""
         preflight.check(settings)
         self._settings = settings
-        self._snapshot = settings.snapshot()
         self._say = say
         self._trigger = trigger(settings.schedule)
         self._children: dict[str, Child] = {}
@@ -45,6 +44,7 @@ class Scheduler:
         self._overlap_reported: set[str] = set()
         self._before = {record.number for record in records.load_all(settings)}
         logging.getLogger("apscheduler").setLevel(logging.ERROR)  # _report prints what it warns of
+        # Its jobs run one at a time each, and missed runs of one become one, as is APScheduler's default.
         self._scheduler = BlockingScheduler(timezone=UTC if not settings.schedule.cron else None)
 
     def run(self) -> None:
@@ -56,8 +56,6 @@ class Scheduler:
             self._trigger,
             id=_CYCLE,
             next_run_time=first,
-            max_instances=1,
-            coalesce=True,
             misfire_grace_time=None if schedule.misfire_grace_seconds is None else int(schedule.misfire_grace_seconds),
         )
         if schedule.maintenance_seconds is not None:
@@ -67,8 +65,6 @@ class Scheduler:
                 id=_MAINTENANCE,
                 next_run_time=datetime.now(UTC)
                 + timedelta(seconds=min(schedule.maintenance_seconds, _FIRST_MAINTENANCE_S)),
-                max_instances=1,
-                coalesce=True,
                 misfire_grace_time=None,
             )
         self._scheduler.add_listener(self._report, EVENT_JOB_ERROR | EVENT_JOB_MAX_INSTANCES | EVENT_JOB_MISSED)
@@ -108,7 +104,7 @@ class Scheduler:
         code = self._run_child(_CYCLE, ["cycle"], log="cycles.log", grace=2 * limits.stop_grace_s, most=most + 600.0)
         if code is None:
             return
-        if code == _BUSY_EXIT_CODE:
+        if code == CycleBusy.exit_code:
             self._say("schedule: another cycle was running; this one is left out")
         self._count()
 
@@ -126,14 +122,8 @@ class Scheduler:
             if self._stopping:
                 return None
             self._overlap_reported.discard(name)
-            self._children[name] = child = Child(
-                name,
-                millrace("--config", self._snapshot, *command),
-                log=self._settings.path(self._settings.up.logs) / log,
-                environment=child_environment(),
-                grace=grace,
-                follow=self._say,
-            )
+            child = start(self._settings, name, command, log=log, grace=grace, follow=self._say)
+            self._children[name] = child
         try:
             return child.wait(most)
         except TimeoutError as error:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Self
 
+from deploy.config.root import Settings, child_environment
 from deploy.supervise import subreaper
 from feedback.process_signals import STOPPING, StopSignal
 
@@ -24,31 +25,24 @@ _SUBREAPER_MARGIN_S = 8.0  # beyond the grace, to end what the command left behi
 
 
 class Stopped(StopSignal):
-    """Not an Exception, so that nothing but an end of the process catches it."""
+    """Not an Exception, so that nothing but an end of the process catches it. ``code``: 128 and the signal's number."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.number = number
+    code: int
 
     def __str__(self) -> str:
-        return signal.Signals(self.number).name
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.number
+        return signal.Signals(self.code - 128).name
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
     """Raise Stopped in the main thread at the first SIGTERM, SIGINT or SIGHUP; further ones change nothing."""
-
     stopped: Stopped | None = None
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
         for each in before:
             signal.signal(each, signal.SIG_IGN)
-        stopped = Stopped(number)
+        stopped = Stopped(128 + number)
         raise stopped
 
     before: dict[int, Any] = {number: signal.signal(number, stop) for number in STOPPING}
@@ -77,7 +71,8 @@ def no_leftovers(grace: float = 5.0) -> Iterator[None]:
 class Child:
     """One command, run below a subreaper in a session of its own; stdout and stderr are appended to ``log``.
 
-    Start it from a thread that outlives it: Linux ties it to the thread that started it.
+    ``environment``: beside ours, which it gets without the settings. Start it from a thread that outlives it: Linux
+    ties it to the thread that started it.
     """
 
     def __init__(
@@ -86,9 +81,9 @@ class Child:
         command: Sequence[str],
         *,
         log: Path,
-        environment: Mapping[str, str],
         grace: float,
         follow: Callable[[str], None] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -97,18 +92,24 @@ class Child:
         with log.open("ab") as output:
             self._log_start = output.tell()
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "deploy.supervise.subreaper"),
-                    *("--parent", str(os.getpid()), "--grace", str(grace), "--", *command),
-                ],
+                [sys.executable, "-P", "-m", "deploy.supervise.subreaper", str(os.getpid()), str(grace), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=dict(environment) | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path(environment)},
+                env=_with_packages(child_environment(environment)) | {"PYTHONUNBUFFERED": "1"},
                 start_new_session=True,  # Ctrl-C on the terminal reaches us alone, and we stop things in order
             )
         self.started = time.monotonic()
-        self._follower = _Follower(log, self._log_start, follow) if follow else None
+        self._ended = threading.Event()
+        self._follower = threading.Thread(target=self._follow, args=(follow,), name=f"follow {name}", daemon=True)
+        if follow:
+            self._follower.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     @property
     def pid(self) -> int:
@@ -117,8 +118,9 @@ class Child:
     def poll(self) -> int | None:
         """The exit code, None while it runs."""
         code = self._process.poll()
-        if code is not None and self._follower:
-            self._follower.close()
+        if code is not None and self._follower.is_alive():
+            self._ended.set()
+            self._follower.join(5.0)
         return code
 
     def wait(self, timeout: float) -> int:
@@ -136,10 +138,8 @@ class Child:
 
     def finish(self, timeout: float) -> int:
         """``wait``; however that ends, nothing of it runs afterwards."""
-        try:
+        with self:
             return self.wait(timeout)
-        finally:
-            self.stop()
 
     def request_stop(self) -> None:
         if self._process.poll() is None:
@@ -154,6 +154,10 @@ class Child:
             self._process.kill()
             return self.wait(5.0)
 
+    def ended(self, code: int) -> str:
+        """What to say of its end by itself."""
+        return f"{self.name} ended with code {code}; its last lines ({self.log}):\n{self.tail()}"
+
     def tail(self, lines: int = 20) -> str:
         """The last lines that this child wrote."""
         with self.log.open("rb") as file:
@@ -162,33 +166,20 @@ class Child:
             text = file.read().decode(errors="replace")
         return "\n".join(line.rstrip().rsplit("\r", 1)[-1] for line in text.splitlines()[-lines:])
 
-
-class _Follower:
-    """Hands the new lines of a growing file to a function. A file in between, so that a child never waits for us."""
-
-    def __init__(self, path: Path, start: int, each: Callable[[str], None]) -> None:
-        self._path, self._start, self._each = path, start, each
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"follow {path.name}", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with self._path.open("rb") as file:
-            file.seek(self._start)
+    def _follow(self, each: Callable[[str], None]) -> None:
+        """Hand over the new lines of the log. A file in between, so that a child never waits for us."""
+        with self.log.open("rb") as file:
+            file.seek(self._log_start)
             rest = b""
             while True:
-                last = self._closing.is_set()
+                last = self._ended.is_set()
                 *lines, rest = (rest + file.read()).split(b"\n")
                 for line in [*lines, rest] if last and rest else lines:
                     # A progress bar redraws its line with carriage returns; only its last state is a line of a log.
-                    self._each(line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
+                    each(line.decode(errors="replace").rstrip("\r").rsplit("\r", 1)[-1])
                 if last:
                     return
-                self._closing.wait(0.1)
-
-    def close(self) -> None:
-        self._closing.set()
-        self._thread.join(5.0)
+                self._ended.wait(0.1)
 
 
 def millrace(*arguments: str | Path) -> list[str]:
@@ -196,9 +187,24 @@ def millrace(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-P", "-m", "deploy.cli", *map(str, arguments)]
 
 
-def _python_path(environment: Mapping[str, str]) -> str:
-    """Where the packages are, so that a child finds them from any working directory when they are not installed."""
+def start(
+    settings: Settings,
+    name: str,
+    command: Sequence[str | Path],
+    *,
+    log: str,
+    grace: float,
+    follow: Callable[[str], None],
+) -> Child:
+    """Start a command of the CLI with these settings; its log is among theirs."""
+    whole = millrace("--config", settings.snapshot(), *command)
+    return Child(name, whole, log=settings.path(settings.up.logs) / log, grace=grace, follow=follow)
+
+
+def _with_packages(environment: dict[str, str]) -> dict[str, str]:
+    """A child finds the packages from any working directory, also when they are not installed."""
     here = Path(__file__).resolve().parents[2]
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
-    installed = here.name in ("site-packages", "dist-packages")
-    return os.pathsep.join(paths if installed or str(here) in paths else [*paths, str(here)])
+    if here.name not in ("site-packages", "dist-packages") and str(here) not in paths:
+        paths.append(str(here))
+    return environment | {"PYTHONPATH": os.pathsep.join(paths)}

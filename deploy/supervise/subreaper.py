@@ -1,6 +1,6 @@
 """A process that runs one command and leaves nothing of it behind.
 
-    python -m deploy.supervise.subreaper --parent PID --grace SECONDS -- COMMAND...
+    python -m deploy.supervise.subreaper PARENT_PID GRACE_SECONDS COMMAND...
 
 The command runs below the subreaper, which adopts every descendant that loses its parent (Linux's child subreaper), so
 that it can end them all, daemons that left the process group included, when the command has ended. SIGTERM, SIGINT
@@ -12,13 +12,13 @@ Imports the standard library and psutil only: one stands above each process of M
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -31,12 +31,7 @@ _POLL_S = 0.05
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m deploy.supervise.subreaper")
-    parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--grace", type=float, required=True)
-    parser.add_argument("command", nargs=argparse.REMAINDER)
-    arguments = parser.parse_args()
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    _, parent, grace, *command = sys.argv
     stopping: list[float] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -44,9 +39,9 @@ def main() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    die_with_parent(arguments.parent)
+    die_with_parent(int(parent))
     adopt_orphans()
-    sys.exit(_guard(command, arguments.grace, stopping))
+    sys.exit(_guard(command, float(grace), stopping))
 
 
 def _guard(command: list[str], grace: float, stopping: list[float]) -> int:
@@ -98,26 +93,21 @@ def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
     own = psutil.Process()
     deadline = time.monotonic() + grace
     signalled: set[int] = set()
-    while time.monotonic() < deadline:
-        living = _living(own, spare_trackers)
-        if not living:
-            return []
+    killed: set[str] = set()
+    rounds = 100  # of killing: a process can fork while the list is read, so look again until none is left
+    while rounds and (living := _living(own, spare_trackers)):
+        late = time.monotonic() >= deadline
+        rounds -= late
         for process in living:
-            if process.pid not in signalled:
-                signalled.add(process.pid)
-                _signal(process, signal.SIGKILL if _blocks_sigterm(process) else signal.SIGTERM)
+            with suppress(psutil.NoSuchProcess):
+                if late:
+                    killed.add(f"{process.name()} ({process.pid})")
+                    process.kill()
+                elif process.pid not in signalled:
+                    signalled.add(process.pid)
+                    process.send_signal(signal.SIGKILL if _blocks_sigterm(process) else signal.SIGTERM)
         time.sleep(_POLL_S)
-    names: list[str] = []
-    # A process can fork while the list is read, so look again until none is left.
-    for _ in range(100):
-        living = _living(own, spare_trackers)
-        if not living:
-            break
-        for process in living:
-            names.append(f"{_name(process)} ({process.pid})")
-            _signal(process, signal.SIGKILL)
-        time.sleep(_POLL_S)
-    return sorted(set(names))
+    return sorted(killed)
 
 
 def _living(own: psutil.Process, spare_trackers: bool) -> list[psutil.Process]:
@@ -147,20 +137,6 @@ def _blocks_sigterm(process: psutil.Process) -> bool:
         return False
     blocked = next((line for line in status.splitlines() if line.startswith("SigBlk:")), "SigBlk: 0")
     return bool(int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
-
-
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        return
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.NoSuchProcess:
-        return "a process"
 
 
 def _prctl(option: int, value: int) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -14,7 +15,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
 from evaluation.report import charts
-from evaluation.results import PolicyResult
+from evaluation.results import Interval, Sample
 from feedback.files import replace_file
 
 _MEASURES: Final = (
@@ -35,28 +36,13 @@ class _Row(BaseModel):
 
 
 class PolicyRow(_Row):
-    """A policy and what the held-out suite says of it; accuracy in [0, 1], intervals (low, high)."""
+    """A policy and what the held-out suite says of it, if it was evaluated (a ``PolicyResult`` fits)."""
 
     version: int
     parent: int | None = None
-    heldout_accuracy: float | None = None
-    accuracy_ci: tuple[float, float] | None = None
-    reward: float | None = None
-    reward_ci: tuple[float, float] | None = None
+    accuracy: Interval | None = None
+    reward: Interval | None = None
     n: int | None = None
-
-    @classmethod
-    def of(cls, result: PolicyResult, *, parent: int | None) -> PolicyRow:
-        """The row of an evaluated policy."""
-        return cls(
-            version=result.version,
-            parent=parent,
-            heldout_accuracy=result.accuracy.value,
-            accuracy_ci=(result.accuracy.low, result.accuracy.high),
-            reward=result.reward.value,
-            reward_ci=(result.reward.low, result.reward.high),
-            n=result.n,
-        )
 
 
 class GateRow(_Row):
@@ -75,36 +61,20 @@ class GateRow(_Row):
     kl: float | None = None
 
 
-class SampleRow(_Row):
-    """One held-out prompt, answered before and after. A score of 1 is shown as right, of 0 as wrong."""
-
-    prompt: str
-    answer: str | None = None
-    before: str
-    after: str
-    before_score: float | None = None
-    after_score: float | None = None
-
-
 class SwapRow(_Row):
-    """One swap in a replica; ``at`` is ISO 8601 or seconds since 1970."""
+    """One swap in a replica, as its server notes it."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
-
-    at: datetime | float
+    at: datetime
     source: int | None = Field(None, alias="from")
     target: int = Field(alias="to")
     hold_ms: float | None = None
     ok: bool = True
     in_flight: int | None = None
     error: str | None = None
-    replica: str | None = None
 
     @property
     def time(self) -> float:
         """Seconds since 1970; a time without zone is UTC."""
-        if isinstance(self.at, float):
-            return self.at
         return (self.at if self.at.tzinfo else self.at.replace(tzinfo=UTC)).timestamp()
 
 
@@ -122,7 +92,7 @@ class ReportData(BaseModel):
     policies: tuple[PolicyRow, ...] = ()
     training: dict[str, list[dict[str, Any]]] = {}
     gates: tuple[GateRow, ...] = ()
-    samples: tuple[SampleRow, ...] = ()
+    samples: tuple[Sample, ...] = ()
     samples_between: tuple[int, int] | None = None
     traffic: pa.Table | None = None
     swaps: tuple[SwapRow, ...] = ()
@@ -130,6 +100,27 @@ class ReportData(BaseModel):
     stages: dict[str, float] = {}
     confidence: float = 0.95
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
+
+    @cached_property
+    def passed(self) -> frozenset[int]:
+        """Versions that a gate let through."""
+        return frozenset(gate.candidate for gate in self.gates if gate.verdict == "pass")
+
+    @cached_property
+    def refused(self) -> frozenset[int]:
+        """Versions that a gate refused and none passed."""
+        return frozenset(gate.candidate for gate in self.gates) - self.passed
+
+    @cached_property
+    def ranked(self) -> list[PolicyRow]:
+        """The policies by version."""
+        return sorted(self.policies, key=lambda row: row.version)
+
+    @cached_property
+    def served(self) -> list[tuple[int, float]]:
+        """(version, held-out accuracy) of what users met, if it is known: the first policy and those that passed."""
+        met = [row for i, row in enumerate(self.ranked) if i == 0 or row.version in self.passed]
+        return [(row.version, row.accuracy.value) for row in met if row.accuracy]
 
 
 def build(data: ReportData, path: Path) -> Path:
@@ -139,8 +130,6 @@ def build(data: ReportData, path: Path) -> Path:
         headline=_headline(data),
         tiles=_tiles(data),
         pictures=_pictures(data),
-        refused=_refused(data),
-        passed=_passed(data),
         totals=_plain_totals(data.totals),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +141,7 @@ def traffic(connection: Any, *, bins: int = _BINS) -> pa.Table | None:
     """Traffic over time from a DuckDB connection with a view ``interactions``; None if there was none.
 
     One row a time bin, empty bins too: ``time`` (its start, seconds since 1970), ``seconds`` (its width), ``requests``,
-    ``tokens``, ``p50_ms``, ``p95_ms`` (of complete responses, null if none), ``failed`` (responses with status error).
+    ``tokens``, ``p50_ms``, ``p95_ms`` (of complete responses, null if none).
     """
     # fetchall, not fetchone: an unfinished result blocks the connection's next query.
     [(low, high)] = connection.execute(
@@ -169,51 +158,25 @@ def traffic(connection: Any, *, bins: int = _BINS) -> pa.Table | None:
                    count(DISTINCT request_id) AS requests,
                    sum(len(response_token_ids)) AS tokens,
                    quantile_cont(timings.total_ms, 0.50) FILTER (status = 'complete') AS p50_ms,
-                   quantile_cont(timings.total_ms, 0.95) FILTER (status = 'complete') AS p95_ms,
-                   count(*) FILTER (status = 'error') AS failed
+                   quantile_cont(timings.total_ms, 0.95) FILTER (status = 'complete') AS p95_ms
             FROM interactions GROUP BY 1
         )
         SELECT $low + b * $width AS time, $width::DOUBLE AS seconds, coalesce(requests, 0)::BIGINT AS requests,
-               coalesce(tokens, 0)::BIGINT AS tokens, p50_ms::DOUBLE AS p50_ms, p95_ms::DOUBLE AS p95_ms,
-               coalesce(failed, 0)::BIGINT AS failed
+               coalesce(tokens, 0)::BIGINT AS tokens, p50_ms::DOUBLE AS p50_ms, p95_ms::DOUBLE AS p95_ms
         FROM range($count) AS bins(b) LEFT JOIN binned ON bin = b ORDER BY b
         """,
         params={"low": low, "width": width, "count": count},
     ).to_arrow_table()
 
 
-def _refused(data: ReportData) -> frozenset[int]:
-    """Versions that a gate refused and none passed."""
-    return frozenset(gate.candidate for gate in data.gates if gate.verdict != "pass") - _passed(data)
-
-
-def _passed(data: ReportData) -> frozenset[int]:
-    return frozenset(gate.candidate for gate in data.gates if gate.verdict == "pass")
-
-
-def _served(data: ReportData) -> list[PolicyRow]:
-    """First policy and those that a gate let through, by version: what users met."""
-    passed = _passed(data)
-    rows = sorted(data.policies, key=lambda row: row.version)
-    return [row for i, row in enumerate(rows) if i == 0 or row.version in passed]
-
-
 def _headline(data: ReportData) -> str:
     parts = []
-    served = [row for row in _served(data) if row.heldout_accuracy is not None]
-    if len(served) > 1:
-        first, last = served[0], served[-1]
-        parts.append(
-            f"On held-out prompts, policy v{last.version} answers {last.heldout_accuracy:.1%} right; "
-            f"v{first.version}, which the loop started from, {first.heldout_accuracy:.1%}."
-        )
-    elif served:
-        parts.append(
-            f"On held-out prompts, policy v{served[0].version} answers {served[0].heldout_accuracy:.1%} right."
-        )
+    if data.served:
+        (first, before), (last, after) = data.served[0], data.served[-1]
+        since = f"; v{first}, which the loop started from, {before:.1%}" if len(data.served) > 1 else ""
+        parts.append(f"On held-out prompts, policy v{last} answers {after:.1%} right{since}.")
     if data.gates:
-        passed = sum(gate.verdict == "pass" for gate in data.gates)
-        parts.append(f"Of {_count(len(data.gates), 'candidate')}, {passed} passed the gate.")
+        parts.append(f"Of {_count(len(data.gates), 'candidate')}, {_passes(data)} passed the gate.")
     failed = data.totals.get("failed_requests")
     if data.swaps and failed is not None:
         swaps = sum(swap.ok for swap in data.swaps)
@@ -229,15 +192,12 @@ def _tiles(data: ReportData) -> list[dict[str, str]]:
     def add(name: str, value: str, note: str = "", tone: str = "") -> None:
         tiles.append({"name": name, "value": value, "note": note, "tone": tone})
 
-    served = [row for row in _served(data) if row.heldout_accuracy is not None]
-    if len(served) > 1:
-        assert served[0].heldout_accuracy is not None
-        assert served[-1].heldout_accuracy is not None
-        gain = 100 * (served[-1].heldout_accuracy - served[0].heldout_accuracy)
-        note = f"points, v{served[0].version} to v{served[-1].version}"
-        add("Held-out accuracy", f"{gain:+.1f}", note, "good" if gain > 0 else "bad")
+    if len(data.served) > 1:
+        (first, before), (last, after) = data.served[0], data.served[-1]
+        gain = 100 * (after - before)
+        add("Held-out accuracy", f"{gain:+.1f}", f"points, v{first} to v{last}", "good" if gain > 0 else "bad")
     if data.gates:
-        passed = sum(gate.verdict == "pass" for gate in data.gates)
+        passed = _passes(data)
         add("Candidates", f"{passed} of {len(data.gates)}", f"passed, {len(data.gates) - passed} refused")
     if data.swaps:
         holds = [swap.hold_ms for swap in data.swaps if swap.ok and swap.hold_ms is not None]
@@ -257,6 +217,10 @@ def _tiles(data: ReportData) -> list[dict[str, str]]:
     return tiles
 
 
+def _passes(data: ReportData) -> int:
+    return sum(gate.verdict == "pass" for gate in data.gates)
+
+
 def _pairs(totals: Mapping[str, Any]) -> list[str]:
     names = [name.removesuffix("_acknowledged") for name in totals if name.endswith("_acknowledged")]
     return [name for name in names if f"{name}_in_lake" in totals]
@@ -265,48 +229,31 @@ def _pairs(totals: Mapping[str, Any]) -> list[str]:
 def _plain_totals(totals: Mapping[str, Any]) -> dict[str, str]:
     """The counts that no tile shows."""
     shown = {"requests", "failed_requests"} | {f"{n}_{s}" for n in _pairs(totals) for s in ("acknowledged", "in_lake")}
-    return {
-        name.replace("_", " ").capitalize(): _number(value)
-        for name, value in totals.items()
-        if name not in shown and not isinstance(value, Mapping | list | tuple)
-    }
+    return {name.replace("_", " ").capitalize(): _number(value) for name, value in totals.items() if name not in shown}
 
 
 def _pictures(data: ReportData) -> dict[str, str | None]:
-    """SVG by name, None where there is no data."""
+    """SVG by name; None where there is nothing to draw."""
     pictures: dict[str, str | None] = dict.fromkeys(("accuracy", "reward", "gates", "training", "serving", "stages"))
-    out, policies = _refused(data), sorted(data.policies, key=lambda row: row.version)
-    accuracy: list[charts.Point] = [
-        (row.version, row.heldout_accuracy, row.accuracy_ci, row.version in out)
-        for row in policies
-        if row.heldout_accuracy is not None
-    ]
-    reward: list[charts.Point] = [
-        (row.version, row.reward, row.reward_ci, row.version in out) for row in policies if row.reward is not None
-    ]
-    if accuracy:
-        pictures["accuracy"] = charts.by_policy(
-            accuracy, colour=charts.GOOD, percent=True, label="Held-out accuracy by policy"
-        )
-    if reward:
-        pictures["reward"] = charts.by_policy(
-            reward, colour=charts.REWARD, percent=False, label="Held-out reward by policy"
-        )
+    for name, colour in (("accuracy", charts.GOOD), ("reward", charts.REWARD)):
+        if points := [
+            (row.version, found, row.version in data.refused) for row in data.ranked if (found := getattr(row, name))
+        ]:
+            label = f"Held-out {name} by policy"
+            pictures[name] = charts.by_policy(points, colour=colour, percent=name == "accuracy", label=label)
     if data.gates:
         percent = all(gate.metric == "accuracy" for gate in data.gates)
-        rows = [gate.model_dump() for gate in data.gates[-_GATES:]]
-        pictures["gates"] = charts.gates(rows, percent=percent, label="Difference and interval at each gate")
+        label = "Difference and interval at each gate"
+        pictures["gates"] = charts.gates(data.gates[-_GATES:], percent=percent, label=label)
     runs = {name: rows for name, rows in data.training.items() if rows}
-    measures = [measure for measure in _MEASURES if any(row.get(measure[0]) is not None for row in _rows(runs))]
-    if any(key == "kl_ref" for key, _, _ in measures):
-        measures = [measure for measure in measures if measure[0] != "kl_behaviour"]
+    known = {key for rows in runs.values() for row in rows for key, value in row.items() if value is not None}
+    if "kl_ref" in known:
+        known.discard("kl_behaviour")
+    measures = [measure for measure in _MEASURES if measure[0] in known]
     if measures:
         pictures["training"] = charts.training(runs, measures, label="Reward and KL over training steps")
     if data.traffic is not None and data.traffic.num_rows:
-        bins = {
-            name: _floats(data.traffic.column(name))
-            for name in ("time", "seconds", "requests", "tokens", "p50_ms", "p95_ms")
-        }
+        bins = {name: data.traffic.column(name).to_numpy() for name in data.traffic.column_names}
         end = bins["time"][-1] + bins["seconds"][-1]
         swaps = [
             (swap.time, f"v{swap.target}" + ("" if swap.ok else " failed"))
@@ -317,14 +264,6 @@ def _pictures(data: ReportData) -> dict[str, str | None]:
     if data.stages:
         pictures["stages"] = charts.stages(data.stages, label="Seconds by stage")
     return pictures
-
-
-def _rows(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Mapping[str, Any]]:
-    return [row for rows in runs.values() for row in rows]
-
-
-def _floats(column: pa.ChunkedArray) -> list[float]:
-    return [float("nan") if value is None else float(value) for value in column.to_pylist()]
 
 
 def _template() -> jinja2.Template:
@@ -339,9 +278,7 @@ def _template() -> jinja2.Template:
     return environment.get_template("report.html.jinja")
 
 
-def _number(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
+def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else re.sub(r"\.?0+$", "", f"{value:,.3f}")
 
 

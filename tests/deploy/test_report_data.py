@@ -66,7 +66,7 @@ def test_what_a_home_holds_is_gathered(used: Settings) -> None:
     assert [(gate.candidate, gate.verdict) for gate in data.gates] == [(2, "pass")]
     assert list(data.training) == ["earlier", "later"]
     assert [row["step"] for row in data.training["later"]] == [0, 1]  # the torn last line is left out
-    assert [(swap.target, swap.replica) for swap in data.swaps] == [(2, "replica-0")]
+    assert [(swap.source, swap.target) for swap in data.swaps] == [(1, 2)]
     assert data.stages == {"score": 2.0, "train": 2.0}  # skipped cycles don't count
     assert data.traffic is not None
     totals = {"requests": 1, "responses": 1, "response_tokens": 2, "feedback": 0, "responses_with_reward": 0}

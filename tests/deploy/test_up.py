@@ -13,12 +13,12 @@ import httpx
 import psutil
 import pytest
 
-from deploy import up
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
 from deploy.loop import promotion, wait_for_serving
 from deploy.loop.wait_for_serving import NotServed
 from deploy.supervise.children import millrace
+from feedback.files import locked
 from feedback.lake.tables import Lake
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
@@ -150,7 +150,7 @@ def test_a_server_that_can_not_start_is_reported_with_its_reason(
 
 
 def test_two_never_run_in_one_home(small: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]) -> None:
-    with up._only_one(small):
+    with locked(small.path(".up.lock"), 0.0):
         log = tmp_path / "up.log"
         assert start(small, log).wait(30) == 1
     assert "another `millrace up` runs" in log.read_text()

@@ -10,7 +10,7 @@ import pytest
 
 from evaluation.config import EvaluationConfig
 from evaluation.engine import EngineError, OfflineEngine
-from evaluation.evaluate import compare_samples, evaluate, measure
+from evaluation.evaluate import compare_samples, evaluate
 from evaluation.results import Evaluation
 from evaluation.suites import answers
 from evaluation.suites.suite import Suite
@@ -175,10 +175,9 @@ def test_the_same_weights_are_no_better_and_zero_kl_apart(
     assert found.kl.incumbent_candidate.value == pytest.approx(0.0, abs=1e-6)
 
 
-def test_one_policy_alone_and_samples_come_from_the_same_answers(
+def test_samples_come_from_the_same_answers(
     evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, no_engine
 ):
-    assert measure(policies[0], suite, config, folder) == evaluation.incumbent
     samples = compare_samples(policies[1], policies[0], suite, config, folder)
     assert len(samples) == 60
     assert tuple(samples[: config.samples]) == evaluation.samples
@@ -212,4 +211,4 @@ def test_a_prompt_that_the_policy_cannot_take_is_named_with_both_lengths(
     path = tmp_path / "long.jsonl"
     path.write_text('{"id": "long one", "prompt": "' + "1" * 200 + '", "answer": "2"}\n')
     with pytest.raises(EngineError, match="item 'long one' has 200 tokens, policy 1 takes 1 to 127"):
-        measure(policies[0], Suite.load(path), config, tmp_path)
+        answers.answer(policies[0], Suite.load(path), config, tmp_path)

@@ -42,7 +42,7 @@ def evaluation(**changes: Any) -> Evaluation:
 
 def test_a_candidate_whose_whole_interval_is_above_the_bar_passes_and_the_verdict_says_what_was_shown():
     verdict = decide(evaluation(), GateConfig())
-    assert verdict.passed
+    assert verdict.verdict == "pass"
     assert (verdict.candidate, verdict.incumbent, verdict.metric) == (5, 3, "reward")
     assert (verdict.difference, verdict.ci_low, verdict.ci_high) == (0.1, 0.04, 0.16)
     assert verdict.reasons == ("reward is +0.1000 against policy 3, 95% interval [+0.0400, +0.1600] on 300 items",)
@@ -75,7 +75,7 @@ def test_every_missed_requirement_is_named(changes: dict[str, Any], config: dict
     [({"missing": 3}, {"max_missing": 0.01}), ({}, {"max_kl": 0.05}), ({"kl": None, "kl_missing": "why"}, {})],
 )
 def test_what_lies_just_within_the_bounds_passes(changes: dict[str, Any], config: dict[str, Any]):
-    assert decide(evaluation(**changes), GateConfig(**config)).passed
+    assert decide(evaluation(**changes), GateConfig(**config)).verdict == "pass"
 
 
 def test_intervals_of_another_confidence_are_not_judged():

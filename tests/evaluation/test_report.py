@@ -74,14 +74,18 @@ def connection(rows: list[dict[str, Any]]) -> duckdb.DuckDBPyConnection:
     return con
 
 
+def interval(value: float) -> Interval:
+    return Interval(value=value, low=value - 0.1, high=value + 0.1)
+
+
 @pytest.fixture
 def data() -> ReportData:
     gate = {"candidate": 2, "incumbent": 1, "difference": 0.2, "ci_low": 0.1, "ci_high": 0.3, "verdict": "pass"}
     refused = {"candidate": 3, "incumbent": 2, "difference": -0.1, "ci_low": -0.2, "ci_high": 0.0, "verdict": "refuse"}
     policies = [
-        {"version": 1, "heldout_accuracy": 0.4, "accuracy_ci": (0.3, 0.5), "reward": 0.4, "n": 300},
-        {"version": 2, "parent": 1, "heldout_accuracy": 0.6, "reward": 0.6, "reward_ci": (0.5, 0.7), "n": 300},
-        {"version": 3, "parent": 2, "heldout_accuracy": 0.5, "reward": 0.5, "n": 300},
+        {"version": 1, "accuracy": interval(0.4), "reward": interval(0.4), "n": 300},
+        {"version": 2, "parent": 1, "accuracy": interval(0.6), "reward": interval(0.6), "n": 300},
+        {"version": 3, "parent": 2, "accuracy": interval(0.5), "reward": interval(0.5), "n": 300},
     ]
     swap = {"at": START.isoformat(), "from": 1, "to": 2, "hold_ms": 28.4, "in_flight": 31, "generation": 2}
     failure = {"at": (START + timedelta(seconds=30)).timestamp(), "from": 2, "to": 3, "ok": False, "error": "bad hash"}
@@ -94,8 +98,10 @@ def data() -> ReportData:
         },
         gates=[{**gate, "reasons": ["shown"], "metric": "accuracy"}, {**refused, "reasons": ["it is worse"]}],
         samples=[
-            {"prompt": "<script>1+1", "answer": "2", "before": "3", "after": "2", "before_score": 0, "after_score": 1},
-            {"prompt": "hi", "before": "a", "after": "b", "after_score": 0.25},
+            {"id": "1", "prompt": "<script>1+1", "answer": "2", "incumbent": "3", "candidate": "2",
+             "incumbent_score": 0, "candidate_score": 1},
+            {"id": "2", "prompt": "hi", "answer": None, "incumbent": "a", "candidate": "b",
+             "incumbent_score": None, "candidate_score": 0.25},
         ],
         samples_between=(1, 2),
         traffic=traffic(connection([interaction(i) for i in range(60)])),
@@ -172,7 +178,7 @@ def test_a_policy_without_an_evaluation_is_listed(tmp_path: Path):
 
 
 def test_a_hundred_cycles_still_give_a_page(tmp_path: Path):
-    policies = [{"version": i, "heldout_accuracy": i / 200, "reward": 1.0} for i in range(1, 101)]
+    policies = [{"version": i, "accuracy": interval(i / 200), "reward": interval(1.0)} for i in range(1, 101)]
     gates = [
         {"candidate": i, "incumbent": 1, "difference": 0, "ci_low": 0, "ci_high": 0, "verdict": "refuse"}
         for i in range(2, 101)
@@ -188,8 +194,8 @@ def test_a_row_of_results_carries_its_intervals():
         version=2, sha256="0", n=100, missing=0, reward=half, accuracy=half, distinct_1=0, distinct_2=0,
         length_mean=1, length_p95=1, truncated=0,
     )  # fmt: skip
-    row = PolicyRow.of(result, parent=1)
-    assert (row.version, row.parent, row.heldout_accuracy, row.accuracy_ci) == (2, 1, 0.5, (0.4, 0.6))
+    row = PolicyRow.model_validate({**result.model_dump(), "parent": 1})
+    assert (row.version, row.parent, row.accuracy, row.reward) == (2, 1, half, half)
 
 
 def test_unknown_report_fields_are_refused():
@@ -210,7 +216,6 @@ def test_traffic_counts_every_request_and_token_once_and_keeps_empty_bins():
     assert bins is not None
     assert sum(bins.column("requests").to_pylist()) == 7
     assert sum(bins.column("tokens").to_pylist()) == 21
-    assert sum(bins.column("failed").to_pylist()) == 1
     assert bins.column("time")[0].as_py() == START.timestamp()
     assert bins.column("seconds")[0].as_py() == 10.0
     assert 0 in bins.column("requests").to_pylist()

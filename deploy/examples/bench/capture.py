@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +20,21 @@ _POOL = 1024
 _TICK_S = 0.0005
 
 
-@dataclass(frozen=True)
-class Capture:
-    """Milliseconds that ``append`` took, over all rows, and what the journal and the sealer did meanwhile."""
-
-    rows: int
-    seconds: float
-    rows_per_s: float
-    ms_p50: float
-    ms_p99: float
-    ms_max: float
-    rows_per_commit: float
-    commit_ms: float
-    bytes_per_row: float
-    sealed_rows: int
-
-
 def capture(
     folder: Path, config: FeedbackConfig, *, writers: int, seconds: float, rate: float | None
 ) -> dict[str, Any]:
-    """Append for some seconds: ``rate`` rows a second, or as many as ``writers`` can, each a row at a time."""
+    """Append for some seconds: ``rate`` rows a second, or as many as ``writers`` can, each a row at a time.
+
+    Milliseconds that ``append`` took, over all rows, and what the journal and the sealer did meanwhile.
+    """
     import uvloop
 
-    return asdict(uvloop.run(_capture(folder, config, writers, seconds, rate)))
+    return uvloop.run(_capture(folder, config, writers, seconds, rate))
 
 
-async def _capture(folder: Path, config: FeedbackConfig, writers: int, seconds: float, rate: float | None) -> Capture:
+async def _capture(
+    folder: Path, config: FeedbackConfig, writers: int, seconds: float, rate: float | None
+) -> dict[str, Any]:
     pool = rows.interactions(_POOL)
     lake = Lake(str(folder / "lake"), config.lake)
     lake.create()
@@ -68,18 +56,18 @@ async def _capture(folder: Path, config: FeedbackConfig, writers: int, seconds: 
         await asyncio.to_thread(journal.close)
         await asyncio.to_thread(sealer.close)
     waits.sort()
-    return Capture(
-        rows=len(waits),
-        seconds=elapsed,
-        rows_per_s=len(waits) / elapsed,
-        ms_p50=1e3 * waits[len(waits) // 2],
-        ms_p99=1e3 * waits[int(len(waits) * 0.99)],
-        ms_max=1e3 * waits[-1],
-        rows_per_commit=stats["rows"] / stats["commits"],
-        commit_ms=stats["commit_ms_total"] / stats["commits"],
-        bytes_per_row=stats["bytes"] / stats["rows"],
-        sealed_rows=lake.counts()["interactions"],
-    )
+    return {
+        "rows": len(waits),
+        "seconds": elapsed,
+        "rows_per_s": len(waits) / elapsed,
+        "ms_p50": 1e3 * waits[len(waits) // 2],
+        "ms_p99": 1e3 * waits[int(len(waits) * 0.99)],
+        "ms_max": 1e3 * waits[-1],
+        "rows_per_commit": stats["rows"] / stats["commits"],
+        "commit_ms": stats["commit_ms_total"] / stats["commits"],
+        "bytes_per_row": stats["bytes"] / stats["rows"],
+        "sealed_rows": lake.counts()["interactions"],
+    }
 
 
 async def _flat_out(journal: Journal, pool: list[dict[str, Any]], writers: int, seconds: float) -> list[float]:

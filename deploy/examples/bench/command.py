@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +23,20 @@ def bench() -> None:
 @click.option("--writers", type=click.IntRange(min=1), default=64, show_default=True, help="Writers at a time.")
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="How long.")
 @click.option("--rate", type=click.FloatRange(min=1), help="Rows per second; by default as many as the writers can.")
-@pass_settings
-def capture(settings: Settings, writers: int, seconds: float, rate: float | None) -> None:
+def capture(**options: Any) -> None:
     """Durable rows a second, and how long a writer waits, with a sealer beside it."""
-    from deploy.examples.bench.capture import capture as measure
+    from deploy.examples.bench.capture import capture
 
-    with _folder(settings) as folder:
-        _print(measure(folder, settings.feedback, writers=writers, seconds=seconds, rate=rate))
+    _measure(capture, options)
 
 
 @bench.command()
-@click.option("--rows", type=click.IntRange(min=8), default=20_000, show_default=True, help="Interactions.")
-@pass_settings
-def storage(settings: Settings, rows: int) -> None:
+@click.option("--rows", "count", type=click.IntRange(min=8), default=20_000, show_default=True, help="Interactions.")
+def storage(**options: Any) -> None:
     """Sealing, compacting and reading rates, and bytes a row."""
-    from deploy.examples.bench.storage import storage as measure
+    from deploy.examples.bench.storage import storage
 
-    with _folder(settings) as folder:
-        _print(measure(folder, settings.feedback, count=rows))
+    _measure(storage, options)
 
 
 @bench.command()
@@ -50,13 +44,11 @@ def storage(settings: Settings, rows: int) -> None:
 @click.option("--small", type=click.IntRange(min=100), default=10_000, show_default=True, help="Rows to compare with.")
 @click.option("--fresh", type=click.IntRange(min=1), default=10_000, show_default=True, help="New rows per turn.")
 @click.option("--turns", type=click.IntRange(min=1), default=11, show_default=True, help="Turns; medians are printed.")
-@pass_settings
-def scoring(settings: Settings, history: int, small: int, fresh: int, turns: int) -> None:
+def scoring(**options: Any) -> None:
     """Scoring's rate, and whether it stays flat as history grows. Ten million rows take some 2 GB of disk."""
-    from deploy.examples.bench.scoring import scoring as measure
+    from deploy.examples.bench.scoring import scoring
 
-    with _folder(settings) as folder:
-        _print(measure(folder, settings.feedback, history=history, small=small, fresh=fresh, turns=turns))
+    _measure(scoring, options)
 
 
 @bench.command()
@@ -70,16 +62,9 @@ def front_end(settings: Settings, capture: bool) -> None:
     serve(resolved.serve, resolved.feedback, capture=capture)
 
 
-@contextmanager
-def _folder(settings: Settings) -> Iterator[Path]:
-    """A folder beside the home's own, on its disk, that goes afterwards."""
+@pass_settings
+def _measure(settings: Settings, measure: Callable[..., dict[str, Any]], options: dict[str, Any]) -> None:
+    """Print what is measured in a folder beside the home's own, on its disk, that goes afterwards."""
     settings.home.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=settings.home))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-def _print(measured: dict[str, Any]) -> None:
-    click.echo(json.dumps(measured))
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=settings.home) as folder:
+        click.echo(json.dumps(measure(Path(folder), settings.feedback, **options)))

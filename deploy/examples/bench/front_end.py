@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from feedback.config import FeedbackConfig
 from serve.app import run
 from serve.config import ServeConfig
-from serve.generation.request import Generated, Generation, GenerationProgress, Sampling
+from serve.generation.request import Generated, Generation, Sampling
 from serve.generation.tokenizer import Text
 from serve.policies.store import Policy
 from serve.recorder import Recorder
@@ -20,59 +19,36 @@ _LETTER = 65
 
 
 class InstantEngine(Engine):
-    """Answers every request with as many tokens as it asks for, in no time. No vLLM anywhere."""
+    """Answers every request that is not streamed with as many tokens as it asks for, in no time. No vLLM anywhere."""
 
     async def start(self, policy: Policy) -> None:
         """Read the policy's tokenizer and its context length."""
         from transformers import AutoConfig, AutoTokenizer
 
         self.version = policy.version
-        self._tokens = Text(AutoTokenizer.from_pretrained(policy.path))
+        self._text = Text(AutoTokenizer.from_pretrained(policy.path))
         model = AutoConfig.from_pretrained(policy.path)
         self._context, self._vocabulary = int(model.max_position_embeddings), int(model.vocab_size)
 
-    async def close(self) -> None:
-        """Nothing to stop."""
-
     @property
     def healthy(self) -> bool:
-        """Always."""
         return True
 
     @property
-    def text(self) -> Text:
-        """The policy's tokenizer."""
-        return self._tokens
-
-    @property
     def max_model_len(self) -> int:
-        """As the model's configuration says."""
         return self._context
 
     @property
     def vocabulary(self) -> int:
-        """As the model's configuration says."""
         return self._vocabulary
-
-    @property
-    def in_flight(self) -> int:
-        """None."""
-        return 0
 
     async def generate(self, request_id: str, prompt_token_ids: list[int], sampling: Sampling) -> Generation:
         """The same letter, ``max_tokens`` times."""
         token_ids = [_LETTER] * sampling.max_tokens
-        text = self._tokens.response(prompt_token_ids, token_ids)
+        text = self.text.response(prompt_token_ids, token_ids)
         response = Generated(text, token_ids, [-1.0] * len(token_ids), [(0, self.version)], "length")
         await asyncio.sleep(0)
         return Generation([response] * sampling.n, self.version, 0.0, 0.0, 0.0)
-
-    async def stream(
-        self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: GenerationProgress
-    ) -> AsyncIterator[list[tuple[int, str]]]:
-        """Not measured."""
-        raise NotImplementedError
-        yield []
 
     async def abort(self, request_id: str) -> None:
         """There is nothing under way."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import select
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -95,30 +94,29 @@ class Run:
             [sys.executable, "-P", "-m", "deploy.examples.bench.overlap", *sys.argv[1:], "--way", way],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            text=True,
         )
 
     def step(self) -> float:
         """Seconds of its next step."""
         assert self.process.stdin is not None
-        self.process.stdin.write(b"\n")
+        self.process.stdin.write("\n")
         self.process.stdin.flush()
         return self.reported()
 
     def reported(self) -> float:
-        """The seconds of its step. Raises RuntimeError if it ended, TimeoutError if it does not report."""
+        """The seconds of its step. Raises RuntimeError if it ended, or was killed because it does not report."""
         assert self.process.stdout is not None
-        deadline = time.monotonic() + self.timeout_s
-        line = b""
-        while not line.endswith(b"\n") or not line.startswith(STEP.encode()):
-            line = b"" if line.endswith(b"\n") else line
-            ready, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError(f"the {self.way} run made no step within {self.timeout_s:g} s")
-            byte = os.read(self.process.stdout.fileno(), 1)
-            if not byte:
-                raise RuntimeError(f"the {self.way} run ended with code {self.process.wait(20)}")
-            line += byte
-        return float(line.removeprefix(STEP.encode()))
+        late = threading.Timer(self.timeout_s, self.process.kill)
+        late.start()
+        try:
+            line = next((line for line in self.process.stdout if line.startswith(STEP)), None)
+        finally:
+            late.cancel()
+        if line is None:
+            code = self.process.wait(20)
+            raise RuntimeError(f"the {self.way} run ended with code {code}, or made no step in {self.timeout_s:g} s")
+        return float(line.removeprefix(STEP))
 
     def __enter__(self) -> Run:
         self.reported()

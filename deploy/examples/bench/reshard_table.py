@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def row(model: Decoder, t: int, ranks: int) -> str:
     whole = BYTES * elements(model)
     received = BYTES * max(elements_received(placed(model, ranks, t), slices(model, ranks, t)))
     excess = (received - hybridflow(whole, ranks, t)) / whole
-    others = (ds_chat(whole, ranks), hybridflow_v(whole, ranks), hybridflow(whole, ranks, t))
+    others = (all_gather(whole, ranks), all_gather(whole, ranks), hybridflow(whole, ranks, t))
     cells = [
         model.name,
         f"{whole / 1e9:.1f} GB",
@@ -71,14 +72,9 @@ def row(model: Decoder, t: int, ranks: int) -> str:
 # bytes trained with t·p·d ranks and generated with t_g·p_g. Under FSDP the N ranks are what t·p are there.
 
 
-def ds_chat(whole: float, ranks: int) -> float:
-    """All-gather over all ranks: (tpd − 1)/(tpd) · M."""
+def all_gather(whole: float, ranks: int) -> float:
+    """DS-Chat over all ranks, (tpd − 1)/(tpd) · M; HybridFlow-V over those of a training replica, (tp − 1)/(tp) · M."""
     return (ranks - 1) / ranks * whole
-
-
-def hybridflow_v(whole: float, model_parallel: int) -> float:
-    """All-gather over the ranks of a training replica: (tp − 1)/(tp) · M."""
-    return (model_parallel - 1) / model_parallel * whole
 
 
 def hybridflow(whole: float, model_parallel: int, generation_parallel: int) -> float:
@@ -113,13 +109,7 @@ def shapes(model: Decoder) -> Iterator[tuple[str, tuple[int, ...], str]]:
 
 
 def elements(model: Decoder) -> int:
-    total = 0
-    for _, shape, _ in shapes(model):
-        size = 1
-        for n in shape:
-            size *= n
-        total += size
-    return total
+    return sum(math.prod(shape) for _, shape, _ in shapes(model))
 
 
 def placed(model: Decoder, ranks: int, t: int) -> dict[str, Held]:

@@ -1,16 +1,20 @@
-"""Rows to measure with."""
+"""Rows to measure with, and how they come into a journal."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from feedback.config import JournalConfig
 from feedback.ids import uuid7
 from feedback.journal.codec import to_batch
+from feedback.journal.writer import Journal
 from feedback.schema import TABLES
 
 _VOCABULARY = 150_000
@@ -55,6 +59,18 @@ def interactions(count: int, *, tokens: int = 200, seed: int = 0) -> list[dict[s
         }
         for _ in range(count)
     ]
+
+
+async def record(folder: Path, config: JournalConfig, tables: dict[str, list[dict[str, Any]]]) -> None:
+    """Through a journal: every row is on disk when this returns, and the segments are closed."""
+    journal = Journal(folder, config, "examples")
+    journal.open()
+    try:
+        for name, rows in tables.items():
+            for at in range(0, len(rows), 512):
+                await asyncio.gather(*(journal.append(name, row) for row in rows[at : at + 512]))
+    finally:
+        await asyncio.to_thread(journal.close)
 
 
 def table(name: str, rows: list[dict[str, Any]]) -> pa.Table:

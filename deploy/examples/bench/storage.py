@@ -12,7 +12,6 @@ import pyarrow.parquet as pq
 from deploy.examples.bench import rows
 from feedback.config import FeedbackConfig
 from feedback.ingest.seal import seal
-from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
 from feedback.maintenance.maintain import compact
 
@@ -28,7 +27,7 @@ def storage(folder: Path, config: FeedbackConfig, *, count: int) -> dict[str, An
     with pq.ParquetWriter(plain, rows.table("interactions", []).schema, compression="zstd") as writer:
         for turn in range(_SEALS):
             batch = rows.interactions(max(1, count // _SEALS), seed=turn)
-            asyncio.run(_journal(batch, folder / "journal", config))
+            asyncio.run(rows.record(folder / "journal", config.journal, {"interactions": batch}))
             writer.write_table(rows.table("interactions", batch))
             started = time.perf_counter()
             seal(lake, folder / "journal")
@@ -48,16 +47,6 @@ def storage(folder: Path, config: FeedbackConfig, *, count: int) -> dict[str, An
         "bytes_per_row_compacted": _bytes(lake) / total,
         "bytes_per_row_plain_zstd": plain.stat().st_size / total,
     }
-
-
-async def _journal(batch: list[dict[str, Any]], folder: Path, config: FeedbackConfig) -> None:
-    journal = Journal(folder, config.journal, "bench")
-    journal.open()
-    try:
-        for at in range(0, len(batch), 512):
-            await asyncio.gather(*(journal.append("interactions", row) for row in batch[at : at + 512]))
-    finally:
-        await asyncio.to_thread(journal.close)
 
 
 def _reading(lake: Lake, total: int) -> dict[str, float]:

@@ -12,8 +12,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,13 @@ from rich.table import Table
 
 import deploy
 from deploy.config import root
-from deploy.config.root import Settings, child_environment
+from deploy.config.root import Settings
 from deploy.examples.demo import summary
 from deploy.examples.demo.task import items
 from deploy.examples.stages import Stages
 from deploy.loop import records, wait_for_serving
 from deploy.loop.records import CycleRecord
-from deploy.supervise.children import Child, millrace
+from deploy.supervise.children import Child, start
 
 TASK_SEED = 7
 HELD_OUT, TRAFFIC = 400, 300  # prompts; the seed policy's corpus is drawn from those after them
@@ -41,11 +40,10 @@ class DemoFailed(RuntimeError):
     """The demo could not be run, or did not show what it is there to show."""
 
 
-def run(folder: Path, *, cycles: int = 3, users: int = 4) -> None:
+def run(folder: Path, *, cycles: int, users: int) -> None:
     """Run the demo in ``folder``, which it empties first, and leave summary.json and report.html there.
 
-    Raises:
-        DemoFailed: a part of it failed, or the figures are not those that a working loop has.
+    Raises DemoFailed if a part of it failed, or the figures are not those that a working loop has.
     """
     with Stages("demo", total=cycles + 6) as stages:
         users_file = Path(deploy.__file__).resolve().parent.parent / "loadtests" / "users.py"
@@ -56,22 +54,22 @@ def run(folder: Path, *, cycles: int = 3, users: int = 4) -> None:
         with stages("seed"):
             seed_policy(folder, stages.say)
         with stages("init"):
-            call("init", settings, stages.say, file, "init", "--model", str(folder / "seed"), "--no-write-config")
-        with running("up", millrace("--config", file, "up"), settings, stages.say) as up:
+            call(settings, stages.say, "init", "--model", str(folder / "seed"), "--no-write-config")
+        with start(settings, "up", ["up"], log="demo-up.log", grace=60.0, follow=stages.say) as up:
             with stages("serve"):
                 wait_for("the server", lambda: wait_for_serving.server_policy(settings) is not None, [up])
             command = users_command(users_file, folder, settings, users)
-            with running("users", command, settings, None) as crowd:
+            with Child("users", command, log=settings.path(settings.up.logs) / "demo-users.log", grace=60.0) as crowd:
                 for number in range(1, cycles + 1):
                     with stages(f"cycle {number}"):
                         wait_for(f"cycle {number}", lambda n=number: len(finished(settings)) >= n, [up, crowd])  # type: ignore[misc]
                 with stages("refusal"):
                     ruin = ["--train.optimizer.learning_rate", str(RUINOUS_LEARNING_RATE), "--train.steps", "2"]
-                    call("refusal", settings, stages.say, file, "cycle", *ruin)
+                    call(settings, stages.say, "cycle", *ruin)
         with stages("report"):
             figures = summary.write(settings, folder, account(folder), {**stages.seconds, "total": stages.elapsed})
     show(figures, folder)
-    if problems := summary.problems(figures, least_policies=2):
+    if problems := summary.problems(figures):
         raise DemoFailed("\n".join(problems))
 
 
@@ -140,31 +138,18 @@ def seed_policy(folder: Path, say: Callable[[str], None]) -> None:
     command = [sys.executable, "-P", "-m", "deploy.examples.demo.seed"]
     command += [str(folder / "seed"), "--skip", str(HELD_OUT + TRAFFIC)]
     # Two threads that spin while they wait for each other are slow on a machine that does something else too.
-    environment = child_environment({"OMP_WAIT_POLICY": "PASSIVE"})
+    environment = {"OMP_WAIT_POLICY": "PASSIVE"}
     finish(Child("seed", command, log=folder / "seed.log", environment=environment, grace=5.0, follow=say))
 
 
-def call(name: str, settings: Settings, say: Callable[[str], None], file: Path, *arguments: str) -> None:
+def call(settings: Settings, say: Callable[[str], None], name: str, *arguments: str) -> None:
     """Run a ``millrace`` command to its end."""
-    log = settings.path(settings.up.logs) / f"demo-{name}.log"
-    command = millrace("--config", file, *arguments)
-    finish(Child(name, command, log=log, environment=child_environment(), grace=10.0, follow=say))
+    finish(start(settings, name, [name, *arguments], log=f"demo-{name}.log", grace=10.0, follow=say))
 
 
 def finish(child: Child) -> None:
     if code := child.finish(LONGEST_STAGE_S):
-        raise DemoFailed(f"{child.name} ended with code {code}; its last lines ({child.log}):\n{child.tail()}")
-
-
-@contextmanager
-def running(name: str, command: list[str], settings: Settings, say: Callable[[str], None] | None) -> Iterator[Child]:
-    """A process that runs while the block does, stopped at its end by SIGTERM."""
-    log = settings.path(settings.up.logs) / f"demo-{name}.log"
-    child = Child(name, command, log=log, environment=child_environment(), grace=60.0, follow=say)
-    try:
-        yield child
-    finally:
-        child.stop()
+        raise DemoFailed(child.ended(code))
 
 
 def users_command(users_file: Path, folder: Path, settings: Settings, users: int) -> list[str]:
@@ -181,11 +166,7 @@ def users_command(users_file: Path, folder: Path, settings: Settings, users: int
 
 
 def finished(settings: Settings) -> list[CycleRecord]:
-    """Cycles that trained something and came to an end.
-
-    Raises:
-        DemoFailed: a cycle failed.
-    """
+    """Cycles that trained something and came to an end. Raises DemoFailed if one failed."""
     history = records.load_all(settings)
     for record in history:
         if record.status == "failed":
@@ -198,7 +179,7 @@ def wait_for(what: str, happened: Callable[[], bool], needed: list[Child]) -> No
     while not happened():
         for child in needed:
             if (code := child.poll()) is not None:
-                raise DemoFailed(f"{child.name} ended with code {code}; its last lines ({child.log}):\n{child.tail()}")
+                raise DemoFailed(child.ended(code))
         if time.monotonic() > deadline:
             raise DemoFailed(f"{what} took longer than {LONGEST_STAGE_S:.0f} s")
         time.sleep(0.25)

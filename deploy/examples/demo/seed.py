@@ -32,15 +32,30 @@ PAD, EOS = "<pad>", "<eos>"
 @click.option("--threads", default=2, show_default=True, help="CPU threads.")
 def main(folder: Path, seed: int, steps: int, batch: int, skip: int, threads: int) -> None:
     """Train the seed policy and write it to FOLDER."""
+    rng = random.Random(seed)
+    corpus = ((item.prompt, demonstration(item, rng)) for item in itertools.islice(items(seed), skip, None))
+    make_policy(folder, corpus, seed=seed, threads=threads, steps=steps, batch=batch)
+
+
+def make_policy(
+    folder: Path,
+    corpus: Iterator[tuple[str, str]],
+    *,
+    seed: int,
+    threads: int,
+    steps: int,
+    batch: int,
+    learning_rate: float = 3e-3,
+    **shape: int,
+) -> None:
+    """Train a policy of a shape on (prompt, answer) without end, always the same one, and write it to a folder."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
+    model = make_model(tokenizer, **shape)
     print(f"seed policy: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
-    rng = random.Random(seed)
-    stream = itertools.islice(items(seed), skip, None)
-    train(model, tokenizer, ((i.prompt, demonstration(i, rng)) for i in stream), steps=steps, batch=batch)
+    train(model, tokenizer, corpus, steps=steps, batch=batch, learning_rate=learning_rate)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -93,7 +108,7 @@ def train(
     *,
     steps: int,
     batch: int,
-    learning_rate: float = 3e-3,
+    learning_rate: float,
 ) -> None:
     """Supervised training on a corpus of (prompt, answer) without end; loss on the answer's tokens only."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)

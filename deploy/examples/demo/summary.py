@@ -21,9 +21,7 @@ LEAST_GAIN = 0.25
 def write(settings: Settings, folder: Path, account: list[dict[str, Any]], seconds: dict[str, float]) -> dict[str, Any]:
     """Count, and leave summary.json and report.html in ``folder``; the summary's figures.
 
-    Args:
-        account: the users' entries, one per request.
-        seconds: of each stage so far.
+    ``account``: the users' entries, one per request. ``seconds``: of each stage so far.
     """
     counts = both_sides(settings, account)
     data = report_data.gather(settings, title="Millrace: the demo", totals=counts)
@@ -41,9 +39,9 @@ def learning(settings: Settings, data: ReportData) -> dict[str, Any]:
     fields = {"candidate", "incumbent", "difference", "ci_low", "ci_high", "verdict"}
     return {
         "policies": [
-            policy.model_dump(include={"version", "parent", "heldout_accuracy", "n"})
-            for policy in data.policies
-            if policy.n is not None
+            {"version": row.version, "parent": row.parent, "heldout_accuracy": row.accuracy.value, "n": row.n}
+            for row in data.policies
+            if row.accuracy is not None
         ],
         "promoted": [policy.version for policy in data.policies if policy.version in served],
         "refused": [record.candidate for record in records.load_all(settings) if record.status == "refused"],
@@ -76,12 +74,12 @@ def stage_seconds(settings: Settings) -> dict[str, float]:
     }
 
 
-def problems(figures: dict[str, Any], *, least_policies: int) -> list[str]:
+def problems(figures: dict[str, Any]) -> list[str]:
     """The demo's promises that these figures break, each in a sentence."""
     accuracy = {p["version"]: p["heldout_accuracy"] for p in figures["policies"]}
     promoted, refused = figures["promoted"], figures["refused"]
     found = []
-    if len(promoted) < least_policies:
+    if len(promoted) < 2:
         return [f"only policies {promoted} were ever promoted"]
     gain = accuracy[promoted[-1]] - accuracy[promoted[0]]
     if gain < LEAST_GAIN:

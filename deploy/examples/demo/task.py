@@ -12,7 +12,6 @@ import random
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 
@@ -47,15 +46,23 @@ class Item:
 
 def items(seed: int) -> Iterator[Item]:
     """Distinct prompts without end, the same ones for the same seed."""
+    answers = {name: verb.answer for name, verb in VERBS.items()}
+    return distinct(seed, answers, lambda rng: "".join(rng.sample(string.ascii_lowercase, rng.randint(3, 5))))
+
+
+def distinct(
+    seed: int, answers: dict[str, Callable[[str], str]], make_word: Callable[[random.Random], str]
+) -> Iterator[Item]:
+    """The same for any verbs, by name, with what answers each."""
     rng = random.Random(seed)
     seen: set[str] = set()
     while True:
-        verb = rng.choice(list(VERBS))
-        word = "".join(rng.sample(string.ascii_lowercase, rng.randint(3, 5)))
+        verb = rng.choice(list(answers))
+        word = make_word(rng)
         prompt = f"{verb} {word}>"
         if prompt not in seen:
             seen.add(prompt)
-            yield Item(prompt, VERBS[verb].answer(word))
+            yield Item(prompt, answers[verb](word))
 
 
 def demonstration(item: Item, rng: random.Random) -> str:
@@ -64,32 +71,11 @@ def demonstration(item: Item, rng: random.Random) -> str:
     return VERBS[verb].habit(word) if rng.random() < VERBS[verb].habit_share else item.answer
 
 
-def answer(prompt: str) -> str:
-    """The right answer to a prompt of this task.
-
-    Raises:
-        ValueError: the prompt is not one of this task.
-    """
-    verb, _, word = prompt.rstrip(">").partition(" ")
-    if verb not in VERBS or not word:
-        raise ValueError(f"not a prompt of the demo's task: {prompt!r}")
-    return VERBS[verb].answer(word)
-
-
 def reward(batch: pa.Table) -> list[float | None]:
-    """The demo's rule reward: 1 for the right answer, 0 for any other.
+    """The demo's rule reward: 1 for the right answer, 0 for any other, None where the prompt is not of this task."""
 
-    Args:
-        batch: columns ``prompt`` and ``response`` (strings).
-
-    Returns:
-        One number a row; None where the prompt is not one of this task, which counts as missing.
-    """
-
-    def score(prompt: Any, response: Any) -> float | None:
-        try:
-            return float(response == answer(prompt))
-        except (ValueError, AttributeError):
-            return None
+    def score(prompt: str | None, response: str | None) -> float | None:
+        verb, _, word = (prompt or "").rstrip(">").partition(" ")
+        return float(response == VERBS[verb].answer(word)) if verb in VERBS and word else None
 
     return [score(p, r) for p, r in zip(batch["prompt"].to_pylist(), batch["response"].to_pylist(), strict=True)]

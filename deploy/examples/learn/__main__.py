@@ -63,43 +63,28 @@ def main(
 ) -> None:
     names = algorithms if algorithms is not None else () if off_policy else (*ONLINE, *OFFLINE)
     off_policy = algorithms is None if off_policy is None else off_policy
+    outcomes: dict[str, Outcome] = {}
+    last: dict[str, Outcome] = {}
     try:
-        with no_leftovers(), stop_on_signals():
-            outcomes = measure(names, off_policy, steps=steps, seconds=seconds, twice=twice, seed=seed, folder=folder)
+        with no_leftovers(), stop_on_signals(), Stages("learn", total=1 + len(names) + off_policy) as stages:
+            with stages("seed policy"):
+                prepared = home.prepare(folder, stages.say)
+            if off_policy:  # before the others: seeds depend on the parent's version, which theirs would shift
+                with stages("off-policy"):
+                    last["off_policy"] = experiment.run(prepared, seed=seed, longest_s=seconds, say=stages.say)
+            for name in names:
+                with stages(name):
+                    settings = plans.settings(name, plans.PLANS[name], steps=steps, seed=seed)
+                    outcomes[name] = trial.run(prepared, name, settings, longest_s=seconds, say=stages.say, twice=twice)
     except home.LearnError as error:
         raise click.ClickException(str(error)) from error
     except Stopped as stopped:
         click.echo(f"stopped by {stopped}", err=True)
-        sys.exit(stopped.exit_code)
+        sys.exit(stopped.code)
+    outcomes |= last
     show(outcomes)
     print(json.dumps({name: figures(outcome) for name, outcome in outcomes.items()}), flush=True)
     sys.exit(any(outcome.reason for outcome in outcomes.values()))
-
-
-def measure(
-    names: tuple[str, ...],
-    off_policy: bool,
-    *,
-    steps: int | None,
-    seconds: float,
-    twice: bool,
-    seed: int,
-    folder: Path,
-) -> dict[str, Outcome]:
-    """One trial after the other."""
-    with Stages("learn", total=1 + len(names) + off_policy) as stages:
-        with stages("seed policy"):
-            prepared = home.prepare(folder, stages.say)
-        last: dict[str, Outcome] = {}
-        if off_policy:  # before the others: seeds depend on the parent's version, which theirs would shift
-            with stages("off-policy"):
-                last["off_policy"] = experiment.run(prepared, seed=seed, longest_s=seconds, say=stages.say)
-        outcomes: dict[str, Outcome] = {}
-        for name in names:
-            with stages(name):
-                settings = plans.settings(name, plans.PLANS[name], steps=steps, seed=seed)
-                outcomes[name] = trial.run(prepared, name, settings, longest_s=seconds, say=stages.say, twice=twice)
-    return outcomes | last
 
 
 def show(outcomes: dict[str, Outcome]) -> None:

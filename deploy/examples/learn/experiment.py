@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -21,14 +20,12 @@ from numpy.typing import NDArray
 from deploy.examples.learn import home as homes
 from deploy.examples.learn import plans, traffic, trial
 from deploy.examples.learn.home import Home, Say
+from deploy.examples.learn.pairs import interval
 from deploy.examples.learn.plans import Plan
 from deploy.examples.learn.trial import Outcome
-from evaluation.engine import OfflineEngine
 from evaluation.evaluate import compare_samples
 from evaluation.results import Interval
-from evaluation.statistics import paired_bootstrap
-from feedback.config import LakeConfig
-from feedback.lake.tables import Lake
+from evaluation.suites.suite import Suite
 from serve.policies.store import Policy
 
 GRADED: Final = "deploy.examples.learn.task:graded"
@@ -78,7 +75,8 @@ def experiment(home: Home, *, seed: int, longest_s: float, say: Say) -> OffPolic
     after: dict[tuple[str, str], Scores] = {}
     for staleness, behaviour in {"low": policies[-2], "high": policies[0]}.items():
         lake = home.work / f"traffic-{staleness}"
-        say(f"{staleness} staleness: {log_traffic(home, behaviour, lake)}")
+        logged = traffic.log(lake, behaviour, homes.engine_config(), reward=GRADED, max_tokens=homes.MAX_TOKENS)
+        say(f"{staleness} staleness: {logged}")
         for form, correction in FORMS.items():
             runs = []
             for number in range(SEEDS):
@@ -127,29 +125,9 @@ def learn(
     return trial.candidate(home, result)
 
 
-def log_traffic(home: Home, behaviour: Policy, folder: Path) -> traffic.Logged:
-    """Have the policy answer the users, into a lake of its own."""
-    lake = Lake(str(folder), LakeConfig())
-    with OfflineEngine(behaviour.path, homes.engine_config()) as engine:
-        return traffic.log(
-            lake,
-            folder.with_name(f"{folder.name}-journal"),
-            behaviour,
-            engine,
-            reward=GRADED,
-            max_tokens=homes.MAX_TOKENS,
-        )
-
-
 def scores(home: Home, policy: Policy) -> Scores:
     """float64 [items]: 1 where the greedy answer is right, else 0."""
-    suite, config = homes.suite(home), homes.evaluation_config()
+    suite, config = Suite.load(home.suite), homes.evaluation_config()
     trial.compare(home, policy, home.first())
     samples = compare_samples(policy, home.first(), suite, config, home.evaluations)
     return np.array([sample.candidate_score for sample in samples], dtype=np.float64)
-
-
-def interval(a: Scores, b: Scores) -> Interval:
-    """Mean of ``a - b`` with its 95 % interval over items."""
-    value, low, high = paired_bootstrap(a, b, confidence=0.95, resamples=2000, seed=0)
-    return Interval(value=value, low=low, high=high)

@@ -10,18 +10,12 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from deploy.config.root import child_environment
 from deploy.examples.learn import task, traffic
 from deploy.supervise.children import Child
 from evaluation.config import EngineConfig, EvaluationConfig, GateConfig
-from evaluation.engine import OfflineEngine
-from evaluation.suites.suite import Suite
-from feedback.config import LakeConfig
-from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyStore
 
 REWARD: Final = "deploy.examples.learn.task:reward"
@@ -39,36 +33,17 @@ class LearnError(RuntimeError):
     """The measurement can't be made; the text says why."""
 
 
-@dataclass(frozen=True)
 class Home:
-    """The folders of all trials. ``work`` is emptied at each start, the others are kept."""
+    """The folders of all trials. ``work`` is emptied at each start, the others are kept.
 
-    folder: Path
+    ``evaluations`` keeps answers by a policy's content, so that none is generated twice.
+    """
 
-    @property
-    def seed(self) -> Path:
-        return self.folder / "seed"
-
-    @property
-    def lake(self) -> Path:
-        return self.folder / "lake"
-
-    @property
-    def suite(self) -> Path:
-        return self.folder / "heldout.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """Answers are kept there by a policy's content, so that none is generated twice."""
-        return self.folder / "evaluations"
-
-    @property
-    def work(self) -> Path:
-        return self.folder / "work"
-
-    @property
-    def store(self) -> PolicyStore:
-        return PolicyStore(self.work / "policies")
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.seed, self.lake, self.suite = folder / "seed", folder / "lake", folder / "heldout.jsonl"
+        self.evaluations, self.work = folder / "evaluations", folder / "work"
+        self.store = PolicyStore(self.work / "policies")
 
     def first(self) -> Policy:
         """The seed policy."""
@@ -76,11 +51,7 @@ class Home:
 
 
 def prepare(folder: Path, say: Say) -> Home:
-    """The home in ``folder``: what is there of it, if the same code prepared it, else prepared anew.
-
-    Raises:
-        LearnError: the folder holds something else, or the seed policy could not be trained.
-    """
+    """The home in ``folder``: what is there of it, if the same code prepared it, else prepared anew."""
     home, mark = Home(folder.resolve()), folder / "made-by"
     if folder.exists() and any(folder.iterdir()) and not mark.exists():
         raise LearnError(
@@ -102,18 +73,14 @@ def make(home: Home, say: Say) -> None:
     policy = publish_seed(home)
     rows = [{"id": str(i), "prompt": item.prompt, "answer": item.answer} for i, item in enumerate(task.held_out())]
     home.suite.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lake = Lake(str(home.lake), LakeConfig())
-    with OfflineEngine(policy.path, engine_config()) as engine:
-        logged = traffic.log(lake, home.folder / "journal", policy, engine, reward=REWARD, max_tokens=MAX_TOKENS)
-    say(f"seed policy: {logged}")
+    say(f"seed policy: {traffic.log(home.lake, policy, engine_config(), reward=REWARD, max_tokens=MAX_TOKENS)}")
 
 
 def make_seed(home: Home, say: Say) -> None:
     command = [sys.executable, "-P", "-m", "deploy.examples.learn.seed", str(home.seed)]
-    log, environment = home.folder / "seed.log", child_environment(ONE_THREAD)
-    child = Child("seed", command, log=log, environment=environment, grace=5.0, follow=say)
-    if child.finish(_LONGEST_S):
-        raise LearnError(f"the seed policy could not be trained; {log} ends with:\n{child.tail()}")
+    child = Child("seed", command, log=home.folder / "seed.log", environment=ONE_THREAD, grace=5.0, follow=say)
+    if code := child.finish(_LONGEST_S):
+        raise LearnError(f"the seed policy could not be trained: {child.ended(code)}")
 
 
 def publish_seed(home: Home) -> Policy:
@@ -123,17 +90,11 @@ def publish_seed(home: Home) -> Policy:
     return policy
 
 
-def suite(home: Home) -> Suite:
-    """The held-out items."""
-    return Suite.load(home.suite)
-
-
 def engine_config() -> EngineConfig:
     return EngineConfig(dtype="float32", max_model_len=MAX_MODEL_LEN, kv_cache_bytes=KV_CACHE_BYTES)
 
 
 def evaluation_config() -> EvaluationConfig:
-    """Greedy answers, right or wrong, item by item."""
     return EvaluationConfig(
         scorer=REWARD,
         max_tokens=MAX_TOKENS,
@@ -147,7 +108,7 @@ def digest() -> str:
     """Hash of the code that makes a home."""
     here = Path(__file__).parent
     sources = [
-        here.with_name("demo") / "seed.py",
+        *(here.with_name("demo") / name for name in ("seed.py", "task.py")),
         *(here / f"{name}.py" for name in ("home", "seed", "task", "traffic")),
     ]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

@@ -20,15 +20,16 @@ from feedback.scoring.sources.reward_model import RewardModel
 def measure(trained: Path, policy: Path) -> tuple[float, float, Interval]:
     """(share of pairs ordered rightly by the model that training began with, by the trained one, the difference).
 
-    Both score as a model does in scoring. Raises RewardModelError if one can't.
-
-    Args:
-        trained: folder of the reward model; the one that training began with is written beside it.
-        policy: folder of the policy that it was trained from.
+    Both score as a model does in scoring. The one that training began with, ``policy`` with a head, is written beside
+    ``trained``.
     """
     before, after = separated(untrained(trained, policy)), separated(trained)
-    value, low, high = paired_bootstrap(after, before, confidence=0.95, resamples=2000, seed=0)
-    return float(before.mean()), float(after.mean()), Interval(value=value, low=low, high=high)
+    return float(before.mean()), float(after.mean()), interval(after, before)
+
+
+def interval(a: NDArray[np.float64], b: NDArray[np.float64]) -> Interval:
+    """Mean of ``a - b`` with its 95 % interval over items."""
+    return Interval.of(paired_bootstrap(a, b, confidence=0.95, resamples=2000, seed=0))
 
 
 def separated(folder: Path) -> NDArray[np.float64]:

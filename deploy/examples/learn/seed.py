@@ -8,28 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import torch
 
-from deploy.examples.demo.seed import make_model, make_tokenizer, train
+from deploy.examples.demo.seed import make_policy
 from deploy.examples.learn.task import TASK_SEED, corpus
-
-STEPS, BATCH, LEARNING_RATE = 600, 32, 5e-3
-SHAPE = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2}
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 def main(folder: Path) -> None:
     """Train the seed policy and write it to FOLDER."""
-    torch.manual_seed(TASK_SEED)
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer, **SHAPE)
-    print(f"seed policy: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
-    train(model, tokenizer, corpus(), steps=STEPS, batch=BATCH, learning_rate=LEARNING_RATE)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2}
+    make_policy(folder, corpus(), seed=TASK_SEED, threads=1, steps=600, batch=32, learning_rate=5e-3, **shape)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from deploy.examples.demo.task import Item, distinct
+
 LETTERS, LENGTH = "abcdefghijkl", 4
 HABIT_GRADE = 0.75
 TASK_SEED = 11
@@ -44,14 +46,6 @@ VERBS: dict[str, Verb] = {
 }
 
 
-@dataclass(frozen=True)
-class Item:
-    """A prompt and its one right answer."""
-
-    prompt: str
-    answer: str
-
-
 def held_out() -> list[Item]:
     """What policies are measured on; neither traffic nor the corpus has it."""
     return list(itertools.islice(items(), HELD_OUT))
@@ -70,15 +64,8 @@ def corpus() -> Iterator[tuple[str, str]]:
 
 def items() -> Iterator[Item]:
     """Distinct prompts without end, always the same ones."""
-    rng = random.Random(TASK_SEED)
-    seen: set[str] = set()
-    while True:
-        verb = rng.choice(list(VERBS))
-        word = "".join(rng.sample(LETTERS, LENGTH))
-        prompt = f"{verb} {word}>"
-        if prompt not in seen:
-            seen.add(prompt)
-            yield Item(prompt, VERBS[verb].right(word))
+    answers = {name: verb.right for name, verb in VERBS.items()}
+    return distinct(TASK_SEED, answers, lambda rng: "".join(rng.sample(LETTERS, LENGTH)))
 
 
 def demonstration(item: Item, rng: random.Random) -> str:
@@ -97,16 +84,12 @@ def wrong(item: Item, rng: random.Random) -> str:
 
 
 def reward(batch: pa.Table) -> list[float]:
-    """1 for the right answer, 0 for any other.
-
-    Args:
-        batch: columns ``prompt`` and ``response`` (strings).
-    """
+    """1 for the right answer, 0 for any other."""
     return [float(response == _parts(prompt)[0].right(_parts(prompt)[1])) for prompt, response in _rows(batch)]
 
 
 def graded(batch: pa.Table) -> list[float]:
-    """1 for the right answer, ``HABIT_GRADE`` for the habit, 0 for any other; ``batch`` as ``reward`` takes it."""
+    """1 for the right answer, ``HABIT_GRADE`` for the habit, 0 for any other."""
 
     def grade(prompt: str, response: str) -> float:
         verb, word = _parts(prompt)

@@ -6,19 +6,20 @@ The rows go the product's own way: captured as a server captures them, through t
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.examples.bench.rows import record
 from deploy.examples.learn import task
 from deploy.examples.learn.task import Item
-from evaluation.engine import Generation, OfflineEngine, Work
-from feedback.config import HumanConfig, JournalConfig, RuleConfig, ScoringConfig
+from evaluation.config import EngineConfig
+from evaluation.engine import OfflineEngine, Work
+from feedback.config import HumanConfig, JournalConfig, LakeConfig, RuleConfig, ScoringConfig
 from feedback.events import FeedbackIn
 from feedback.ingest.seal import seal
-from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
 from feedback.scoring.run import score
 from serve.generation import interaction_rows
@@ -33,47 +34,33 @@ THUMB_SHARE, WRONG_SHARE, CORRECTION_SHARE = 2 / 3, 0.1, 0.5
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Logged:
-    """What came into the lake."""
+def log(folder: Path, policy: Policy, config: EngineConfig, *, reward: str, max_tokens: int) -> str:
+    """Have users ask a policy their prompts, ``RESPONSES`` times each, and say what they think, into a new lake.
 
-    responses: int
-    right: int
-    feedback: int
-
-    def __str__(self) -> str:
-        return f"{self.responses} responses, {self.right / self.responses:.0%} of them right, {self.feedback} feedbacks"
-
-
-def log(
-    lake: Lake, journal: Path, policy: Policy, engine: OfflineEngine, *, reward: str, max_tokens: int, seed: int = 0
-) -> Logged:
-    """Have users ask their prompts, ``RESPONSES`` times each, and say what they think; all of it scored by ``reward``.
-
-    Args:
-        journal: folder of the journal that the rows go through.
-        engine: of the policy, which samples at temperature 1 with nothing cut off.
-        reward: ``module:function``.
+    All of it is scored by ``reward``, as module:function. What came of it, in words.
     """
     items = task.traffic()
-    interactions = answer(items, policy, engine, max_tokens=max_tokens, seed=seed)
-    feedback = list(judge(items, interactions, random.Random(seed)))
-    asyncio.run(record(journal, {"interactions": interactions, "feedback": feedback}))
+    with OfflineEngine(policy.path, config) as engine:
+        interactions = answer(items, policy, engine, max_tokens=max_tokens)
+    feedback = list(judge(items, interactions, random.Random(0)))
+    lake, journal = Lake(str(folder), LakeConfig()), folder.with_name(f"{folder.name}-journal")
+    asyncio.run(record(journal, JournalConfig(), {"interactions": interactions, "feedback": feedback}))
     lake.create()
     seal(lake, journal)
     score(lake, ScoringConfig(human=HumanConfig(weight=0), rules={"task": RuleConfig(function=reward)}))
     right = sum(is_right(item, row) for item, rows in by_item(items, interactions) for row in rows)
-    return Logged(len(interactions), right, len(feedback))
+    share = right / len(interactions)
+    return f"{len(interactions)} responses, {share:.0%} of them right, {len(feedback)} feedbacks"
 
 
-def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_tokens: int, seed: int) -> list[Row]:
-    """Rows of the table ``interactions``, ``RESPONSES`` an item."""
+def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_tokens: int) -> list[Row]:
+    """Rows of the table ``interactions``, ``RESPONSES`` an item, sampled at temperature 1 with nothing cut off."""
     from transformers import AutoTokenizer  # takes seconds to import, which only the making of a home needs
 
     tokenizer = AutoTokenizer.from_pretrained(policy.path)
     prompts = engine.encode([item.prompt for item in items])
     work = Work(sampled=[ids for ids in prompts for _ in range(RESPONSES)])
-    sampled = iter(engine.run(work, max_tokens=max_tokens, seed=seed).sampled)
+    sampled = iter(engine.run(work, max_tokens=max_tokens, seed=0).sampled)
     rows: list[Row] = []
     for item, ids in zip(items, prompts, strict=True):
         request = generation.GenerationRequest(
@@ -85,20 +72,18 @@ def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_toke
             prompt=item.prompt,
             sampling=generation.Sampling(n=RESPONSES, max_tokens=max_tokens),
         )
-        responses = [generated(next(sampled), policy, tokenizer) for _ in range(RESPONSES)]
+        responses = [
+            generation.Generated(
+                text=tokenizer.decode(sample.token_ids, skip_special_tokens=True),
+                token_ids=sample.token_ids,
+                logprobs=sample.logprobs,
+                policy_spans=[(0, policy.version)],
+                finish_reason=sample.finish_reason,
+            )
+            for sample in itertools.islice(sampled, RESPONSES)
+        ]
         rows += interaction_rows.build_rows(request, generation.Generation(responses, policy.version, 0.0, 0.0, 0.0))
     return rows
-
-
-def generated(sample: Generation, policy: Policy, tokenizer: Any) -> generation.Generated:
-    """A sample as a server has it."""
-    return generation.Generated(
-        text=tokenizer.decode(sample.token_ids, skip_special_tokens=True),
-        token_ids=sample.token_ids,
-        logprobs=sample.logprobs,
-        policy_spans=[(0, policy.version)],
-        finish_reason=sample.finish_reason,
-    )
 
 
 def judge(items: list[Item], interactions: list[Row], rng: random.Random) -> Iterator[Row]:
@@ -126,14 +111,3 @@ def by_item(items: list[Item], interactions: list[Row]) -> Iterator[tuple[Item, 
 
 def is_right(item: Item, row: Row) -> bool:
     return bool(row["response"] == item.answer)
-
-
-async def record(folder: Path, tables: dict[str, list[Row]]) -> None:
-    """Through the journal: every row is on disk when this returns, and the segments are closed."""
-    journal = Journal(folder, JournalConfig(), "learn")
-    journal.open()
-    try:
-        for table, rows in tables.items():
-            await asyncio.gather(*(journal.append(table, row) for row in rows))
-    finally:
-        await asyncio.to_thread(journal.close)

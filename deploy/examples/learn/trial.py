@@ -8,13 +8,13 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.config.root import child_environment
 from deploy.examples.learn import home as homes
 from deploy.examples.learn import pairs
 from deploy.examples.learn.home import Home, LearnError, Say
 from deploy.supervise.children import Child
 from evaluation.evaluate import evaluate
 from evaluation.results import Interval
+from evaluation.suites.suite import Suite
 from serve.policies.store import Policy
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, write_job
@@ -66,46 +66,31 @@ def run(home: Home, name: str, settings: dict[str, Any], *, longest_s: float, sa
 def train(
     home: Home, name: str, settings: dict[str, Any], *, longest_s: float, say: Say, parent: int = 1, **context: Any
 ) -> JobResult:
-    """Run the job ``name`` to its end, from policy ``parent``. ``context``: of the job, where not the home's own.
-
-    Raises:
-        LearnError: it failed.
-        TimeoutError: it took longer than ``longest_s``.
-        ValueError: settings that can't work.
-    """
+    """Run the job ``name`` to its end, from policy ``parent``. ``context``: of the job, where not the home's own."""
     config = TrainConfig.model_validate(settings)
-    job = JobContext.model_validate(
-        {
-            "run": name,
-            "runs": home.work / "runs",
-            "policies": home.store.root,
-            "lake_uri": str(home.lake),
-            "reward": homes.REWARD,
-            "parent": parent,
-            **context,
-        }
+    job = JobContext(
+        run=name,
+        runs=home.work / "runs",
+        policies=home.store.root,
+        parent=parent,
+        **{"lake_uri": str(home.lake), "reward": homes.REWARD} | context,
     )
     job.folder.mkdir(parents=True)
     spec = write_job(config, job)
     command = [sys.executable, "-P", "-m", "train.launch", str(spec), "--launcher", "torchrun"]
-    environment = child_environment(homes.ONE_THREAD)
 
     def follow(line: str) -> None:
         if line.startswith(f"{name}: "):  # the job's own lines; the log has the others too
             say(line)
 
-    child = Child(name, command, log=job.folder / "log", environment=environment, grace=5.0, follow=follow)
+    child = Child(name, command, log=job.folder / "log", environment=homes.ONE_THREAD, grace=5.0, follow=follow)
     if code := child.finish(longest_s):
-        raise LearnError(f"the job ended with code {code}; its last lines ({child.log}):\n{child.tail(5)}")
+        raise LearnError(child.ended(code))
     return JobResult.model_validate_json((job.folder / "result.json").read_text())
 
 
 def measure(home: Home, result: JobResult) -> tuple[float, float, Interval]:
-    """(before, after, the gain) of what a job left: a policy, or a reward model.
-
-    Raises:
-        LearnError: it left neither.
-    """
+    """(before, after, the gain) of what a job left: a policy, or a reward model. Raises LearnError if neither."""
     if result.artifact is not None:
         return pairs.measure(result.artifact, home.first().path)
     return compare(home, candidate(home, result), home.first())
@@ -118,11 +103,7 @@ def digest(home: Home, result: JobResult) -> str:
 
 
 def candidate(home: Home, result: JobResult) -> Policy:
-    """The policy that a job published.
-
-    Raises:
-        LearnError: it published none.
-    """
+    """The policy that a job published. Raises LearnError if it published none."""
     if result.candidate is None:
         raise LearnError(result.reason or "the job published no policy, and gave no reason")
     return home.store.get(result.candidate)
@@ -130,5 +111,5 @@ def candidate(home: Home, result: JobResult) -> Policy:
 
 def compare(home: Home, candidate: Policy, incumbent: Policy) -> tuple[float, float, Interval]:
     """(share of right greedy answers of the incumbent, of the candidate, the difference with its 95 % interval)."""
-    found = evaluate(candidate, incumbent, homes.suite(home), homes.evaluation_config(), home.evaluations)
+    found = evaluate(candidate, incumbent, Suite.load(home.suite), homes.evaluation_config(), home.evaluations)
     return found.incumbent.accuracy.value, found.candidate.accuracy.value, found.accuracy

@@ -129,7 +129,7 @@ def test_a_signal_becomes_stopped_once() -> None:
 
     with pytest.raises(Stopped) as stopped:
         stopped_in_the_middle()
-    assert stopped.value.exit_code == 143
+    assert stopped.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
@@ -141,7 +141,7 @@ try:
     with stop_on_signals(), local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20):
         time.sleep(600)
 except Stopped as stopped:
-    print(stopped, stopped.exit_code)
+    print(stopped, stopped.code)
 """
 
 
@@ -180,7 +180,7 @@ with local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**
             print("up", flush=True)
             ray.get(worker.sleep.remote())
     except Stopped as stopped:
-        print(stopped, stopped.exit_code)
+        print(stopped, stopped.code)
 """
 
 
