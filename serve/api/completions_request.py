@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic_core import from_json
 
 from serve.api import bounds
-from serve.api.generate import MAX_SEED, MIN_SEED, SEVERAL_GREEDY, Label
+from serve.api.generate import MAX_SEED, MIN_SEED, SEVERAL_GREEDY, Label, check_metadata
 from serve.config import LimitsConfig
-from serve.generation.interaction_rows import RESERVED
 from serve.http import Problem, field_problem, invalid, refuse_lone_surrogates
 
 _BAD_WORDS_BYTES: Final = 1000
@@ -447,8 +446,5 @@ def _labels(body: dict[str, Any], limits: LimitsConfig) -> Labels:
         problem = invalid(error)  # a metadata key may be any text
         problem.status = 400
         raise problem from None
-    if reserved := next((key for key in labels.metadata or () if key.startswith(RESERVED)), None):
-        raise refuse("metadata", f"{reserved}: keys that begin with {RESERVED} are the server's own")
-    if len(labels.metadata or ()) > limits.metadata_entries:
-        raise refuse("metadata", f"{len(labels.metadata or ())} entries, {limits.metadata_entries} are allowed")
+    check_metadata(labels.metadata or {}, limits, 400)
     return labels
