@@ -12,7 +12,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -171,11 +170,7 @@ def _invalid(found: Sequence[Any], status: int) -> Problem:
 
 
 def install(app: FastAPI) -> None:
-    """Answer the errors of ``app`` in the form of their path. Other exceptions are the middleware's."""
-
-    async def problem(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Problem)
-        return error.response(request.scope["path"])
+    """Answer FastAPI's own errors in the form of their path; all others are ``serve.middleware.request_context``'s."""
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -192,13 +187,8 @@ def install(app: FastAPI) -> None:
         path = request.scope["path"]
         return _invalid(error.errors(), 400 if path.startswith(OPENAI) else 422).response(path)
 
-    async def gone(request: Request, error: Exception) -> Response:
-        return client_gone()
-
-    app.add_exception_handler(Problem, problem)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, unfit)
-    app.add_exception_handler(ClientDisconnect, gone)
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
