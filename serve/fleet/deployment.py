@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from serve.config import FleetConfig, ServeConfig
 from serve.fleet.controller import Controller
 from serve.fleet.state import FleetError
 from serve.local_ray.cluster import connect, local_ray
+from serve.middleware.connections import bind
 from serve.middleware.keyring import Keyring
 from serve.observability import log_format
 from serve.policies.store import PolicyStore
@@ -57,7 +57,8 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
         with _signals():
             state = controller.open()
             log.info("policy %d is what the fleet serves", state.serving.version)
-            _require_free_port(config)
+            if config.fleet.ray_address is None:
+                bind(config.host, config.port).close()  # before anything takes its seconds
             ray_stack.enter_context(_ray(config.fleet))
             driver = threading.Thread(
                 target=controller.run, args=(stop, config.swap.poll_seconds), name="fleet controller", daemon=True
@@ -228,19 +229,6 @@ def _reason() -> str | None:
     message = next((found.message for found in application.deployments.values() if found.message), application.message)
     # A traceback in a traceback; its last line is the reason.
     return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), None)
-
-
-def _require_free_port(config: ServeConfig) -> None:
-    """Raises OSError, before anything takes its seconds, if the port is taken."""
-    if config.fleet.ray_address is not None:
-        return
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise OSError(error.errno, f"can't listen on {config.host}:{config.port}: {error.strerror}") from error
 
 
 @contextmanager
