@@ -14,7 +14,6 @@ reads the record late, ends where the others end.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, TypeAdapter
 
-from feedback.files import append_file, make_folder, replace_file
+from feedback.files import replace_file
+from serve.policies.records import append_json
 from serve.policies.store import Pointer, PolicyError
 
 Phase = Literal["preparing", "canary", "committing", "undoing"]
@@ -153,6 +153,5 @@ class FleetRecord:
         replace_file(self._path, _JSON.dump_json(state, by_alias=True, indent=2) + b"\n")
 
     def append_history(self, entry: dict[str, Any]) -> None:
-        """Add a deployment that ended; a crash may repeat or tear the last line."""
-        make_folder(self.root)
-        append_file(self.root / _HISTORY, json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+        """Add a deployment that ended."""
+        append_json(self.root / _HISTORY, entry)

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from serve.policies.folder import safetensors_header
+from serve.policies.folder import PolicyInvalid, safetensors_header
 from serve.policies.store import (
     PolicyCorrupt,
     PolicyError,
-    PolicyInvalid,
     PolicyNotFound,
     PolicyStore,
     StalePointer,
