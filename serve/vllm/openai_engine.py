@@ -20,7 +20,7 @@ from serve.engine import EngineDead, EngineError, EngineRefused
 from serve.generation.request import Generation, GenerationProgress
 from serve.http import Problem, field_problem
 from serve.recorded_request import RecordedPrompt
-from serve.vllm.engine import Engine
+from serve.vllm.engine import Engine, note_first_token, spans_of
 from serve.vllm.openai_request import Interrupted, OpenAIRequest, current
 
 if TYPE_CHECKING:
@@ -128,7 +128,6 @@ class OpenAISource:
             self._engine.forget(self._request_id)
         for output, response in zip(final.outputs, generation.responses, strict=True):
             output.text = response.text
-        final.kv_transfer_params = None  # the scheduler's note is not the client's
         self.final = final
         return generation
 
@@ -157,15 +156,12 @@ class OpenAISource:
             self._engine.forget(self._request_id)
 
     def _add(self, output: RequestOutput, progress: GenerationProgress) -> None:
-        if progress.first_token_ms is None and (metrics := output.metrics) is not None:
-            progress.queue_ms = max(0.0, metrics.scheduled_ts - metrics.queued_ts) * 1e3
-            progress.first_token_ms = max(0.0, metrics.first_token_latency) * 1e3
+        note_first_token(output, progress)
         for piece in output.outputs:
             response = progress.responses[piece.index]
             response.add(piece.text, piece.token_ids, piece.logprobs, self._engine.version)
             if piece.finish_reason is not None:
-                spans = [(span.start, int(span.version)) for span in piece.weight_versions or []]
-                response.end(piece.finish_reason, spans)
+                response.end(piece.finish_reason, spans_of(piece))
 
     async def _submit(self) -> RequestOutputCollector:
         engine, own_salt = self._engine, self._prompt.get("cache_salt")
