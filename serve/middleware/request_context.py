@@ -65,7 +65,9 @@ class RequestContext:
         self.metrics = metrics
         self.access_log = access_log
         self._routes = routes
-        self._plain: dict[str, str | None] = {}  # of routes without a parameter, path -> the scope it needs
+        paths = (getattr(route, "path", "") for route in routes)
+        self._plain: dict[str, str | None] = {path: scope_of(path) for path in paths if path and "{" not in path}
+        """Of routes without a parameter, path -> the scope it needs."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -134,11 +136,6 @@ class RequestContext:
 
     def _find(self, scope: Scope) -> tuple[str, str | None]:
         """(The template of the route that will answer, the scope that it needs); as the router itself would find it."""
-        if not self._plain:
-            paths = (getattr(route, "path", "") for route in self._routes)
-            self._plain = {path: scope_of(path) for path in paths if path and "{" not in path}
-            if scope["path"] in self._plain:
-                return scope["path"], self._plain[scope["path"]]
         for route in self._routes:
             if route.matches(scope)[0] is not Match.NONE:
                 template = str(getattr(route, "path", _OTHER))
