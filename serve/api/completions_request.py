@@ -443,8 +443,6 @@ def _labels(body: dict[str, Any], limits: LimitsConfig) -> Labels:
     try:
         labels = Labels.model_validate({name: body.pop(name) for name in Labels.model_fields if name in body})
     except ValidationError as error:
-        problem = invalid(error)  # a metadata key may be any text
-        problem.status = 400
-        raise problem from None
+        raise invalid(error, 400) from None  # a metadata key may be any text
     check_metadata(labels.metadata or {}, limits, 400)
     return labels
