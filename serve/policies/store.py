@@ -100,7 +100,6 @@ class PolicyStore(ServingPointer):
         parent: int | None,
         lineage: Mapping[str, Any],
         metrics: Mapping[str, Any],
-        gate: Mapping[str, Any] | None = None,
         probe: Callable[[Path], dict[str, Any]] | None = None,
     ) -> Policy:
         """Make the next version of what ``source`` holds and return it.
@@ -140,8 +139,6 @@ class PolicyStore(ServingPointer):
             }
             if probe is not None:
                 manifest["probe"] = probe(aside)
-            if gate is not None:
-                write_json(aside / GATE, gate)
             fsync_tree(aside)
             with self._locked():
                 version = self._next_version()
