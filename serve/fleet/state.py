@@ -60,7 +60,6 @@ _CLOCK: Final = _boot()
 
 
 def instant() -> Instant:
-    """Now."""
     return Instant(time.monotonic(), _CLOCK, time.time())
 
 
