@@ -279,7 +279,6 @@ class Engine:
             first_token_s = note["first_token_at"] - started  # of one clock in all processes of the machine
         return Generation(
             responses=responses,
-            policy_version=max((r.policy_spans[-1][1] for r in responses if r.policy_spans), default=self.version),
             queue_ms=_milliseconds(metrics.scheduled_ts - metrics.queued_ts) if metrics else None,
             first_token_ms=_milliseconds(first_token_s) if first_token_s is not None else None,
             total_ms=(time.monotonic() - started) * 1e3,

@@ -65,7 +65,7 @@ class InstantEngine(Engine):
         text = self._tokens.response(prompt_token_ids, token_ids)
         response = Generated(text, token_ids, [-1.0] * len(token_ids), [(0, self.version)], "length")
         await asyncio.sleep(0)
-        return Generation([response] * sampling.n, self.version, 0.0, 0.0, 0.0)
+        return Generation([response] * sampling.n, 0.0, 0.0, 0.0)
 
     async def stream(
         self, request_id: str, prompt_token_ids: list[int], sampling: Sampling, underway: GenerationProgress

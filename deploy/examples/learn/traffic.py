@@ -86,7 +86,7 @@ def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_toke
             sampling=generation.Sampling(n=RESPONSES, max_tokens=max_tokens),
         )
         responses = [generated(next(sampled), policy, tokenizer) for _ in range(RESPONSES)]
-        rows += interaction_rows.build_rows(request, generation.Generation(responses, policy.version, 0.0, 0.0, 0.0))
+        rows += interaction_rows.build_rows(request, generation.Generation(responses, 0.0, 0.0, 0.0))
     return rows
 
 

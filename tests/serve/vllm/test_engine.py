@@ -115,7 +115,6 @@ async def test_a_swap_makes_the_engine_the_new_policy_tied_head_and_all(
     for version in (2, 3, 1):
         await become(swapper, version)
         answer = await swapper.engine.generate(f"s{version}", PROMPT, Sampling(n=2, max_tokens=24))
-        assert answer.policy_version == version
         for response in answer.responses:
             assert response.policy_spans == [(0, version)]
             assert difference(policies[version - 1], PROMPT, response) < CLOSE
