@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from feedback.config import FeedbackConfig
-from feedback.process_signals import handled_signals
+from feedback.process_signals import handled_by, handled_signals
 from serve import http
 from serve.api import admin, completions, feedback, generate
 from serve.api.fast_routes import Direct
@@ -132,12 +131,8 @@ class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """As uvicorn's, but without raising the signal again at the end, which would kill what still cleans up."""
-        before = {number: signal.signal(number, self.handle_exit) for number in handled_signals()}
-        try:
+        with handled_by(self.handle_exit, handled_signals()):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more, let requests end, cut off those that take too long (their rows say aborted)."""

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Final
 
 from feedback.config import FeedbackConfig
-from feedback.process_signals import STOPPING, StopSignal, handled_signals
+from feedback.process_signals import STOPPING, StopSignal, handled_by, handled_signals
 from serve.config import FleetConfig, ServeConfig
 from serve.fleet.controller import Controller
 from serve.fleet.state import FleetError
@@ -69,7 +69,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     except _Stop:
         log.info("stopping: the replicas finish what they have")
     finally:
-        with _ignored_signals():
+        with handled_by(signal.SIG_IGN, STOPPING):
             _end(controller, config)
             ray_stack.close()
             stop.set()
@@ -242,23 +242,10 @@ def _signals() -> Iterator[None]:
             stopped = True
             raise _Stop
 
-    before = {number: signal.signal(number, stop) for number in handled_signals()}
-    try:
-        yield
-    except SystemExit as error:  # Ray hands on a plain one, whichever ended its wait
-        if not stopped:
-            raise
-        raise _Stop from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _ignored_signals() -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handled_by(stop, handled_signals()):
+        try:
+            yield
+        except SystemExit as error:  # Ray hands on a plain one, whichever ended its wait
+            if not stopped:
+                raise
+            raise _Stop from error
