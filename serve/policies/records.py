@@ -43,7 +43,7 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 def append_json(path: Path, record: Mapping[str, Any]) -> None:
     """Add a record to a file of lines; a crash may repeat or tear the last line."""
     make_folder(path.parent)
-    append_file(path, json.dumps(dict(record), ensure_ascii=False).encode() + b"\n")
+    append_file(path, json.dumps(dict(record)).encode() + b"\n")
 
 
 def record_erasure(folder: Path, *, certainty: str, why: str, erasure: str | None = None) -> None:
