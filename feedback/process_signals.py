@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 STOPPING: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals that request a process to stop."""
@@ -27,6 +27,17 @@ class StopSignal(SystemExit):
 def handled_signals() -> frozenset[signal.Signals]:
     """STOPPING, except for a SIGHUP that this process was started to ignore, as by nohup."""
     return STOPPING - {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else STOPPING
+
+
+@contextmanager
+def handled_by(handler: Any, numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Have these signals handled so in the block, and as before behind it. For the main thread."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,14 +16,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from feedback.config import FeedbackConfig
-from feedback.process_signals import handled_signals
+from feedback.process_signals import handled_by, handled_signals
 from serve import http
 from serve.api import admin, completions, feedback, generate
 from serve.api.fast_routes import Direct
 from serve.api.openapi import openapi
 from serve.config import ServeConfig
 from serve.middleware.authentication import Authenticator
-from serve.middleware.connections import BoundedHttp
+from serve.middleware.connections import BoundedHttp, bind
 from serve.middleware.request_context import RequestContext
 from serve.observability import log_format
 from serve.runtime import CUT_OFF_S, Server
@@ -77,7 +76,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
     is taken, NotLoopback where others reach it and no key is needed, ServerDied if the engine died.
     """
     log_format.configure(config.log_format)
-    listener = _listen(config.host, config.port)  # before the engine takes its seconds
+    listener = bind(config.host, config.port)  # before the engine takes its seconds
     server = server or Server(config, feedback_config)
     app = create_app(config, feedback_config, server=server)
     try:
@@ -132,12 +131,8 @@ class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """As uvicorn's, but without raising the signal again at the end, which would kill what still cleans up."""
-        before = {number: signal.signal(number, self.handle_exit) for number in handled_signals()}
-        try:
+        with handled_by(self.handle_exit, handled_signals()):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept nothing more, let requests end, cut off those that take too long (their rows say aborted)."""
@@ -146,16 +141,3 @@ class _Uvicorn(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             drain.cancel()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        # Not listening yet: until the server can answer, a client is refused at once, and does not wait in a queue.
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise OSError(error.errno, f"can't listen on {host}:{port}: {error.strerror}") from error
-    return listener

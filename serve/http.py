@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, TypeVar
 
 import orjson
@@ -12,7 +12,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -121,7 +120,7 @@ def parse(content: bytes, model: type[Model]) -> Model:
     try:
         return model.model_validate_json(content)
     except ValidationError as error:
-        if error.errors(include_url=False, include_context=False, include_input=False)[0]["type"] == "json_invalid":
+        if error.errors(include_context=False, include_input=False)[0]["type"] == "json_invalid":
             refuse_lone_surrogates(content, 422)
         raise invalid(error) from None
 
@@ -154,28 +153,21 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def invalid(error: ValidationError) -> Problem:
-    """A problem 422 that names the fields."""
-    return _invalid(error.errors(include_url=False, include_context=False, include_input=False), 422)
-
-
-def _invalid(found: Sequence[Any], status: int) -> Problem:
+def invalid(error: ValidationError | RequestValidationError, status: int = 422) -> Problem:
+    """A problem that names the fields."""
+    brief = {} if isinstance(error, RequestValidationError) else {"include_context": False, "include_input": False}
     errors = [
         {
             "field": ".".join(str(part) for part in item["loc"]) or "body",
             "reason": item["msg"].removeprefix("Value error, "),
         }
-        for item in found[:20]
+        for item in error.errors(**brief)[:20]
     ]
     return Problem(status, "; ".join(f"{item['field']}: {item['reason']}" for item in errors[:3]), errors=errors)
 
 
 def install(app: FastAPI) -> None:
-    """Answer the errors of ``app`` in the form of their path. Other exceptions are the middleware's."""
-
-    async def problem(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Problem)
-        return error.response(request.scope["path"])
+    """Answer FastAPI's own errors in the form of their path; all others are ``serve.middleware.request_context``'s."""
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -190,15 +182,10 @@ def install(app: FastAPI) -> None:
     async def unfit(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         path = request.scope["path"]
-        return _invalid(error.errors(), 400 if path.startswith(OPENAI) else 422).response(path)
+        return invalid(error, 400 if path.startswith(OPENAI) else 422).response(path)
 
-    async def gone(request: Request, error: Exception) -> Response:
-        return client_gone()
-
-    app.add_exception_handler(Problem, problem)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, unfit)
-    app.add_exception_handler(ClientDisconnect, gone)
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:

@@ -313,9 +313,7 @@ class EngineSource:
         self._arguments = request.key, request.prompt_token_ids, request.sampling
 
     async def whole(self) -> Generation:
-        """As ``Engine.generate``."""
         return await self._engine.generate(*self._arguments)
 
     async def open(self, progress: GenerationProgress) -> AsyncGenerator[list[tuple[int, str]], None]:
-        """As ``Engine.stream``."""
         return self._engine.stream(*self._arguments, progress)  # type: ignore[return-value]

@@ -187,6 +187,8 @@ class Server:
         """Take nothing more; after ``drain_timeout_s`` abort what is still at work. Cancel it when all has ended."""
         self.draining = True
         await asyncio.sleep(self.config.drain_timeout_s)
+        if not self.engine.requests:
+            return
         log.warning("still %d requests after drain_timeout_s: aborting them", self.engine.in_flight)
         requests = list(self.engine.requests)
         results = await asyncio.gather(*map(self.engine.abort, requests), return_exceptions=True)

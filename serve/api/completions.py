@@ -24,6 +24,7 @@ from serve.api.bounds import aside, check, is_large
 from serve.api.completions_request import CHAT, COMPLETION, Understood, refuse, understand, unfit
 from serve.api.generate import session_of
 from serve.engine import EngineError
+from serve.generation.request import GenerationRequest, Sampling
 from serve.http import Problem, client_gone, event_stream, json_response
 from serve.recorded_request import ActiveRequest
 
@@ -129,7 +130,7 @@ async def _answer(request: Request, kind: Kind) -> Response:
     with ExitStack() as work:
         work.enter_context(server.admission.admit())
         understood, body = await aside(is_large(content), _understand, content, session_of(request, 400), server, kind)
-        openai_request = _openai_request(request, understood, server, kind)
+        openai_request = _openai_request(request, understood, server)
         body.request_id = openai_request.response_id  # the handlers make the answer's id of it
         active = work.enter_context(openai_request.active)
         handlers = _handlers(server)
@@ -216,7 +217,7 @@ def _message_type() -> TypeAdapter[Any]:
     return TypeAdapter(ChatCompletionMessageParam)
 
 
-def _openai_request(request: Request, understood: Understood, server: Server, kind: Kind) -> OpenAIRequest:
+def _openai_request(request: Request, understood: Understood, server: Server) -> OpenAIRequest:
     """The request as its rows need it, and as the handlers' engine finds it."""
     from serve.vllm.openai_request import OpenAIRequest, current
 
@@ -224,16 +225,20 @@ def _openai_request(request: Request, understood: Understood, server: Server, ki
     budget = TokenBudget(server.limiter, principal)
     openai_request = OpenAIRequest(
         active=ActiveRequest(server.engine, server.recorder, budget, server.config.limits.timeout_s),
-        endpoint="/v1/completions" if kind == "completions" else "/v1/chat/completions",
-        request_id=request.scope["request_id"],
-        replica=server.config.replica_name,
-        tenant=principal.tenant,
-        variants=server.variants,
+        row_request=GenerationRequest(
+            request_id=request.scope["request_id"],
+            endpoint=request.scope["path"],
+            replica=server.config.replica_name,
+            tenant=principal.tenant,
+            variants=server.variants,
+            session_id=labels.session_id,
+            user=labels.user or labels.safety_identifier,
+            metadata=labels.metadata or {},
+            messages=understood.messages,
+            prompt_token_ids=[],
+            sampling=Sampling(),
+        ),
         response_id=uuid7(),
-        session_id=labels.session_id,
-        user=labels.user or labels.safety_identifier,
-        metadata=labels.metadata or {},
-        messages=understood.messages,
         has_text=understood.has_text,
         structured_by="response_format" if "response_format" in understood.body else "structured_outputs",
     )

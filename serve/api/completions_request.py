@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final
 
 import orjson
@@ -12,133 +13,113 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic_core import from_json
 
 from serve.api import bounds
-from serve.api.generate import MAX_SEED, MIN_SEED, SEVERAL_GREEDY, Label
+from serve.api.generate import MAX_SEED, MIN_SEED, SEVERAL_GREEDY, Label, check_metadata
 from serve.config import LimitsConfig
-from serve.generation.interaction_rows import RESERVED
-from serve.http import Problem, invalid, refuse_lone_surrogates
+from serve.http import Problem, field_problem, invalid, refuse_lone_surrogates
 
 _BAD_WORDS_BYTES: Final = 1000
-_MOST_BAD_WORDS: Final = 100
 _MOST_LOGPROBS: Final = 20  # vLLM's own bound
-_TEXT: Final = {"type": "string"}
-_NUMBER: Final = {"type": "number"}
-_COUNT: Final = {"type": "integer", "minimum": 0}
-_YES_NO: Final = {"type": "boolean"}
-_OBJECT: Final = {"type": "object"}
-_IDS: Final = {"type": "array", "maxItems": bounds.LIST, "items": {"type": "integer", "minimum": 0}}
-_PROMPT_IDS: Final = _IDS | {"maxItems": bounds.TOKEN_IDS}
 
+
+def _field(kind: str, description: str, **bounds: Any) -> dict[str, Any]:
+    """A field's JSON Schema; ``bounds``: further keywords of it."""
+    return {"type": kind, **bounds, "description": description}
+
+
+def _tokens(most: int, description: str) -> dict[str, Any]:
+    return _field("array", description, maxItems=most, items={"type": "integer", "minimum": 0})
+
+
+def _objects(most: int, description: str) -> dict[str, Any]:
+    return _field("array", description, maxItems=most, items=_OBJECT)
+
+
+_TEXT: Final = {"type": "string"}
+_OBJECT: Final = {"type": "object"}
+_PROMPT_IDS: Final = {"type": "array", "maxItems": bounds.TOKEN_IDS, "items": {"type": "integer", "minimum": 0}}
+
+# On a GPU vLLM's engine has room for as many entries as allowed_token_ids, logit_bias, stop_token_ids and bad_words may
+# have, and dies of more. A stream has begun before vLLM looks at numbers of logprobs.
 _SHARED: Final[dict[str, dict[str, Any]]] = {
-    "model": {**_TEXT, "description": "The served model's name, as GET /v1/models lists it."},
-    "n": {"type": "integer", "minimum": 1, "description": "Number of responses to each prompt; 1 if they are greedy."},
-    "max_tokens": {
-        "type": "integer",
-        "minimum": 1,
-        "description": "Most tokens of a response; past the policy's context it ends there.",
-    },
-    "temperature": {
-        **_NUMBER,
-        "minimum": 0,
-        "maximum": 2,
-        "description": "0 is greedy; below 0.01 it is 0.01; 1 if not given.",
-    },
-    "top_p": {
-        **_NUMBER,
-        "exclusiveMinimum": 0,
-        "maximum": 1,
-        "description": "Sample from the likeliest tokens that make up this much.",
-    },
-    "top_k": {
-        "type": "integer",
-        "minimum": -1,
-        "maximum": 2**31 - 1,
-        "description": "Sample from this many of the likeliest tokens; 0: all.",
-    },
-    "min_p": {**_NUMBER, "minimum": 0, "maximum": 1, "description": "Leave out tokens less likely than this share."},
-    "presence_penalty": {
-        **_NUMBER,
-        "minimum": -2,
-        "maximum": 2,
-        "description": "Against tokens that were sampled before.",
-    },
-    "frequency_penalty": {**_NUMBER, "minimum": -2, "maximum": 2, "description": "The same, by how often."},
-    "repetition_penalty": {
-        **_NUMBER,
-        "minimum": 0.01,
-        "maximum": 100,
-        "description": "Divides the logits of tokens that were there; 1: none.",
-    },
-    "logit_bias": {**_OBJECT, "description": "Token id -> what is added to its logit, -100 to 100."},
-    "seed": {
-        "type": "integer",
-        "minimum": MIN_SEED,
-        "maximum": MAX_SEED,
-        "description": "Makes the sampling repeatable; -1 is as none.",
-    },
+    "model": _field("string", "The served model's name, as GET /v1/models lists it."),
+    "n": _field("integer", "Number of responses to each prompt; 1 if they are greedy.", minimum=1),
+    "max_tokens": _field("integer", "Most tokens of a response; past the policy's context it ends there.", minimum=1),
+    "temperature": _field("number", "0 is greedy; below 0.01 it is 0.01; 1 if not given.", minimum=0, maximum=2),
+    "top_p": _field(
+        "number", "Sample from the likeliest tokens that make up this much.", exclusiveMinimum=0, maximum=1
+    ),
+    "top_k": _field("integer", "Sample from this many of the likeliest tokens; 0: all.", minimum=-1, maximum=2**31 - 1),
+    "min_p": _field("number", "Leave out tokens less likely than this share.", minimum=0, maximum=1),
+    "presence_penalty": _field("number", "Against tokens that were sampled before.", minimum=-2, maximum=2),
+    "frequency_penalty": _field("number", "The same, by how often.", minimum=-2, maximum=2),
+    "repetition_penalty": _field(
+        "number", "Divides the logits of tokens that were there; 1: none.", minimum=0.01, maximum=100
+    ),
+    "logit_bias": _field("object", "Token id -> what is added to its logit, -100 to 100.", maxProperties=1000),
+    "seed": _field("integer", "Makes the sampling repeatable; -1 is as none.", minimum=MIN_SEED, maximum=MAX_SEED),
     "stop": {
-        "anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": bounds.STOPS}],
+        "anyOf": [_TEXT, {"type": "array", "items": _TEXT}],
+        "maxItems": bounds.STOPS,
         "description": "End a response before any of these texts.",
     },
-    "stop_token_ids": {**_IDS, "description": "End a response with any of these tokens."},
-    "include_stop_str_in_output": {**_YES_NO, "description": "Keep the stop text in the response."},
-    "ignore_eos": {**_YES_NO, "description": "Go on after the end-of-sequence token."},
-    "min_tokens": {
-        **_COUNT,
-        "description": "No end before this many tokens, at most max_tokens; what structured_outputs or response_format "
-        "ask for ends when it is whole.",
-    },
-    "allowed_token_ids": {**_IDS, "description": "Sample from these tokens only."},
-    "bad_words": {
-        "type": "array",
-        "items": {**_TEXT, "pattern": r"\S"},
-        "maxItems": _MOST_BAD_WORDS,
-        "description": "Texts that must not be generated; not of white space alone.",
-    },
-    "logprob_token_ids": {**_IDS, "description": "Return the logprobs of these tokens; needs logprobs."},
-    "prompt_logprobs": {
-        "type": "integer",
-        "minimum": 0,
-        "maximum": _MOST_LOGPROBS,
-        "description": "Return the logprobs of the prompt's tokens, and of this many more; not for a stream.",
-    },
-    "response_format": {
-        **_OBJECT,
-        "description": "text, json_object, json_schema or structural_tag; 400 if it can't be generated with the tokens "
-        "that allowed_token_ids, bad_words, logit_bias, stop_token_ids and min_tokens leave.",
-    },
-    "structured_outputs": {
-        **_OBJECT,
-        "description": "vLLM's: json, regex, choice, grammar or structural_tag; instead of a response_format, and "
-        "refused as that is.",
-    },
-    "skip_special_tokens": {**_YES_NO, "description": "Leave special tokens out of the text."},
-    "spaces_between_special_tokens": {**_YES_NO, "description": "Put spaces between special tokens."},
-    "truncate_prompt_tokens": {"type": "integer", "description": "Keep this many tokens of the prompt; -1: what fits."},
-    "truncation_side": {"type": "string", "enum": ["left", "right"], "description": "Which side is cut off."},
-    "add_special_tokens": {**_YES_NO, "description": "Put the tokenizer's special tokens around the prompt."},
-    "return_token_ids": {**_YES_NO, "description": "Return the token ids of prompt and response."},
-    "return_tokens_as_token_ids": {**_YES_NO, "description": "In logprobs, write a token as token_id:ID."},
-    "cache_salt": {**_TEXT, "description": "Share cached prefixes only with requests that bring the same."},
-    "stream": {**_YES_NO, "description": "Send the response while it is generated, as server-sent events."},
-    "stream_options": {**_OBJECT, "description": "include_usage, continuous_usage_stats; with stream."},
-    "stream_interval": {"type": "integer", "minimum": 1, "description": "Tokens of one streamed chunk, at least."},
-    "user": {**_TEXT, "maxLength": 200, "description": "Your name for the person; kept with the responses."},
-    "safety_identifier": {**_TEXT, "maxLength": 200, "description": "The same, if there is no user."},
-    "session_id": {
-        **_TEXT,
-        "maxLength": 200,
-        "description": "Your name for the conversation; the X-Session-Id header says it too.",
-    },
-    "metadata": {
-        **_OBJECT,
-        "additionalProperties": {"type": "string", "maxLength": 10_000},
-        "maxProperties": bounds.ENTRIES,
-        "description": "Texts that are kept with the responses and passed to reward functions.",
-    },
-    "store": {**_YES_NO, "enum": [True], "description": "Every response is recorded, so that false is refused."},
-    "service_tier": {**_TEXT, "description": "Taken, and without effect."},
-    "prompt_cache_key": {**_TEXT, "description": "Taken, and without effect."},
-    "prompt_cache_retention": {**_TEXT, "description": "Taken, and without effect."},
+    "stop_token_ids": _tokens(100, "End a response with any of these tokens."),
+    "include_stop_str_in_output": _field("boolean", "Keep the stop text in the response."),
+    "ignore_eos": _field("boolean", "Go on after the end-of-sequence token."),
+    "min_tokens": _field(
+        "integer",
+        "No end before this many tokens, at most max_tokens; what structured_outputs or response_format ask for ends "
+        "when it is whole.",
+        minimum=0,
+    ),
+    "allowed_token_ids": _tokens(1000, "Sample from these tokens only."),
+    "bad_words": _field(
+        "array",
+        "Texts that must not be generated; not of white space alone.",
+        items={**_TEXT, "pattern": r"\S"},
+        maxItems=100,
+    ),
+    "logprob_token_ids": _tokens(bounds.LIST, "Return the logprobs of these tokens; needs logprobs."),
+    "prompt_logprobs": _field(
+        "integer",
+        "Return the logprobs of the prompt's tokens, and of this many more; not for a stream.",
+        minimum=0,
+        maximum=_MOST_LOGPROBS,
+    ),
+    "response_format": _field(
+        "object",
+        "text, json_object, json_schema or structural_tag; 400 if it can't be generated with the tokens that "
+        "allowed_token_ids, bad_words, logit_bias, stop_token_ids and min_tokens leave.",
+    ),
+    "structured_outputs": _field(
+        "object",
+        "vLLM's: json, regex, choice, grammar or structural_tag; instead of a response_format, and refused as that is.",
+    ),
+    "skip_special_tokens": _field("boolean", "Leave special tokens out of the text."),
+    "spaces_between_special_tokens": _field("boolean", "Put spaces between special tokens."),
+    "truncate_prompt_tokens": _field("integer", "Keep this many tokens of the prompt; -1: what fits."),
+    "truncation_side": _field("string", "Which side is cut off.", enum=["left", "right"]),
+    "add_special_tokens": _field("boolean", "Put the tokenizer's special tokens around the prompt."),
+    "return_token_ids": _field("boolean", "Return the token ids of prompt and response."),
+    "return_tokens_as_token_ids": _field("boolean", "In logprobs, write a token as token_id:ID."),
+    "cache_salt": _field("string", "Share cached prefixes only with requests that bring the same."),
+    "stream": _field("boolean", "Send the response while it is generated, as server-sent events."),
+    "stream_options": _field("object", "include_usage, continuous_usage_stats; with stream."),
+    "stream_interval": _field("integer", "Tokens of one streamed chunk, at least.", minimum=1),
+    "user": _field("string", "Your name for the person; kept with the responses.", maxLength=200),
+    "safety_identifier": _field("string", "The same, if there is no user.", maxLength=200),
+    "session_id": _field(
+        "string", "Your name for the conversation; the X-Session-Id header says it too.", maxLength=200
+    ),
+    "metadata": _field(
+        "object",
+        "Texts that are kept with the responses and passed to reward functions.",
+        additionalProperties={"type": "string", "maxLength": 10_000},
+        maxProperties=bounds.ENTRIES,
+    ),
+    "store": _field("boolean", "Every response is recorded, so that false is refused.", enum=[True]),
+    **dict.fromkeys(
+        ("service_tier", "prompt_cache_key", "prompt_cache_retention"), _field("string", "Taken, and without effect.")
+    ),
 }
 
 COMPLETION: Final[dict[str, dict[str, Any]]] = {
@@ -146,62 +127,40 @@ COMPLETION: Final[dict[str, dict[str, Any]]] = {
         "anyOf": [_TEXT, {"type": "array", "items": _TEXT}, _PROMPT_IDS, {"type": "array", "items": _PROMPT_IDS}],
         "description": "Text to go on from, or its token ids; a list of either is that many prompts.",
     },
-    "echo": {**_YES_NO, "description": "Answer with the prompt before the response."},
-    "suffix": {**_TEXT, "description": "Text that comes after the response, for policies that can fill in."},
-    "logprobs": {
-        "type": "integer",
-        "minimum": 0,
-        "maximum": _MOST_LOGPROBS,
-        "description": "Return the logprob of each token, and of this many more.",
-    },
-    "best_of": {"type": "integer", "description": "Taken if it is n."},
+    "echo": _field("boolean", "Answer with the prompt before the response."),
+    "suffix": _field("string", "Text that comes after the response, for policies that can fill in."),
+    "logprobs": _field(
+        "integer", "Return the logprob of each token, and of this many more.", minimum=0, maximum=_MOST_LOGPROBS
+    ),
+    "best_of": _field("integer", "Taken if it is n."),
     **_SHARED,
 }
 """The fields of a request to /v1/completions: JSON Schema by name."""
 
 CHAT: Final[dict[str, dict[str, Any]]] = {
-    "messages": {
-        "type": "array",
-        "items": _OBJECT,
-        "maxItems": bounds.MESSAGES,
-        "description": f"Chat, put into the policy's own template; {bounds.PARTS} parts of contents in all. Media come "
-        "as data: URLs.",
-    },
-    "max_completion_tokens": {"type": "integer", "minimum": 1, "description": "Most tokens of a response."},
-    "logprobs": {**_YES_NO, "description": "Tell the logprob of each token."},
-    "top_logprobs": {
-        "type": "integer",
-        "minimum": 0,
-        "maximum": _MOST_LOGPROBS,
-        "description": "And of this many of the likeliest; with logprobs.",
-    },
-    "tools": {
-        "type": "array",
-        "items": _OBJECT,
-        "maxItems": bounds.TOOLS,
-        "description": "Functions that the policy may call.",
-    },
+    "messages": _objects(
+        bounds.MESSAGES,
+        f"Chat, put into the policy's own template; {bounds.PARTS} parts of contents in all. Media come as data: URLs.",
+    ),
+    "max_completion_tokens": _field("integer", "Most tokens of a response.", minimum=1),
+    "logprobs": _field("boolean", "Tell the logprob of each token."),
+    "top_logprobs": _field(
+        "integer", "And of this many of the likeliest; with logprobs.", minimum=0, maximum=_MOST_LOGPROBS
+    ),
+    "tools": _objects(bounds.TOOLS, "Functions that the policy may call."),
     "tool_choice": {
         "anyOf": [{"type": "string", "enum": ["none", "auto", "required"]}, _OBJECT],
         "description": "Whether it may, must, or which.",
     },
-    "parallel_tool_calls": {**_YES_NO, "description": "Whether it may call more than one at a time."},
-    "reasoning_effort": {**_TEXT, "description": "none to max, where the policy's template has it."},
-    "include_reasoning": {**_YES_NO, "description": "Tell the reasoning too."},
-    "echo": {**_YES_NO, "description": "Answer with the last message before the response, if the roles are one."},
-    "add_generation_prompt": {**_YES_NO, "description": "End the prompt with the head of a response."},
-    "continue_final_message": {
-        **_YES_NO,
-        "description": "Go on with the last message; not with add_generation_prompt.",
-    },
-    "documents": {
-        "type": "array",
-        "items": _OBJECT,
-        "maxItems": bounds.DOCUMENTS,
-        "description": "Documents, where the template has them.",
-    },
-    "chat_template_kwargs": {**_OBJECT, "description": "Variables of the policy's template."},
-    "return_prompt_text": {**_YES_NO, "description": "Return the text that the template rendered."},
+    "parallel_tool_calls": _field("boolean", "Whether it may call more than one at a time."),
+    "reasoning_effort": _field("string", "none to max, where the policy's template has it."),
+    "include_reasoning": _field("boolean", "Tell the reasoning too."),
+    "echo": _field("boolean", "Answer with the last message before the response, if the roles are one."),
+    "add_generation_prompt": _field("boolean", "End the prompt with the head of a response."),
+    "continue_final_message": _field("boolean", "Go on with the last message; not with add_generation_prompt."),
+    "documents": _objects(bounds.DOCUMENTS, "Documents, where the template has them."),
+    "chat_template_kwargs": _field("object", "Variables of the policy's template."),
+    "return_prompt_text": _field("boolean", "Return the text that the template rendered."),
     **_SHARED,
 }
 """The fields of a request to /v1/chat/completions: JSON Schema by name."""
@@ -285,9 +244,9 @@ def understand(
         raise refuse("store", "every response is recorded, and there is no way to have one that is not")
     if body.pop("best_of", None) not in (None, body.get("n", 1)):
         raise refuse("best_of", _REFUSED["best_of"])
-    _check_numbers(body)
+    _check_sizes(body, fields)
     _check_types(body, fields)
-    _check_bounds(body, limits)
+    _check_bounds(body, fields, limits)
     if "messages" in fields:
         _check_parts(body)
     else:
@@ -326,94 +285,59 @@ def unfit(error: ValidationError, of: str = "") -> Problem:
     return Problem(400, "; ".join(f"{item['field']}: {item['reason']}" for item in errors), errors=errors)
 
 
-def refuse(field: str, reason: str) -> Problem:
-    """A bad request, because of one field."""
-    return Problem(400, f"{field}: {reason}", errors=[{"field": field, "reason": reason}])
+refuse = partial(field_problem, 400)
+"""A bad request, because of one field."""
 
 
-_MOST: Final = {
-    "messages": bounds.MESSAGES,
-    "tools": bounds.TOOLS,
-    "documents": bounds.DOCUMENTS,
-    "stop": bounds.STOPS,
-}
-
-
-def _check_numbers(body: dict[str, Any]) -> None:
+def _check_sizes(body: dict[str, Any], fields: dict[str, dict[str, Any]]) -> None:
     """Refuse what has more entries than it may: vLLM's models say of each what is wrong with it."""
     for name, value in body.items():
         if name == "prompt":
             continue
-        below = [(value, name, _MOST.get(name, bounds.LIST))]
+        field = fields.get(name, {})
+        below = [(value, name, field.get("maxItems") or field.get("maxProperties") or bounds.LIST)]
         while below:
-            part, field, most = below.pop()
-            if isinstance(part, list):
-                if len(part) > most:
-                    raise refuse(field, f"{len(part)} entries are more than the {most} that are allowed")
-                below += [(item, f"{field}.{i}", bounds.LIST) for i, item in enumerate(part) if _is_nested(item)]
-            elif isinstance(part, dict):
-                below += [(item, f"{field}.{key}", bounds.LIST) for key, item in part.items() if _is_nested(item)]
+            part, at, most = below.pop()
+            if not isinstance(part, list | dict):
+                continue
+            if len(part) > most:
+                raise refuse(at, f"{len(part)} entries are more than the {most} that are allowed")
+            entries = enumerate(part) if isinstance(part, list) else part.items()
+            below += [(item, f"{at}.{key}", bounds.LIST) for key, item in entries if isinstance(item, list | dict)]
 
 
-def _is_nested(value: Any) -> bool:
-    return isinstance(value, list | dict)
+_TYPES: Final = {"string": (str,), "boolean": (bool,), "object": (dict,), "array": (list,), "number": (int, float)}
 
 
 def _check_types(body: dict[str, Any], fields: dict[str, dict[str, Any]]) -> None:
     """vLLM's request models take "5" for 5, and some of their validators fail on what has not the form they expect."""
     for name, value in body.items():
         wanted = fields.get(name, _TEXT).get("type")
-        if wanted is not None and not _is(wanted, value):
+        if wanted is not None and not (_is_integer(value) if wanted == "integer" else type(value) in _TYPES[wanted]):
             raise refuse(name, f"it is to be of type {wanted}")
-        if wanted == "array" and fields[name]["items"] is _OBJECT:
+        if wanted == "array" and fields[name]["items"] == _OBJECT:
             for position, item in enumerate(value):
                 if not isinstance(item, dict):
                     raise refuse(f"{name}.{position}", "it is to be an object")
 
 
-def _is(wanted: str, value: Any) -> bool:
-    if wanted == "integer":
-        return (isinstance(value, int) and not isinstance(value, bool)) or (
-            isinstance(value, float) and value.is_integer()
-        )
-    if wanted == "number":
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, {"string": str, "boolean": bool, "object": dict, "array": list}[wanted])
+def _is_integer(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and value.is_integer())
 
 
-def _check_bounds(body: dict[str, Any], limits: LimitsConfig) -> None:
-    """What vLLM does not bound, or not by our limits."""
-    for name, least, most in (
-        ("n", 1, limits.n),
-        ("max_tokens", 1, limits.max_tokens),
-        ("max_completion_tokens", 1, limits.max_tokens),
-        ("min_tokens", 0, limits.max_tokens),
-        ("top_k", -1, 2**31 - 1),
-        ("seed", MIN_SEED, MAX_SEED),
-        ("repetition_penalty", 0.01, 100),
-        ("stream_interval", 1, limits.max_tokens),
-        # A stream has begun before vLLM looks at these.
-        ("logprobs", 0, _MOST_LOGPROBS),
-        ("top_logprobs", 0, _MOST_LOGPROBS),
-        ("prompt_logprobs", 0, _MOST_LOGPROBS),
-    ):
-        value = body.get(name)
-        if value is not None and not least <= value <= most:
-            raise refuse(name, f"{value:g} is not between {least} and {most}")
+def _check_bounds(body: dict[str, Any], fields: dict[str, dict[str, Any]], limits: LimitsConfig) -> None:
+    """What vLLM does not bound, or not by our limits, and what it finds too late."""
+    tokens = ("max_tokens", "max_completion_tokens", "min_tokens", "stream_interval")
+    limited = {"n": limits.n, **dict.fromkeys(tokens, limits.max_tokens)}
+    for name, value in body.items():
+        field = fields.get(name, {})
+        if "minimum" in field:
+            least, most = field["minimum"], limited.get(name) or field["maximum"]
+            if not least <= value <= most:
+                raise refuse(name, f"{value:g} is not between {least} and {most}")
     if body.get("n", 1) > 1 and body.get("temperature", 1) == 0:
         raise refuse("n", SEVERAL_GREEDY)
-    # On a GPU vLLM's engine has room for this many, and dies of more.
-    for name, most in (
-        ("logit_bias", 1000),
-        ("allowed_token_ids", 1000),
-        ("stop_token_ids", 100),
-        ("bad_words", _MOST_BAD_WORDS),
-    ):
-        value = body.get(name)
-        if isinstance(value, list | dict) and len(value) > most:
-            raise refuse(name, f"has {len(value)} entries, {most} are allowed")
-    words = body.get("bad_words")
-    if isinstance(words, list) and (size := sum(len(str(word).encode()) for word in words)) > _BAD_WORDS_BYTES:
+    if (size := sum(len(str(word).encode()) for word in body.get("bad_words", ()))) > _BAD_WORDS_BYTES:
         raise refuse("bad_words", f"has {size} bytes in all, {_BAD_WORDS_BYTES} are allowed")
 
 
@@ -451,19 +375,15 @@ def _check_prompts(prompt: Any, limits: LimitsConfig) -> None:
     """vLLM's models would say of each entry why it is none of each kind that it could be."""
     if not isinstance(prompt, list) or not prompt:
         return
-    if not _is_token(prompt[0]) and len(prompt) > limits.prompts:
+    if not _is_integer(prompt[0]) and len(prompt) > limits.prompts:
         raise refuse("prompt", f"{len(prompt)} prompts are more than the {limits.prompts} that are allowed")
     if all(isinstance(item, str) for item in prompt):
         return
     for token_ids in prompt if isinstance(prompt[0], list) else [prompt]:
-        if not (isinstance(token_ids, list) and all(map(_is_token, token_ids))):
+        if not (isinstance(token_ids, list) and all(map(_is_integer, token_ids))):
             raise refuse("prompt", "a list is of texts, of token ids, or of lists of token ids")
         if len(token_ids) > bounds.TOKEN_IDS:
             raise refuse("prompt", f"{len(token_ids)} tokens are more than the {bounds.TOKEN_IDS} that are allowed")
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int or (type(value) is float and value.is_integer())
 
 
 def _check_parts(body: dict[str, Any]) -> None:
@@ -523,11 +443,6 @@ def _labels(body: dict[str, Any], limits: LimitsConfig) -> Labels:
     try:
         labels = Labels.model_validate({name: body.pop(name) for name in Labels.model_fields if name in body})
     except ValidationError as error:
-        problem = invalid(error)  # a metadata key may be any text
-        problem.status = 400
-        raise problem from None
-    if reserved := next((key for key in labels.metadata or () if key.startswith(RESERVED)), None):
-        raise refuse("metadata", f"{reserved}: keys that begin with {RESERVED} are the server's own")
-    if len(labels.metadata or ()) > limits.metadata_entries:
-        raise refuse("metadata", f"{len(labels.metadata or ())} entries, {limits.metadata_entries} are allowed")
+        raise invalid(error, 400) from None  # a metadata key may be any text
+    check_metadata(labels.metadata or {}, limits, 400)
     return labels

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from serve.http import client_gone
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -29,12 +27,8 @@ class Direct:
         self.handlers = handlers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI. A Problem is answered by ``serve.middleware.request_context``."""
         handler = self.handlers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if handler is None:
             return await self.app(scope, receive, send)
-        try:
-            response = await handler(Request(scope, receive, send))
-        except ClientDisconnect:
-            response = client_gone()
+        response = await handler(Request(scope, receive, send))
         await response(scope, receive, send)

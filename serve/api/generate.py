@@ -23,6 +23,7 @@ from serve.http import Problem, body_of, client_gone, event_stream, field_proble
 from serve.recorded_request import ActiveRequest, EngineSource, RecordedPrompt
 
 if TYPE_CHECKING:
+    from serve.config import LimitsConfig
     from serve.generation.tokenizer import Text
     from serve.middleware.keyring import Principal
     from serve.runtime import Server
@@ -273,13 +274,18 @@ def _event(name: bytes, data: dict[str, Any] | Problem) -> bytes:
 
 def session_of(request: Request, status: int) -> str | None:
     """The session of the header, which a fleet's router goes by. Raises Problem with ``status`` if it is no label."""
-    for name, value in request.scope["headers"]:
-        if name == b"x-session-id":
-            session_id: str = value.decode("latin-1")
-            if not 1 <= len(session_id) <= LABEL_CHARACTERS:
-                raise field_problem(status, "X-Session-Id", f"has {len(session_id)} characters, not 1 to 200")
-            return session_id
-    return None
+    session_id = request.headers.get("x-session-id")
+    if session_id is not None and not 1 <= len(session_id) <= LABEL_CHARACTERS:
+        raise field_problem(status, "X-Session-Id", f"has {len(session_id)} characters, not 1 to 200")
+    return session_id
+
+
+def check_metadata(metadata: dict[str, str], limits: LimitsConfig, status: int) -> None:
+    """Raises Problem with ``status`` for too many entries, and for those that the server itself makes."""
+    if len(metadata) > limits.metadata_entries:
+        raise field_problem(status, "metadata", f"{len(metadata)} entries, {limits.metadata_entries} are allowed")
+    if any(key.startswith(RESERVED) for key in metadata):
+        raise field_problem(status, "metadata", f"keys that begin with {RESERVED!r} are Millrace's own")
 
 
 async def _understand(
@@ -293,10 +299,7 @@ async def _understand(
         raise field_problem(422, "n", SEVERAL_GREEDY)
     if body.max_tokens is not None and body.max_tokens > limits.max_tokens:
         raise field_problem(422, "max_tokens", f"{body.max_tokens} is more than the {limits.max_tokens} allowed")
-    if len(body.metadata) > limits.metadata_entries:
-        raise field_problem(422, "metadata", f"{len(body.metadata)} entries, {limits.metadata_entries} are allowed")
-    if any(key.startswith(RESERVED) for key in body.metadata):
-        raise field_problem(422, "metadata", f"keys that begin with {RESERVED!r} are Millrace's own")
+    check_metadata(body.metadata, limits, 422)
     _require_tokens("stop_token_ids", body.stop_token_ids, engine.vocabulary)
     field, prompt, messages, token_ids = await _tokenise(body, server)
     if not token_ids:

@@ -23,38 +23,31 @@ _SECURITY: Final = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A key of `millrace keys create`."},
     "header": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The same, looked at first."},
 }
+
+
+def _header(name: str, description: str, **bounds: int) -> dict[str, Any]:
+    schema = {"type": "string", **bounds}
+    return {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
+
+
 _PARAMETERS: Final = {
-    "RequestId": {
-        "name": "X-Request-Id",
-        "in": "header",
-        "required": False,
-        "schema": {"type": "string"},
-        "description": "Your id of the request: 1 to 128 letters, digits, dots, underscores and hyphens. The answer "
-        "and the log have it; instead of one that is none, or missing, they have a new one.",
-    },
-    "TraceParent": {
-        "name": "traceparent",
-        "in": "header",
-        "required": False,
-        "schema": {"type": "string"},
-        "description": "W3C trace context; the log has the trace's id. One that is malformed is ignored.",
-    },
-    "TraceState": {
-        "name": "tracestate",
-        "in": "header",
-        "required": False,
-        "schema": {"type": "string"},
-        "description": "W3C trace context, kept with a traceparent.",
-    },
+    "RequestId": _header(
+        "X-Request-Id",
+        "Your id of the request: 1 to 128 letters, digits, dots, underscores and hyphens. The answer and the log have "
+        "it; instead of one that is none, or missing, they have a new one.",
+    ),
+    "TraceParent": _header(
+        "traceparent", "W3C trace context; the log has the trace's id. One that is malformed is ignored."
+    ),
+    "TraceState": _header("tracestate", "W3C trace context, kept with a traceparent."),
 }
-_SESSION: Final = {
-    "name": "X-Session-Id",
-    "in": "header",
-    "required": False,
-    "schema": {"type": "string", "minLength": 1, "maxLength": generate.LABEL_CHARACTERS},
-    "description": "Your name for the conversation, if the body has no `session_id`. A fleet sends requests of one "
-    "session to the same replica.",
-}
+_SESSION: Final = _header(
+    "X-Session-Id",
+    "Your name for the conversation, if the body has no `session_id`. A fleet sends requests of one session to the "
+    "same replica.",
+    minLength=1,
+    maxLength=generate.LABEL_CHARACTERS,
+)
 _HEADERS: Final = {
     "X-Request-Id": {"description": "The request's id.", "schema": {"type": "string"}},
     "traceresponse": {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,11 +14,12 @@ from types import FrameType
 from typing import Any, Final
 
 from feedback.config import FeedbackConfig
-from feedback.process_signals import STOPPING, StopSignal, handled_signals
+from feedback.process_signals import STOPPING, StopSignal, handled_by, handled_signals
 from serve.config import FleetConfig, ServeConfig
 from serve.fleet.controller import Controller
 from serve.fleet.state import FleetError
 from serve.local_ray.cluster import connect, local_ray
+from serve.middleware.connections import bind
 from serve.middleware.keyring import Keyring
 from serve.observability import log_format
 from serve.policies.store import PolicyStore
@@ -57,7 +57,8 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
         with _signals():
             state = controller.open()
             log.info("policy %d is what the fleet serves", state.serving.version)
-            _require_free_port(config)
+            if config.fleet.ray_address is None:
+                bind(config.host, config.port).close()  # before anything takes its seconds
             ray_stack.enter_context(_ray(config.fleet))
             driver = threading.Thread(
                 target=controller.run, args=(stop, config.swap.poll_seconds), name="fleet controller", daemon=True
@@ -68,7 +69,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
     except _Stop:
         log.info("stopping: the replicas finish what they have")
     finally:
-        with _ignored_signals():
+        with handled_by(signal.SIG_IGN, STOPPING):
             _end(controller, config)
             ray_stack.close()
             stop.set()
@@ -230,19 +231,6 @@ def _reason() -> str | None:
     return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), None)
 
 
-def _require_free_port(config: ServeConfig) -> None:
-    """Raises OSError, before anything takes its seconds, if the port is taken."""
-    if config.fleet.ray_address is not None:
-        return
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except OSError as error:
-            raise OSError(error.errno, f"can't listen on {config.host}:{config.port}: {error.strerror}") from error
-
-
 @contextmanager
 def _signals() -> Iterator[None]:
     """Raise _Stop at the first signal to stop; further ones change nothing."""
@@ -254,23 +242,10 @@ def _signals() -> Iterator[None]:
             stopped = True
             raise _Stop
 
-    before = {number: signal.signal(number, stop) for number in handled_signals()}
-    try:
-        yield
-    except SystemExit as error:  # Ray hands on a plain one, whichever ended its wait
-        if not stopped:
-            raise
-        raise _Stop from error
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _ignored_signals() -> Iterator[None]:
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handled_by(stop, handled_signals()):
+        try:
+            yield
+        except SystemExit as error:  # Ray hands on a plain one, whichever ended its wait
+            if not stopped:
+                raise
+            raise _Stop from error

@@ -11,9 +11,9 @@ import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
@@ -63,11 +63,11 @@ class Member:
             asyncio.create_task(self._leave_metrics(), name="fleet metrics"),
         ]
 
-    def stop(self, state: Literal["stopping"] = "stopping") -> None:
+    def stop(self) -> None:
         """Report no more, take part in no deployment."""
         for task in self._tasks:
             task.cancel()
-        self._write_report(replace(self._report, state=state))
+        self._write_report(replace(self._report, state="stopping"))
 
     def release(self) -> None:
         """Give the name up."""
@@ -91,8 +91,8 @@ class Member:
         task = task_of(self._state, self.name)
         if task.trial or failed["generation"] != task.serve.generation:
             return None
-        others = [r for r in self._others() if r.state == "ready" and r.version == task.serve.version]
-        if not others:  # an old policy is better than none
+        there = (r.name for r in self._all() if r.state == "ready" and r.version == task.serve.version)
+        if not any(name != self.name for name in there):  # an old policy is better than none
             return None
         return f"it can't follow the fleet to policy {task.serve.version}: {failed['error']}"
 
@@ -172,15 +172,14 @@ class Member:
         assert server is not None
         if self._state.stopping and not server.draining:
             server.draining = True
-            asyncio.get_running_loop().call_later(server.config.drain_timeout_s, self._cut_off)
+            self._tasks.append(asyncio.create_task(server.drain(), name="drain"))
         report = self._report_of(server)
         if report != self._report:
             self._write_report(report)
 
     def _report_of(self, server: Server) -> Report:
         status, prepared = server.swapper.status(), server.swapper.prepared
-        requests, failures = _counts(server)
-        failed = status["failed"]
+        failed, came_to = status["failed"], server.metrics.came_to  # refused and abandoned requests don't count
         return replace(
             self._report,
             state="ready",
@@ -191,17 +190,9 @@ class Member:
             failed=(failed["generation"], failed["error"]) if failed else None,
             unready=server.unready(),
             variant=server.variants.label,
-            requests=requests,
-            failures=failures,
+            requests=came_to["complete"] + came_to["failed"],
+            failures=came_to["failed"],
         )
-
-    def _cut_off(self) -> None:
-        server = self._server
-        assert server is not None
-        for request_id in list(server.engine.requests):
-            task = asyncio.create_task(server.engine.abort(request_id), name="cut off")
-            server.recorder.tasks.add(task)
-            task.add_done_callback(server.recorder.tasks.discard)
 
     async def _leave_metrics(self) -> None:
         server = self._server
@@ -223,9 +214,6 @@ class Member:
         own = self._report_of(server) if server is not None and self._report.state == "ready" else self._report
         return [own if report.name == self.name else report for report in reports.reports(self._folder)]
 
-    def _others(self) -> list[Report]:
-        return [report for report in self._all() if report.name != self.name]
-
     def _read(self) -> FleetState:
         state = self._record.read()
         if state is None:
@@ -241,17 +229,9 @@ def _try_out(server: Server, task: Task) -> None:
     server.variants.set(task.serve.version if task.variant else None, task.variant or "")
 
 
-def _counts(server: Server) -> tuple[int, int]:
-    """(requests that were answered, or failed; those of them that failed). Refused and abandoned ones don't count."""
-    came_to = server.metrics.came_to
-    return came_to["complete"] + came_to["failed"], came_to["failed"]
-
-
 def merge(texts: Mapping[str, bytes]) -> bytes:
     """Prometheus texts by replica as one, each sample labelled with its replica; a metric comes once."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Merged(texts))
-    return generate_latest(registry)
+    return generate_latest(_Merged(texts))
 
 
 class _Merged(Collector):

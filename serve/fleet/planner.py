@@ -117,17 +117,18 @@ def _canary(state: FleetState, deployment: Deployment, ready: list[Report], conf
     if deployment.judged_from is None:
         counts = {report.name: (report.life, report.requests, report.failures) for report in ready}
         return _go_on(state, replace(deployment, judged_from=now.seconds, baseline=counts), None)
-    canary, others = _counts(deployment, ready)
-    if canary.part > others.part + config.canary_tolerance:
-        worse = f"{canary.failures} of {canary.requests} requests to the canary failed"
-        return _fail(state, deployment, f"{worse}, {others.failures} of {others.requests} to the others", now)
+    requests, failures = _counts(deployment, [report for report in ready if report.name in deployment.canaries])
+    to_others, of_others = _counts(deployment, [report for report in ready if report.name not in deployment.canaries])
+    if failures / max(requests, 1) > of_others / max(to_others, 1) + config.canary_tolerance:
+        worse = f"{failures} of {requests} requests to the canary failed, {of_others} of {to_others} to the others"
+        return _fail(state, deployment, worse, now)
     judged_s = now.seconds - deployment.judged_from
     if judged_s < config.canary_seconds:
         return NOTHING
-    if canary.requests >= config.canary_requests:
+    if requests >= config.canary_requests:
         following = replace(deployment, phase="committing", since=now.seconds, done=deployment.canaries)
         return _go_on(state, following, "the canary is no worse; the others follow")
-    few = f"the canary answered {canary.requests} requests of canary_requests={config.canary_requests}"
+    few = f"the canary answered {requests} requests of canary_requests={config.canary_requests}"
     if judged_s < config.longest_canary_s:
         message = f"{few}: it is held for up to canary_hold_seconds={config.canary_hold_seconds:g} s more"
         return NOTHING if deployment.held else _go_on(state, replace(deployment, held=True), message)
@@ -178,29 +179,15 @@ def _failure(deployment: Deployment, ready: list[Report]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Counts:
-    requests: int = 0
-    failures: int = 0
-
-    @property
-    def part(self) -> float:
-        return self.failures / max(self.requests, 1)
-
-
-def _counts(deployment: Deployment, ready: list[Report]) -> tuple[_Counts, _Counts]:
-    """What the canary, and what the others have answered since the canary serves the policy."""
-    counts = {True: _Counts(), False: _Counts()}
-    for report in ready:
-        life, requests, failures = deployment.baseline.get(report.name, ("", 0, 0))
-        if life != report.life:
-            requests = failures = 0
-        is_canary = report.name in deployment.canaries
-        before = counts[is_canary]
-        counts[is_canary] = _Counts(
-            before.requests + report.requests - requests, before.failures + report.failures - failures
-        )
-    return counts[True], counts[False]
+def _counts(deployment: Deployment, reports: list[Report]) -> tuple[int, int]:
+    """(requests, failures) of these replicas since the canary serves the policy."""
+    requests = failures = 0
+    for report in reports:
+        life, *before = deployment.baseline.get(report.name, ("", 0, 0))
+        requests_before, failures_before = before if life == report.life else (0, 0)
+        requests += report.requests - requests_before
+        failures += report.failures - failures_before
+    return requests, failures
 
 
 def _arrived(report: Report, deployment: Deployment) -> bool:

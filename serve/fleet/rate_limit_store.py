@@ -25,24 +25,9 @@ _TIMEOUT_S: Final = 5.0  # a store that is started anew takes two or three
 _RETRY_AFTER_S: Final = 2.0
 
 
-class RateLimitStore:
-    """The process with the buckets: a Ray actor, one per fleet."""
-
-    def __init__(self) -> None:
-        self._buckets = Buckets()
-
-    def take(self, name: BucketName, rate: float, capacity: float, amount: float) -> tuple[float, float]:
-        """As ``Buckets.take``."""
-        return self._buckets.take(name, rate, capacity, amount)
-
-    def give_back(self, name: BucketName, amount: float) -> None:
-        """As ``Buckets.give_back``."""
-        self._buckets.give_back(name, amount)
-
-
 def start_store() -> None:
     """Have the fleet's store run. Like the replicas, it outlives the process that started it, until ``end_store``."""
-    ray.remote(RateLimitStore).options(
+    ray.remote(Buckets).options(
         name=_NAME,
         namespace=_NAMESPACE,
         lifetime="detached",

@@ -6,13 +6,14 @@ holder dies, however that happens, and is taken by the one that replaces it.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
+
+from pydantic import TypeAdapter
 
 from feedback.files import make_folder, replace_file, try_lock
 from serve.fleet.state import FleetError
@@ -50,6 +51,9 @@ class Report:
     requests: int = 0
     failures: int = 0
     at: float = 0.0
+
+
+_JSON: Final = TypeAdapter(Report)
 
 
 class Name:
@@ -97,17 +101,15 @@ def reports(folder: Path) -> list[Report]:
     found = []
     for name in living(folder):
         try:
-            written = json.loads((folder / f"{name}{_REPORT}").read_bytes())
+            found.append(_JSON.validate_json((folder / f"{name}{_REPORT}").read_bytes()))
         except FileNotFoundError:
             found.append(Report(name, "", "starting"))
-            continue
-        found.append(Report(**written | {"failed": tuple(written["failed"]) if written["failed"] else None}))
     return found
 
 
 def write_report(folder: Path, report: Report) -> None:
     """Replace a replica's report, whole or not at all. It need not outlive a crash of the machine."""
-    replace_file(folder / f"{report.name}{_REPORT}", json.dumps(asdict(report)).encode(), durable=False)
+    replace_file(folder / f"{report.name}{_REPORT}", _JSON.dump_json(report), durable=False)
 
 
 def write_metrics(folder: Path, name: str, text: bytes) -> None:

@@ -14,14 +14,16 @@ reads the record late, ends where the others end.
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from feedback.files import append_file, make_folder, replace_file
+from pydantic import Field, TypeAdapter
+
+from feedback.files import replace_file
+from serve.policies.records import append_json
 from serve.policies.store import Pointer, PolicyError
 
 Phase = Literal["preparing", "canary", "committing", "undoing"]
@@ -58,7 +60,6 @@ _CLOCK: Final = _boot()
 
 
 def instant() -> Instant:
-    """Now."""
     return Instant(time.monotonic(), _CLOCK, time.time())
 
 
@@ -93,7 +94,7 @@ class FleetState:
     """The record. ``failed``: the last deployment, if it was undone; ``stopping``: the fleet is to stop."""
 
     serving: Pointer
-    deployment: Deployment | None = None
+    deployment: Annotated[Deployment | None, Field(alias="rollout")] = None
     failed: dict[str, Any] | None = None
     stopping: bool = False
 
@@ -102,28 +103,8 @@ class FleetState:
         """The deployment's phase, or ``settled``."""
         return self.deployment.phase if self.deployment else "settled"
 
-    def to_json(self) -> bytes:
-        """The record as it is on disk."""
-        record = asdict(self)
-        record["rollout"] = record.pop("deployment")
-        return json.dumps(record, ensure_ascii=False, indent=2).encode() + b"\n"
 
-    @classmethod
-    def of_json(cls, text: bytes) -> FleetState:
-        """Raises ValueError, TypeError or KeyError for what is no such record."""
-        record = json.loads(text)
-        deployment = record["rollout"]
-        if deployment is not None:
-            deployment = Deployment(
-                **deployment
-                | {
-                    "to": Pointer(**deployment["to"]),
-                    "canaries": tuple(deployment["canaries"]),
-                    "done": tuple(deployment["done"]),
-                    "baseline": {name: tuple(counts) for name, counts in deployment["baseline"].items()},
-                }
-            )
-        return cls(Pointer(**record["serving"]), deployment, record["failed"], record["stopping"])
+_JSON: Final = TypeAdapter(FleetState)
 
 
 @dataclass(frozen=True)
@@ -160,17 +141,16 @@ class FleetRecord:
     def read(self) -> FleetState | None:
         """The record, None if there is none. Raises PolicyError if it is unreadable."""
         try:
-            return FleetState.of_json(self._path.read_bytes())
+            return _JSON.validate_json(self._path.read_bytes())
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError, KeyError) as error:
-            raise PolicyError(f"{self._path} is no record of a fleet: {error!r}") from error
+        except ValueError as error:
+            raise PolicyError(f"{self._path} is no record of a fleet: {error}") from error
 
     def write(self, state: FleetState) -> None:
         """Replace the record, whole or not at all; durable when this returns."""
-        replace_file(self._path, state.to_json())
+        replace_file(self._path, _JSON.dump_json(state, by_alias=True, indent=2) + b"\n")
 
     def append_history(self, entry: dict[str, Any]) -> None:
-        """Add a deployment that ended; a crash may repeat or tear the last line."""
-        make_folder(self.root)
-        append_file(self.root / _HISTORY, json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+        """Add a deployment that ended."""
+        append_json(self.root / _HISTORY, entry)

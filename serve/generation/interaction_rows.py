@@ -11,6 +11,13 @@ from serve.generation.request import Generation, GenerationRequest, Sampling
 
 _STATUS: Final = {"abort": "aborted", "error": "error"}
 
+_OF_REQUEST: Final = (
+    *("request_id", "session_id", "user", "tenant", "endpoint", "replica"),
+    *("created_at", "messages", "prompt", "prompt_token_ids"),
+)
+_OF_SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "n", "seed")
+_TIMINGS: Final = ("queue_ms", "first_token_ms", "total_ms")
+
 RESERVED: Final = "millrace:"
 """What the keys of a row's metadata begin with that are not the client's."""
 
@@ -22,12 +29,13 @@ def build_rows(
 
     ``failed``: whatever there is of them, they have status ``error``.
     """
-    completed_at = datetime.now(UTC)
     sampling = request.sampling
-    timings = {
-        "queue_ms": generation.queue_ms,
-        "first_token_ms": generation.first_token_ms,
-        "total_ms": generation.total_ms,
+    of_all = {
+        **{column: getattr(request, column) for column in _OF_REQUEST},
+        "sampling": {**{name: getattr(sampling, name) for name in _OF_SAMPLING}, "stop": list(sampling.stop)},
+        "timings": {name: getattr(generation, name) for name in _TIMINGS},
+        "metadata": [*request.metadata.items(), *_other_sampling(sampling)],
+        "completed_at": datetime.now(UTC),
     }
     rows = []
     for response_id, response in zip(
@@ -37,30 +45,9 @@ def build_rows(
         versions = {version for _, version in response.policy_spans}
         rows.append(
             {
-                "request_id": request.request_id,
-                "session_id": request.session_id,
-                "user": request.user,
-                "tenant": request.tenant,
-                "endpoint": request.endpoint,
-                "replica": request.replica,
+                **of_all,
                 "variant": request.variants.label_of(request.requested_at, versions) if request.variants else None,
-                "created_at": request.created_at,
-                "messages": request.messages,
-                "prompt": request.prompt,
-                "prompt_token_ids": request.prompt_token_ids,
-                "sampling": {
-                    "temperature": sampling.temperature,
-                    "top_p": sampling.top_p,
-                    "top_k": sampling.top_k,
-                    "min_p": sampling.min_p,
-                    "max_tokens": sampling.max_tokens,
-                    "n": sampling.n,
-                    "seed": sampling.seed,
-                    "stop": list(sampling.stop),
-                },
-                "metadata": [*request.metadata.items(), *_other_sampling(sampling)],
                 "response_id": response_id,
-                "completed_at": completed_at,
                 "response": response.text,
                 "response_token_ids": response.token_ids,
                 "logprobs": response.logprobs,
@@ -69,7 +56,6 @@ def build_rows(
                 ],
                 "finish_reason": None if status == "error" else response.finish_reason,
                 "status": status,
-                "timings": timings,
             }
         )
     return rows

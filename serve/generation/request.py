@@ -73,10 +73,9 @@ class Generated:
 
 @dataclass(frozen=True)
 class Generation:
-    """All responses to one prompt, and how long they took. ``policy_version``: of the newest token."""
+    """All responses to one prompt, and how long they took."""
 
     responses: list[Generated]
-    policy_version: int
     queue_ms: float | None
     first_token_ms: float | None
     total_ms: float
@@ -163,10 +162,8 @@ class GenerationProgress:
 
     def generation(self) -> Generation:
         """The responses up to now; to be called from any thread."""
-        responses = [response.so_far() for response in self.responses]
         return Generation(
-            responses=responses,
-            policy_version=max((r.policy_spans[-1][1] for r in responses if r.policy_spans), default=0),
+            responses=[response.so_far() for response in self.responses],
             queue_ms=self.queue_ms,
             first_token_ms=self.first_token_ms,
             total_ms=(time.monotonic() - self.started) * 1e3,

@@ -6,7 +6,6 @@ when what runs on it has ended, and nothing of it is left. Ray is imported when 
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import secrets
@@ -22,6 +21,7 @@ import psutil
 
 from feedback.process_signals import stop_signals_blocked
 from feedback.user_code import search_path
+from serve.middleware.keyring import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def exposed(processes: Iterable[psutil.Process]) -> list[str]:
             found += [
                 f"{process.name()} ({process.pid}) on {connection.laddr.ip}:{connection.laddr.port}"
                 for connection in process.net_connections(kind="tcp")
-                if connection.status == psutil.CONN_LISTEN and not _is_loopback(connection.laddr.ip)
+                if connection.status == psutil.CONN_LISTEN and not is_loopback(connection.laddr.ip)
             ]
     return found
 
@@ -198,7 +198,7 @@ def _refuse_exposed() -> None:
 
     address = ray.util.get_node_ip_address()
     listening = exposed([psutil.Process(), *_processes()])
-    if not listening and _is_loopback(address):
+    if not listening and is_loopback(address):
         return
     where = f"Ray {ray.__version__} runs on {address}; other machines reach {', '.join(listening) or 'that address'}"
     if os.environ[_AUTH_MODE] == "disabled":
@@ -244,9 +244,3 @@ def _processes() -> list[psutil.Process]:
             process = psutil.Process(daemon.pid)
             found += [process, *process.children(recursive=True)]
     return found
-
-
-def _is_loopback(address: str) -> bool:
-    parsed = ipaddress.ip_address(address)
-    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    return (mapped or parsed).is_loopback

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -114,32 +115,24 @@ def create_key(
     )
     if expires_at is not None and expires_at <= now:
         raise ValueError(f"a key that expires at {expires_at.isoformat()} would never be good: that is past")
-
-    def add(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+    with _changed(path) as keys:
         if taken := next((other for other in keys if other.name == name and other.state(now) == "active"), None):
             raise ValueError(f"key {taken.id} is called {name!r} already: choose another name, or revoke it first")
-        return (*keys, key)
-
-    _change(path, add)
+        keys.append(key)
     return key, secret
 
 
 def revoke_key(path: Path, wanted: str) -> ApiKey:
     """Revoke the key with this id, or the active one with this name; harmless to repeat. Raises KeyFileError."""
     now = datetime.now(UTC)
-    revoked: list[ApiKey] = []
-
-    def revoke(keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
-        found = next((key for key in keys if key.id == wanted), None) or next(
-            (key for key in keys if key.name == wanted and key.state(now) == "active"), None
-        )
-        if found is None:
+    with _changed(path) as keys:
+        found = [key for key in keys if key.id == wanted]
+        found += [key for key in keys if key.name == wanted and key.state(now) == "active"]
+        if not found:
             raise KeyFileError(f"there is no key {wanted!r} in {path}: `millrace keys list` shows them")
-        revoked.append(found if found.revoked_at else found.model_copy(update={"revoked_at": now}))
-        return tuple(revoked[0] if key.id == found.id else key for key in keys)
-
-    _change(path, revoke)
-    return revoked[0]
+        revoked = found[0] if found[0].revoked_at else found[0].model_copy(update={"revoked_at": now})
+        keys[keys.index(found[0])] = revoked
+    return revoked
 
 
 def local_secret(path: Path) -> str:
@@ -178,13 +171,15 @@ def digest(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def _change(path: Path, change: Callable[[tuple[ApiKey, ...]], tuple[ApiKey, ...]]) -> None:
-    """Replace the file's keys by ``change`` of them, whole or not at all, one at a time."""
+@contextmanager
+def _changed(path: Path) -> Iterator[list[ApiKey]]:
+    """The file's keys, to be changed in the block; the file is replaced whole or not at all, by one at a time."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(_lock_file(path), _LOCK_TIMEOUT_S):
-            keys = change(read_keys(path))
-            replace_file(path, KeyFile(keys=keys).model_dump_json(indent=1).encode() + b"\n", private=True)
+            keys = list(read_keys(path))
+            yield keys
+            replace_file(path, KeyFile(keys=tuple(keys)).model_dump_json(indent=1).encode() + b"\n", private=True)
     except OSError as error:
         raise KeyFileError(f"the key file {path} can't be written: {error.strerror or error}") from error
 

@@ -7,6 +7,7 @@ comes then is bounded here; a body that somebody reads is bounded where it is re
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -27,6 +28,21 @@ _TOO_LARGE: Final = (
 _PROBLEM: Final = b'{"title":"Request Header Fields Too Large","status":431,"detail":"a head may have %d bytes"}'
 
 
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that does not listen yet: until the server can answer, a client is refused and does not wait in a queue.
+
+    Raises OSError if the port is taken.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise OSError(error.errno, f"can't listen on {host}:{port}: {error.strerror}") from error
+    return bound
+
+
 class BoundedHttp(HttpToolsProtocol):
     """Ends a connection whose client sends what no request needs.
 
@@ -44,7 +60,6 @@ class BoundedHttp(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As uvicorn's."""
         super().connection_made(transport)
         self._start_timer(HEAD_TIMEOUT_S, self._head_is_late)
 
@@ -96,7 +111,6 @@ class BoundedHttp(HttpToolsProtocol):
         super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """As uvicorn's."""
         self._begun = self._heard = True
         super().on_message_begin()
 
@@ -106,18 +120,15 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """As uvicorn's."""
         self._begun, self._in_message, self._heard = False, True, True
         self._stop_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """As uvicorn's."""
         self._heard = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """As uvicorn's."""
         self._in_message, self._heard, self._rest = False, True, 0
         self._stop_timer()
         super().on_message_complete()

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 _POLL_S: Final = 0.5
 _REPEAT_S: Final = 60.0  # between two lines about a key file that stays unreadable
 _OPEN: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
-_NOBODY_DIGEST: Final = bytes(32)
+_NOBODYS_DIGEST: Final = bytes(32).hex()
 
 Reason = Literal["missing", "unknown", "revoked", "expired"]
 
@@ -63,14 +63,6 @@ def scope_of(route: str) -> Scope | None:
     return "admin"
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    digest: bytes
-    principal: Principal
-    expires: float
-    revoked: bool
-
-
 class Keyring:
     """The keys that this server knows, as the key file has them, and what there is without one."""
 
@@ -82,12 +74,14 @@ class Keyring:
         self.error: str | None = None
         """Why the file's present state is not the one in use."""
         self._tenant = config.tenant
-        self._limits = config.limits
-        self.anonymous = self._principal(None, "anybody", config.tenant, frozenset(SCOPES))
+        self._limits = limits = config.limits
+        self.anonymous = Principal(
+            config.tenant, None, "anybody", frozenset(SCOPES), limits.requests_per_minute, limits.tokens_per_minute
+        )
         """The principal where no key is needed."""
         self.nobody = Principal(config.tenant, None, "nobody", frozenset())
         """The principal at a route that is open to all, where others need a key."""
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, tuple[ApiKey, Principal]] = {}
         self._signature: tuple[int, ...] | None = None
         self._logged_at = 0.0  # the error, last
 
@@ -127,15 +121,14 @@ class Keyring:
         """The principal with this secret. Raises Refused."""
         if secret is None:
             raise Refused("missing", "a key is needed: send Authorization: Bearer KEY, or X-API-Key: KEY")
-        known = self._known.get(id_of(secret) or "")
-        good = hmac.compare_digest(digest(secret), _NOBODY_DIGEST if known is None else known.digest)
-        if known is None or not good:
+        key, principal = self._known.get(id_of(secret) or "", (None, self.nobody))
+        good = hmac.compare_digest(digest(secret).hex(), _NOBODYS_DIGEST if key is None else key.sha256)
+        if key is None or not good:
             raise Refused("unknown", "there is no such key")
-        if known.revoked:
-            raise Refused("revoked", f"key {known.principal.key} was revoked")
-        if known.expires < time.time():
-            raise Refused("expired", f"key {known.principal.key} has expired")
-        return known.principal
+        state = key.state(datetime.now(UTC))
+        if state != "active":
+            raise Refused(state, f"key {key.id} {'was revoked' if state == 'revoked' else 'has expired'}")
+        return principal
 
     def check_host(self, host: str) -> None:
         """Raises NotLoopback for a host, a name or an address, that others reach, where no key is needed."""
@@ -159,45 +152,37 @@ class Keyring:
 
     def stats(self) -> dict[str, float]:
         """Gauges for monitoring."""
-        now = time.time()
-        active = sum(not key.revoked and key.expires > now for name, key in self._known.items() if name != LOCAL)
+        now = datetime.now(UTC)
+        active = sum(key.state(now) == "active" for key, _ in self._known.values() if key.id != LOCAL)
         return {"needed": float(self.on), "active": active, "healthy": float(self.error is None)}
 
     def _take(self, keys: tuple[ApiKey, ...]) -> None:
         if self.off or not keys:
             return
-        known = {key.id: self._entry(key) for key in keys}
         try:
             secret = local_secret(self.path)
         except OSError as error:
             log.warning("`millrace` on this machine can't ask the server which policy it serves: %s", error)
         else:
-            own = Principal(self._tenant, LOCAL, "this machine", frozenset({"admin"}))
-            known[LOCAL] = _Known(digest(secret.encode()), own, float("inf"), revoked=False)
+            keys = (*keys, _local_key(secret, self._tenant))
         _warn_of_mode(self.path)
-        self._known = known  # at once: the event loop reads it meanwhile
+        self._known = {key.id: (key, self._principal(key)) for key in keys}  # at once: the event loop reads meanwhile
         self.on = True
 
-    def _entry(self, key: ApiKey) -> _Known:
-        expires = float("inf") if key.expires_at is None else key.expires_at.timestamp()
-        principal = self._principal(key.id, key.name, key.tenant, frozenset(key.scopes), key)
-        return _Known(bytes.fromhex(key.sha256), principal, expires, key.state(datetime.now(UTC)) == "revoked")
-
-    def _principal(
-        self, key_id: str | None, name: str, tenant: str, scopes: frozenset[str], key: ApiKey | None = None
-    ) -> Principal:
+    def _principal(self, key: ApiKey) -> Principal:
         def limit(own: float | Literal["unlimited"] | None, default: float | None) -> float | None:
             return None if own == "unlimited" else own or default
 
-        limits = self._limits
-        return Principal(
-            tenant,
-            key_id,
-            name,
-            scopes,
-            limit(key.requests_per_minute if key else None, limits.requests_per_minute),
-            limit(key.tokens_per_minute if key else None, limits.tokens_per_minute),
-        )
+        requests = limit(key.requests_per_minute, self._limits.requests_per_minute)
+        tokens = limit(key.tokens_per_minute, self._limits.tokens_per_minute)
+        return Principal(key.tenant, key.id, key.name, frozenset(key.scopes), requests, tokens)
+
+
+def _local_key(secret: str, tenant: str) -> ApiKey:
+    sha256, now = digest(secret.encode()).hex(), datetime.now(UTC)
+    return ApiKey.model_construct(
+        id=LOCAL, name="this machine", tenant=tenant, scopes=("admin",), sha256=sha256, created_at=now
+    )
 
 
 def is_loopback(host: str) -> bool:

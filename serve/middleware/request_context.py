@@ -16,11 +16,12 @@ import re
 import time
 from typing import Any, Final
 
+from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from feedback.ids import uuid7
-from serve.http import CLIENT_CLOSED_REQUEST, Problem
+from serve.http import CLIENT_CLOSED_REQUEST, Problem, client_gone
 from serve.middleware import authentication
 from serve.middleware.authentication import Authenticator, headers_of
 from serve.middleware.keyring import scope_of
@@ -42,6 +43,7 @@ _TRACESTATE_MEMBER: Final = re.compile(
 )
 _TRACESTATE_MEMBERS: Final = 32
 _OTHER: Final = "other"
+_LIMITED: Final = frozenset({"generate", "feedback"})
 _RESPONSES: Final = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
 
 
@@ -63,11 +65,11 @@ class RequestContext:
         self.metrics = metrics
         self.access_log = access_log
         self._routes = routes
-        self._plain: dict[str, str | None] = {}  # of routes without a parameter, path -> the scope it needs
-        self._limited = frozenset({"generate", "feedback"})
+        paths = (getattr(route, "path", "") for route in routes)
+        self._plain: dict[str, str | None] = {path: scope_of(path) for path in paths if path and "{" not in path}
+        """Of routes without a parameter, path -> the scope it needs."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         started = time.perf_counter()
@@ -101,7 +103,7 @@ class RequestContext:
             except KeyError:
                 route, wanted = self._find(scope)
             principal = scope["principal"] = self.authenticator.authenticate(wanted, incoming)
-            if wanted in self._limited:
+            if wanted in _LIMITED:
                 await self.limiter.take_request(principal)
             await self.app(scope, receive, answer)
         except Problem as problem:
@@ -109,6 +111,8 @@ class RequestContext:
                 broken = problem.status
                 raise
             await problem.response(path)(scope, receive, answer)
+        except ClientDisconnect:
+            await client_gone()(scope, receive, answer)
         except asyncio.CancelledError:  # a proxy's way to say that its client has gone
             broken = CLIENT_CLOSED_REQUEST
             if not answered:
@@ -132,11 +136,6 @@ class RequestContext:
 
     def _find(self, scope: Scope) -> tuple[str, str | None]:
         """(The template of the route that will answer, the scope that it needs); as the router itself would find it."""
-        if not self._plain:
-            paths = (getattr(route, "path", "") for route in self._routes)
-            self._plain = {path: scope_of(path) for path in paths if path and "{" not in path}
-            if scope["path"] in self._plain:
-                return scope["path"], self._plain[scope["path"]]
         for route in self._routes:
             if route.matches(scope)[0] is not Match.NONE:
                 template = str(getattr(route, "path", _OTHER))

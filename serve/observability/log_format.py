@@ -74,7 +74,6 @@ class Text(logging.Formatter):
         return super().format(own)
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
-        """The line, without an exception's text."""
         text = one_line(super().formatMessage(record))
         return "".join([text, *(f" {name}={value}" for name, value in ids().items())])
 
@@ -87,7 +86,6 @@ class Json(logging.Formatter):
     """One JSON object: time (UTC), level, logger, message, ids, the line's own fields, exception."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Final, Literal, get_args
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -92,17 +93,11 @@ class Metrics:
             registry=self.registry,
         )
         self.policy_version = Gauge("millrace_policy_version", "The policy that serves.", registry=self.registry)
-        self._answered: dict[tuple[str, int], tuple[Counter, Histogram]] = {}
+        self._of_route = cache(lambda route, code: (self.requests.labels(route, str(code)), self.seconds.labels(route)))
 
     def answered(self, route: str, code: int, seconds: float) -> None:
         """Count an answer. ``route``: the route's template, or "other"."""
-        try:
-            requests, times = self._answered[route, code]
-        except KeyError:
-            requests, times = self._answered[route, code] = (
-                self.requests.labels(route=route, code=str(code)),
-                self.seconds.labels(route=route),
-            )
+        requests, times = self._of_route(route, code)
         requests.inc()
         times.observe(seconds)
 

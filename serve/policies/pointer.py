@@ -68,6 +68,10 @@ class ServingPointer:
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
 
+    def get(self, version: int) -> object:
+        """What the store has under this version. Raises PolicyError if that is nothing."""
+        raise NotImplementedError
+
     def serving(self) -> Pointer | None:
         """The pointer, or None before the first promotion. Raises PolicyError if serving.json is unreadable."""
         path = self.root / "serving.json"
@@ -94,8 +98,9 @@ class ServingPointer:
         Promoting the version that serves already makes a new generation, which makes a replica try again;
         ``previous`` stays what it was.
 
-        Raises StalePointer if the pointer is elsewhere.
+        Raises StalePointer if the pointer is elsewhere, PolicyNotFound if there is no such policy.
         """
+        self.get(version)
         with self._locked():
             current = self.serving()
             at_version = current.version if current else None

@@ -14,13 +14,14 @@ numbers than it was before the swap.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import psutil
+
+from serve.policies.folder import safetensors_header
 
 _PROMPTS: Final = 4
 _PROMPT_TOKENS: Final = 12
@@ -60,9 +61,9 @@ class Verdict:
 
 def measure(folder: Path) -> dict[str, Any]:
     """A policy's numbers, for ``PolicyStore.publish``; ``{"skipped": reason}`` if it is too large for float32."""
-    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    width = {"bfloat16": 2, "float16": 2}.get(_stored_dtype(folder), 4)
-    needed, available = stored * 4 // width, psutil.virtual_memory().available
+    headers = map(safetensors_header, folder.glob("*.safetensors"))
+    needed = 4 * sum(math.prod(entry["shape"]) for header in headers for entry in header.values())
+    available = psutil.virtual_memory().available
     if needed > available // 2:
         return {"skipped": f"in float32 the weights take {needed >> 20} MiB, {available >> 20} MiB are available"}
     import torch
@@ -118,8 +119,3 @@ def judge(numbers: Numbers, before: list[list[float]] | None, served: list[list[
 def _difference(one: list[list[float]], other: list[list[float]]) -> float:
     squares = [(a - b) ** 2 for row, others in zip(one, other, strict=True) for a, b in zip(row, others, strict=True)]
     return math.sqrt(sum(squares) / len(squares))
-
-
-def _stored_dtype(folder: Path) -> str:
-    config = json.loads((folder / "config.json").read_bytes())
-    return str(config.get("dtype") or config.get("torch_dtype"))

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from feedback.files import ERASURES, LockTimeoutError, locked, replace_file
+from feedback.files import ERASURES, LockTimeoutError, append_file, locked, make_folder, replace_file
 from serve.policies.folder import PolicyCorrupt, PolicyError
 
 _LOCK_TIMEOUT_S: Final = 60.0
@@ -38,6 +38,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Replace the record in a file, durable on return."""
     replace_file(path, json.dumps(dict(record), ensure_ascii=False, indent=2, allow_nan=False).encode() + b"\n")
+
+
+def append_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Add a record to a file of lines; a crash may repeat or tear the last line."""
+    make_folder(path.parent)
+    append_file(path, json.dumps(dict(record)).encode() + b"\n")
 
 
 def record_erasure(folder: Path, *, certainty: str, why: str, erasure: str | None = None) -> None:

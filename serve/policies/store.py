@@ -27,28 +27,16 @@ from feedback.files import ERASURES, fsync_path, fsync_tree, replace_file, try_l
 from serve.policies.folder import (
     PolicyCorrupt,
     PolicyError,
-    PolicyInvalid,
     check_folder,
     copy_model,
     regular_files,
     sha256_file,
 )
-from serve.policies.pointer import Outcome, Pointer, RecordDamaged, ServingPointer, StalePointer
+from serve.policies.pointer import Pointer as Pointer
+from serve.policies.pointer import RecordDamaged as RecordDamaged
+from serve.policies.pointer import ServingPointer
+from serve.policies.pointer import StalePointer as StalePointer
 from serve.policies.records import now, read_json, record_erasure, write_json
-
-__all__ = [
-    "Outcome",
-    "Pointer",
-    "Policy",
-    "PolicyCorrupt",
-    "PolicyError",
-    "PolicyInvalid",
-    "PolicyNotFound",
-    "PolicyStore",
-    "RecordDamaged",
-    "StalePointer",
-    "record_erasure",
-]
 
 MANIFEST: Final = "policy.json"
 GATE: Final = "gate.json"
@@ -90,6 +78,17 @@ class Policy:
         """The safetensors files, by name."""
         return [self.path / name for name in sorted(self.files) if name.endswith(".safetensors")]
 
+    def require_whole(self) -> None:
+        """Raise PolicyCorrupt naming the first file that is missing or has another size than the manifest says."""
+        for name, expected in self.files.items():
+            path = self.path / name
+            if not path.is_file():
+                raise PolicyCorrupt(f"policy {self.version}: {name} is missing")
+            if (size := path.stat().st_size) != expected["size"]:
+                raise PolicyCorrupt(
+                    f"policy {self.version}: {name} has {size} bytes, its manifest says {expected['size']}"
+                )
+
 
 class PolicyStore(ServingPointer):
     """The policies under one folder. Safe between threads and processes that share the folder on one machine."""
@@ -101,7 +100,6 @@ class PolicyStore(ServingPointer):
         parent: int | None,
         lineage: Mapping[str, Any],
         metrics: Mapping[str, Any],
-        gate: Mapping[str, Any] | None = None,
         probe: Callable[[Path], dict[str, Any]] | None = None,
     ) -> Policy:
         """Make the next version of what ``source`` holds and return it.
@@ -141,8 +139,6 @@ class PolicyStore(ServingPointer):
             }
             if probe is not None:
                 manifest["probe"] = probe(aside)
-            if gate is not None:
-                write_json(aside / GATE, gate)
             fsync_tree(aside)
             with self._locked():
                 version = self._next_version()
@@ -200,13 +196,9 @@ class PolicyStore(ServingPointer):
     def verify(self, version: int) -> Policy:
         """Read every byte of a policy and compare it with the manifest. Raises PolicyCorrupt naming the file."""
         policy = self.get(version)
+        policy.require_whole()
         for name, expected in policy.files.items():
-            path = policy.path / name
-            if not path.is_file():
-                raise PolicyCorrupt(f"policy {version}: {name} is missing")
-            if (size := path.stat().st_size) != expected["size"]:
-                raise PolicyCorrupt(f"policy {version}: {name} has {size} bytes, its manifest says {expected['size']}")
-            if (digest := sha256_file(path)) != expected["sha256"]:
+            if (digest := sha256_file(policy.path / name)) != expected["sha256"]:
                 raise PolicyCorrupt(
                     f"policy {version}: {name} has sha256 {digest[:12]}…, its manifest says {expected['sha256'][:12]}…"
                 )
@@ -243,19 +235,6 @@ class PolicyStore(ServingPointer):
             os.rename(folder, aside)
             fsync_path(self.root)
         shutil.rmtree(aside)
-
-    def promote(
-        self,
-        version: int,
-        *,
-        expected: Pointer | int | None,
-        who: str,
-        why: str,
-        verdict: Mapping[str, Any] | None = None,
-    ) -> Pointer:
-        """``ServingPointer.promote``; raises PolicyNotFound if there is no such policy."""
-        self.get(version)
-        return super().promote(version, expected=expected, who=who, why=why, verdict=verdict)
 
     def _folder(self, version: int) -> Path:
         return self.root / f"v{version:06d}"

@@ -41,18 +41,6 @@ class IncompatiblePolicy(PolicyError):
     """A policy can't be loaded into the engine that runs; the text names the file, the setting or the tensor."""
 
 
-def require_whole(policy: Policy) -> None:
-    """Raise IncompatiblePolicy naming the first file that is missing or has another size than the manifest says."""
-    for name, expected in policy.files.items():
-        path = policy.path / name
-        if not path.is_file():
-            raise IncompatiblePolicy(f"policy {policy.version}: {name} is missing")
-        if (size := path.stat().st_size) != expected["size"]:
-            raise IncompatiblePolicy(
-                f"policy {policy.version}: {name} has {size} bytes, its manifest says {expected['size']}"
-            )
-
-
 def require_compatible(old: Policy, new: Policy) -> None:
     """Raise IncompatiblePolicy unless the two differ in their weights' values and in nothing else that matters."""
     _require_same_files(old, new)

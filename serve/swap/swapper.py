@@ -8,22 +8,20 @@ old weights are what serves, the replica says so, and the pointer's generation i
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from feedback.files import append_file
 from serve.config import SwapConfig
 from serve.engine import EngineError
 from serve.policies.probe import Numbers, judge
+from serve.policies.records import append_json, now
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
-from serve.swap.compatibility import require_compatible, require_whole
+from serve.swap.compatibility import require_compatible
 from serve.swap.verification import read, verify
 from serve.vllm.engine import Engine, Exchanged, Weights
 
@@ -118,7 +116,7 @@ class Swapper:
         self._logged_reason: str | None = None  # why weights are loaded in place
         self._pointer: Pointer | None = None
         self._seen = 0  # the newest generation that was acted upon, well or not
-        self._since = _now()
+        self._since = now()
         self._swaps: deque[Swap] = deque(maxlen=REMEMBERED)
         self._task: asyncio.Task[None] | None = None
 
@@ -137,7 +135,7 @@ class Swapper:
         proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
         log.info("probe of policy %d: %s", self.engine.version, proof)
         await asyncio.to_thread(self._record_served, pointer)
-        self._pointer, self._seen, self._since = pointer, pointer.generation, _now()
+        self._pointer, self._seen, self._since = pointer, pointer.generation, now()
         self._task = asyncio.create_task(self._follow(), name="swapper")
 
     async def close(self) -> None:
@@ -221,7 +219,7 @@ class Swapper:
             self._fail(pointer, swap.error or "")
         self._observe(swap)
         try:
-            await asyncio.to_thread(_append, self.record, swap.to_json())
+            await asyncio.to_thread(append_json, self.record, swap.to_json())
         except OSError as error:
             log.error("the swap to policy %d could not be recorded: %s", swap.to_version, error)
 
@@ -260,7 +258,7 @@ class Swapper:
                 prepared = await self.prepare(pointer.version)
         except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
             return Swap(
-                at=_now(),
+                at=now(),
                 from_version=self.policy.version,
                 to_version=pointer.version,
                 generation=pointer.generation,
@@ -295,7 +293,7 @@ class Swapper:
             await self.engine.release()
 
     def _fail(self, pointer: Pointer, error: str) -> None:
-        self.failed = {"version": pointer.version, "generation": pointer.generation, "error": error, "at": _now()}
+        self.failed = {"version": pointer.version, "generation": pointer.generation, "error": error, "at": now()}
 
     async def prepare(self, version: int) -> Prepared:
         """All of a swap that can be done while the old policy serves undisturbed.
@@ -356,7 +354,7 @@ class Swapper:
             await self._put_back(old, exchanged, error)
             hold_ms = hold_ms or _since_ms(held)
         return Swap(
-            at=_now(),
+            at=now(),
             from_version=old.policy.version,
             to_version=policy.version,
             generation=generation,
@@ -371,7 +369,7 @@ class Swapper:
 
     def _compatible(self, old: Policy, version: int) -> Policy:
         policy = self.store.get(version)
-        require_whole(policy)
+        policy.require_whole()
         require_compatible(old, policy)
         return policy
 
@@ -413,11 +411,6 @@ class Swapper:
             await self.engine.close()
 
 
-def _append(path: Path, record: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    append_file(path, json.dumps(record).encode() + b"\n")
-
-
 def _describe(error: BaseException) -> str:
     if isinstance(error, TimeoutError) and not str(error):
         return "the engine did not answer in time (serve.swap.prepare_timeout_s, serve.swap.hold_timeout_s)"
@@ -426,7 +419,3 @@ def _describe(error: BaseException) -> str:
 
 def _since_ms(started: float) -> float:
     return round((time.monotonic() - started) * 1e3, 3)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

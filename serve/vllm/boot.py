@@ -86,7 +86,6 @@ def server_engine(config: EngineConfig, path: Path, stats: dict[str, float]) -> 
             "generation_config": "auto",
             "worker_extension_cls": _WORKER,
             "scheduler_cls": _SCHEDULER,
-            "weight_transfer_config": {"backend": "millrace_mapped"},
             "disable_log_stats": True,
             **_prefill(),
         }
@@ -215,7 +214,7 @@ def _server_variables(config: EngineConfig) -> dict[str, str]:
 def _children_die_with_this_process() -> Iterator[None]:
     """Have the processes that are spawned meanwhile killed when this one dies, also while they only start.
 
-    ``millrace_adopt`` comes when vLLM is ready, and left to itself a starting engine waits minutes for its parent.
+    ``millrace_begin`` comes when vLLM is ready, and left to itself a starting engine waits minutes for its parent.
     They act upon this process's signals alone (``serve.vllm.response_collector``): it ends them when the requests have
     ended.
     """

@@ -105,20 +105,10 @@ USES: Final = {
         "serve.vllm.weight_update and train.weight_sync.vllm_writer: prepares a tied head's prepacked copy, which a "
         "reload leaves as it was",
     ),
-    "vllm.distributed.weight_transfer.base": (
-        "WeightTransferEngine.parse_update_info WeightTransferUpdateRequest",
-        "serve.vllm.weight_update: the documented interface of weight transfer; update_weights is overridden, which "
-        "waits for an accelerator",
-    ),
     "vllm.v1.sample.sampler": (
         "Sampler.gather_specific_token_logprobs",
         "serve.vllm.per_request_logprobs: one request's certain tokens overwrite others' logprobs in its step "
         "(vllm-project/vllm#51789)",
-    ),
-    "vllm.v1.worker.worker_base": (
-        "WorkerBase",
-        "serve.vllm.weight_update: worker_extension_cls is documented; _weight_update_active and "
-        "reset_weight_update_target, by which an update that failed is ended, are not",
     ),
     "vllm.v1.executor.uniproc_executor": (
         "ExecutorWithExternalLauncher._distributed_args",
@@ -225,7 +215,7 @@ def require() -> None:
             raise IncompatibleVersion(
                 f"{package} {version} is installed, and Millrace uses internals of {package} {expected}: "
                 "install what requirements-cpu.txt or requirements-gpu.txt pins (make setup), or see ARCHITECTURE.md, "
-                f"Moving to a new {_title(package)}"
+                "Moving to a new vLLM"
             )
     for name, (attributes, why) in USES.items():
         if (module := sys.modules.get(name)) is None:
@@ -238,7 +228,7 @@ def require() -> None:
                 raise IncompatibleVersion(
                     f"{name} of {package} {VERSIONS[package]} has no {attribute}, which Millrace uses in {why}; "
                     "reinstall it (make setup), or if it was changed on purpose adapt that and serve/vllm/compat.py: "
-                    f"see ARCHITECTURE.md, Moving to a new {_title(package)}"
+                    "see ARCHITECTURE.md, Moving to a new vLLM"
                 ) from error
 
 
@@ -249,7 +239,3 @@ def installed(package: str) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def _title(package: str) -> str:
-    return {"vllm": "vLLM", "ray": "Ray"}.get(package, package)

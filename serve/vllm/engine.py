@@ -80,7 +80,8 @@ class Engine:
         self._whole: set[str] = set()  # of these requests, those that the scheduler collects until they are whole
         self._text: Text | None = None
         self._llm: AsyncLLM | None = None
-        self._salt = ""
+        self.cache_salt = ""
+        """What prefixes are cached under: one load of one policy."""
         self._loads = 0
         self._probes = 0
         self._background: set[asyncio.Task[Any]] = set()
@@ -99,11 +100,9 @@ class Engine:
             raise EngineError(f"vLLM can't start on policy {policy.version} ({policy.path}): {error}") from error
         remaining = max(1.0, self.config.start_timeout_s - (time.monotonic() - started))
         async with asyncio.timeout(remaining):
-            self.processes = await self._running.collective_rpc("millrace_adopt", args=(os.getpid(),))
-            await self._running.collective_rpc("millrace_sampler")
-            await self._running.update_weight_version(str(policy.version))
             hashes = {path.name: policy.files[path.name]["sha256"] for path in policy.weight_files}
-            await self._running.collective_rpc("millrace_serves", args=(hashes,))
+            self.processes = await self.llm.collective_rpc("millrace_begin", args=(os.getpid(), hashes))
+            await self.llm.update_weight_version(str(policy.version))
             self._set_version(policy.version)
             # The first steps make kernels, which takes seconds; no user should wait for them.
             await self.generate("warm-up", [0, 0], Sampling(n=2, max_tokens=2, seed=0))
@@ -122,6 +121,15 @@ class Engine:
             gc.collect()  # AsyncLLM has cycles, and its __del__ fails when the interpreter itself is going
 
     @property
+    def llm(self) -> AsyncLLM:
+        """vLLM's client. Raises EngineError when it does not run."""
+        if self._llm is None:
+            raise EngineError("the engine is not running")
+        if self._llm.errored:
+            raise EngineDead("the engine's process has died")
+        return self._llm
+
+    @property
     def healthy(self) -> bool:
         """Whether the engine's process lives and its outputs are read."""
         return self._llm is not None and not self._llm.errored
@@ -134,23 +142,23 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         """Most tokens that a prompt and its response can have together."""
-        return int(self._running.model_config.max_model_len)
+        return int(self.llm.model_config.max_model_len)
 
     @property
     def vocabulary(self) -> int:
         """Token ids are below this."""
-        return int(self._running.model_config.get_vocab_size())
+        return int(self.llm.model_config.get_vocab_size())
 
     @property
     def dtype(self) -> str:
         """What the engine computes in: float32, bfloat16, float16."""
-        return str(self._running.model_config.dtype).removeprefix("torch.")
+        return str(self.llm.model_config.dtype).removeprefix("torch.")
 
     @property
     def text(self) -> Text:
         """The policy's tokenizer."""
         if self._text is None:
-            self._text = Text(self._running.get_tokenizer())
+            self._text = Text(self.llm.get_tokenizer())
         return self._text
 
     # Generating
@@ -185,9 +193,7 @@ class Engine:
             params.extra_args = _STREAM
             self._whole.add(request_id)
         async for output in self._outputs(request_id, prompt_token_ids, params):
-            if underway.first_token_ms is None and (metrics := output.metrics) is not None:
-                underway.queue_ms = _milliseconds(metrics.scheduled_ts - metrics.queued_ts)
-                underway.first_token_ms = _milliseconds(metrics.first_token_latency)
+            note_first_token(output, underway)
             pieces = []
             for new in output.outputs:
                 growing = underway.responses[new.index]
@@ -197,7 +203,7 @@ class Engine:
                 growing.add(new.text, new.token_ids, logprobs, self.version)
                 if new.finish_reason is not None:
                     all_logprobs = np.frombuffer(note["logprobs"], "<f4") if marked and note else None
-                    growing.end(new.finish_reason, _spans(new), all_logprobs)
+                    growing.end(new.finish_reason, spans_of(new), all_logprobs)
                     if marked and all_logprobs is None and new.finish_reason != "abort":
                         raise EngineError("vLLM ended a stream without its logprobs")
                 if new.text:
@@ -211,8 +217,8 @@ class Engine:
 
         self.requests.add(request_id)
         try:
-            prompt = tokens_input(prompt_token_ids, cache_salt=self._salt)
-            async for output in self._running.generate(prompt, params, request_id):
+            prompt = tokens_input(prompt_token_ids, cache_salt=self.cache_salt)
+            async for output in self.llm.generate(prompt, params, request_id):
                 yield output
         except EngineDeadError as error:
             raise EngineDead("the engine's process has died") from error
@@ -227,7 +233,7 @@ class Engine:
         """End a request; its ``generate`` returns the tokens so far with finish_reason "abort"."""
         if not self.healthy:
             return
-        llm = self._running
+        llm = self.llm
         async with asyncio.timeout(_ABORT_TIMEOUT_S):
             if request_id in self._whole:
                 # By the engine alone, which has the tokens: vLLM's own abort would answer without them.
@@ -238,16 +244,6 @@ class Engine:
                 await llm.abort(request_id)
 
     # For requests that vLLM's own handlers make (serve.vllm.openai_engine)
-
-    @property
-    def llm(self) -> AsyncLLM:
-        """vLLM's client. Raises EngineError when it does not run."""
-        return self._running
-
-    @property
-    def cache_salt(self) -> str:
-        """What prefixes are cached under: one load of one policy."""
-        return self._salt
 
     def keep_whole(self, request_id: str, params: SamplingParams) -> None:
         """Have the scheduler send the only response when it is whole; no one may read its tokens before."""
@@ -267,7 +263,7 @@ class Engine:
             token_ids = list(output.token_ids)
             if note is None:
                 logprobs: Any = sampled_logprobs(token_ids, output.logprobs)
-                spans = _spans(output)
+                spans = spans_of(output)
             else:
                 logprobs = np.frombuffer(note["logprobs"], "<f4")
                 spans = [(start, int(version)) for start, version in note["spans"]]
@@ -284,7 +280,6 @@ class Engine:
             first_token_s = note["first_token_at"] - started  # of one clock in all processes of the machine
         return Generation(
             responses=responses,
-            policy_version=max((r.policy_spans[-1][1] for r in responses if r.policy_spans), default=self.version),
             queue_ms=_milliseconds(metrics.scheduled_ts - metrics.queued_ts) if metrics else None,
             first_token_ms=_milliseconds(first_token_s) if first_token_s is not None else None,
             total_ms=(time.monotonic() - started) * 1e3,
@@ -295,7 +290,7 @@ class Engine:
     async def unsupported_reason(self) -> str | None:
         """Why standby weights of this model can't be prepared and it must be loaded in place; None if they can."""
         async with self._within(_CALL_TIMEOUT_S):
-            reasons = await self._running.collective_rpc("millrace_unsupported_reason")
+            reasons = await self.llm.collective_rpc("millrace_unsupported_reason")
         return next((reason for reason in reasons if reason), None)
 
     async def prepare_standby(self, weights: Weights, *, spare_bytes: int, timeout_s: float) -> None:
@@ -303,7 +298,7 @@ class Engine:
 
         ``spare_bytes``: memory that must stay free. Raises EngineError if that can't be; none are left then.
         """
-        llm = self._running
+        llm = self.llm
         try:
             async with self._within(timeout_s):
                 arguments = (str(weights.policy.path), weights.files, spare_bytes)
@@ -323,7 +318,7 @@ class Engine:
 
     async def drain(self, timeout_s: float) -> bool:
         """Let requests in flight finish, new ones wait; whether all did. ``commit`` lets the engine go on."""
-        waiting = asyncio.create_task(self._running.engine_core.pause_scheduler_async(mode="wait", clear_cache=False))
+        waiting = asyncio.create_task(self.llm.engine_core.pause_scheduler_async(mode="wait", clear_cache=False))
         self._background.add(waiting)
         waiting.add_done_callback(self._background.discard)
         done, _ = await asyncio.wait({waiting}, timeout=timeout_s)
@@ -338,7 +333,7 @@ class Engine:
         that no token is sampled between the exchange and its label, and none of them waits for this process, which is
         busy just then. ``recompute``: drop every KV cache, running requests' too.
         """
-        llm, loop = self._running, asyncio.get_running_loop()
+        llm, loop = self.llm, asyncio.get_running_loop()
         core = llm.engine_core
         async with self._within(timeout_s):
             pause = loop.create_task(core.pause_scheduler_async(mode="keep", clear_cache=recompute))
@@ -365,43 +360,29 @@ class Engine:
     async def release(self) -> None:
         """Free the standby weights, if there are any."""
         async with self._within(_CALL_TIMEOUT_S):
-            await self._running.collective_rpc("millrace_release")
+            await self.llm.collective_rpc("millrace_release")
 
     async def hold(self, *, recompute: bool, timeout_s: float) -> None:
         """Stop between two steps, keeping all requests. ``recompute``: drop every KV cache, running requests' too."""
         async with self._within(timeout_s):
             # AsyncLLM.pause_generation does the same and then sleeps 20 ms for the order of its log lines.
-            await self._running.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
+            await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=recompute)
 
     async def load(self, weights: Weights, timeout_s: float) -> None:
         """Load a policy into the held engine and label what follows with its version.
 
-        Raises EngineError when what was loaded is not what the manifest names. After any failure the engine's weights
-        are undefined: load another policy before it goes on.
+        After any failure the engine's weights are undefined: load another policy before it goes on.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        llm, policy = self._running, weights.policy
-        try:
-            async with self._within(timeout_s):
-                await llm.start_weight_update()
-                info = {"folder": str(policy.path), "files": weights.files}
-                await llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-                await llm.finish_weight_update()
-                for loaded in await llm.collective_rpc("millrace_loaded"):
-                    if loaded != weights.hashes:
-                        raise EngineError(f"the engine loaded {loaded}, policy {policy.version} is {weights.hashes}")
-                await llm.update_weight_version(str(policy.version))
-        except BaseException:
-            async with self._within(timeout_s):
-                await llm.collective_rpc("millrace_abandon")
-            raise
+        llm, policy = self.llm, weights.policy
+        async with self._within(timeout_s):
+            await llm.collective_rpc("millrace_load", args=(str(policy.path), weights.files))
+            await llm.update_weight_version(str(policy.version))
         self._set_version(policy.version)
 
     async def resume(self, timeout_s: float) -> None:
         """Go on after ``hold``."""
         async with self._within(timeout_s):
-            await self._running.resume_generation()
+            await self.llm.resume_generation()
 
     async def next_logprobs(self, prompt_token_ids: list[int], token_ids: list[int], timeout_s: float) -> list[float]:
         """The logprob of each of ``token_ids`` as the next one after the prompt, in nats, at temperature 1.
@@ -421,7 +402,7 @@ class Engine:
         self._probes += 1
         prompt = tokens_input(prompt_token_ids, cache_salt=f"own {self._probes}")
         async with self._within(timeout_s):
-            async for output in self._running.generate(prompt, params, f"own {self._probes}"):
+            async for output in self.llm.generate(prompt, params, f"own {self._probes}"):
                 logprobs = output.outputs[0].logprobs
         if not logprobs or any(token not in logprobs[0] for token in token_ids):
             raise EngineError("vLLM did not return the requested logprobs")
@@ -432,7 +413,7 @@ class Engine:
     @asynccontextmanager
     async def _within(self, timeout_s: float) -> AsyncIterator[None]:
         """As ``asyncio.timeout``; an engine that dies meanwhile raises EngineDead: vLLM's calls would wait for ever."""
-        llm = self._running
+        llm = self.llm
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 watch = asyncio.create_task(_end_with(llm, limit))
@@ -445,19 +426,11 @@ class Engine:
                 raise EngineDead("the engine's process has died") from None
             raise
 
-    @property
-    def _running(self) -> AsyncLLM:
-        if self._llm is None:
-            raise EngineError("the engine is not running")
-        if self._llm.errored:
-            raise EngineDead("the engine's process has died")
-        return self._llm
-
     def _set_version(self, version: int) -> None:
         # Prefixes are cached under the load that made them, so that not even a rollback meets an older load's.
         self.version = version
         self._loads += 1
-        self._salt = f"{version}.{self._loads}"
+        self.cache_salt = f"{version}.{self._loads}"
 
     def _response_text(self, output: CompletionOutput, prompt: list[int]) -> str:
         # The token that ended the response is part of it, but not of its text.
@@ -496,7 +469,14 @@ def _params(sampling: Sampling, *, streaming: bool = False) -> SamplingParams:
         raise EngineRefused(f"vLLM refuses the request: {error}") from error
 
 
-def _spans(output: CompletionOutput) -> list[tuple[int, int]]:
+def note_first_token(output: RequestOutput, progress: GenerationProgress) -> None:
+    """Keep, from the first output, how long its request waited for a step and for its first token."""
+    if progress.first_token_ms is None and (metrics := output.metrics) is not None:
+        progress.queue_ms = _milliseconds(metrics.scheduled_ts - metrics.queued_ts)
+        progress.first_token_ms = _milliseconds(metrics.first_token_latency)
+
+
+def spans_of(output: CompletionOutput) -> list[tuple[int, int]]:
     """(first token, policy version) of a response that ended."""
     return [(span.start, int(span.version)) for span in output.weight_versions or []]
 

@@ -20,7 +20,7 @@ from serve.engine import EngineDead, EngineError, EngineRefused
 from serve.generation.request import Generation, GenerationProgress, nothing_was_left, sampled_logprobs
 from serve.http import Problem, field_problem
 from serve.recorded_request import RecordedPrompt
-from serve.vllm.engine import Engine
+from serve.vllm.engine import Engine, note_first_token, spans_of
 from serve.vllm.openai_request import Interrupted, OpenAIRequest, current
 
 if TYPE_CHECKING:
@@ -135,7 +135,6 @@ class OpenAISource:
             self._engine.forget(self._request_id)
         for output, response in zip(final.outputs, generation.responses, strict=True):
             output.text = response.text
-        final.kv_transfer_params = None  # the scheduler's note is not the client's
         self.final = final
         return generation
 
@@ -166,21 +165,18 @@ class OpenAISource:
 
     def _add(self, output: RequestOutput, progress: GenerationProgress) -> bool:
         """Whether a response is in error: what follows its last token is noise."""
-        if progress.first_token_ms is None and (metrics := output.metrics) is not None:
-            progress.queue_ms = max(0.0, metrics.scheduled_ts - metrics.queued_ts) * 1e3
-            progress.first_token_ms = max(0.0, metrics.first_token_latency) * 1e3
+        note_first_token(output, progress)
         fails = False
         for piece in output.outputs:
             response = progress.responses[piece.index]
             if response.finish_reason is not None:
                 continue
             response.add(piece.text, piece.token_ids, piece.logprobs, self._engine.version)
-            spans = [(span.start, int(span.version)) for span in piece.weight_versions or []]
             if nothing_was_left(sampled_logprobs(piece.token_ids, piece.logprobs)):
-                response.end("error", spans or None)
+                response.end("error", spans_of(piece) or None)
                 fails = True
             elif piece.finish_reason is not None:
-                response.end(piece.finish_reason, spans)
+                response.end(piece.finish_reason, spans_of(piece))
         return fails
 
     async def _submit(self) -> RequestOutputCollector:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -14,7 +12,6 @@ from vllm.exceptions import GenerationError
 from vllm.sampling_params import SamplingParams
 
 from serve.generation.request import GenerationRequest, Sampling
-from serve.generation.variant import CanaryVariants
 from serve.http import Problem
 from serve.recorded_request import ActiveRequest
 
@@ -33,46 +30,27 @@ class Interrupted(GenerationError):
 
 @dataclass(eq=False)
 class OpenAIRequest:
-    """One HTTP request to /v1. ``response_id``: of choice 0; ``has_text``: its prompts are no token ids.
+    """One HTTP request to /v1. ``row_request``: what its rows say of it, still without a prompt.
 
-    ``structured_by``: the field that may ask for structured output.
+    ``response_id``: of choice 0; ``has_text``: its prompts are no token ids; ``structured_by``: the field that may ask
+    for structured output.
     """
 
     active: ActiveRequest
-    endpoint: str
-    request_id: str
-    replica: str
-    tenant: str
-    variants: CanaryVariants
+    row_request: GenerationRequest
     response_id: str
-    session_id: str | None
-    user: str | None
-    metadata: dict[str, str]
-    messages: str | None = None
-    has_text: bool = True
-    structured_by: str = "structured_outputs"
-    created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
-    requested_at: float = field(default_factory=time.monotonic)
+    has_text: bool
+    structured_by: str
     error: Exception | None = None
     """What went wrong with one of its prompts; the handlers put its text into a stream's last event."""
 
     def for_prompt(self, key: str, prompt: dict[str, Any], params: SamplingParams) -> GenerationRequest:
         """What the rows of a prompt say of its request. ``key``: vLLM's id of it."""
-        return GenerationRequest(
-            request_id=self.request_id,
-            endpoint=self.endpoint,
-            replica=self.replica,
-            variants=self.variants,
-            tenant=self.tenant,
+        return replace(
+            self.row_request,
+            key=key,
             prompt_token_ids=prompt["prompt_token_ids"],
             prompt=prompt.get("prompt") if self.has_text else None,
-            messages=self.messages,
-            session_id=self.session_id,
-            user=self.user,
-            metadata=self.metadata,
-            created_at=self.created_at,
-            requested_at=self.requested_at,
-            key=key,
             sampling=Sampling(
                 n=params.n,
                 max_tokens=params.max_tokens or 0,

@@ -25,7 +25,6 @@ class PerRequestLogprobs(Sampler):
     _most: int | None = None  # likeliest tokens that a request of this step asked for
 
     def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any) -> Any:
-        """As vLLM's."""
         self._most = sampling_metadata.max_num_logprobs
         output: SamplerOutput = super().forward(logits, sampling_metadata, *args, **kwargs)
         return output

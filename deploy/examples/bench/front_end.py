@@ -48,7 +48,7 @@ class InstantEngine(Engine):
         text = self.text.response(prompt_token_ids, token_ids)
         response = Generated(text, token_ids, [-1.0] * len(token_ids), [(0, self.version)], "length")
         await asyncio.sleep(0)
-        return Generation([response] * sampling.n, self.version, 0.0, 0.0, 0.0)
+        return Generation([response] * sampling.n, 0.0, 0.0, 0.0)
 
     async def abort(self, request_id: str) -> None:
         """There is nothing under way."""

@@ -82,7 +82,7 @@ def answer(items: list[Item], policy: Policy, engine: OfflineEngine, *, max_toke
             )
             for sample in itertools.islice(sampled, RESPONSES)
         ]
-        rows += interaction_rows.build_rows(request, generation.Generation(responses, policy.version, 0.0, 0.0, 0.0))
+        rows += interaction_rows.build_rows(request, generation.Generation(responses, 0.0, 0.0, 0.0))
     return rows
 
 

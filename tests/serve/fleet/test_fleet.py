@@ -155,7 +155,7 @@ async def test_a_keys_limits_are_those_of_the_whole_fleet_and_are_counted_on_whe
     assert 0.5 * POOR < used <= POOR + POOR / 60 * (time.monotonic() - began)
     assert {answer.status_code for answer in answers} == {200, 429}
 
-    (store,) = actors(fleet, "ray::RateLimitStore")
+    (store,) = actors(fleet, "ray::Buckets")
     store.kill()
     deadline = time.monotonic() + PATIENCE_S
     while (answer := await ask(fleet_client, key="slow", max_tokens=1)).status_code == 503:  # until there is another

@@ -594,7 +594,7 @@ def _killed_in(controller: Controller, number: int) -> None:
         raise Killed
 
     target: Any = [controller.record, controller.record, controller.store, controller][number % 4]
-    name = ["write", "append_history", "promote", "_keep"][number % 4]
+    name = ["write", "append_history", "promote", "_write"][number % 4]
     real = getattr(target, name)
 
     def die_after(*arguments: Any, **more: Any) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import threading
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 
 import pytest
@@ -90,8 +90,14 @@ def test_a_key_is_who_brings_it_until_it_is_revoked_or_expires(path: Path, monke
     for wrong in (None, b"", b"x", b"\xff" * 50, secret[:-1].encode(), f"{secret}x".encode(), secret.upper().encode()):
         with pytest.raises(Refused):
             ring.authenticate(wrong)
+
+    class Later(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return soon + timedelta(seconds=1)
+
     with monkeypatch.context() as later:
-        later.setattr("time.time", lambda: soon.timestamp() + 1)
+        later.setattr("serve.middleware.keyring.datetime", Later)
         with pytest.raises(Refused, match="has expired"):
             ring.authenticate(secret.encode())
     revoke_key(path, key.id)

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from serve.policies.folder import safetensors_header
+from serve.policies.folder import PolicyInvalid, safetensors_header
 from serve.policies.store import (
     PolicyCorrupt,
     PolicyError,
-    PolicyInvalid,
     PolicyNotFound,
     PolicyStore,
     StalePointer,
@@ -103,7 +102,8 @@ def test_copying_a_folder_leaves_out_pickles_beside_safetensors(store: PolicySto
 
 
 def test_a_copied_policy_folder_does_not_bring_its_manifest_and_verdict(store: PolicyStore) -> None:
-    first = store.publish(write_model, parent=None, lineage={"of": 1}, metrics={}, gate={"verdict": "pass"})
+    store.publish(write_model, parent=None, lineage={"of": 1}, metrics={})
+    first = store.record_gate(1, {"verdict": "pass"})
 
     def write(folder: Path) -> None:
         for path in first.path.iterdir():
