@@ -134,7 +134,7 @@ class RecordedPrompt:
         """
         self.task = self._recorder.spawn(self._whole(), f"{self.request.endpoint} {self.request.key}")
         try:
-            await asyncio.shield(self.task)
+            await self._wait(self.task)
         except asyncio.CancelledError:
             self._recorder.spawn(self._abort(), f"abort {self.request.key}")
             raise
@@ -190,12 +190,26 @@ class RecordedPrompt:
             raise
         except Exception as error:
             self.task = self._recorder.spawn(self._failed(error), f"end {self.request.key}")
-            await asyncio.shield(self.task)  # another prompt's failure may cancel this
+            await self._wait(self.task)
             raise
         finally:
             self._sampled = sum(len(response.token_ids) for response in self.progress.generation().responses)
         self.rows = [self._ended[index] for index in range(len(self.response_ids))]
         self._raise_unless_complete({self._finish_reason(index) for index in range(len(self.response_ids))})
+
+    async def _wait(self, task: asyncio.Task[Any]) -> None:
+        """Wait for a task, which goes on if another prompt's failure or the client's leaving cancels this."""
+
+        def end(task: asyncio.Task[Any]) -> None:
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, Problem | EngineRefused):
+                log.error("%s failed after nobody waited for it", task.get_name(), exc_info=error)
+
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(end)
+            raise
 
     # Ends
 

@@ -204,9 +204,11 @@ def _record(store: PolicyStore, erasure: str, reached: Iterable[Trained]) -> Non
                 store.record_erasure(int(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
             else:
                 record_erasure(Path(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
-        except (PolicyNotFound, FileNotFoundError):
+        except PolicyNotFound:
             continue
         except (OSError, PolicyError) as error:
+            if one.kind != "policy" and isinstance(error, FileNotFoundError):
+                continue  # the reward model's folder is gone; a policy that lacks a file is there
             failed.append(f"{one.kind} {one.name}: {error}")
     if failed:
         raise PolicyError(

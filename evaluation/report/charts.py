@@ -137,7 +137,8 @@ def training(
         at += len(rows)
     for axes, (key, name, colour) in zip(panels, measures, strict=True):
         for start, rows in zip(starts, runs.values(), strict=True):
-            values = np.array([row.get(key) for row in rows], dtype=float)  # what is missing becomes NaN
+            measured = (row.get(key) for row in rows)
+            values = np.array([float(v) if isinstance(v, int | float) else np.nan for v in measured])
             values[~np.isfinite(values)] = np.nan
             steps = np.arange(start + 1, start + len(rows) + 1)
             axes.plot(steps, values, color=colour, linewidth=1.0, alpha=0.35, marker="o", markersize=2.6)

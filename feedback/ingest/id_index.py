@@ -182,8 +182,7 @@ def _update(path: Path, lake: Lake, snapshot: DeltaTable) -> int | None:
             return None
         if since == snapshot.version():
             return since
-        with lake.committing("feedback"):
-            lake.make_durable("feedback", snapshot)  # what a power loss could take back is not taken in
+        lake.make_durable("feedback", snapshot)  # what a power loss could take back is not taken in
         try:
             new = commits(lake, "feedback", since, snapshot.version())
             if any(commit.rows_gone for commit in new):
@@ -222,8 +221,7 @@ def _build(folder: Path, lake: Lake, snapshot: DeltaTable) -> int:
     """A new index of the whole table, renamed when it is whole; older ones are removed."""
     for left in folder.glob("*.building*"):
         left.unlink()
-    with lake.committing("feedback"):
-        lake.make_durable("feedback", snapshot)
+    lake.make_durable("feedback", snapshot)
     path = folder / f"{uuid7()}.db"
     building = path.with_suffix(".building")
     with closing(sqlite3.connect(building, isolation_level=None)) as connection:

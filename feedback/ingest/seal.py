@@ -63,7 +63,7 @@ def _sealable(segments: list[Segment], most_bytes: int) -> Iterator[list[Segment
 
 
 def _seal_group(lake: Lake, table: str, segments: list[Segment], listing: list[Segment]) -> None:
-    snapshot = lake.table(table)
+    snapshot = lake.table(table, readable=False)
     fresh = [segment for segment in segments if not is_sealed(segment, snapshot)]
     if len(fresh) < len(segments):  # a sealer was killed behind its commit
         with lake.committing(table):

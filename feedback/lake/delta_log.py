@@ -6,6 +6,7 @@ takes nothing out of those that stay.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -41,7 +42,8 @@ def make_log_durable(table_folder: Path, since: int, until: int) -> None:
     log = table_folder / "_delta_log"
     for version in range(since + 1, until + 1):
         for path in log.glob(f"{version:020d}.*"):
-            fsync_path(path)
+            with contextlib.suppress(FileNotFoundError):  # the log was tidied up just now, behind a checkpoint
+                fsync_path(path)
     if (log / "_last_checkpoint").exists():
         fsync_path(log / "_last_checkpoint")
     fsync_path(log)

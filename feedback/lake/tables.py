@@ -87,7 +87,7 @@ class Lake:
                     self._create_table(table, schema)
                 except (DeltaError, OSError) as error:
                     try:
-                        self.table(table)  # another replica may have created it at this moment
+                        self.table(table, readable=False)  # another replica may have created it at this moment
                     except LakeError:
                         text = self._error_text(error)
                         raise LakeError(f"table {self.table_uri(table)} can't be created: {text}") from error
@@ -129,10 +129,11 @@ class Lake:
         """What lies beside the tables."""
         return Store(self.uri, self.config.store_options, local=self.local)
 
-    def table(self, table: str, version: int | None = None) -> DeltaTable:
+    def table(self, table: str, version: int | None = None, *, readable: bool = True) -> DeltaTable:
         """One table as it is, or as it was at a version.
 
-        Raises LakeError if there is none, or if another writer switched on what makes its files alone not its rows.
+        Raises LakeError if there is none, or, unless ``readable`` is False (it is only appended to), if another writer
+        switched on what makes its files alone not its rows.
         """
         if table not in TABLES:
             raise LakeError(f"no table {table!r}; there are {', '.join(TABLES)}")
@@ -154,7 +155,7 @@ class Lake:
                 at = "" if version is None else f" at version {version}"
                 text = self.config.redact(str(error))
                 raise LakeError(f"table {self.table_uri(table)}{at} can't be read: {text}") from error
-        if features := unreadable_features(snapshot):
+        if readable and (features := unreadable_features(snapshot)):
             raise LakeError(
                 f"table {self.table_uri(table)} uses {', '.join(features)}, which another writer switched on and "
                 "Millrace can't read; rewrite the table without it"
@@ -163,11 +164,11 @@ class Lake:
 
     def versions(self) -> dict[str, int]:
         """The Delta version of every table."""
-        return {table: self.table(table).version() for table in TABLES}
+        return {table: self.table(table, readable=False).version() for table in TABLES}
 
     def counts(self) -> dict[str, int]:
         """The number of sealed rows of every table, from the log alone."""
-        return {table: self.table(table).count() for table in TABLES}
+        return {table: self.table(table, readable=False).count() for table in TABLES}
 
     def append(
         self,
@@ -186,7 +187,7 @@ class Lake:
         nothing is written. ``metadata`` (JSON values) is kept in the commit.
         """
         transactions = transactions or {}
-        snapshot = snapshot or self.table(table)
+        snapshot = snapshot or self.table(table, readable=False)
         if transactions and all(_is_committed(app, number, snapshot) for app, number in transactions.items()):
             return None
         with self._writing(table):
@@ -275,7 +276,7 @@ class Lake:
     def make_durable(self, table: str, snapshot: DeltaTable, *, since: int | None = None) -> None:
         """Make the commits from ``since`` (the last) to ``snapshot``'s durable: who made them may have been killed.
 
-        An object store's commits are durable. The caller holds ``committing``. Raises OSError.
+        An object store's commits are durable. Raises OSError.
         """
         if self.local:
             first = snapshot.version() if since is None else since

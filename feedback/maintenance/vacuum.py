@@ -6,7 +6,9 @@ writer left, not the change data of other tools, not the statistics in the log.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -14,8 +16,6 @@ import time
 from datetime import datetime
 from pathlib import Path
 from typing import Final
-
-import psutil
 
 from feedback.files import TEMPORARY, fsync_path
 from feedback.lake.data_files import data_files, unneeded
@@ -81,8 +81,7 @@ def drop_spilled() -> int:
 
     A folder in which any process that we may look at has an open file is in use.
     """
-    processes = psutil.process_iter(["open_files"])
-    used = {file.path for process in processes for file in process.info["open_files"] or ()}
+    used = _open_files()
     dropped = 0
     for folder in Path(tempfile.gettempdir()).glob("millrace-*"):
         try:
@@ -93,3 +92,16 @@ def drop_spilled() -> int:
         except OSError as error:  # another user's, or one that its query removes
             log.info("%s stays: %s", folder, error)
     return dropped
+
+
+def _open_files() -> set[str]:
+    """What the processes that we may look at have open; psutil gives up a process with one file that it can't stat."""
+    found = set()
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        descriptors: list[str] = []
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            descriptors = os.listdir(f"/proc/{process}/fd")
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):  # it was closed
+                found.add(os.readlink(f"/proc/{process}/fd/{descriptor}"))
+    return found

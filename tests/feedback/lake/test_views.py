@@ -255,12 +255,14 @@ def test_an_error_of_the_query_is_not_taken_for_a_missing_file(lake):
     assert not isinstance(caught.value, LakeError)
 
 
-def test_a_table_whose_files_alone_are_not_its_rows_is_refused(lake):
+def test_a_table_whose_files_alone_are_not_its_rows_is_refused_and_can_be_appended_to(lake):
     table = DeltaTable(lake.table_uri("feedback"))
     table.alter.add_feature(TableFeatures.DeletionVectors, allow_protocol_versions_increase=True)
     for work in (lake.connect, lambda: compact(lake)):
         with pytest.raises(LakeError, match="feedback uses deletionVectors"):
             work()
+    before = lake.versions()["feedback"]
+    assert lake.append("feedback", table_of("feedback", [said("0", "a", "thumb", value=1.0)])) == before + 1
 
 
 def test_thousands_of_files_are_one_view(tmp_path, monkeypatch):

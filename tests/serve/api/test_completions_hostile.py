@@ -193,3 +193,14 @@ def test_a_response_that_no_token_may_go_on_with_is_an_error_of_the_field_and_no
     assert len(rows) == 2 * n
     assert {row["status"] for row in rows} <= {"error", "aborted"}
     assert "error" in {row["status"] for row in rows}
+
+
+def test_prompts_that_fail_together_leave_no_error_that_nobody_takes(server: LiveServer) -> None:
+    before = len(server.log.read_text())
+    limits = {"structured_outputs": {"choice": ["yes"]}, "stop_token_ids": [70]}
+    for _ in range(5):
+        body = {"model": "millrace", "prompt": ["a", "b", "c", "d"], "max_tokens": 8, **limits}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 400
+    httpx.post(f"{server.url}/v1/completions", json={"model": "millrace", "prompt": "a", "max_tokens": 64}, timeout=60)
+    assert "Traceback" not in server.log.read_text()[before:]
