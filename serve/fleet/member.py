@@ -58,7 +58,7 @@ class Member:
         self._server = server
         _try_out(server, task_of(self._state, self.name))
         self._turn()
-        self._tasks = [
+        self._tasks += [
             asyncio.create_task(self._run(), name="fleet member"),
             asyncio.create_task(self._leave_metrics(), name="fleet metrics"),
         ]

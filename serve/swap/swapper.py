@@ -414,7 +414,8 @@ class Swapper:
 def _describe(error: BaseException) -> str:
     if isinstance(error, TimeoutError) and not str(error):
         return "the engine did not answer in time (serve.swap.prepare_timeout_s, serve.swap.hold_timeout_s)"
-    return str(error) if isinstance(error, PolicyError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, PolicyError) else f"{type(error).__name__}: {error}"
+    return text.encode("utf-8", "backslashreplace").decode()  # a file's name need not be text, and JSON has only text
 
 
 def _since_ms(started: float) -> float:

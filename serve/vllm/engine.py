@@ -203,7 +203,8 @@ class Engine:
                 growing.add(new.text, new.token_ids, logprobs, self.version)
                 if new.finish_reason is not None:
                     all_logprobs = np.frombuffer(note["logprobs"], "<f4") if marked and note else None
-                    growing.end(new.finish_reason, spans_of(new), all_logprobs)
+                    ending = sampled_logprobs(new.token_ids, logprobs) if all_logprobs is None else all_logprobs
+                    growing.end("error" if nothing_was_left(ending) else new.finish_reason, spans_of(new), all_logprobs)
                     if marked and all_logprobs is None and new.finish_reason != "abort":
                         raise EngineError("vLLM ended a stream without its logprobs")
                 if new.text:

@@ -78,8 +78,9 @@ def _ungenerable(params: SamplingParams, structured_by: str) -> Problem | None:
     """The problem of a request that leaves the engine no token to go on with; None if it leaves all of them."""
     limits = [name for name in _LIMITS if getattr(params, name)]
     field = structured_by if params.structured_outputs is not None else next(iter(limits), None)
-    if field is None:
+    if field not in (structured_by, "allowed_token_ids") and len(limits) < 2:  # one alone leaves tokens
         return None
+    assert field is not None
     return field_problem(400, field, "the engine can't generate what it asks for with the tokens that it may use")
 
 

@@ -73,7 +73,6 @@ class Saver:
             step: steps of the driver that the state has behind it.
         """
         self._wait()
-        deadline = time.monotonic() + self._timeout_s
         rank = torch.distributed.get_rank()
         try:
             state = state_of(model, optimizer)
@@ -92,7 +91,7 @@ class Saver:
         except _FAILURES as error:  # returned by ended(); the driver decides what it means
             self._ended.append(Saved(step, _say(error)))
         else:
-            self._running = step, written, deadline
+            self._running = step, written, time.monotonic() + self._timeout_s
 
     def ended(self, *, wait: bool) -> list[Saved]:
         """The saves that ended since the last call, those out of time too; ``wait`` for one that is running."""
@@ -108,7 +107,9 @@ class Saver:
         error = None
         try:
             written.result(max(0.0, deadline - time.monotonic()))
-        except _FAILURES as failure:  # a time-out, too
+        except TimeoutError:
+            error = f"it was not written within {self._timeout_s:g} s"
+        except _FAILURES as failure:
             error = _say(failure)
         self._ended.append(Saved(step, error))
 

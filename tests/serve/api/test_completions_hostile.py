@@ -195,11 +195,12 @@ def test_a_response_that_no_token_may_go_on_with_is_an_error_of_the_field_and_no
     assert "error" in {row["status"] for row in rows}
 
 
-def test_prompts_that_fail_together_leave_no_error_that_nobody_takes(server: LiveServer) -> None:
+def test_prompts_that_fail_one_after_another_leave_no_error_that_nobody_takes(server: LiveServer) -> None:
     before = len(server.log.read_text())
-    limits = {"structured_outputs": {"choice": ["yes"]}, "stop_token_ids": [70]}
-    for _ in range(5):
-        body = {"model": "millrace", "prompt": ["a", "b", "c", "d"], "max_tokens": 8, **limits}
+    limits = {"structured_outputs": {"choice": ["yes", "say yes"]}, "stop_token_ids": [70]}
+    for seed in range(8):
+        prompts = [f"{seed} {number}" for number in range(8)]
+        body = {"model": "millrace", "prompt": prompts, "max_tokens": 16, "seed": seed, **limits}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 400
     httpx.post(f"{server.url}/v1/completions", json={"model": "millrace", "prompt": "a", "max_tokens": 64}, timeout=60)
