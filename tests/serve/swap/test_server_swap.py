@@ -261,7 +261,7 @@ async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
     assert "Traceback" not in server.log.read_text()
 
 
-def left_of(processes: list[int], within: float = 5) -> list[int]:
+def left_of(processes: list[int], within: float = 60) -> list[int]:
     """Those of the processes that still run after a while."""
     deadline = time.monotonic() + within
     while (left := [process for process in processes if is_running(process)]) and time.monotonic() < deadline:

@@ -39,7 +39,7 @@ def test_every_module_is_of_a_package_whose_version_is_pinned() -> None:
 def test_another_version_is_refused_and_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "2.61.1" if name == "ray" else versions(name))
-    with pytest.raises(compat.IncompatibleVersion, match=r"ray 2\.61\.1 is installed.*2\.60\.0.*make setup.*new Ray"):
+    with pytest.raises(compat.IncompatibleVersion, match=r"ray 2\.61\.1 is installed.*2\.60\.0.*make setup.*new vLLM"):
         compat.require()
 
 
