@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint docs bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn crash-test fuzz format lock wheel clean
+.PHONY: help setup demo test lint docs bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn crash-test fuzz model-shapes format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -74,6 +74,9 @@ crash-test: setup      ## cut the power behind every I/O call, then kill N proce
 	@command -v strace >/dev/null || { echo "error: strace is not on PATH; the power losses are replayed from its record (Debian: apt-get install strace)" >&2; exit 1; }
 	POWER_LOSS_EVERY=1 $(BIN)/python -m pytest -q -s tests/feedback/journal/test_power_loss.py
 	$(BIN)/python -m loadtests.crash --kills $(N)
+
+model-shapes: setup    ## start models of usual shapes on default settings, and turn a short cycle; the last line is JSON
+	$(BIN)/python -m loadtests.model_shapes $(ARGS)
 
 format: setup    ## bring the code into shape
 	$(BIN)/ruff check --fix .

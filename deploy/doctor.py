@@ -22,9 +22,12 @@ import psutil
 from packaging.requirements import Requirement
 
 from deploy.config.root import ConfigError, Settings
+from serve.kv_cache import BATCH_SHARE, SERVER_SHARE, ContextRefused, KVCache, fit_engine, machine_memory
 from serve.vllm.compat import VERSIONS, installed
+from train.config.context_length import rollout_cache
 
 GIB = 2**30
+_ITEMSIZE = 2  # bytes of a stored weight, as nearly all models have it
 IDLE_CYCLES = 3  # in a row, that trained and published nothing
 PACKAGES = ("torch", "transformers", "ray", "pyarrow", "duckdb", "deltalake", "fastapi", "pydantic", "apscheduler")
 
@@ -46,7 +49,7 @@ def _check(name: str, ok: bool, found: str, advice: str, level: Literal["warn", 
 
 def examine(settings: Settings) -> list[Check]:
     """Every check, in order. A check that can't be made is a finding too, never an exception."""
-    makers = (_python, _packages, _vllm, _devices, _memory, _cores, _shared_memory, _disk, _open_files)
+    makers = (_python, _packages, _vllm, _devices, _memory, _context, _cores, _shared_memory, _disk, _open_files)
     checks: list[Check] = []
     for make in (*makers, _port, _keys, _home, _loop):
         try:
@@ -120,26 +123,66 @@ def _devices(_: Settings) -> Iterable[Check]:
 
 
 def _memory(settings: Settings) -> Iterable[Check]:
-    """Against what the settings say that engines reserve; weights come on top."""
-    memory = psutil.virtual_memory()
-    limit = _cgroup_limit()
-    total = min(memory.total, limit) if limit else memory.total
-    serving = settings.serve.engine.kv_cache_bytes or 512 * 2**20
-    training = settings.train.ranks * settings.train.rollout.kv_cache_bytes
-    judging = settings.evaluation.engine.kv_cache_bytes
+    """Against what engines reserve, and what weights take as far as there is a policy to know it by."""
+    memory, total, policy = psutil.virtual_memory(), machine_memory(), _serving_folder(settings)
+    if policy is not None:
+        caches = {section: cache.size or 0 for section, cache in _caches(settings, policy).items()}
+        weights = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
+    else:
+        caches = {"serve.engine": settings.serve.engine.kv_cache_bytes or 0}
+        weights = 0
+    train = settings.train
+    # Master weights, gradients and Adam's moments in float32; beside them an engine's copy and the reference's.
+    trained = weights * (4 * 4 / _ITEMSIZE + 2) if train.lora is None else 3 * weights
     # Measured on a CPU: a server with its engine takes about 2 GiB, a training rank 1.5, the rest of the system 1.
-    processes = (2 + 1 + max(1.5 * settings.train.ranks, 1.5)) * GIB
-    needed = serving + max(training, judging) + processes
+    serving = 2 * GIB + weights + caches.get("serve.engine", 0)
+    training = train.ranks * (1.5 * GIB + caches.get("train.rollout", 0)) + trained
+    judging = 1.5 * GIB + weights + caches.get("evaluation.engine", 0)
+    needed = GIB + serving + max(training, judging)
     found = f"{memory.available / GIB:.1f} GiB free of {total / GIB:.1f}"
-    if limit and limit < memory.total:
+    if total < memory.total:
         found += " (a limit of this container)"
     if memory.available < needed:
-        found += f"; the settings need about {needed / GIB:.1f} GiB beside the weights"
+        found += f"; server and training together need about {needed / GIB:.1f} GiB"
     advice = (
-        "lower serve.engine.kv_cache_bytes, train.ranks, train.rollout.kv_cache_bytes or "
-        "evaluation.engine.kv_cache_bytes"
+        "set train.lora to train adapters, or lower serve.engine.kv_cache_bytes, train.ranks, "
+        "train.rollout.kv_cache_bytes or evaluation.engine.kv_cache_bytes"
     )
     yield _check("memory", memory.available >= needed, found, advice)
+
+
+def _context(settings: Settings) -> Iterable[Check]:
+    """What each engine gets of the serving policy's context."""
+    if (policy := _serving_folder(settings)) is None:
+        return
+    try:
+        caches = _caches(settings, policy)
+    except ContextRefused as error:
+        yield Check("context", "bad", str(error), "no engine starts with these")
+        return
+    for section, cache in caches.items():
+        length = "what the KV cache holds" if cache.max_model_len < 0 else f"{cache.max_model_len} tokens"
+        cut = cache.cut(section)
+        yield Check(f"context of {section}", "ok", cut or length)
+
+
+def _serving_folder(settings: Settings) -> Path | None:
+    store = settings.policy_store()
+    serving = store.serving()
+    return None if serving is None else store.get(serving.version).path
+
+
+def _caches(settings: Settings, policy: Path) -> dict[str, KVCache]:
+    """The KV caches of the engines on a CPU, by the section of their settings. Raises ContextRefused."""
+    import torch
+
+    if torch.cuda.is_available():
+        return {}
+    judge = settings.evaluation.engine
+    caches = {"serve.engine": fit_engine(settings.serve.engine, policy, section="serve.engine", share=SERVER_SHARE)}
+    if settings.train.samples:
+        caches["train.rollout"] = rollout_cache(settings.train, policy)
+    return caches | {"evaluation.engine": fit_engine(judge, policy, section="evaluation.engine", share=BATCH_SHARE)}
 
 
 def _cores(_: Settings) -> Iterable[Check]:
@@ -280,18 +323,6 @@ def _cpu_flags() -> set[str]:
     except OSError:  # not Linux
         return set()
     return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
-
-
-def _cgroup_limit() -> int | None:
-    """The container's own bound on memory, bytes; None if there is none."""
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(file).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 2**60:
-            return int(text)
-    return None
 
 
 def _file_system(folder: Path) -> str:

@@ -31,7 +31,12 @@ class EngineConfig(Section):
         ge=1,
         description="Most tokens in one engine step; null is as vLLM has it. On a CPU at least the longest context.",
     )
-    kv_cache_bytes: int = Field(default=256 * MIB, ge=MIB, description="Size of the KV cache, in bytes.")
+    kv_cache_bytes: int | None = Field(
+        default=None,
+        ge=MIB,
+        description="Size of the KV cache, in bytes; null: what can be of use, at most a twentieth of the machine's "
+        "memory.",
+    )
     tensor_parallel_size: int = Field(default=1, ge=1, description="Devices that one copy of the policy is split over.")
     enforce_eager: bool = Field(
         default=True, description="Start at once, without compiling; false pays on long suites."

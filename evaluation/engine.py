@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -15,8 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig
+from serve.kv_cache import BATCH_SHARE, fit_engine
 from serve.policies.folder import compute_dtype
 from serve.vllm.boot import engine_variables, offline_engine, sampling_params
+
+log = logging.getLogger(__name__)
 
 TokenIds = list[int]
 
@@ -66,14 +70,17 @@ class OfflineEngine:
         os.environ.update(variables | {"VLLM_LOGGING_STREAM": "ext://sys.stderr"})  # stdout belongs to the caller
         gc.collect()  # an engine closed before this one leaves reference cycles that hold its weights
         self._eager = config.enforce_eager
+        cache = fit_engine(config, path, section="evaluation.engine", share=BATCH_SHARE)
+        if cut := cache.cut("evaluation.engine"):
+            log.warning("%s", cut)
         self._llm: Any = offline_engine(
             path,
             extra=config.extra,
             dtype=compute_dtype(path, config.dtype),
-            max_model_len=-1 if config.max_model_len is None else config.max_model_len,
+            max_model_len=cache.max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_batched_tokens,
-            kv_cache_memory_bytes=config.kv_cache_bytes,
+            kv_cache_memory_bytes=cache.size,
             tensor_parallel_size=config.tensor_parallel_size,
             distributed_executor_backend="uni" if one_process else "mp",
             enforce_eager=config.enforce_eager,

@@ -16,11 +16,16 @@ class EngineConfig(Section):
         "auto", description="Type that the engine computes in; auto: as the policy's config.json says."
     )
     max_model_len: int | None = Field(
-        None, ge=2, description="Most tokens of prompt and response together; none: what the model can."
+        None,
+        ge=2,
+        description="Most tokens of prompt and response together; none: what the model can and the KV cache holds.",
     )
     max_num_seqs: int = Field(64, ge=1, description="Most responses that are generated at the same time.")
     kv_cache_bytes: int | None = Field(
-        None, ge=1 << 20, description="Memory for the KV cache; none: 512 MiB on a CPU, what is free on a GPU."
+        None,
+        ge=1 << 20,
+        description="Memory for the KV cache; none: on a CPU what can be of use, at most a tenth of the machine's; on "
+        "a GPU what is free.",
     )
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="On a GPU, share of its memory that the engine may take."

@@ -108,3 +108,5 @@ class RunStart(BaseModel):
     lake_versions: dict[str, int]
     reward: Any
     config: dict[str, Any]
+    max_model_len: int | None = None
+    """Of rollouts, in tokens; a machine with less memory goes on with the same."""

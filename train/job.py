@@ -16,6 +16,7 @@ from serve.vllm import compat
 from train import dataflows
 from train.checkpoint.folders import CheckpointError
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
+from train.config.context_length import rollout_cache, with_context
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
 from train.data.rewards import check_reward
@@ -58,6 +59,9 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
             shutil.rmtree(checkpoints_of(context), ignore_errors=True)
             return begun.finished
+        if config.samples and (cut := rollout_cache(config, begun.parent.path).cut("train.rollout")):
+            say(f"{context.run}: {cut}")
+        config = with_context(config, begun.parent.path, begun.start.max_model_len)
         seed = numbered_seed(config.seed, begun.parent.version)
         dataflow = dataflows.load(config)
         keep_start(context, begun.start)  # before it reads: by this an erasure knows that it may have

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from deploy.config.root import ConfigError, Settings
 from feedback.config import RuleConfig
@@ -11,7 +12,8 @@ from feedback.scoring.sources.rules import RuleError, configured, load_rule
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy, PolicyError
 from train import algorithms, dataflows
-from train.config.context_length import longest_prompt
+from train.config.context_length import longest_prompt, with_context
+from train.config.training import TrainConfig
 from train.observe.hooks import HookError, load_function
 
 NO_REWARD = (
@@ -82,8 +84,12 @@ def training_problems(settings: Settings) -> list[str]:
         loads["train.dataflow"] = partial(dataflows.load, train)
     store = settings.policy_store()
     if train.samples and (policy := store.serving()):
-        loads["train.rollout"] = partial(longest_prompt, train.rollout, store.get(policy.version).path)
+        loads["train.rollout"] = partial(_longest_prompt, train, store.get(policy.version).path)
     return problems + _unloadable(loads)
+
+
+def _longest_prompt(train: TrainConfig, policy: Path) -> int:
+    return longest_prompt(with_context(train, policy).rollout, policy)
 
 
 def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from feedback.process_signals import stop_signals_blocked
 from serve.config import EngineConfig
+from serve.kv_cache import SERVER_SHARE, KVCache, fit_engine
 from serve.local_ray.cluster import environment, loopback_sockets
 from serve.policies.folder import compute_dtype
 from serve.vllm import compat
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+log = logging.getLogger(__name__)
+
 _WORKER: Final = "serve.vllm.weight_update.MillraceWorker"
 _SCHEDULER: Final = "serve.vllm.response_collector.ResponseCollector"
 _TIED_PYTHON: Final = Path(__file__).with_name("tied_python")
-_CPU_KV_CACHE_BYTES: Final = 512 << 20
 
 SILENCED: Final = {
     "vllm.engine.arg_utils": (
@@ -69,14 +71,18 @@ def server_engine(config: EngineConfig, path: Path, stats: dict[str, float]) -> 
         from serve.vllm.stat_logger import StatLogger
 
         detokenizer.install()
-        kv_cache_bytes = config.kv_cache_bytes or (_CPU_KV_CACHE_BYTES if current_platform.is_cpu() else None)
+        cache = KVCache(config.max_model_len or -1, None)
+        if config.kv_cache_bytes is not None or current_platform.is_cpu():
+            cache = fit_engine(config, path, section="serve.engine", share=SERVER_SHARE)
+            if cut := cache.cut("serve.engine"):
+                log.warning("%s", cut)
         arguments: dict[str, Any] = {
             "model": str(path),
             "served_model_name": "millrace",  # a label of its metrics: the first policy's path would stay there
             "dtype": compute_dtype(path, config.dtype),
-            "max_model_len": config.max_model_len,
+            "max_model_len": cache.max_model_len,
             "max_num_seqs": config.max_num_seqs,
-            "kv_cache_memory_bytes": kv_cache_bytes,
+            "kv_cache_memory_bytes": cache.size,
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enforce_eager": config.enforce_eager,
             "enable_prefix_caching": config.enable_prefix_caching,

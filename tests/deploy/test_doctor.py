@@ -87,6 +87,18 @@ def test_settings_that_ask_for_more_memory_than_there_is_are_found(settings: Set
     assert "serve.engine.kv_cache_bytes" in check.advice
 
 
+def test_what_engines_get_of_the_models_context_is_told_and_what_can_not_be_is_bad(home_with_policy: Settings) -> None:
+    small = [("serve.engine.kv_cache_bytes", str(2**20)), ("serve.engine.dtype", "float32")]
+    checks = found(root.load(home_with_policy.snapshot(), [*small, ("train.ranks", "1")], {}))
+    assert checks["context of serve.engine"].found == "128 tokens"
+    assert checks["context of train.rollout"].level == "ok"
+    assert checks["context of evaluation.engine"].level == "ok"
+    longer = root.load(home_with_policy.snapshot(), [("serve.engine.max_model_len", "129")], {})
+    check = found(longer)["context"]
+    assert check.level == "bad"
+    assert "serve.engine.max_model_len=129 is more than the 128 tokens of context of the model" in check.found
+
+
 def test_the_disk_is_measured_and_nothing_is_left_on_it(tmp_path: Path) -> None:
     times = doctor.fsync_seconds(tmp_path, rounds=5)
     assert len(times) == 5

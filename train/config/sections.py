@@ -71,12 +71,19 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, gt=0, description="Sampling temperature. Full support is kept: no top-p, no top-k.")
     max_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
     max_model_len: int | None = Field(
-        None, ge=2, description="Longest prompt and response together; the model's own if unset."
+        None,
+        ge=2,
+        description="Longest prompt and response together; if unset, the model's own, as far as the KV cache holds it.",
     )
     tensor_parallel_size: int = Field(
         1, ge=1, description="Ranks that share one generation engine; divides train.ranks."
     )
-    kv_cache_bytes: int = Field(256 * 2**20, ge=2**20, description="KV cache of each engine, in bytes.")
+    kv_cache_bytes: int | None = Field(
+        None,
+        ge=2**20,
+        description="KV cache of each engine, in bytes; if unset, what can be of use, at most a twentieth of a "
+        "machine's memory for all of its ranks.",
+    )
     max_num_seqs: int = Field(256, ge=1, description="Sequences that an engine decodes at once.")
     enforce_eager: bool = Field(True, description="Don't compile the model: starts in seconds, decodes slower.")
     reshard: Literal["plan", "gather"] = Field(

@@ -24,6 +24,7 @@ from feedback.files import LockTimeoutError, locked, replace_file
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
 from train.checkpoint.folders import CheckpointError, checkpoints, remove_unfinished, torn
+from train.config.context_length import with_context
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.observe.progress import say
@@ -95,6 +96,7 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
             )
         return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
+    sized = with_context(config, parent.path)
     fresh = RunStart(
         id=uuid.uuid4().hex,
         parent=parent.version,
@@ -102,6 +104,7 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
         lake_versions=lake.versions(),
         reward=_reward(context),
         config=config.model_dump(mode="json"),
+        max_model_len=sized.rollout.max_model_len,
     )
     return Begun(fresh, parent)
 

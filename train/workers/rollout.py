@@ -13,6 +13,7 @@ from serve.generation.tokenizer import Text
 from serve.vllm.boot import launched_executor, offline_engine, sampling_params
 from train.batch.packed import Sample
 from train.checkpoint.random_state import seed_of
+from train.config.context_length import rollout_cache
 from train.config.training import TrainConfig
 from train.controller.dispatch import by_engine, dispatch, to_all
 from train.controller.worker import Worker
@@ -34,6 +35,7 @@ class RolloutWorker(Worker):
         self.sleeps = torch.cuda.is_available() and config.placement.rollout == config.placement.actor
         if self.rank == 0 and not torch.cuda.is_available():
             log.warning("no sleep on a CPU: the engine keeps its weights and its KV cache while the policy is trained")
+        cache = rollout_cache(config, policy)
         job = [uuid.uuid4().hex]
         torch.distributed.broadcast_object_list(job, src=0)
         self.llm = offline_engine(
@@ -42,9 +44,9 @@ class RolloutWorker(Worker):
             seed=seed + self.rank // r.tensor_parallel_size,
             tensor_parallel_size=r.tensor_parallel_size,
             distributed_executor_backend=launched_executor(job[0]),
-            max_model_len=r.max_model_len,
+            max_model_len=cache.max_model_len,
             max_num_seqs=r.max_num_seqs,
-            kv_cache_memory_bytes=r.kv_cache_bytes,
+            kv_cache_memory_bytes=cache.size,
             enforce_eager=r.enforce_eager,
             enable_prefix_caching=False,  # the weights change between any two calls
             enable_sleep_mode=self.sleeps,

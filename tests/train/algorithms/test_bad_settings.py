@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from tests.paths import ROOT
 from train import algorithms, dataflows
 from train.config.algorithms import GROUPED, OFFLINE, ONLINE, READ_BY, AlgorithmConfig
-from train.config.context_length import longest_context, longest_prompt
+from train.config.context_length import longest_context, longest_prompt, with_context
 from train.config.sections import RolloutConfig
 from train.config.training import TrainConfig
 
@@ -217,13 +217,27 @@ def test_the_context_is_the_models_unless_the_setting_is_less(tmp_path: Path, co
     assert longest_prompt(RolloutConfig(max_tokens=20), policy) == 44
 
 
+SIZED = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64, "dtype": "float32"}
+
+
+def test_the_context_of_rollouts_is_what_their_kv_cache_holds_and_what_a_run_began_with(tmp_path: Path) -> None:
+    policy = policy_with(tmp_path, {"max_position_embeddings": 10**6, **SIZED})
+    config = TrainConfig.model_validate({"rollout": {"kv_cache_bytes": 2**20, "max_tokens": 8}})
+    assert with_context(config, policy).rollout.max_model_len == 2**20 // (2 * 2 * 64 * 2)  # in bfloat16
+    assert with_context(config, policy, 640).rollout.max_model_len == 640
+    chosen = TrainConfig.model_validate({"rollout": {"max_model_len": 32, "max_tokens": 8}})
+    assert with_context(chosen, policy) is chosen
+    offline = TrainConfig.model_validate({"algorithm": {"name": "sft"}})
+    assert with_context(offline, policy) is offline
+
+
 def test_lengths_over_the_models_context_are_refused_by_name(tmp_path: Path) -> None:
     policy = policy_with(tmp_path, {"max_position_embeddings": 64})
     with pytest.raises(ValueError, match=r"train\.rollout\.max_model_len=65 is more than the 64 .*; use at most 64"):
         longest_context(RolloutConfig(max_model_len=65), policy)
     with pytest.raises(ValueError, match=r"train\.rollout\.max_tokens=64 leaves no room .*; use at most 63"):
         longest_prompt(RolloutConfig(max_tokens=64), policy)
-    with pytest.raises(ValueError, match=r"none of max_position_embeddings, .*set|say .*train\.rollout\.max_model_len"):
+    with pytest.raises(ValueError, match=r"doesn't say what context .*train\.rollout\.max_model_len"):
         longest_context(RolloutConfig(), policy_with(tmp_path, {}))
 
 
