@@ -678,6 +678,7 @@ def compare(account: Account, home: Path, operator: Operator) -> dict[str, Any]:
     noted = {one: of for one, of in account.feedback.items() if account.users[of] not in gone or one in account.again}
     return {
         "acknowledged_responses": len(account.responses),
+        "acknowledged_responses_not_erased": len(kept),
         "acknowledged_feedback": len(account.feedback),
         "responses_in_lake": len(interactions),
         "feedback_in_lake": len(feedback),

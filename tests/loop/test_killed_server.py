@@ -19,6 +19,6 @@ def test_a_server_whose_processes_are_killed_under_load_loses_and_doubles_nothin
     assert result["kills"] >= 4  # servers are killed for as long as the commands take
     assert result["acknowledged_responses"] > 20
     assert result["acknowledged_feedback"] > 20
-    assert result["responses_in_lake"] >= result["acknowledged_responses"]
+    assert result["responses_in_lake"] >= result["acknowledged_responses_not_erased"] > 20
     for bad in ("lost_responses", "lost_feedback", "doubled_responses", "doubled_feedback", "recorded_though_refused"):
         assert result[bad] == 0, result
