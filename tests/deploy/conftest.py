@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from deploy import initialise
 from deploy.config import root
 from deploy.config.root import Settings
 from deploy.config.sources import ENV_PREFIX
+from loadtests.server import free_port
 
 
 @pytest.fixture(autouse=True)
@@ -114,9 +114,3 @@ def nothing_left() -> Iterator[Callable[[], list[str]]]:
         time.sleep(0.1)
     del os.environ["MILLRACE_TEST_MARK"]
     assert left() == []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

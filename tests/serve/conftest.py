@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
+from loadtests.server import free_port
 from loadtests.tiny_model import make_model_folder
 from serve.policies.store import Pointer, PolicyStore
 from tests.paths import ROOT
@@ -117,9 +117,7 @@ class LiveServer:
 
 def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
     """Start a server process on a free port and wait until it is ready."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     settings = {
         "serve": {
             "port": port,

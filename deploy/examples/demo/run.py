@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +131,12 @@ def demo_config(folder: Path, cycles: int) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A free port below those that the system gives out by itself: no process of Ray takes it meanwhile."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("none of 100 ports between 20000 and 32000 is free")
 
 
 def seed_policy(folder: Path, say: Callable[[str], None]) -> None:

@@ -6,7 +6,6 @@ import email.utils
 import json
 import os
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from feedback.config import HumanConfig, JudgeConfig, ScoringConfig
 from feedback.scoring.run import score
 from feedback.scoring.sources.judge import Judge, parse_score, question
 from feedback.scoring.sources.judge_cache import JudgeCacheError
+from loadtests.server import free_port
 from loadtests.tiny_model import make_model_folder
 from tests.paths import ROOT
 
@@ -439,9 +439,7 @@ def test_an_api_key_is_written_in_clear_only_where_that_is_requested(config):
 def vllm_url(tmp_path_factory) -> Iterator[str]:
     """vLLM's own OpenAI server, with a random model."""
     folder = make_model_folder(tmp_path_factory.mktemp("judge"), seed=1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "tiny"),
         *("--host", "127.0.0.1", "--port", port, "--enforce-eager", "--dtype", "float32", "--max-num-seqs", 8),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import shutil
-import socket
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from loadtests.server import free_port
 from train.checkpoint.dcp import Saved, Saver, load
 from train.checkpoint.folders import CheckpointError, aside_of, begin_aside, checkpoints, make_whole, name_of, torn
 from train.checkpoint.random_state import seed_all
@@ -184,7 +184,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seen(folder: Path) -> dict[str, Any]:
     """What rank 0 saw."""
     file = folder / "seen.pt"
-    torch.multiprocessing.spawn(in_rank, (folder, free_ports(3), file), nprocs=2)
+    torch.multiprocessing.spawn(in_rank, (folder, [free_port() for _ in range(3)], file), nprocs=2)
     return dict(torch.load(file, weights_only=False))
 
 
@@ -241,13 +241,3 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name in one:
         assert torch.equal(one[name], other[name]), name
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
