@@ -332,10 +332,18 @@ class RuleConfig(Section):
         return value
 
 
+TRAINED: Final = "trained"
+"""For a model's name: the version that the store of reward models points at."""
+
+
 class ModelConfig(Section):
     """The reward component `model`: the score of a sequence-classification model."""
 
-    name: str = Field(min_length=1, description="Folder or Hugging Face name of the model.")
+    name: str = Field(
+        min_length=1,
+        description="Folder or Hugging Face name of the model; trained: the one that Millrace trained on people's "
+        "feedback, as soon as there is one.",
+    )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
     weight: Weight = Field(default=1.0, description="Weight of the model in the reward; 0 leaves it out.")
     label: int = Field(default=0, ge=0, description="Index of the label whose logit is the reward.")

@@ -13,6 +13,7 @@ from feedback.files import private
 from feedback.settings_base import IN_CLEAR
 
 if TYPE_CHECKING:
+    from serve.policies.store import Policy
     from train.config.training import TrainConfig
 
 RUN_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -42,6 +43,7 @@ class JobContext(BaseModel):
     )
     runs: Path
     policies: Path
+    reward_models: Path
     lake_uri: str
     lake: LakeConfig = Field(default_factory=LakeConfig)
     reward: str | dict[str, RuleConfig] = Field(
@@ -60,13 +62,13 @@ class JobContext(BaseModel):
 class JobResult(BaseModel):
     """The result of a job; ``candidate`` is None when no policy was published, and ``reason`` says why.
 
-    ``artifact``: the folder of a reward model, trained in place of a policy. ``stopped``: the run was ended for
-    its health; if it was not and has no candidate, there was nothing to learn from.
+    ``reward_model``: the version of one that was trained in place of a policy, in its store. ``stopped``: the run was
+    ended for its health; if it was not and has neither, there was nothing to learn from.
     """
 
     run: str
     candidate: int | None
-    artifact: Path | None = None
+    reward_model: int | None = None
     parent: int
     steps: int
     reason: str | None
@@ -75,17 +77,17 @@ class JobResult(BaseModel):
     seconds: float
 
     @classmethod
-    def of_published(cls, published: int | Path, **run: Any) -> JobResult:
-        """That of a run that has published a policy (its version), or a reward model (its folder)."""
-        if isinstance(published, int):
-            return cls(candidate=published, reason=None, **run)
-        reason = f"a reward model was trained, and no policy: {published}"
-        return cls(candidate=None, artifact=published, reason=reason, **run)
+    def of_published(cls, published: Policy, trains_policy: bool, **run: Any) -> JobResult:
+        """That of a run that has published a policy, or a reward model."""
+        if trains_policy:
+            return cls(candidate=published.version, reason=None, **run)
+        why = f"reward model {published.version}: {published.metrics['why']}"
+        return cls(candidate=None, reward_model=published.version, reason=why, **run)
 
     @property
     def published(self) -> str:
         """What the run has published."""
-        return f"policy {self.candidate}" if self.artifact is None else f"reward model {self.artifact}"
+        return f"policy {self.candidate}" if self.reward_model is None else f"reward model {self.reward_model}"
 
 
 def write_job(config: TrainConfig, context: JobContext) -> Path:

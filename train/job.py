@@ -19,6 +19,7 @@ from train.checkpoint.random_state import numbered_seed, random_state, seed_all,
 from train.config.context_length import rollout_cache, with_context
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
+from train.data.feedback_items import OfflineData
 from train.data.rewards import check_reward
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
@@ -29,8 +30,8 @@ from train.run.checkpoints import Checkpoints
 from train.run.erasures import Erasures
 from train.run.publish import publish
 from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
-from train.run.reward_folder import publish_reward_model
-from train.run.unfinished import forget
+from train.run.reward_model import keep, publish_reward_model
+from train.run.unfinished import Stores, forget
 from train.workers.role_groups import start_groups
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
@@ -53,10 +54,13 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
     """
     compat.require()
     with only_run(context):
-        store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
-        begun = begin(config, context, store, lake)
+        stores = Stores(PolicyStore(context.policies), PolicyStore(context.reward_models))
+        lake = Lake(context.lake_uri, context.lake)
+        begun = begin(config, context, stores, lake)
         if begun.finished is not None:
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
+            if begun.finished.reward_model is not None:
+                keep(stores.reward_models, begun.finished.reward_model)
             shutil.rmtree(checkpoints_of(context), ignore_errors=True)
             return begun.finished
         if config.samples and (cut := rollout_cache(config, begun.parent.path).cut("train.rollout")):
@@ -73,7 +77,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
             if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
                 say(f"{context.run}: trying the reward on logged responses")
                 check_reward(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
-            return train(dataflow, config, context, store, begun, data, seed, history, erasures)
+            return train(dataflow, config, context, stores, begun, data, seed, history, erasures)
         except TrainingStopped as stopped:
             if isinstance(stopped, RowsErased):
                 forget(context.folder)
@@ -84,7 +88,7 @@ def train(
     dataflow: type[Dataflow],
     config: TrainConfig,
     context: JobContext,
-    store: PolicyStore,
+    stores: Stores,
     begun: Begun,
     data: Data,
     seed: int,
@@ -143,14 +147,20 @@ def train(
                     )
                 )
         checkpoints.collect(wait=True)
-        record = (parent, groups.actor, config, context, begun.start, history, data, erasures.check())
-        trains_policy = config.algorithm.trains_policy
-        published = publish(store, *record).version if trains_policy else publish_reward_model(*record)
-        erasures.settle(store, published)
+        trains_policy, target = config.algorithm.trains_policy, stores.of(config.algorithm.name)
+        trained = (target, parent, groups.actor, config, context, begun.start, history)
+        if trains_policy:
+            published = publish(*trained, data, erasures.check())
+        else:
+            assert isinstance(data, OfflineData)
+            published = publish_reward_model(*trained, data, erasures.check())
+        erasures.settle(target, published.version)
+        if not trains_policy:
+            keep(target, published.version)
         shutil.rmtree(checkpoints_of(context))  # the run is finished: its name returns this result from here on
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}
-        result = JobResult.of_published(published, run=context.run, **last)
+        result = JobResult.of_published(published, trains_policy, run=context.run, **last)
         say(f"{context.run}: published {result.published} in {seconds:.0f} s")
         watchers.end(result)
     return result

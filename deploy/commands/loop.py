@@ -120,6 +120,7 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
             run=name,
             runs=resolved.train.runs,
             policies=Path(resolved.serve.policies),
+            reward_models=resolved.train.reward_models,
             lake_uri=resolved.feedback.lake.uri,
             lake=resolved.feedback.lake,
             reward=reward_of(settings),
@@ -136,10 +137,9 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
 
 def print_result(result: JobResult) -> int:
     """Print the end of a run; the exit code of `train`."""
-    if result.artifact is not None:
+    if result.reward_model is not None:
         click.echo(
-            f"{result.run}: reward model {result.artifact}, from policy {result.parent}, {result.steps} steps, "
-            f"{result.seconds:.0f} s; to score by it, set feedback.scoring.model.name to that folder"
+            f"{result.run}: {result.reason} (from policy {result.parent}, {result.steps} steps, {result.seconds:.0f} s)"
         )
     elif result.candidate is not None:
         click.echo(

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationEr
 from deploy.config import describe
 from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options, merged
 from evaluation.config import EvaluationConfig
-from feedback.config import FeedbackConfig
+from feedback.config import TRAINED, FeedbackConfig, ScoringConfig
 from feedback.files import replace_file
 from feedback.settings_base import Section
 from serve.config import ServeConfig
@@ -27,6 +27,7 @@ from train.config.training import TrainConfig
 if TYPE_CHECKING:
     from feedback.lake.tables import Lake
     from serve.policies.store import PolicyStore
+    from train.run.unfinished import Stores
 
 __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
 
@@ -120,7 +121,7 @@ class Settings(Section):
         key = str(self.path(feedback.lake.erasure_key or "erasure.key"))
         uri = feedback.lake.uri if "://" in feedback.lake.uri else str(self.path(feedback.lake.uri))
         lake = feedback.lake.model_copy(update={"uri": uri, "erasure_key": key})
-        scoring = feedback.scoring.resolved(self.path)
+        scoring = self._with_reward_model(feedback.scoring.resolved(self.path))
         folders = {name: str(self.path(getattr(serve, name))) for name in ("policies", "replicas", "keys")}
         computing = {
             "dtype": serve.engine.dtype if evaluation.engine.dtype == "auto" else evaluation.engine.dtype,
@@ -142,6 +143,15 @@ class Settings(Section):
             }
         )
 
+    def _with_reward_model(self, scoring: ScoringConfig) -> ScoringConfig:
+        """With the folder of the version that rewards for ``trained``; without a model, if none does yet."""
+        if scoring.model is None or scoring.model.name != TRAINED:
+            return scoring
+        store = self.stores().reward_models
+        pointer = store.serving()
+        model = pointer and scoring.model.model_copy(update={"name": str(store.get(pointer.version).path)})
+        return scoring.model_copy(update={"model": model})
+
     def training(self) -> TrainConfig:
         """The settings of a training run: the prompts of the suite that its policy is judged by are left out."""
         suite = self.path(self.evaluation.suite)
@@ -152,6 +162,13 @@ class Settings(Section):
         from serve.policies.store import PolicyStore
 
         return PolicyStore(self.path(self.serve.policies))
+
+    def stores(self) -> Stores:
+        """Of policies and of reward models."""
+        from serve.policies.store import PolicyStore
+        from train.run.unfinished import Stores
+
+        return Stores(self.policy_store(), PolicyStore(self.path(self.train.reward_models)))
 
     def lake(self) -> Lake:
         from feedback.lake.tables import Lake

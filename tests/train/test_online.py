@@ -22,7 +22,7 @@ from train.dataflows.base import Run
 from train.dataflows.online import Online
 from train.observe.progress import StepTimer
 
-CONTEXT = JobContext(run="r", runs=Path(), policies=Path(), lake_uri="", reward={})
+CONTEXT = JobContext(run="r", runs=Path(), policies=Path(), reward_models=Path(), lake_uri="", reward={})
 
 
 def online(prompts: int = 12, logged: list[list[Rollout]] | None = None, **settings: Any) -> Online:

@@ -47,7 +47,7 @@ class Algorithm:
     needs_mismatched: ClassVar[bool] = False
     """``loss`` reads ``baselines`` of the batch: the mean log ratio to the reference of responses to other prompts than
     their own, over all of an update; 0 at least. Offline only."""
-    dataset: ClassVar[Literal["pairs", "thumbs", "demonstrations"] | None] = None
+    dataset: ClassVar[Literal["pairs", "thumbs", "demonstrations", "judgements"] | None] = None
     """The feedback that an offline algorithm learns from; None: responses and their rewards."""
 
     def __init__(self, config: AlgorithmConfig) -> None:

@@ -21,6 +21,7 @@ class TrainConfig(Section):
     model_config = ConfigDict(frozen=False)  # a validator completes ``algorithm``
 
     runs: Path = Field(Path("runs"), description="Folder of training runs, relative to home.")
+    reward_models: Path = Field(Path("reward_models"), description="Folder of the reward models, relative to home.")
     ranks: int = Field(1, ge=1, description="Worker processes; each holds an FSDP shard and generates.")
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each worker process.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are float32.")
@@ -115,7 +116,8 @@ class TrainConfig(Section):
             critic = critic.model_copy(update={"model": path(critic.model)})
         algorithm = self.algorithm.model_copy(update={"critic": critic})
         data = self.data.model_copy(update={"exclude_suites": [path(suite) for suite in self.data.exclude_suites]})
-        return self.model_copy(update={"runs": path(self.runs), "algorithm": algorithm, "data": data})
+        folders = {name: path(getattr(self, name)) for name in ("runs", "reward_models")}
+        return self.model_copy(update={**folders, "algorithm": algorithm, "data": data})
 
     def excluding(self, suite: Path) -> TrainConfig:
         """The same, with one more suite whose prompts nothing is learned from."""

@@ -8,7 +8,6 @@ there, erasures that came while the run published are still to be looked for.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import uuid
@@ -24,13 +23,14 @@ from feedback.files import LockTimeoutError, locked, replace_file
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
 from train.checkpoint.folders import CheckpointError, checkpoints, remove_unfinished, torn
+from train.config.algorithms import REWARD_MODEL
 from train.config.context_length import with_context
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.observe.progress import say
 from train.run.erasures import Erasures
 from train.run.resume_settings import differing_settings
-from train.run.unfinished import LOCK, MANIFEST, START, forget, published_by, was_erased
+from train.run.unfinished import LOCK, START, Stores, forget, published_by, was_erased
 
 _LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
 
@@ -57,22 +57,24 @@ class Begun:
     finished: JobResult | None = None
 
 
-def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: Lake) -> Begun:
+def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake) -> Begun:
     """Look into the run's folder, tidy it, and decide. Needs the folder's lock (``only_run``).
 
     Raises:
         CheckpointError: it was begun with something else, or all its checkpoints are torn.
         serve.policies.store.PolicyError: what it published must be withdrawn, and serves.
     """
+    store = stores.policies
     if left := remove_unfinished(checkpoints_of(context)):
         say(f"{context.run}: removed what was half-written: {', '.join(left)}")
     checkpoint = last_whole(context)
     progress = None if checkpoint is None else _progress(checkpoint)
     start = progress.start if progress is not None else _read_start(context)
-    published = None if start is None else published_by(store, context.folder, start.id, start.parent)
+    target = stores.of(config.algorithm.name if start is None else start.config["algorithm"]["name"])
+    published = None if start is None else published_by(target, start.id)
     if start is not None and published is not None and checkpoints_of(context).exists():
         try:
-            Erasures(lake, start.lake_versions, config).settle(store, published)
+            Erasures(lake, start.lake_versions, config).settle(target, published)
         except RowsErased as erased:
             say(f"{context.run}: what it had published is withdrawn, and it begins anew: {erased}")
             forget(context.folder)
@@ -83,7 +85,7 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
         start = checkpoint = progress = None
     if start is not None and (published is not None or checkpoint is not None):
         differences = _differences(start, config, context, store)
-        finished = None if published is None else _finished(store, context, start, published)
+        finished = None if published is None else _finished(target, context, start, published)
         if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
         if progress is not None and config.steps < progress.step:
@@ -181,14 +183,13 @@ def _parent(store: PolicyStore, context: JobContext) -> Policy:
     return store.get(pointer.version)
 
 
-def _finished(store: PolicyStore, context: JobContext, start: RunStart, published: int | Path) -> JobResult:
+def _finished(store: PolicyStore, context: JobContext, start: RunStart, published: int) -> JobResult:
     """The result of a run that has published this."""
-    if isinstance(published, int):
-        metrics = store.get(published).metrics
-    else:
-        metrics = json.loads((published / MANIFEST).read_text())["metrics"]
+    version = store.get(published)
+    metrics = version.metrics
     last = {"steps": metrics["steps"], "metrics": metrics["last"], "seconds": 0.0}
-    return JobResult.of_published(published, run=context.run, parent=start.parent, **last)
+    trains_policy = start.config["algorithm"]["name"] != REWARD_MODEL
+    return JobResult.of_published(version, trains_policy, run=context.run, parent=start.parent, **last)
 
 
 def _reward(context: JobContext) -> Any:

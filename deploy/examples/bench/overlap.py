@@ -150,6 +150,7 @@ def make_run(arguments: argparse.Namespace) -> None:
     from train.job import train
     from train.run.erasures import Erasures
     from train.run.resume import Begun, checkpoints_of
+    from train.run.unfinished import Stores
 
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig.model_validate(settings(arguments))
@@ -157,6 +158,7 @@ def make_run(arguments: argparse.Namespace) -> None:
             run="run",
             runs=Path(folder),
             policies=Path(folder) / "policies",
+            reward_models=Path(folder) / "reward_models",
             lake_uri=folder,
             reward="deploy.examples.bench.overlap:reward",
         )
@@ -174,7 +176,17 @@ def make_run(arguments: argparse.Namespace) -> None:
             logging_level="ERROR",
         ):
             begun, erasures = Begun(start, parent), Erasures(Lake(folder, LakeConfig()), start.lake_versions, config)
-            train(Online, config, context, store, begun, data_of(arguments), seed=1, history=[], erasures=erasures)
+            train(
+                Online,
+                config,
+                context,
+                Stores(store, store),
+                begun,
+                data_of(arguments),
+                seed=1,
+                history=[],
+                erasures=erasures,
+            )
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -72,6 +72,7 @@ def train(
         run=name,
         runs=home.work / "runs",
         policies=home.store.root,
+        reward_models=home.reward_models.root,
         parent=parent,
         **{"lake_uri": str(home.lake), "reward": homes.REWARD} | context,
     )
@@ -91,14 +92,15 @@ def train(
 
 def measure(home: Home, result: JobResult) -> tuple[float, float, Interval]:
     """(before, after, the gain) of what a job left: a policy, or a reward model. Raises LearnError if neither."""
-    if result.artifact is not None:
-        return pairs.measure(result.artifact, home.first().path)
+    if result.reward_model is not None:
+        return pairs.measure(home.reward_models.get(result.reward_model).path, home.first().path)
     return compare(home, candidate(home, result), home.first())
 
 
 def digest(home: Home, result: JobResult) -> str:
     """SHA-256 of the weights that a job left."""
-    folder = result.artifact or candidate(home, result).path
+    model = None if result.reward_model is None else home.reward_models.get(result.reward_model)
+    folder = (model or candidate(home, result)).path
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.safetensors")))).hexdigest()
 
 

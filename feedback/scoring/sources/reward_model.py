@@ -2,7 +2,8 @@
 
 The model reads the conversation by its tokenizer's chat template, if the request had messages and there is a template;
 else the pair (prompt, response), as the tokenizer joins a pair. The reward is the logit of one label, brought into
-0..1 by the activation in the settings. What the model can't read (too long, no prompt text, no memory) is missing.
+0..1 by the activation in the settings; that of a model which Millrace trained is first made log odds. What the model
+can't read (too long, no prompt text, no memory) is missing.
 
 torch and transformers are imported when the first response is scored.
 """
@@ -27,6 +28,8 @@ from feedback.scoring.sources.rules import Reasons, Values
 log = logging.getLogger(__name__)
 
 NAME: Final = "model"
+CALIBRATION: Final = "reward_calibration"
+"""Of a model that Millrace trained, in its config.json: {scale, shift} of the line from its logit to log odds."""
 BATCH_ROWS: Final = 1024  # small, so that progress is seen; large, so that rows of like length come together
 _FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _MOST_QUOTED: Final = 300
@@ -53,6 +56,7 @@ class RewardModel:
         self._model: Any = None
         self._tokenizer: Any = None
         self._max_length = _NO_LIMIT
+        self._line = (1.0, 0.0)
 
     def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
         """(rewards, why a row has none). Raises RewardModelError if the model can't be loaded or runs on nothing."""
@@ -104,7 +108,7 @@ class RewardModel:
         tensors["attention_mask"] = padded([[1] * len(row["input_ids"]) for row in rows], 0)
         self._model.config.get_text_config().pad_token_id = pad
         with torch.inference_mode():
-            logits = self._model(**tensors).logits.float()
+            logits = self._model(**tensors).logits.float() * self._line[0] + self._line[1]
         if self.config.activation == "softmax":
             logits = logits.softmax(dim=-1)
         chosen = logits[:, self.config.label]
@@ -147,6 +151,8 @@ class RewardModel:
                 f"reward model {self.config.name} has {labels} labels, counted from 0; there is no label "
                 f"{self.config.label} (scoring.model.label)"
             )
+        if line := getattr(self._model.config, CALIBRATION, None):
+            self._line = (float(line["scale"]), float(line["shift"]))
         own = [self._tokenizer.model_max_length, getattr(self._model.config, "max_position_embeddings", None)]
         self._max_length = self.config.max_length or min((n for n in own if n and n < _NO_LIMIT), default=_NO_LIMIT)
         log.info("reward model %s: %d labels, on %s", self.config.name, labels, self._model.device)

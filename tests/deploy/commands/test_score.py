@@ -117,7 +117,9 @@ def test_the_rules_reach_a_training_job_by_its_file(settings: Settings, tmp_path
     from train.job import JobContext
 
     reward = reward_of(settings)
-    context = JobContext(run="r", runs=tmp_path, policies=tmp_path, lake_uri=str(tmp_path), reward=reward)
+    context = JobContext(
+        run="r", runs=tmp_path, policies=tmp_path, reward_models=tmp_path, lake_uri=str(tmp_path), reward=reward
+    )
     there = JobContext.model_validate(json.loads(json.dumps(context.model_dump(mode="json"))))
     rows = table_of("interactions", [interaction("a"), interaction("b", response="5")])
     assert load_reward_function(there.reward)(rows).values == [1.0, 0.0]

@@ -54,7 +54,11 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     ("came", "code", "printed"),
     [
         ({"candidate": 5, "reason": None}, 0, "r: policy 5, from 4, 3 steps, 9 s"),
-        ({"artifact": Path("there"), "reason": "a reward model"}, 0, "r: reward model there, from policy 4"),
+        (
+            {"reward_model": 2, "reason": "reward model 2: the first one"},
+            0,
+            "r: reward model 2: the first one (from policy 4",
+        ),
         ({"reason": "2 usable prompts"}, 3, "r: no candidate: 2 usable prompts"),
         ({"reason": "step 3: loss is nan", "stopped": True}, 1, "error: r was stopped: step 3: loss is nan"),
     ],

@@ -252,6 +252,7 @@ def test_a_job_under_torchrun_whose_reward_hangs_ends_with_its_error_before_a_mo
         run="bad",
         runs=ran.root / "runs",
         policies=ran.root / "policies",
+        reward_models=ran.root / "reward_models",
         lake_uri=str(ran.root / "lake"),
         reward="bad_reward:reward",
         python_path=[str(ran.root)],
