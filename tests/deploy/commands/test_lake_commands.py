@@ -30,6 +30,7 @@ from feedback.lake.erasure_registry import register
 from feedback.lake.tables import Lake
 from feedback.maintenance import erasure
 from feedback.schema import TABLES
+from serve.policies import records as policy_records
 from serve.policies.store import Policy, PolicyStore
 from tests.paths import ROOT
 
@@ -283,7 +284,8 @@ def a_run(settings: Settings, name: str, lake: Lake, *, checkpoint: bool = True)
     """What a run that has read the lake as it is leaves on the disk."""
     folder = settings.path("runs") / name
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "start.json").write_text(json.dumps({"lake_versions": lake.versions()}))
+    start = {"lake_versions": lake.versions(), "config": {"algorithm": {"name": "grpo"}}}
+    (folder / "start.json").write_text(json.dumps(start))
     (folder / ".lock").write_text("pid 7 on elsewhere\n")
     if checkpoint:
         (folder / "checkpoints" / "step-00000002").mkdir()
@@ -439,16 +441,24 @@ def test_what_an_erasure_had_looked_at_is_not_suspected_when_more_of_it_is_seale
 
 
 def test_rows_go_though_a_record_of_them_can_not_be_written_and_maintenance_writes_it(
-    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]]
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     put(lake, "interactions", interaction("his", user="zaphod"))
     judge = a_reward_model(home_with_policy, model, {"lake_versions": lake.versions()})
-    (judge.path / "erasures.json").mkdir()
-    code, _, err = run("erase", "--user", "zaphod", "--yes")
+
+    def full(path: Path, *_: Any) -> None:
+        raise OSError(28, "no space", str(path))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(policy_records, "write_json", full)
+        code, _, err = run("erase", "--user", "zaphod", "--yes")
+        assert run("maintain")[0] != 0, "it is still to be put there"
     assert (code != 0, ids(lake)) == (True, [])
     assert f"could not be recorded with reward model {judge.version}" in err
-    assert run("maintain")[0] != 0, "it is still to be put there"
-    (judge.path / "erasures.json").rmdir()
     assert run("maintain")[0] == 0
     [record] = erasures_of(home_with_policy, judge)
     assert record["certainty"] == "possibly"
