@@ -110,7 +110,7 @@ class PolicyGradient(Algorithm):
         return response_rewards(batch, *self._kl_in_the_reward())
 
     def token_rewards(self, batch: PackedBatch) -> Tensor:
-        """float32 [T]: what came with each token, or all with the last, less the KL at each if that is in the reward."""
+        """float32 [T]: what came with each token, or all with the last, less each one's KL if that is in it."""
         return token_rewards(batch, *self._kl_in_the_reward())
 
     def ratio(self, log_probs: Tensor, old_log_probs: Tensor, batch: PackedBatch) -> Tensor:

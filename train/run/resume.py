@@ -206,7 +206,7 @@ def _differences(
             found.append(f"policy {start.parent} has another content than when the run began")
     except PolicyError as error:
         found.append(f"the parent policy can't be had: {error}")
-    if start.scorer not in (None, scorer):
+    if None not in (start.scorer, scorer) and start.scorer != scorer:
         found.append(
             f"the reward (train.reward, or feedback.scoring: its sources, their weights, code and models) is {scorer}, "
             f"it was {start.scorer}"

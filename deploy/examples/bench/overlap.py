@@ -146,8 +146,8 @@ def make_run(arguments: argparse.Namespace) -> None:
     from feedback.config import LakeConfig
     from feedback.lake.tables import Lake
     from train.context import RunStart
-    from train.dataflows.online import Online
     from train.data.rewards import Reward
+    from train.dataflows.online import Online
     from train.job import train
     from train.run.erasures import Erasures
     from train.run.resume import Begun, checkpoints_of
