@@ -13,6 +13,7 @@ from deploy import cli
 from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop.preflight import check, reward_of
+from feedback.config import ScoringConfig
 from feedback.lake.tables import Lake
 
 
