@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from deploy.config import describe
 from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options, merged
 from evaluation.config import EvaluationConfig
-from feedback.config import TRAINED, FeedbackConfig, ScoringConfig
+from feedback.config import TRAINED, ClassifierConfig, FeedbackConfig, ScoringConfig
 from feedback.files import replace_file
 from feedback.settings_base import Section
 from serve.config import ServeConfig
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from train.run.unfinished import Stores
 
 __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
+
+
+Classifier = TypeVar("Classifier", bound=ClassifierConfig)
 
 
 class CycleConfig(Section):
@@ -145,12 +148,16 @@ class Settings(Section):
 
     def _with_reward_model(self, scoring: ScoringConfig) -> ScoringConfig:
         """With the folder of the version that rewards for ``trained``; without a model, if none does yet."""
-        if scoring.model is None or scoring.model.name != TRAINED:
-            return scoring
         store = self.stores().reward_models
         pointer = store.serving()
-        model = pointer and scoring.model.model_copy(update={"name": str(store.get(pointer.version).path)})
-        return scoring.model_copy(update={"model": model})
+
+        def found(model: Classifier | None) -> Classifier | None:
+            if model is None or model.name != TRAINED:
+                return model
+            return pointer and model.model_copy(update={"name": str(store.get(pointer.version).path)})
+
+        human = scoring.human.model_copy(update={"model": found(scoring.human.model)})
+        return scoring.model_copy(update={"human": human, "model": found(scoring.model)})
 
     def training(self) -> TrainConfig:
         """The settings of a training run: the prompts of the suite that its policy is judged by are left out."""

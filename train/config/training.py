@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from feedback.config import RuleName, Weight
+from feedback.config import ComponentName, Weight
 from feedback.settings_base import Address, Section
 from train.config.algorithms import GROUPED, AlgorithmConfig
 from train.config.placement import PlacementConfig
@@ -39,7 +39,7 @@ class TrainConfig(Section):
     )
     seed: int = Field(0, description="Seed of sampling and order; the run's own number is mixed in.")
     reward: str | None = Field(
-        None, description="module:function that rewards rollouts; the mean of feedback.scoring.rules if unset."
+        None, description="module:function that rewards rollouts; the sources of feedback.scoring if unset."
     )
     ray_address: Address | None = Field(
         None, description="Ray's job API, http://host:8265, of the cluster to train on; a local Ray if unset."
@@ -54,10 +54,17 @@ class TrainConfig(Section):
     )
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the workers to be up, in seconds.")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for any one call to the workers, in seconds.")
-    reward_weights: dict[RuleName, Weight] = Field(
+    reward_weights: dict[ComponentName, Weight] = Field(
         {},
-        description="Weights of rules of feedback.scoring.rules in training's reward, in place of their own; 0 leaves "
-        "one out.",
+        description="Weights in training's reward of components of feedback.scoring (rules by name, model, judge, and "
+        "human where it has a model), in place of their own; 0 leaves one out.",
+    )
+    reward_max_missing: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="Stop, and publish nothing, when a larger share of a step's sampled responses gets no reward. Up "
+        "to it they are left out and counted.",
     )
     max_kl: float | None = Field(
         None,
@@ -182,8 +189,8 @@ class TrainConfig(Section):
             _no_policy_is_trained(self)
         if self.reward is not None and self.reward_weights:
             raise ValueError(
-                f"train.reward={self.reward} rewards responses by itself, and train.reward_weights weighs the rules of "
-                "feedback.scoring.rules; set one of them"
+                f"train.reward={self.reward} rewards responses by itself, and train.reward_weights weighs the "
+                "sources of feedback.scoring; set one of them"
             )
         return self
 

@@ -57,8 +57,10 @@ class Begun:
     finished: JobResult | None = None
 
 
-def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake) -> Begun:
+def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, scorer: str | None = None) -> Begun:
     """Look into the run's folder, tidy it, and decide. Needs the folder's lock (``only_run``).
+
+    ``scorer``: what identifies the reward, if responses are sampled.
 
     Raises:
         CheckpointError: it was begun with something else, or all its checkpoints are torn.
@@ -84,7 +86,7 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake) 
         forget(context.folder)
         start = checkpoint = progress = None
     if start is not None and (published is not None or checkpoint is not None):
-        differences = _differences(start, config, context, store)
+        differences = _differences(start, config, context, store, scorer)
         finished = None if published is None else _finished(target, context, start, published)
         if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
@@ -104,7 +106,8 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake) 
         parent=parent.version,
         parent_sha256=parent.sha256,
         lake_versions=lake.versions(),
-        reward=_reward(context),
+        reward=context.model_dump(mode="json", exclude_none=True).get("reward"),
+        scorer=scorer,
         config=config.model_dump(mode="json"),
         max_model_len=sized.rollout.max_model_len,
     )
@@ -192,11 +195,9 @@ def _finished(store: PolicyStore, context: JobContext, start: RunStart, publishe
     return JobResult.of_published(version, trains_policy, run=context.run, parent=start.parent, **last)
 
 
-def _reward(context: JobContext) -> Any:
-    return context.model_dump(mode="json", exclude_none=True)["reward"]
-
-
-def _differences(start: RunStart, config: TrainConfig, context: JobContext, store: PolicyStore) -> list[str]:
+def _differences(
+    start: RunStart, config: TrainConfig, context: JobContext, store: PolicyStore, scorer: str | None
+) -> list[str]:
     """What a run was started with and would not go on with; one line each, by setting."""
     found = []
     if context.parent is not None and context.parent != start.parent:
@@ -206,6 +207,9 @@ def _differences(start: RunStart, config: TrainConfig, context: JobContext, stor
             found.append(f"policy {start.parent} has another content than when the run began")
     except PolicyError as error:
         found.append(f"the parent policy can't be had: {error}")
-    if _reward(context) != start.reward:
-        found.append(f"train.reward (or feedback.scoring.rules) is {_reward(context)!r}, it was {start.reward!r}")
+    if None not in (start.scorer, scorer) and start.scorer != scorer:
+        found.append(
+            f"the reward (train.reward, or feedback.scoring: its sources, their weights, code and models) is {scorer}, "
+            f"it was {start.scorer}"
+        )
     return found + differing_settings(start.config, config)

@@ -36,19 +36,28 @@ class Outcome:
     reason: str | None = None
 
 
-def run(home: Home, name: str, settings: dict[str, Any], *, longest_s: float, say: Say, twice: bool = False) -> Outcome:
+def run(
+    home: Home,
+    name: str,
+    settings: dict[str, Any],
+    *,
+    longest_s: float,
+    say: Say,
+    twice: bool = False,
+    **context: Any,
+) -> Outcome:
     """Train and measure. What fails is an outcome too, with its reason.
 
-    ``twice``: train once more with the same settings, which must give the same weights.
+    ``twice``: train once more with the same settings, which must give the same weights. ``context``: as of ``train``.
     """
     started = time.monotonic()
     steps = 0
     try:
-        result = train(home, name, settings, longest_s=longest_s, say=say)
+        result = train(home, name, settings, longest_s=longest_s, say=say, **context)
         steps = result.steps
         before, after, gain = measure(home, result)
         if twice:
-            again = train(home, f"{name}-again", settings, longest_s=longest_s, say=say)
+            again = train(home, f"{name}-again", settings, longest_s=longest_s, say=say, **context)
             if digest(home, again) != digest(home, result):
                 raise LearnError(f"the same settings gave other weights: see {name} and {name}-again")
     except (RuntimeError, ValueError, OSError) as error:

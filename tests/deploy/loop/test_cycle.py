@@ -150,7 +150,11 @@ def test_a_cycle_that_would_train_a_reward_model_is_refused_with_what_would_do(s
             "train.objectives.losses:Mine",
             "train.dataflow='train.objectives.losses:Mine': the module train.objectives.losses has no",
         ),
-        ("train.reward_weights", "{exakt: 2}", "train.reward_weights.exakt: feedback.scoring.rules has no such rule"),
+        (
+            "train.reward_weights",
+            "{exakt: 2}",
+            "train.reward_weights.exakt: feedback.scoring has no such source for fresh responses",
+        ),
     ],
 )
 def test_what_training_names_and_is_not_there_is_refused_before_anything_starts(
