@@ -21,9 +21,8 @@ NO_REWARD = (
     "that rewards its responses (a module:function, a rule, a reward model, or a judge)"
 )
 NO_POLICY = (
-    "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: train the reward model "
-    "by `millrace train`, set feedback.scoring.model.name to the folder that it names, and train.algorithm.name to a "
-    "policy's algorithm"
+    "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: set cycle.recipe to "
+    "rlhf, which trains a reward model too, and train.algorithm.name to an algorithm of policies"
 )
 
 
@@ -40,7 +39,8 @@ def check(settings: Settings) -> None:
     store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))
-    problems += training_problems(settings)
+    later = settings.cycle.recipe in ("rlhf", "offline")  # the cycle trains the reward model, or takes an algorithm
+    problems += [one for one in training_problems(settings) if not (later and one == NO_REWARD)]
     problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
     if problems:
         raise ConfigError("\n".join(problems))

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from feedback.config import ComponentName, Weight
 from feedback.settings_base import Address, Section
-from train.config.algorithms import GROUPED, AlgorithmConfig
+from train.config.algorithms import GROUPED, REWARD_MODEL, AlgorithmConfig
 from train.config.placement import PlacementConfig
-from train.config.sections import CheckpointConfig, DataConfig, FsdpConfig, LoraConfig, OptimizerConfig, RolloutConfig
+from train.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    FsdpConfig,
+    LoraConfig,
+    OptimizerConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+
+_OF_ANY_RUN: Final = (
+    *("runs", "ranks", "threads_per_rank", "dtype", "micro_batch_tokens", "activation_checkpointing", "seed"),
+    *("ray_address", "launcher", "start_timeout_s", "step_timeout_s", "erased_rows", "fsdp", "checkpoint"),
+)
+"""Settings that training a policy and training a reward model share."""
 
 
 class TrainConfig(Section):
@@ -21,7 +35,6 @@ class TrainConfig(Section):
     model_config = ConfigDict(frozen=False)  # a validator completes ``algorithm``
 
     runs: Path = Field(Path("runs"), description="Folder of training runs, relative to home.")
-    reward_models: Path = Field(Path("reward_models"), description="Folder of the reward models, relative to home.")
     ranks: int = Field(1, ge=1, description="Worker processes; each holds an FSDP shard and generates.")
     threads_per_rank: int = Field(1, ge=1, description="CPU threads of each worker process.")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="Compute type; master weights are float32.")
@@ -105,6 +118,9 @@ class TrainConfig(Section):
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters in place of all weights.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling of fresh responses.")
     data: DataConfig = Field(default_factory=DataConfig, description="What is learned from.")
+    reward_model: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="Training of the reward model (recipe rlhf)."
+    )
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="What a killed run goes on from."
     )
@@ -123,8 +139,27 @@ class TrainConfig(Section):
             critic = critic.model_copy(update={"model": path(critic.model)})
         algorithm = self.algorithm.model_copy(update={"critic": critic})
         data = self.data.model_copy(update={"exclude_suites": [path(suite) for suite in self.data.exclude_suites]})
-        folders = {name: path(getattr(self, name)) for name in ("runs", "reward_models")}
-        return self.model_copy(update={**folders, "algorithm": algorithm, "data": data})
+        reward_model = self.reward_model.model_copy(update={"folder": path(self.reward_model.folder)})
+        parts = {"algorithm": algorithm, "data": data, "reward_model": reward_model}
+        return self.model_copy(update={"runs": path(self.runs), **parts})
+
+    def of_reward_model(self) -> TrainConfig:
+        """The settings of a run that trains a reward model: ``train.reward_model``, and the machine's part of these."""
+        own = self.reward_model
+        data = {
+            "prompts_per_step": own.items_per_step,
+            "min_prompts": own.min_items,
+            "max_prompts": self.data.max_prompts,
+            "exclude_suites": self.data.exclude_suites,
+            "held_out_share": own.held_out_share,
+        }
+        return TrainConfig.model_validate(
+            {name: getattr(self, name) for name in _OF_ANY_RUN}
+            | {"reward_model": own, "steps": own.steps, "data": data}
+            | {"algorithm": {"name": REWARD_MODEL, "vote_noise": own.vote_noise}}
+            | {"optimizer": self.optimizer.model_copy(update={"learning_rate": own.learning_rate})}
+            | {"rollout": {"max_model_len": self.rollout.max_model_len}}
+        )
 
     def excluding(self, suite: Path) -> TrainConfig:
         """The same, with one more suite whose prompts nothing is learned from."""

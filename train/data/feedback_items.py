@@ -19,6 +19,7 @@ from typing import Any, Final, TypeVar
 
 from feedback import datasets
 from feedback.lake.tables import Lake
+from feedback.scoring.aggregation import OVER_CAP
 from train.batch.packed import PackedBatch, Rollout
 from train.config.context_length import longest_context
 from train.config.training import TrainConfig
@@ -210,7 +211,7 @@ def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_ou
 def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
     """Preferences and corrections as pairs; of responses in no pair what people's votes on each came to."""
     compared = datasets.preference_pairs(lake, versions=versions, max_thumb_pairs_per_prompt=0)
-    left_out.update(compared.left_out)
+    left_out.update({why: count for why, count in compared.left_out.items() if why != OVER_CAP})
     found: list[tuple[str, dict[str, Any], list[Response]]] = []
     in_pairs: set[str] = set()
     for row in compared.table.to_pylist():
