@@ -34,6 +34,12 @@ TASK_SEED = 7
 HELD_OUT, TRAFFIC = 400, 300  # prompts; the seed policy's corpus is drawn from those after them
 RUINOUS_LEARNING_RATE = 0.05  # 170 times the demo's own
 LONGEST_STAGE_S = 600.0
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    # A reward model's scores differ in every group, if by nothing but its errors: GRPO's division by their deviation
+    # makes as much of those as of a real difference.
+    "rlhf": {"name": "dr_grpo", "kl": {"coefficient": 0.05}},
+    "rlvr": {"name": "grpo", "aggregation": "token_mean", "clip_high": 0.28},
+}
 RULE = "deploy.examples.demo.task:reward"
 """What knows the answers: the simulated users do, and the held-out suite. Training does with the recipe rlvr alone."""
 
@@ -120,7 +126,7 @@ def demo_config(folder: Path, recipe: str, cycles: int) -> dict[str, Any]:
             "steps": 6,
             "minibatches": 2,
             "micro_batch_tokens": 1024,
-            "algorithm": {"name": "grpo", "aggregation": "token_mean", "clip_high": 0.28},
+            "algorithm": ALGORITHMS[recipe],
             "optimizer": {"learning_rate": 3e-4},
             "rollout": {**context, "max_tokens": 12},
             "data": {"prompts_per_step": 40, "min_prompts": 64, "traffic_share": 0.2},
