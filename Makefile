@@ -21,8 +21,11 @@ $(VENV)/.installed-$(LOCK): $(LOCK) pyproject.toml
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
-demo: setup      ## turn the whole loop on this machine: about 6 minutes
-	$(BIN)/millrace demo
+# What the demo's training sees: people's feedback alone (rlhf), or the rule that knows the answers (rlvr).
+RECIPE ?= rlhf
+
+demo: setup      ## turn the whole loop on this machine: about 8 minutes
+	$(BIN)/millrace demo --recipe $(RECIPE) $(ARGS)
 
 # Processes that tests run in, a file of tests in one of them, in order.
 JOBS ?= 2

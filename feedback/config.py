@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -232,7 +232,49 @@ def _rule_name(name: str) -> str:
 RuleName = Annotated[str, AfterValidator(_rule_name)]
 """The name of a rule, which is that of its component."""
 
+ComponentName = Annotated[str, AfterValidator(lambda name: name if name in RESERVED_NAMES else _rule_name(name))]
+"""The name of a component of the reward: a rule's, or one of ``RESERVED_NAMES``."""
+
 Weight = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+
+
+TRAINED: Final = "trained"
+"""For a model's name: the version that the store of reward models points at."""
+
+
+class ClassifierConfig(Section):
+    """A sequence-classification model that scores responses."""
+
+    name: str = Field(
+        min_length=1,
+        description="Folder or Hugging Face name of the model; trained: the one that Millrace trained on people's "
+        "feedback, as soon as there is one.",
+    )
+    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
+    label: int = Field(default=0, ge=0, description="Index of the label whose logit is the reward.")
+    activation: Literal["sigmoid", "softmax", "none"] = Field(
+        default="sigmoid",
+        description="sigmoid or softmax (over the labels) bring the logit into 0..1, where the other sources lie.",
+    )
+    device: str = Field(default="auto", description="auto (cuda if there is one), cpu, cuda, cuda:1 …")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Type of the weights; auto takes the model's own."
+    )
+    max_length: int | None = Field(
+        default=None, ge=1, description="Longest prompt and response together, in tokens; null: the model's own limit."
+    )
+    batch_tokens: int = Field(default=16384, ge=1, description="Tokens in one forward pass, padding included.")
+
+    def resolved(self, path: Callable[[str], Path]) -> Self:
+        """The same with an absolute folder, if there is one of that name; else it is a name on the hub."""
+        folder = path(self.name)
+        return self.model_copy(update={"name": str(folder)}) if folder.is_dir() else self
+
+
+class ModelConfig(ClassifierConfig):
+    """The reward component `model`: the score of a sequence-classification model."""
+
+    weight: Weight = Field(default=1.0, description="Weight of the model in the reward; 0 leaves it out.")
 
 
 class HumanConfig(Section):
@@ -243,6 +285,11 @@ class HumanConfig(Section):
     ratings: Weight = Field(default=1.0, description="Weight of ratings among a source's votes.")
     preferences: Weight = Field(default=1.0, description="Weight of preferences among a source's votes.")
     metrics: Weight = Field(default=1.0, description="Weight of metrics among a source's votes.")
+    model: ClassifierConfig | None = Field(
+        default=None,
+        description="A reward model trained on the votes. It gives this component to the responses that training "
+        "samples, which have no votes; null: those go without it.",
+    )
 
     @model_validator(mode="after")
     def _some_kind_counts(self) -> Self:
@@ -332,27 +379,6 @@ class RuleConfig(Section):
         return value
 
 
-class ModelConfig(Section):
-    """The reward component `model`: the score of a sequence-classification model."""
-
-    name: str = Field(min_length=1, description="Folder or Hugging Face name of the model.")
-    revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
-    weight: Weight = Field(default=1.0, description="Weight of the model in the reward; 0 leaves it out.")
-    label: int = Field(default=0, ge=0, description="Index of the label whose logit is the reward.")
-    activation: Literal["sigmoid", "softmax", "none"] = Field(
-        default="sigmoid",
-        description="sigmoid or softmax (over the labels) bring the logit into 0..1, where the other sources lie.",
-    )
-    device: str = Field(default="auto", description="auto (cuda if there is one), cpu, cuda, cuda:1 …")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of the weights; auto takes the model's own."
-    )
-    max_length: int | None = Field(
-        default=None, ge=1, description="Longest prompt and response together, in tokens; null: the model's own limit."
-    )
-    batch_tokens: int = Field(default=16384, ge=1, description="Tokens in one forward pass, padding included.")
-
-
 class JudgeConfig(Section):
     """The reward component `judge`: the score of another language model, by HTTP."""
 
@@ -378,7 +404,9 @@ class JudgeConfig(Section):
         default=30.0, gt=0, description="Longest wait between attempts, also if the server asks for more, in seconds."
     )
     deadline_s: float = Field(
-        default=1800.0, gt=0, description="Longest time that one run may spend on the judge, in seconds."
+        default=1800.0,
+        gt=0,
+        description="Longest time that one scoring run, or one step of training, may spend on the judge, in seconds.",
     )
     runs: int = Field(
         default=3, ge=1, description="Scoring runs that ask for a response before its verdict is given up."
@@ -431,12 +459,32 @@ class ScoringConfig(Section):
 
     def resolved(self, path: Callable[[str], Path]) -> ScoringConfig:
         """The same with every folder absolute; ``path`` makes it so. A model's name is a folder if there is one."""
-        judge, model = self.judge, self.model
+        judge, model, human = self.judge, self.model, self.human
         if judge is not None:
             judge = judge.model_copy(update={"cache": str(path(judge.cache))})
-        if model is not None and path(model.name).is_dir():
-            model = model.model_copy(update={"name": str(path(model.name))})
-        return self.model_copy(update={"judge": judge, "model": model})
+        if model is not None:
+            model = model.resolved(path)
+        if human.model is not None:
+            human = human.model_copy(update={"model": human.model.resolved(path)})
+        return self.model_copy(update={"judge": judge, "model": model, "human": human})
+
+    @property
+    def for_rollouts(self) -> dict[str, float]:
+        """By component, the weights of the sources that can reward a response that nobody has seen."""
+        human = self.human if self.human.model is not None else None
+        there = {"human": human, **self.rules, "model": self.model, "judge": self.judge}
+        return {name: source.weight for name, source in there.items() if source is not None}
+
+    def weighed(self, weights: Mapping[str, float]) -> ScoringConfig:
+        """The same with other weights, by component; names that it has not are left out."""
+
+        def heavier(name: str, source: Any) -> Any:
+            known = source is not None and name in weights
+            return source.model_copy(update={"weight": weights[name]}) if known else source
+
+        parts = {name: heavier(name, getattr(self, name)) for name in RESERVED_NAMES}
+        rules = {name: heavier(name, rule) for name, rule in self.rules.items()}
+        return self.model_copy(update={**parts, "rules": rules})
 
 
 class FeedbackConfig(Section):

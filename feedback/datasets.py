@@ -79,6 +79,18 @@ WHERE up <> down
 ORDER BY voted_at, response_id
 """
 
+_VOTES: Final = """
+SELECT response_id, tenant, prompt, messages, prompt_token_ids, response, response_token_ids,
+       components['human'] AS vote, created_at
+FROM interactions JOIN current_rewards USING (response_id)
+WHERE status = 'complete' AND len(prompt_token_ids) > 0 AND components['human'] IS NOT NULL
+  AND NOT EXISTS (
+    FROM feedback WHERE kind = 'preference' AND feedback.tenant = interactions.tenant
+      AND interactions.response_id IN (feedback.response_id, feedback.rejected_response_id)
+  )
+ORDER BY created_at, response_id
+"""
+
 _DEMONSTRATIONS: Final = """
 SELECT feedback_id, c.response_id, c.tenant, prompt, messages, prompt_token_ids, c.text, c.source, c.created_at
 FROM corrections c JOIN interactions i USING (tenant, response_id)
@@ -133,6 +145,19 @@ THUMBS: Final = pa.schema(
     ]
 )
 """The columns of ``thumbs``."""
+
+VOTES: Final = pa.schema(
+    [
+        pa.field("response_id", _TEXT, nullable=False),
+        pa.field("tenant", _TEXT, nullable=False),
+        *_PROMPT,
+        pa.field("response", _TEXT, nullable=False),
+        pa.field("response_token_ids", _TOKENS, nullable=False),
+        pa.field("vote", pa.float64(), nullable=False),  # the component human: from 0 (bad) to 1 (good)
+        pa.field("created_at", TIMESTAMP, nullable=False),  # of the response
+    ]
+)
+"""The columns of ``votes``."""
 
 DEMONSTRATIONS: Final = pa.schema(
     [
@@ -220,6 +245,18 @@ def thumbs(lake: Lake, *, versions: Mapping[str, int] | None = None) -> Dataset:
         return _table(connection, _THUMBS, THUMBS), left_out | {TIE: ties}
 
     return _dataset(lake, versions, read)
+
+
+def votes(lake: Lake, *, versions: Mapping[str, int] | None = None) -> Dataset:
+    """Responses and what scoring made of people's thumbs, ratings and metrics, with the columns of ``VOTES``.
+
+    Those that a preference compares are in ``preference_pairs`` instead. Scoring must have run with
+    ``feedback.scoring.human.weight`` above 0.
+    """
+    table, read_at = _read(
+        lake, versions, ("interactions", "feedback", "rewards"), lambda connection: _table(connection, _VOTES, VOTES)
+    )
+    return Dataset(table, read_at, {})
 
 
 def demonstrations(lake: Lake, *, versions: Mapping[str, int] | None = None) -> Dataset:

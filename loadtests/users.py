@@ -30,7 +30,8 @@ def add_options(parser: ArgumentParser, **_: Any) -> None:
     parser.add_argument("--pace", type=float, default=0.5, help="seconds from one question of a user to the next")
     parser.add_argument("--max-tokens", type=int, default=12, help="longest answer, in tokens")
     parser.add_argument("--feedback-share", type=float, default=2 / 3, help="share of the answers that get a thumb")
-    parser.add_argument("--wrong-share", type=float, default=0.1, help="share of the thumbs that are wrong")
+    parser.add_argument("--choice-share", type=float, default=0.1, help="share of the questions with two answers")
+    parser.add_argument("--wrong-share", type=float, default=0.1, help="share of the judgements that are wrong")
     parser.add_argument("--random-seed", type=int, default=0, help="seed of prompts and judgements")
 
 
@@ -57,7 +58,10 @@ def read_prompts(environment: Environment, **_: Any) -> None:
 
 
 class Person(HttpUser):
-    """Asks a question, waits for the answer, gives a thumb to about two in three, and is wrong one time in ten."""
+    """Asks a question, waits for the answer, gives a thumb to about two in three, and is wrong one time in ten.
+
+    One question in ten has two answers, of which the user says which is the better one if one alone is right.
+    """
 
     def wait_time(self) -> float:
         return self.environment.random.uniform(0.5, 1.5) * self.environment.parsed_options.pace
@@ -69,15 +73,21 @@ class Person(HttpUser):
     def ask(self) -> None:
         environment, options = self.environment, self.environment.parsed_options
         item = environment.random.choice(environment.prompts)
-        body = {"prompt": item["prompt"], "max_tokens": options.max_tokens, "user": self.name}
+        n = 2 if environment.random.random() < options.choice_share else 1
+        body = {"prompt": item["prompt"], "max_tokens": options.max_tokens, "user": self.name, "n": n}
         answer = self.post("generate", "/generate", body, expected=200)
         if answer is None:
             return
-        response = answer["responses"][0]
-        if environment.random.random() < options.feedback_share:
-            right = response["text"] == item["answer"]
-            mistaken = environment.random.random() < options.wrong_share
-            thumb = {"response_id": response["response_id"], "kind": "thumb", "value": int(right != mistaken)}
+        right = {each["response_id"]: each["text"] == item["answer"] for each in answer["responses"]}
+        mistaken = environment.random.random() < options.wrong_share
+        if n == 2:
+            if len(set(right.values())) == 2:
+                better, worse = sorted(right, key=lambda one: right[one] == mistaken)
+                choice = {"response_id": better, "kind": "preference", "rejected_response_id": worse}
+                self.post("feedback", "/feedback", {**choice, "source": self.name}, expected=201)
+        elif environment.random.random() < options.feedback_share:
+            [(response_id, correct)] = right.items()
+            thumb = {"response_id": response_id, "kind": "thumb", "value": int(correct != mistaken)}
             self.post("feedback", "/feedback", {**thumb, "source": self.name}, expected=201)
 
     def post(self, kind: str, path: str, body: dict[str, Any], *, expected: int) -> dict[str, Any] | None:

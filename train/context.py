@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
-from feedback.config import LakeConfig, RuleConfig
+from feedback.config import LakeConfig, ScoringConfig
 from feedback.files import private
 from feedback.settings_base import IN_CLEAR
 
 if TYPE_CHECKING:
+    from serve.policies.store import Policy
     from train.config.training import TrainConfig
 
 RUN_NAME: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -42,11 +43,13 @@ class JobContext(BaseModel):
     )
     runs: Path
     policies: Path
+    reward_models: Path
     lake_uri: str
     lake: LakeConfig = Field(default_factory=LakeConfig)
-    reward: str | dict[str, RuleConfig] = Field(
-        description="What rewards rollouts: module:function, or rules by name, of which it is the weighted mean. "
-        "Empty if nothing is sampled."
+    reward: str | ScoringConfig | None = Field(
+        None,
+        description="What rewards rollouts: module:function, or sources, of which it is the weighted mean. Unset if "
+        "nothing is sampled.",
     )
     parent: int | None = Field(None, description="Policy to start from; the serving one if unset.")
     python_path: list[str] = Field(default_factory=list, description="Folders that the reward's module is found in.")
@@ -60,13 +63,13 @@ class JobContext(BaseModel):
 class JobResult(BaseModel):
     """The result of a job; ``candidate`` is None when no policy was published, and ``reason`` says why.
 
-    ``artifact``: the folder of a reward model, trained in place of a policy. ``stopped``: the run was ended for
-    its health; if it was not and has no candidate, there was nothing to learn from.
+    ``reward_model``: the version of one that was trained in place of a policy, in its store. ``stopped``: the run was
+    ended for its health; if it was not and has neither, there was nothing to learn from.
     """
 
     run: str
     candidate: int | None
-    artifact: Path | None = None
+    reward_model: int | None = None
     parent: int
     steps: int
     reason: str | None
@@ -75,22 +78,40 @@ class JobResult(BaseModel):
     seconds: float
 
     @classmethod
-    def of_published(cls, published: int | Path, **run: Any) -> JobResult:
-        """That of a run that has published a policy (its version), or a reward model (its folder)."""
-        if isinstance(published, int):
-            return cls(candidate=published, reason=None, **run)
-        reason = f"a reward model was trained, and no policy: {published}"
-        return cls(candidate=None, artifact=published, reason=reason, **run)
+    def of_published(cls, published: Policy, trains_policy: bool, **run: Any) -> JobResult:
+        """That of a run that has published a policy, or a reward model."""
+        if trains_policy:
+            return cls(candidate=published.version, reason=None, **run)
+        why = f"reward model {published.version}: {published.metrics['why']}"
+        return cls(candidate=None, reward_model=published.version, reason=why, **run)
 
     @property
     def published(self) -> str:
         """What the run has published."""
-        return f"policy {self.candidate}" if self.artifact is None else f"reward model {self.artifact}"
+        return f"policy {self.candidate}" if self.reward_model is None else f"reward model {self.reward_model}"
+
+
+JUDGE_KEY: Final = "MILLRACE__FEEDBACK__SCORING__JUDGE__API_KEY"
+"""The variable by which a job has the judge's key, which no file of a run has."""
+
+
+def judge_key(context: JobContext) -> dict[str, str]:
+    """What a job has in its environment; nothing if its judge has no key."""
+    judge = context.reward.judge if isinstance(context.reward, ScoringConfig) else None
+    return {} if judge is None or judge.api_key is None else {JUDGE_KEY: judge.api_key.get_secret_value()}
+
+
+def with_judge_key(context: JobContext, key: str | None) -> JobContext:
+    """The same with another key of its judge, if it has one."""
+    if not isinstance(context.reward, ScoringConfig) or context.reward.judge is None:
+        return context
+    judge = context.reward.judge.model_copy(update={"api_key": None if key is None else SecretStr(key)})
+    return context.model_copy(update={"reward": context.reward.model_copy(update={"judge": judge})})
 
 
 def write_job(config: TrainConfig, context: JobContext) -> Path:
     """The file of a job, in its folder. It has the lake's credentials in clear, so only its user may read it."""
-    parts = {"config": config, "context": context}
+    parts = {"config": config, "context": with_judge_key(context, None)}
     spec = context.folder / "job.json"
     with open(spec, "w", opener=private) as file:
         json.dump({name: part.model_dump(mode="json", context=IN_CLEAR) for name, part in parts.items()}, file)
@@ -107,6 +128,8 @@ class RunStart(BaseModel):
     parent_sha256: str
     lake_versions: dict[str, int]
     reward: Any
+    scorer: str | None = None
+    """What identifies the reward: the sources, and a hash of all that decides their values."""
     config: dict[str, Any]
     max_model_len: int | None = None
     """Of rollouts, in tokens; a machine with less memory goes on with the same."""

@@ -9,17 +9,21 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections.abc import Callable
+from functools import partial
 
+from feedback.config import ScoringConfig
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyStore
 from serve.vllm import compat
-from train import dataflows
+from train import algorithms, dataflows
 from train.checkpoint.folders import CheckpointError
 from train.checkpoint.random_state import numbered_seed, random_state, seed_all, set_random_state
 from train.config.context_length import rollout_cache, with_context
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
-from train.data.rewards import check_reward
+from train.data.feedback_items import OfflineData
+from train.data.rewards import Reward, RewardFunction, logged_responses, try_reward
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
 from train.observe.hooks import RunInfo
@@ -29,8 +33,8 @@ from train.run.checkpoints import Checkpoints
 from train.run.erasures import Erasures
 from train.run.publish import publish
 from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
-from train.run.reward_folder import publish_reward_model
-from train.run.unfinished import forget
+from train.run.reward_model import keep, publish_reward_model
+from train.run.unfinished import Stores, forget
 from train.workers.role_groups import start_groups
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
@@ -49,14 +53,20 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         train.controller.worker_group.WorkerError: a worker failed; nothing is published.
         train.checkpoint.folders.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.observe.hooks.HookError: a hook or tracker of the config failed.
-        feedback.scoring.sources.rules.RuleError: the reward failed, or returned something else than rewards.
+        train.data.rewards.RewardError: a source of the reward can't be used at all, or took too long.
     """
     compat.require()
     with only_run(context):
-        store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
-        begun = begin(config, context, store, lake)
+        stores = Stores(PolicyStore(context.policies), PolicyStore(context.reward_models))
+        lake = Lake(context.lake_uri, context.lake)
+        reward = None
+        if config.samples:
+            reward = Reward(context.reward if context.reward is not None else ScoringConfig(), config.step_timeout_s)
+        begun = begin(config, context, stores, lake, None if reward is None else reward.scorer)
         if begun.finished is not None:
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
+            if begun.finished.reward_model is not None:
+                keep(stores.reward_models, begun.finished.reward_model)
             shutil.rmtree(checkpoints_of(context), ignore_errors=True)
             return begun.finished
         if config.samples and (cut := rollout_cache(config, begun.parent.path).cut("train.rollout")):
@@ -70,10 +80,10 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         try:
             data = read_data(dataflow, config, context, lake, begun, seed)
             config = dataflow.settled(config, data)
-            if config.samples and config.placement.reward is None:  # on a pool it may need a device that is not here
-                say(f"{context.run}: trying the reward on logged responses")
-                check_reward(context.reward, lake, begun.start.lake_versions, timeout_s=config.step_timeout_s)
-            return train(dataflow, config, context, store, begun, data, seed, history, erasures)
+            trial = partial(on_logged_responses, config, context, lake, begun)
+            if reward is not None and config.placement.reward is None:  # a pool may have a device that is not here
+                trial(reward)
+            return train(dataflow, config, context, stores, begun, data, seed, history, erasures, reward, trial)
         except TrainingStopped as stopped:
             if isinstance(stopped, RowsErased):
                 forget(context.folder)
@@ -84,17 +94,21 @@ def train(
     dataflow: type[Dataflow],
     config: TrainConfig,
     context: JobContext,
-    store: PolicyStore,
+    stores: Stores,
     begun: Begun,
     data: Data,
     seed: int,
     history: list[dict[str, float]],
     erasures: Erasures,
+    reward: Reward | None,
+    trial: Callable[[RewardFunction], object] = lambda _: None,
 ) -> JobResult:
     """From the first step, or from the checkpoint, to the published candidate.
 
     Args:
         history: the metrics of the steps that are done; those of each further step are added.
+        reward: of what is sampled; None if nothing is.
+        trial: of the reward, where it is on a pool.
     """
     started = time.monotonic()
     say(f"{context.run}: starting the workers")
@@ -104,7 +118,7 @@ def train(
 
     with (
         Watchers(info, history) as watchers,
-        start_groups(config, parent.path, seed=seed, reward=context.reward) as groups,
+        start_groups(config, parent.path, seed=seed, reward=reward, trial=trial) as groups,
         progress_bar() as bar,
     ):
         timer = StepTimer()
@@ -143,14 +157,20 @@ def train(
                     )
                 )
         checkpoints.collect(wait=True)
-        record = (parent, groups.actor, config, context, begun.start, history, data, erasures.check())
-        trains_policy = config.algorithm.trains_policy
-        published = publish(store, *record).version if trains_policy else publish_reward_model(*record)
-        erasures.settle(store, published)
+        trains_policy, target = config.algorithm.trains_policy, stores.of(config.algorithm.name)
+        trained = (target, parent, groups.actor, config, context, begun.start, history)
+        if trains_policy:
+            published = publish(*trained, data, erasures.check())
+        else:
+            assert isinstance(data, OfflineData)
+            published = publish_reward_model(*trained, data, erasures.check())
+        erasures.settle(target, published.version)
+        if not trains_policy:
+            keep(target, published.version)
         shutil.rmtree(checkpoints_of(context))  # the run is finished: its name returns this result from here on
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}
-        result = JobResult.of_published(published, run=context.run, **last)
+        result = JobResult.of_published(published, trains_policy, run=context.run, **last)
         say(f"{context.run}: published {result.published} in {seconds:.0f} s")
         watchers.end(result)
     return result
@@ -187,6 +207,17 @@ def read_data(
         least = f"fewer than train.data.min_prompts={config.data.min_prompts}"
         raise NothingToLearn(f"{data.usable} usable {unit}, {least} ({data})")
     return data
+
+
+def on_logged_responses(
+    config: TrainConfig, context: JobContext, lake: Lake, begun: Begun, reward: RewardFunction
+) -> None:
+    """Try the reward on a few logged responses, and say what came out by component. Raises as ``try_reward``."""
+    rows = logged_responses(lake, begun.start.lake_versions)
+    say(f"{context.run}: trying the reward on {len(rows)} logged responses")
+    per_token = algorithms.load(config.algorithm).takes_token_rewards
+    found = try_reward(reward, context.reward or ScoringConfig(), rows, per_token=per_token)
+    say(f"{context.run}: {found}")
 
 
 def ended_early(

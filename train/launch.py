@@ -25,7 +25,7 @@ from feedback.process_exit import end_process, teardown_is_skipped
 from feedback.user_code import search_last, search_path
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
 from train.config.training import TrainConfig
-from train.context import JobContext, JobResult, write_job
+from train.context import JUDGE_KEY, JobContext, JobResult, judge_key, with_judge_key, write_job
 from train.controller import torchrun
 from train.controller.dispatch import Layout
 from train.job import run
@@ -55,13 +55,12 @@ def run_job(config: TrainConfig, context: JobContext) -> JobResult:
     elif config.ray_address:
         submit(config, context, spec)
     else:
-        run_locally(spec)
+        run_locally(config, context)
     return JobResult.model_validate_json((context.folder / "result.json").read_text())
 
 
-def run_locally(spec: Path) -> None:
+def run_locally(config: TrainConfig, context: JobContext) -> None:
     """Run the job on a Ray of its own. Raises LocalRayError if that does not start."""
-    config, context = read(spec)
     search_last(context.python_path)
     with local_ray(
         num_cpus=sum(config.ranks_of(pool) * config.threads_of(pool) for pool in config.placement.pools),
@@ -81,7 +80,7 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
     """
     log = context.folder / "torchrun.log"
     search_last(context.python_path)
-    variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets(), **search_path()}
+    variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets(), **search_path(), **judge_key(context)}
     with log.open("w") as output, tempfile.TemporaryDirectory(prefix="millrace-torchrun-") as folder:
         command = torchrun_command(config, spec, "train.controller.torchrun_guard", f"{folder}/store")
         process = subprocess.Popen(command, stderr=output, env=variables)
@@ -124,6 +123,8 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
     """
     from ray.job_submission import JobSubmissionClient
 
+    if judge_key(context):
+        say(f"{context.run}: the judge's key is not sent to the cluster: its jobs have it from their own {JUDGE_KEY}")
     client = JobSubmissionClient(config.ray_address)
     job_id = client.submit_job(entrypoint=f"{sys.executable} -P -m train.launch {spec}", metadata={"run": context.run})
     say(f"{context.run}: submitted as {job_id} to {config.ray_address}")
@@ -198,11 +199,12 @@ def error_of(context: JobContext) -> str | None:
 
 
 def read(spec: Path, launcher: str | None = None) -> tuple[TrainConfig, JobContext]:
-    """A job's file; ``launcher`` replaces its own."""
+    """A job's file; ``launcher`` replaces its own. The judge's key is from the environment."""
     job = json.loads(spec.read_text())
     if launcher is not None:
         job["config"]["launcher"] = launcher
-    return TrainConfig.model_validate(job["config"]), JobContext.model_validate(job["context"])
+    context = JobContext.model_validate(job["context"])
+    return TrainConfig.model_validate(job["config"]), with_judge_key(context, os.environ.get(JUDGE_KEY))
 
 
 if __name__ == "__main__":

@@ -98,9 +98,10 @@ def run_name(_: click.Context, __: click.Parameter, name: str | None) -> str | N
     help="Name of the run: its folder under train.runs. One that was killed goes on from its last checkpoint.",
 )
 @click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one by default.")
+@click.option("--reward-model", is_flag=True, help="Train the reward model, on what people said, in place of a policy.")
 @json_out
 @pass_settings
-def train(settings: Settings, name: str | None, parent: int | None, json_out: Path | None) -> int:
+def train(settings: Settings, name: str | None, parent: int | None, reward_model: bool, json_out: Path | None) -> int:
     """Train a candidate from what traffic brought, and publish it. It serves only once it is promoted.
 
     Exit code 3 if there was nothing to learn from (too few prompts, or rewards that do not differ), or what it learned
@@ -108,7 +109,7 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
     """
     from deploy.loop.preflight import reward_of, training_problems
 
-    if problems := training_problems(settings):
+    if problems := [] if reward_model else training_problems(settings):
         raise ConfigError("\n".join(problems))
     resolved = settings.resolved()
     name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"
@@ -120,26 +121,26 @@ def train(settings: Settings, name: str | None, parent: int | None, json_out: Pa
             run=name,
             runs=resolved.train.runs,
             policies=Path(resolved.serve.policies),
+            reward_models=resolved.train.reward_model.folder,
             lake_uri=resolved.feedback.lake.uri,
             lake=resolved.feedback.lake,
-            reward=reward_of(settings),
+            reward=None if reward_model else reward_of(settings),
             parent=parent,
             python_path=[str(Path.cwd())],
             lineage=lineage.current(settings),
         )
         if not resolved.evaluation.suite.is_file():
             click.echo(f"there is no evaluation.suite {resolved.evaluation.suite}: no prompts are kept out of training")
-        result = run_job(settings.training(), context)
+        result = run_job(settings.training(reward_model=reward_model), context)
     write_result(result.model_dump(mode="json"), json_out)
     return print_result(result)
 
 
 def print_result(result: JobResult) -> int:
     """Print the end of a run; the exit code of `train`."""
-    if result.artifact is not None:
+    if result.reward_model is not None:
         click.echo(
-            f"{result.run}: reward model {result.artifact}, from policy {result.parent}, {result.steps} steps, "
-            f"{result.seconds:.0f} s; to score by it, set feedback.scoring.model.name to that folder"
+            f"{result.run}: {result.reason} (from policy {result.parent}, {result.steps} steps, {result.seconds:.0f} s)"
         )
     elif result.candidate is not None:
         click.echo(

@@ -18,7 +18,7 @@ from deploy.supervise.children import stop_on_signals
 if TYPE_CHECKING:
     from deploy.loop.lineage import Trained
     from feedback.maintenance.maintain import Compacted, Retained, Vacuumed
-    from serve.policies.store import PolicyStore
+    from train.run.unfinished import Stores
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 
@@ -73,18 +73,17 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
     from feedback.maintenance.maintain import maintain as maintain_lake
     from train.run.unfinished import forget_erased
 
-    lake, resolved = settings.lake(), settings.resolved()
-    store, runs = settings.policy_store(), resolved.train.runs
+    lake, resolved, stores = settings.lake(), settings.resolved(), settings.stores()
 
     def rewritten(erasure: str, since: Mapping[str, int]) -> None:
-        reached = lineage.trained_before_erasure(store, runs, lake, since)
-        _record(store, erasure, reached)
+        reached = lineage.trained_before_erasure(stores, lake, since)
+        _record(stores, erasure, reached)
         _print_reached(reached)
 
     with stop_on_signals():
         lake.create()
         done = maintain_lake(lake, Path(resolved.feedback.journal.folder), rewritten)
-        forgotten = forget_erased(lake, runs, store)
+        forgotten = forget_erased(lake, resolved.train.runs, stores)
     if any(done.erased.values()):
         click.echo(f"erased, behind an earlier erasure: {_counted(done.erased)}")
     _print_retained(done.retained, dry_run=False)
@@ -133,9 +132,9 @@ def erase(
     with stop_on_signals():
         found = find(lake, journal, target)
         # Looked up first: the versions that a policy was trained from can't be read after the erasure.
-        store, runs = settings.policy_store(), resolved.train.runs
-        known = lineage.artifacts(store, runs)
-        reached = lineage.trained_on(store, runs, lake, found)
+        stores, runs = settings.stores(), resolved.train.runs
+        known = lineage.artifacts(stores)
+        reached = lineage.trained_on(stores, lake, found)
         reading = lineage.runs_with(runs, lake, found)
         click.echo(f"to be erased: {_counted(found.rows)}")
         _print_reached(reached, none=True)
@@ -148,19 +147,19 @@ def erase(
 
         def registered(erasure: str) -> None:  # before the rows go: afterwards it can't be known for certain
             try:
-                _record(store, erasure, reached)
+                _record(stores, erasure, reached)
             except (OSError, PolicyError) as error:
                 click.echo(f"recorded when the rows are gone: {error}")
 
         def rewritten(erasure: str, since: Mapping[str, int]) -> None:
-            late.extend(lineage.trained_before_erasure(store, runs, lake, since, besides=known, parents=reached))
-            _record(store, erasure, [*reached, *late])
+            late.extend(lineage.trained_before_erasure(stores, lake, since, besides=known, parents=reached))
+            _record(stores, erasure, [*reached, *late])
 
         done = erase_rows(
             lake, journal, target, wait_s=wait_s, report=click.echo, registered=registered, rewritten=rewritten
         )
         _print_reached(late)
-        _print_forgotten(forget_erased(lake, runs, store))
+        _print_forgotten(forget_erased(lake, runs, stores))
     click.echo(f"erased: {_counted(done.rows)} in {done.seconds:.1f} s")
     if done.damaged:
         click.echo(f"removed {done.damaged} damaged journal segments that had been put aside")
@@ -172,7 +171,7 @@ def erase(
         if one.kind == "policy":
             result["policies"].append({"version": int(one.name), **how})
         elif one.kind == "reward model":
-            result["reward_models"].append({"folder": one.name, **how})
+            result["reward_models"].append({"version": int(one.name), **how})
         else:
             result["runs"].append({"name": one.name, "holder": one.holder, **how})
     write_result(result, json_out)
@@ -190,25 +189,21 @@ def _fate(settings: Settings, holder: str | None) -> str:
     return f"{holder} is at work on it: {'it will publish nothing' if refused else 'its policy will say so'}"
 
 
-def _record(store: PolicyStore, erasure: str, reached: Iterable[Trained]) -> None:
+def _record(stores: Stores, erasure: str, reached: Iterable[Trained]) -> None:
     """Record an erasure with the policies and reward models that it reaches, once; not with one that was withdrawn.
 
     Raises PolicyError, when the others are recorded, for those that could not be.
     """
-    from serve.policies.store import PolicyError, PolicyNotFound, record_erasure
+    from serve.policies.store import PolicyError, PolicyNotFound
 
     failed = []
     for one in reached:
         try:
-            if one.kind == "policy":
-                store.record_erasure(int(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
-            else:
-                record_erasure(Path(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
+            store = stores.policies if one.kind == "policy" else stores.reward_models
+            store.record_erasure(int(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
         except PolicyNotFound:
             continue
         except (OSError, PolicyError) as error:
-            if one.kind != "policy" and isinstance(error, FileNotFoundError):
-                continue  # the reward model's folder is gone; a policy that lacks a file is there
             failed.append(f"{one.kind} {one.name}: {error}")
     if failed:
         raise PolicyError(

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from deploy.config import describe
 from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options, merged
 from evaluation.config import EvaluationConfig
-from feedback.config import FeedbackConfig
+from feedback.config import TRAINED, ClassifierConfig, FeedbackConfig, ScoringConfig
 from feedback.files import replace_file
 from feedback.settings_base import Section
 from serve.config import ServeConfig
@@ -27,13 +27,23 @@ from train.config.training import TrainConfig
 if TYPE_CHECKING:
     from feedback.lake.tables import Lake
     from serve.policies.store import PolicyStore
+    from train.run.unfinished import Stores
 
 __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "load"]
+
+
+Classifier = TypeVar("Classifier", bound=ClassifierConfig)
 
 
 class CycleConfig(Section):
     """One turn of the loop: score, train, evaluate, promote."""
 
+    recipe: Literal["rlvr", "rlhf", "rlaif", "offline"] | None = Field(
+        None,
+        description="What policies learn from. rlhf: people's feedback trains a reward model, which rewards fresh "
+        "responses. rlvr: rules reward them. rlaif: a judge does. offline: feedback itself, by dpo, kto or sft, "
+        "whichever it has most of. null: what the other settings say.",
+    )
     folder: Path = Field(Path("cycles"), description="Where each cycle's record is kept, one JSON file a cycle.")
     min_new_rewards: int = Field(
         1,
@@ -93,7 +103,7 @@ class UpConfig(Section):
 class Settings(Section):
     """Everything that can be set. Paths that are not absolute are relative to ``home``."""
 
-    model_config = ConfigDict(validate_default=True)
+    model_config = ConfigDict(validate_default=True, frozen=False)  # a recipe completes ``feedback``
 
     home: Path = Field(Path("home"), description="The folder that holds everything Millrace keeps.")
     feedback: FeedbackConfig = Field(
@@ -105,6 +115,29 @@ class Settings(Section):
     cycle: CycleConfig = Field(default_factory=CycleConfig, description="One turn of the loop.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="When cycles run.")
     up: UpConfig = Field(default_factory=UpConfig, description="`millrace up`.")
+
+    @model_validator(mode="after")
+    def _by_recipe(self) -> Settings:
+        """What a recipe says of the other settings; a setting that contradicts it is refused."""
+        recipe, scoring, algorithm = self.cycle.recipe, self.feedback.scoring, self.train.algorithm
+        if recipe is None:
+            return self
+        if recipe != "offline" and algorithm.is_offline:
+            raise ValueError(
+                f"cycle.recipe={recipe} samples responses, and train.algorithm.name={algorithm.name} learns from "
+                "feedback: set cycle.recipe to offline, or take an algorithm such as grpo"
+            )
+        if recipe == "rlhf" and scoring.human.model is None:
+            human = scoring.human.model_copy(update={"model": ClassifierConfig(name=TRAINED)})
+            scoring = scoring.model_copy(update={"human": human})
+            self.feedback = self.feedback.model_copy(update={"scoring": scoring})
+        needs = {"rlhf": scoring.human.weight, "rlaif": scoring.judge and scoring.judge.weight}
+        if recipe == "rlvr" and self.train.reward is None and not any(r.weight for r in scoring.rules.values()):
+            raise ValueError("cycle.recipe=rlvr: there is no rule: set feedback.scoring.rules, or train.reward")
+        if recipe in needs and not needs[recipe]:
+            source = {"rlhf": "feedback.scoring.human.weight", "rlaif": "feedback.scoring.judge"}[recipe]
+            raise ValueError(f"cycle.recipe={recipe}: {source} is not set, or has no weight")
+        return self
 
     def path(self, relative: Path | str) -> Path:
         """The absolute path of a configured one: relative to home unless it is absolute."""
@@ -120,7 +153,7 @@ class Settings(Section):
         key = str(self.path(feedback.lake.erasure_key or "erasure.key"))
         uri = feedback.lake.uri if "://" in feedback.lake.uri else str(self.path(feedback.lake.uri))
         lake = feedback.lake.model_copy(update={"uri": uri, "erasure_key": key})
-        scoring = feedback.scoring.resolved(self.path)
+        scoring = self._with_reward_model(feedback.scoring.resolved(self.path))
         folders = {name: str(self.path(getattr(serve, name))) for name in ("policies", "replicas", "keys")}
         computing = {
             "dtype": serve.engine.dtype if evaluation.engine.dtype == "auto" else evaluation.engine.dtype,
@@ -142,16 +175,42 @@ class Settings(Section):
             }
         )
 
-    def training(self) -> TrainConfig:
-        """The settings of a training run: the prompts of the suite that its policy is judged by are left out."""
+    def _with_reward_model(self, scoring: ScoringConfig) -> ScoringConfig:
+        """With the folder of the version that rewards for ``trained``; without a model, if none does yet."""
+        store = self.stores().reward_models
+        pointer = store.serving()
+
+        def found(model: Classifier | None) -> Classifier | None:
+            if model is None or model.name != TRAINED:
+                return model
+            if pointer is None:
+                return None
+            return model.model_copy(update={"name": str(store.get(pointer.version).path)})
+
+        human = scoring.human.model_copy(update={"model": found(scoring.human.model)})
+        return scoring.model_copy(update={"human": human, "model": found(scoring.model)})
+
+    def training(self, *, reward_model: bool = False) -> TrainConfig:
+        """The settings of a run that trains a policy, or the reward model.
+
+        The prompts of the suite that policies are judged by are left out.
+        """
         suite = self.path(self.evaluation.suite)
         train = self.resolved().train
-        return train.excluding(suite) if suite.is_file() else train
+        train = train.excluding(suite) if suite.is_file() else train
+        return train.of_reward_model() if reward_model else train
 
     def policy_store(self) -> PolicyStore:
         from serve.policies.store import PolicyStore
 
         return PolicyStore(self.path(self.serve.policies))
+
+    def stores(self) -> Stores:
+        """Of policies and of reward models."""
+        from serve.policies.store import PolicyStore
+        from train.run.unfinished import Stores
+
+        return Stores(self.policy_store(), PolicyStore(self.path(self.train.reward_model.folder)))
 
     def lake(self) -> Lake:
         from feedback.lake.tables import Lake

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config.root import Settings
+from deploy.display.proxy_reward import ProxyReward
 from deploy.loop import records
 from evaluation.evaluate import compare_samples
 from evaluation.report.page import GateRow, PolicyRow, ReportData, SwapRow, traffic
@@ -27,10 +28,12 @@ def gather(
     *,
     title: str,
     totals: Mapping[str, Any] | None = None,
+    proxy: ProxyReward | None = None,
 ) -> ReportData:
     """What ``evaluation.report.page.build`` needs.
 
     totals: counts by name, beside those that the lake gives.
+    proxy: what the reward model says of the policies.
     Raises ReportError, and what reading the lake and the policy store raises. What there is none of stays empty.
     """
     resolved = settings.resolved()
@@ -44,7 +47,9 @@ def gather(
         counted = _totals(connection) if connection else {}
     return ReportData(
         title=title,
-        policies=tuple(_policies(store, evaluations)),
+        policies=tuple(_policies(store, evaluations, proxy.means if proxy else {})),
+        reward_model=proxy and proxy.version,
+        agreement=proxy and proxy.agreement,
         training=_training(resolved.train.runs),
         gates=tuple(_gates(store, cycles)),
         samples=tuple(samples),
@@ -63,7 +68,7 @@ def _evaluations(folder: Path) -> list[Evaluation]:
     return sorted(found, key=lambda evaluation: evaluation.created_at)
 
 
-def _policies(store: PolicyStore, evaluations: list[Evaluation]) -> list[PolicyRow]:
+def _policies(store: PolicyStore, evaluations: list[Evaluation], proxy: Mapping[int, float]) -> list[PolicyRow]:
     """Each policy with what the newest evaluation says of it."""
     results: dict[int, PolicyResult] = {}
     for evaluation in evaluations:
@@ -73,7 +78,8 @@ def _policies(store: PolicyStore, evaluations: list[Evaluation]) -> list[PolicyR
     for policy in map(store.get, store.versions()):
         found = results.get(policy.version)
         known = found.model_dump() if found is not None and found.sha256 == policy.sha256 else {}
-        rows.append(PolicyRow.model_validate({**known, "version": policy.version, "parent": policy.parent}))
+        own = {"version": policy.version, "parent": policy.parent, "proxy": proxy.get(policy.version)}
+        rows.append(PolicyRow.model_validate({**known, **own}))
     return rows
 
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from deploy.config.root import Settings
-from deploy.loop import promotion
+from deploy.loop import promotion, recipes
 from deploy.loop.preflight import check
 from deploy.loop.records import (
     CycleRecord,
@@ -95,6 +95,9 @@ class _Cycle:
         if reason := self._nothing_new():
             return self._end("skipped", reason)
 
+        if self.settings.cycle.recipe == "rlhf" and (reason := self._reward_model(pointer.version)):
+            return self._end("skipped", reason)
+
         self.record.run = f"cycle-{self.record.number:06d}"
         if killed := killed_training(self.settings, self.record.number, pointer.version):
             self.record.run, self.record.rewards, self.record.feedback = killed.run, killed.rewards, killed.feedback
@@ -103,6 +106,7 @@ class _Cycle:
             "train",
             self.settings.cycle.train_timeout_s,
             *("--run", str(self.record.run), "--parent", str(pointer.version)),
+            *recipes.arguments(self.settings),
         )
         self.record.candidate = trained["candidate"]
         if trained["candidate"] is None:
@@ -128,29 +132,47 @@ class _Cycle:
         new = count - before if count >= before else count  # fewer than before: old rows were retired
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
 
-    def _run(self, name: str, timeout: float, *arguments: str) -> dict[str, Any]:
+    def _reward_model(self, policy: int) -> str | None:
+        """Train another reward model, if enough was said since the last; why there is none yet, or None if there is."""
+        store = self.settings.stores().reward_models
+        trained = [one.feedback for one in load_all(self.settings) if "reward-model" in one.seconds and one.feedback]
+        new, why = (self.record.feedback or 0) - max(trained, default=0), ""
+        if (least := self.settings.train.reward_model.min_new_feedback) <= new:
+            name = f"cycle-{self.record.number:06d}-reward-model"
+            arguments = ("--reward-model", "--run", name, "--parent", str(policy))
+            timeout = self.settings.cycle.train_timeout_s
+            why = self._run("train", timeout, *arguments, stage="reward-model")["reason"]
+            self.say(why)
+        pointer = store.serving()
+        if pointer is None:
+            return f"there is no reward model yet: {why or f'{new} feedbacks, {least} are needed'}"
+        self.record.reward_model = pointer.version
+        return None
+
+    def _run(self, name: str, timeout: float, *arguments: str, stage: str | None = None) -> dict[str, Any]:
         """Run one stage as ``millrace <name>`` in a process of its own; what it handed on. Raises StageFailed."""
-        out = self.settings.path(self.settings.cycle.folder) / f".{self.record.number:06d}-{name}.json"
+        called = stage or name
+        out = self.settings.path(self.settings.cycle.folder) / f".{self.record.number:06d}-{called}.json"
         out.unlink(missing_ok=True)
-        with self._stage(name) as stage:
+        with self._stage(called) as kept:
             child = start(
                 self.settings,
-                name,
+                called,
                 [name, *arguments, "--json-out", out],
-                log=f"cycle-{self.record.number:06d}-{name}.log",
+                log=f"cycle-{self.record.number:06d}-{called}.log",
                 grace=self.settings.cycle.stop_grace_s,
                 follow=self.follow,
             )
             try:
                 code = child.finish(timeout)
             except TimeoutError:
-                raise StageFailed(f"{name} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
+                raise StageFailed(f"{called} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
             if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
-                raise failed(f"{name} ended with code {code}: {_last_error(child.tail())} (log: {child.log})")
+                raise failed(f"{called} ended with code {code}: {_last_error(child.tail())} (log: {child.log})")
             result: dict[str, Any] = json.loads(out.read_bytes())
             out.unlink()
-            stage.result = result
+            kept.result = result
         return result
 
     def _promote(self, version: int, incumbent: Pointer) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from feedback.lake.tables import Lake
     from feedback.maintenance.erasure import Found
     from serve.policies.store import PolicyStore
+    from train.run.unfinished import Stores
 
 
 Kind = Literal["policy", "reward model", "unfinished run"]
@@ -36,7 +36,7 @@ def current(settings: Settings) -> dict[str, Any]:
 class Trained:
     """What was trained on some rows, or descends from a policy that was; ``why`` says how that is known.
 
-    ``name``: a policy's version, a reward model's folder, a run's name. ``holder``: the process at work on a run.
+    ``name``: a policy's or a reward model's version, a run's name. ``holder``: the process at work on a run.
     """
 
     kind: Kind
@@ -48,7 +48,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A policy or a reward model; a later one in the same folder is another."""
+    """A policy or a reward model. ``parent``: the policy that it was trained from."""
 
     kind: Kind
     name: str
@@ -57,19 +57,19 @@ class Artifact:
     created: datetime
 
 
-def artifacts(store: PolicyStore, runs: Path) -> list[Artifact]:
-    """The policies of a store, rising, and the reward models of a folder of runs."""
-    return [*_policies(store), *_models(runs)]
+def artifacts(stores: Stores) -> list[Artifact]:
+    """The policies, rising, and the reward models."""
+    return [*_artifacts("policy", stores.policies), *_artifacts("reward model", stores.reward_models)]
 
 
-def trained_on(store: PolicyStore, runs: Path, lake: Lake, found: Found) -> list[Trained]:
+def trained_on(stores: Stores, lake: Lake, found: Found) -> list[Trained]:
     """The policies and reward models whose lineage contains some rows.
 
     One was trained on a row if the row was in the lake at the versions that its manifest names, or if the policy that
     it descends from was. Where such a version can't be read any more (a vacuum removed it), what was trained after the
     oldest of the rows was possibly trained on it.
     """
-    return _reached(artifacts(store, runs), lambda one: _has_read(one.lake_versions, one.created, lake, found))
+    return _reached(artifacts(stores), lambda one: _has_read(one.lake_versions, one.created, lake, found))
 
 
 def runs_with(runs: Path, lake: Lake, found: Found) -> list[Trained]:
@@ -84,8 +84,7 @@ def runs_with(runs: Path, lake: Lake, found: Found) -> list[Trained]:
 
 
 def trained_before_erasure(
-    store: PolicyStore,
-    runs: Path,
+    stores: Stores,
     lake: Lake,
     since: Mapping[str, int],
     *,
@@ -100,11 +99,11 @@ def trained_before_erasure(
         why = _lost(artifact.lake_versions, lake, since)
         return ("possibly", why) if why else None
 
-    others = [artifact for artifact in artifacts(store, runs) if artifact not in besides]
+    others = [artifact for artifact in artifacts(stores) if artifact not in besides]
     return _reached(others, own, [replace(parent, certainty="possibly") for parent in parents])
 
 
-def _policies(store: PolicyStore) -> Iterator[Artifact]:
+def _artifacts(kind: Kind, store: PolicyStore) -> Iterator[Artifact]:
     from serve.policies.store import PolicyNotFound
 
     for version in store.versions():
@@ -113,17 +112,8 @@ def _policies(store: PolicyStore) -> Iterator[Artifact]:
         except PolicyNotFound:  # its run has just withdrawn it
             continue
         created = datetime.fromisoformat(policy.created_at)
-        yield Artifact("policy", str(version), policy.parent, policy.lineage.get("lake_versions"), created)
-
-
-def _models(runs: Path) -> Iterator[Artifact]:
-    for file in sorted(runs.glob("*/reward_model/training.json")):
-        try:
-            manifest, created = json.loads(file.read_bytes()), datetime.fromtimestamp(file.stat().st_mtime, UTC)
-        except FileNotFoundError:  # its run has just withdrawn it
-            continue
-        versions = manifest["lineage"]["lake_versions"]
-        yield Artifact("reward model", str(file.parent), manifest["parent"], versions, created)
+        parent = policy.parent if kind == "policy" else policy.lineage.get("policy")
+        yield Artifact(kind, str(version), parent, policy.lineage.get("lake_versions"), created)
 
 
 def _reached(

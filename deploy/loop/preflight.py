@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from deploy.config.root import ConfigError, Settings
-from feedback.config import RuleConfig
+from feedback.config import ScoringConfig
 from feedback.scoring.sources.rules import RuleError, configured, load_rule
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy, PolicyError
@@ -17,13 +17,12 @@ from train.config.training import TrainConfig
 from train.observe.hooks import HookError, load_function
 
 NO_REWARD = (
-    "train.reward is null, and feedback.scoring.rules has no rule with a weight: training needs something that rewards "
-    "its responses (a module:function, or a rule)"
+    "train.reward is null, and feedback.scoring has no rule, model or judge with a weight: training needs something "
+    "that rewards its responses (a module:function, a rule, a reward model, or a judge)"
 )
 NO_POLICY = (
-    "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: train the reward model "
-    "by `millrace train`, set feedback.scoring.model.name to the folder that it names, and train.algorithm.name to a "
-    "policy's algorithm"
+    "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: set cycle.recipe to "
+    "rlhf, which trains a reward model too, and train.algorithm.name to an algorithm of policies"
 )
 
 
@@ -40,7 +39,8 @@ def check(settings: Settings) -> None:
     store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))
-    problems += training_problems(settings)
+    later = settings.cycle.recipe in ("rlhf", "offline")  # the cycle trains the reward model, or takes an algorithm
+    problems += [one for one in training_problems(settings) if not (later and one == NO_REWARD)]
     problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
     if problems:
         raise ConfigError("\n".join(problems))
@@ -64,12 +64,14 @@ def judging_problems(settings: Settings, policy: Policy) -> list[str]:
 def training_problems(settings: Settings) -> list[str]:
     """What of the settings of training names what isn't there, or can't be used; one text each."""
     train, rules = settings.train, settings.feedback.scoring.rules
+    sources = settings.feedback.scoring.for_rollouts
     problems = []
-    if train.samples and not reward_of(settings):
+    if train.samples and reward_of(settings) is None:
         problems.append(NO_REWARD)
     problems += [
-        f"train.reward_weights.{name}: feedback.scoring.rules has no such rule; there are: {', '.join(rules) or 'none'}"
-        for name in sorted(train.reward_weights.keys() - rules.keys())
+        f"train.reward_weights.{name}: feedback.scoring has no such source for fresh responses; there are: "
+        f"{', '.join(sources) or 'none'}"
+        for name in sorted(train.reward_weights.keys() - sources.keys())
     ]
     loads: dict[str, Callable[[], object]] = {
         f"feedback.scoring.rules.{name}": partial(configured, name, rule) for name, rule in rules.items()
@@ -105,11 +107,9 @@ def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:
     return problems
 
 
-def reward_of(settings: Settings) -> str | dict[str, RuleConfig]:
-    """What rewards rollouts: a function by name, or the rules that have a weight in training; empty if none has."""
-    weights = settings.train.reward_weights
-    rules = {
-        name: rule.model_copy(update={"weight": weights.get(name, rule.weight)})
-        for name, rule in settings.feedback.scoring.rules.items()
-    }
-    return settings.train.reward or {name: rule for name, rule in rules.items() if rule.weight > 0}
+def reward_of(settings: Settings) -> str | ScoringConfig | None:
+    """What rewards rollouts: a function by name, or the sources with training's weights; None if there is none."""
+    if settings.train.reward is not None:
+        return settings.train.reward
+    scoring = settings.resolved().feedback.scoring.weighed(settings.train.reward_weights)
+    return scoring if any(scoring.for_rollouts.values()) else None

@@ -37,6 +37,7 @@ class CycleRecord(BaseModel):
     finished_at: datetime | None = None
     incumbent: int | None = None
     run: str | None = Field(None, description="The training run; an earlier cycle's, if its training was killed.")
+    reward_model: int | None = Field(None, description="The version that rewarded the training's responses.")
     candidate: int | None = None
     verdict: dict[str, Any] | None = None
     rewards: int | None = Field(None, description="Rows of the rewards table that the training could learn from.")

@@ -43,6 +43,8 @@ class PolicyRow(_Row):
     accuracy: Interval | None = None
     reward: Interval | None = None
     n: int | None = None
+    proxy: float | None = None
+    """What the reward model says of the same answers: the mean probability that people find one good."""
 
 
 class GateRow(_Row):
@@ -83,7 +85,8 @@ class ReportData(BaseModel):
 
     ``training`` maps a run (a cycle) to the rows of its metrics.jsonl, in order. ``samples_between`` names the versions
     that ``samples`` compares. ``traffic`` is what ``traffic()`` returns. ``totals`` are counts by name;
-    ``X_acknowledged`` and ``X_in_lake`` are shown as a pair. ``stages`` are seconds by name.
+    ``X_acknowledged`` and ``X_in_lake`` are shown as a pair. ``stages`` are seconds by name. ``reward_model`` is the
+    version that ``proxy`` of the policies is by, and ``agreement`` how often it says what the scorer says.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -98,6 +101,8 @@ class ReportData(BaseModel):
     swaps: tuple[SwapRow, ...] = ()
     totals: dict[str, Any] = {}
     stages: dict[str, float] = {}
+    reward_model: int | None = None
+    agreement: Interval | None = None
     confidence: float = 0.95
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC))
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from feedback.config import KindsConfig, ScoringConfig
+from feedback.config import ClassifierConfig, KindsConfig, ScoringConfig
 from feedback.scoring.sources import human
 from feedback.scoring.sources.judge_cache import JudgeCacheError
 from feedback.scoring.sources.rules import COLUMNS, Reasons, SqlRule, Values, load_rules
@@ -82,32 +82,61 @@ def _recordable(reason: str | None) -> str | None:
 
 
 def load_sources(config: ScoringConfig, kinds: KindsConfig) -> list[Source]:
-    """The sources that have a weight.
+    """The sources that have a weight, for logged responses.
 
-    Raises RuleError or RewardModelError for one that can't be loaded, ValueError if there is none.
+    Raises RuleError, RewardModelError or JudgeCacheError for one that can't be loaded, ValueError if there is none.
     """
     found = []
     if config.human.weight > 0:
         found.append(Source(human.NAME, config.human.weight, human.identity(config.human, kinds)))
+    found += _sources_by_row(config)
+    if not found:
+        raise ValueError("no reward source has a weight: set scoring.human.weight, or give scoring.rules a rule")
+    return found
+
+
+def load_rollout_sources(config: ScoringConfig) -> list[Source]:
+    """The sources that have a weight, for responses that training samples: all of them give values by row.
+
+    Nobody votes on those. A reward model that was trained on votes (``human.model``) stands in for them. A judge gives
+    each batch its whole deadline. Raises as ``load_sources``.
+    """
+    found = []
+    if config.human.weight > 0 and config.human.model is not None:
+        found.append(_classifier(human.NAME, config.human.weight, config.human.model))
+    found += _sources_by_row(config, once=True)
+    if not found:
+        raise ValueError(
+            "no reward source that can reward fresh responses has a weight: give feedback.scoring a rule, a model or a "
+            "judge, or feedback.scoring.human.model"
+        )
+    return found
+
+
+def _classifier(name: str, weight: float, config: ClassifierConfig) -> Source:
+    from feedback.scoring.sources import reward_model as models
+
+    model = models.RewardModel(config)
+    by_row = guarded(name, model.by_row, models.RewardModelError)
+    return Source(name, weight, model.identity, None, by_row, models.BATCH_ROWS)
+
+
+def _sources_by_row(config: ScoringConfig, *, once: bool = False) -> list[Source]:
+    """Rules, model and judge; ``once``: of ``Judge``."""
+    found = []
     for rule, weight in load_rules(config.rules):
         if isinstance(rule, SqlRule):
             found.append(Source(rule.name, weight, rule.digest, rule=rule))
         else:
             found.append(Source(rule.name, weight, rule.digest, by_row=guarded(rule.name, rule.by_row)))
     if config.model is not None and config.model.weight > 0:
-        from feedback.scoring.sources import reward_model as models
-
-        model = models.RewardModel(config.model)
-        by_row = guarded(models.NAME, model.by_row, models.RewardModelError)
-        found.append(Source(models.NAME, config.model.weight, model.identity, None, by_row, models.BATCH_ROWS))
+        found.append(_classifier("model", config.model.weight, config.model))
     if config.judge is not None and config.judge.weight > 0:
         from feedback.scoring.sources import judge as judges
 
-        judge = judges.Judge(config.judge)
+        judge = judges.Judge(config.judge, once=once)
         by_row = guarded(judges.NAME, judge.by_row, JudgeCacheError)
         found.append(Source(judges.NAME, config.judge.weight, judge.identity, None, by_row, judges.BATCH_ROWS))
-    if not found:
-        raise ValueError("no reward source has a weight: set scoring.human.weight, or give scoring.rules a rule")
     return found
 
 

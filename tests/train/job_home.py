@@ -106,7 +106,12 @@ def table(rows: list[dict[str, Any]]) -> pa.Table:
 
 def job_context(home: Path, run: str, **others: Any) -> dict[str, Any]:
     """The context of a job that samples nothing."""
-    folders = {"runs": str(home / "runs"), "policies": str(home / "policies"), "lake_uri": str(home / "lake")}
+    folders = {
+        "runs": str(home / "runs"),
+        "policies": str(home / "policies"),
+        "reward_models": str(home / "reward_models"),
+        "lake_uri": str(home / "lake"),
+    }
     return {"run": run, "reward": {}, **folders, **others}
 
 

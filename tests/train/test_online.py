@@ -22,7 +22,7 @@ from train.dataflows.base import Run
 from train.dataflows.online import Online
 from train.observe.progress import StepTimer
 
-CONTEXT = JobContext(run="r", runs=Path(), policies=Path(), lake_uri="", reward={})
+CONTEXT = JobContext(run="r", runs=Path(), policies=Path(), reward_models=Path(), lake_uri="")
 
 
 def online(prompts: int = 12, logged: list[list[Rollout]] | None = None, **settings: Any) -> Online:
@@ -168,5 +168,10 @@ def test_the_weight_of_the_kl_follows_the_kl_and_waits_where_it_was_not_measured
 
 
 def test_rewards_of_consecutive_rows_are_joined_by_component() -> None:
-    parts = [Rewards([1.0, None], {"a": [1.0, None]}), Rewards([2.0], {"a": [2.0]})]
-    assert Rewards.joined(parts) == Rewards([1.0, None, 2.0], {"a": [1.0, None, 2.0]})
+    parts = [
+        Rewards([1.0, None], {"a": [1.0, None]}, {"a": [None, "why"]}),
+        Rewards([2.0], {"a": [2.0]}, {"a": [None]}, [[0.5, 1.5]]),
+    ]
+    joined = Rewards([1.0, None, 2.0], {"a": [1.0, None, 2.0]}, {"a": [None, "why", None]}, [None, None, [0.5, 1.5]])
+    assert Rewards.joined(parts) == joined
+    assert Rewards.joined(parts[:1]) == parts[0]

@@ -39,6 +39,9 @@ class Algorithm:
     """``loss`` reads ``ref_log_probs`` of the batch, whatever the KL settings."""
     compares_groups: ClassVar[bool] = False
     """``advantages`` compares responses to one prompt: where all have one reward, they teach nothing."""
+    takes_token_rewards: ClassVar[bool] = False
+    """``advantages`` reads ``token_rewards``, so that what a token was worth by itself counts where it stands. Where it
+    does not, a reward of tokens or steps is refused."""
     clips: ClassVar[bool] = True
     """The ratio to the policy that a response is compared with is bounded in ``loss``. Where it is not,
     ``train.algorithm.correction.proximal: behaviour`` is refused."""
@@ -47,7 +50,7 @@ class Algorithm:
     needs_mismatched: ClassVar[bool] = False
     """``loss`` reads ``baselines`` of the batch: the mean log ratio to the reference of responses to other prompts than
     their own, over all of an update; 0 at least. Offline only."""
-    dataset: ClassVar[Literal["pairs", "thumbs", "demonstrations"] | None] = None
+    dataset: ClassVar[Literal["pairs", "thumbs", "demonstrations", "judgements"] | None] = None
     """The feedback that an offline algorithm learns from; None: responses and their rewards."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
@@ -107,7 +110,7 @@ class PolicyGradient(Algorithm):
         return response_rewards(batch, *self._kl_in_the_reward())
 
     def token_rewards(self, batch: PackedBatch) -> Tensor:
-        """float32 [T]: the reward at each response's last token, less the KL at each if that is in the reward."""
+        """float32 [T]: what came with each token, or all with the last, less each one's KL if that is in it."""
         return token_rewards(batch, *self._kl_in_the_reward())
 
     def ratio(self, log_probs: Tensor, old_log_probs: Tensor, batch: PackedBatch) -> Tensor:

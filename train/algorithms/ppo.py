@@ -3,9 +3,9 @@
 A critic predicts the value of the state before each token. A token's advantage is how much better things went
 than the critic expected, by GAE with gamma and lambda, whitened over the batch; it weighs the token in PPO's clipped
 objective. The critic learns the return, which is the advantage, before whitening, plus the value. The reward comes with
-the last token; with ``kl.placement: reward``, and k1 as estimator, each token's reward is less by its KL to the parent,
-as in InstructGPT (arXiv 2203.02155, eq. 2). The paper's K epochs over minibatches are ``train.epochs`` and
-``train.minibatches``.
+the last token, or with the tokens or steps that a process reward gives it to; with ``kl.placement: reward``, and k1 as
+estimator, each token's reward is less by its KL to the parent, as in InstructGPT (arXiv 2203.02155, eq. 2). The paper's
+K epochs over minibatches are ``train.epochs`` and ``train.minibatches``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from train.objectives.advantages import gae, whiten
 
 class PPO(PolicyGradient):
     needs_critic = True
+    takes_token_rewards = True
 
     def advantages(self, batch: PackedBatch) -> Tensor:
         return whiten(self._gae(batch), batch.response_mask)

@@ -35,6 +35,7 @@ class Rollout:
 
     ``log_probs``: nats, of the behaviour policy, one per response token. ``truncated``: it ended at the longest length.
     ``fresh``: sampled by this run. ``baseline``: reward of the greedy response to its prompt, where that is asked for.
+    ``token_rewards``: what came with each response token, where that is known; they add up to ``reward``.
     """
 
     prompt: list[int]
@@ -46,6 +47,7 @@ class Rollout:
     truncated: bool = False
     fresh: bool = True
     baseline: float = 0.0
+    token_rewards: list[float] | None = None
 
 
 _EVEN: Final = 1.02
@@ -74,6 +76,7 @@ class PackedBatch:
     fresh: Tensor  # bool [S]
     baselines: Tensor  # float32 [S]
     behaviour_log_probs: Tensor  # float32 [T]
+    token_rewards: Tensor | None = None  # float32 [T], 0 at prompts; None: all rewards come with the last token
     advantages: Tensor | None = None  # float32 [T]
     old_log_probs: Tensor | None = None  # float32 [T]
     ref_log_probs: Tensor | None = None  # float32 [T]
@@ -98,6 +101,8 @@ class PackedBatch:
                 )
             if len(r.log_probs) != len(r.response):
                 raise ValueError(f"rollout {i} has {len(r.log_probs)} logprobs for {len(r.response)} response tokens")
+            if r.token_rewards is not None and len(r.token_rewards) != len(r.response):
+                raise ValueError(f"rollout {i} has {len(r.token_rewards)} rewards for {len(r.response)} tokens")
         lengths = torch.tensor([len(r.prompt) + len(r.response) for r in rollouts])
         return cls(
             tokens=torch.tensor([t for r in rollouts for t in (*r.prompt, *r.response)]),
@@ -112,6 +117,7 @@ class PackedBatch:
             behaviour_log_probs=torch.tensor(
                 [p for r in rollouts for p in (*([0.0] * len(r.prompt)), *r.log_probs)], dtype=torch.float32
             ),
+            token_rewards=_token_rewards(rollouts),
         )
 
     def __len__(self) -> int:
@@ -274,6 +280,17 @@ class PackedBatch:
             names = names[torch.randperm(len(names), generator=torch.Generator().manual_seed(seed))]
         for chunk in names.tensor_split(min(count, len(names))):
             yield self.select(torch.isin(self.groups, chunk).nonzero().flatten())
+
+
+def _token_rewards(rollouts: Sequence[Rollout]) -> Tensor | None:
+    """float32 [T]; None if no rollout has any."""
+    if all(r.token_rewards is None for r in rollouts):
+        return None
+    rewards = []
+    for r in rollouts:
+        last = [0.0] * (len(r.response) - 1) + [r.reward]
+        rewards += [0.0] * len(r.prompt) + (last if r.token_rewards is None else r.token_rewards)
+    return torch.tensor(rewards, dtype=torch.float32)
 
 
 def offsets(lengths: Tensor) -> Tensor:

@@ -17,7 +17,10 @@ ONLINE: Final = (
 GROUPED: Final = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
 """Those of them that compare a response with the others to its prompt."""
 
-OFFLINE: Final = ("dpo", "kto", "sft", "reward_model")
+REWARD_MODEL: Final = "reward_model"
+"""The algorithm that trains no policy."""
+
+OFFLINE: Final = ("dpo", "kto", "sft", REWARD_MODEL)
 """Algorithms that learn from feedback; nothing is sampled."""
 
 
@@ -193,7 +196,13 @@ class AlgorithmConfig(Section):
         description="Loss of a pair (dpo). ipo: squared distance of the log ratios' difference from 1 / (2 beta).",
     )
     label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="Share of pairs thought to be mislabelled (dpo: cDPO; reward_model)."
+        0.0, ge=0, lt=0.5, description="Share of pairs thought to be mislabelled (dpo: cDPO)."
+    )
+    vote_noise: float = Field(
+        0.05,
+        ge=0,
+        lt=0.5,
+        description="Share of votes and choices that are the opposite of what was meant (reward_model).",
     )
     desirable_weight: float | None = Field(
         None,
@@ -278,7 +287,7 @@ class AlgorithmConfig(Section):
     @property
     def trains_policy(self) -> bool:
         """Whether a policy comes of it; else it is a reward model."""
-        return self.name != "reward_model"
+        return self.name != REWARD_MODEL
 
 
 def _changed(name: str, value: Any, usual: Any) -> str:
@@ -329,7 +338,8 @@ READ_BY: Final[dict[str, tuple[str, ...]]] = {
     "critic": ("ppo",),
     "beta": ("dpo", "kto"),
     "preference_loss": ("dpo",),
-    "label_smoothing": ("dpo", "reward_model"),
+    "label_smoothing": ("dpo",),
+    "vote_noise": ("reward_model",),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
     "thumbs_up": ("sft",),
     **dict.fromkeys(("offline", "options"), ()),

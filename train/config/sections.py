@@ -145,6 +145,25 @@ class DataConfig(Section):
         return self.prompts_per_step - self.traffic_prompts_per_step
 
 
+class RewardModelConfig(Section):
+    """Training of the reward model on people's feedback, in what else the settings of training say."""
+
+    folder: Path = Field(Path("reward_models"), description="Folder of the reward models, relative to home.")
+    min_new_feedback: int = Field(
+        64, ge=1, description="In a cycle: train another when at least this many feedbacks are new since the last."
+    )
+    min_items: int = Field(32, ge=1, description="With fewer judged responses and pairs, none is trained.")
+    steps: int = Field(60, ge=1, description="Steps of its training.")
+    items_per_step: int = Field(32, ge=1, description="Judged responses and pairs that each step learns from.")
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    vote_noise: float = Field(
+        0.05, ge=0, lt=0.5, description="Share of votes and choices that are the opposite of what was meant."
+    )
+    held_out_share: float = Field(
+        0.2, gt=0, lt=1, description="Share of the prompts whose judgements it is compared and calibrated by."
+    )
+
+
 class CheckpointConfig(Section):
     """What a run keeps so that it can go on after its process was killed."""
 

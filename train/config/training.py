@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from feedback.config import RuleName, Weight
+from feedback.config import ComponentName, Weight
 from feedback.settings_base import Address, Section
-from train.config.algorithms import GROUPED, AlgorithmConfig
+from train.config.algorithms import GROUPED, REWARD_MODEL, AlgorithmConfig
 from train.config.placement import PlacementConfig
-from train.config.sections import CheckpointConfig, DataConfig, FsdpConfig, LoraConfig, OptimizerConfig, RolloutConfig
+from train.config.sections import (
+    CheckpointConfig,
+    DataConfig,
+    FsdpConfig,
+    LoraConfig,
+    OptimizerConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+
+_OF_ANY_RUN: Final = (
+    *("runs", "ranks", "threads_per_rank", "dtype", "micro_batch_tokens", "activation_checkpointing", "seed"),
+    *("ray_address", "launcher", "start_timeout_s", "step_timeout_s", "erased_rows", "fsdp", "checkpoint"),
+)
+"""Settings that training a policy and training a reward model share."""
 
 
 class TrainConfig(Section):
@@ -38,7 +52,7 @@ class TrainConfig(Section):
     )
     seed: int = Field(0, description="Seed of sampling and order; the run's own number is mixed in.")
     reward: str | None = Field(
-        None, description="module:function that rewards rollouts; the mean of feedback.scoring.rules if unset."
+        None, description="module:function that rewards rollouts; the sources of feedback.scoring if unset."
     )
     ray_address: Address | None = Field(
         None, description="Ray's job API, http://host:8265, of the cluster to train on; a local Ray if unset."
@@ -53,10 +67,17 @@ class TrainConfig(Section):
     )
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the workers to be up, in seconds.")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for any one call to the workers, in seconds.")
-    reward_weights: dict[RuleName, Weight] = Field(
+    reward_weights: dict[ComponentName, Weight] = Field(
         {},
-        description="Weights of rules of feedback.scoring.rules in training's reward, in place of their own; 0 leaves "
-        "one out.",
+        description="Weights in training's reward of components of feedback.scoring (rules by name, model, judge, and "
+        "human where it has a model), in place of their own; 0 leaves one out.",
+    )
+    reward_max_missing: float = Field(
+        0.2,
+        ge=0,
+        le=1,
+        description="Stop, and publish nothing, when a larger share of a step's sampled responses gets no reward. Up "
+        "to it they are left out and counted.",
     )
     max_kl: float | None = Field(
         None,
@@ -97,6 +118,9 @@ class TrainConfig(Section):
     lora: LoraConfig | None = Field(None, description="Train low-rank adapters in place of all weights.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Sampling of fresh responses.")
     data: DataConfig = Field(default_factory=DataConfig, description="What is learned from.")
+    reward_model: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="Training of the reward model (recipe rlhf)."
+    )
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="What a killed run goes on from."
     )
@@ -115,7 +139,27 @@ class TrainConfig(Section):
             critic = critic.model_copy(update={"model": path(critic.model)})
         algorithm = self.algorithm.model_copy(update={"critic": critic})
         data = self.data.model_copy(update={"exclude_suites": [path(suite) for suite in self.data.exclude_suites]})
-        return self.model_copy(update={"runs": path(self.runs), "algorithm": algorithm, "data": data})
+        reward_model = self.reward_model.model_copy(update={"folder": path(self.reward_model.folder)})
+        parts = {"algorithm": algorithm, "data": data, "reward_model": reward_model}
+        return self.model_copy(update={"runs": path(self.runs), **parts})
+
+    def of_reward_model(self) -> TrainConfig:
+        """The settings of a run that trains a reward model: ``train.reward_model``, and the machine's part of these."""
+        own = self.reward_model
+        data = {
+            "prompts_per_step": own.items_per_step,
+            "min_prompts": own.min_items,
+            "max_prompts": self.data.max_prompts,
+            "exclude_suites": self.data.exclude_suites,
+            "held_out_share": own.held_out_share,
+        }
+        return TrainConfig.model_validate(
+            {name: getattr(self, name) for name in _OF_ANY_RUN}
+            | {"reward_model": own, "steps": own.steps, "data": data}
+            | {"algorithm": {"name": REWARD_MODEL, "vote_noise": own.vote_noise}}
+            | {"optimizer": self.optimizer.model_copy(update={"learning_rate": own.learning_rate})}
+            | {"rollout": {"max_model_len": self.rollout.max_model_len}}
+        )
 
     def excluding(self, suite: Path) -> TrainConfig:
         """The same, with one more suite whose prompts nothing is learned from."""
@@ -180,8 +224,8 @@ class TrainConfig(Section):
             _no_policy_is_trained(self)
         if self.reward is not None and self.reward_weights:
             raise ValueError(
-                f"train.reward={self.reward} rewards responses by itself, and train.reward_weights weighs the rules of "
-                "feedback.scoring.rules; set one of them"
+                f"train.reward={self.reward} rewards responses by itself, and train.reward_weights weighs the "
+                "sources of feedback.scoring; set one of them"
             )
         return self
 

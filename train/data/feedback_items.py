@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from feedback import datasets
 from feedback.lake.tables import Lake
+from feedback.scoring.aggregation import OVER_CAP
 from train.batch.packed import PackedBatch, Rollout
 from train.config.context_length import longest_context
 from train.config.training import TrainConfig
@@ -26,11 +27,16 @@ from train.data.demonstrations import DemonstrationTokenizer, UnfitTextError
 from train.data.held_out import HELD_OUT, HeldOut
 from train.data.prompts import Cycled
 
+T = TypeVar("T")
+
 Item = list[Rollout]
 """Sequences of one prompt that are learned together."""
 
+JudgedRow = tuple[dict[str, Any], "list[Response]"]
+"""A row of the dataset (its prompt) and its responses."""
+
 Response = tuple[list[int] | None, str, float]
-"""(token ids as captured, None if people wrote it; its text; reward, 1 or 0)."""
+"""(token ids as captured, None if people wrote it; its text; reward, 1 or 0, or between them for a vote)."""
 
 TOO_LONG: Final = "longer than the model's context"
 FOREIGN_TOKENS: Final = "tokens that the model does not have"
@@ -44,6 +50,8 @@ class OfflineData:
 
     learned: Cycled
     held_out: list[Item]
+    held_out_rows: list[JudgedRow]
+    """What the held-out items were made of."""
     kinds: dict[str, int]  # items by kind of feedback
     left_out: dict[str, int]  # feedback and items, by reason
     digest: str
@@ -63,7 +71,8 @@ class OfflineData:
 
         Args:
             dataset: one of ``DATASETS``: pairs, with the chosen response first, of reward 1, and the rejected one of
-                reward 0; thumbs, of reward 1 if up and 0 if down; demonstrations, of reward 1.
+                reward 0; thumbs, of reward 1 if up and 0 if down; demonstrations, of reward 1; judgements, which are
+                pairs, and responses whose reward is what people voted, from 0 to 1.
             reader: of responses; ``Reader`` if None.
 
         Raises:
@@ -75,7 +84,7 @@ class OfflineData:
         suites = HeldOut.load(config.data.exclude_suites, policy)
         read, kinds = (reader or Reader)(policy, config), Counter[str]()
         items: list[Item] = []
-        prompts: list[tuple[int, ...]] = []
+        rows: list[JudgedRow] = []
         for kind, row, responses in DATASETS[dataset](lake, versions, config, left_out):
             if suites.contains(row):
                 left_out[HELD_OUT] += 1
@@ -86,16 +95,18 @@ class OfflineData:
                 left_out[str(error)] += 1
             else:
                 kinds[kind] += 1
-                prompts.append(tuple(row["prompt_token_ids"]))
+                rows.append((row, responses))
         ranks = config.data_parallel_ranks
         share, most = config.data.held_out_share, config.data.held_out_most
-        learned, held_out = split(items, prompts, share, least=ranks, most=most)
+        prompts = [tuple(row["prompt_token_ids"]) for row, _ in rows]
+        learned, held_out = split(list(zip(items, rows, strict=True)), prompts, share, least=ranks, most=most)
         return cls(
-            learned=Cycled(learned, config.data.prompts_per_step, f"{seed}:{dataset}"),
-            held_out=held_out,
+            learned=Cycled([item for item, _ in learned], config.data.prompts_per_step, f"{seed}:{dataset}"),
+            held_out=[item for item, _ in held_out],
+            held_out_rows=[row for _, row in held_out],
             kinds=dict(sorted(kinds.items())),
             left_out={reason: count for reason, count in sorted(left_out.items()) if count},
-            digest=hashlib.sha256(repr((learned, held_out)).encode()).hexdigest(),
+            digest=_hash([[item for item, _ in part] for part in (learned, held_out)]),
         )
 
     @property
@@ -116,8 +127,8 @@ def pack(items: list[Item], *, whole_groups: bool) -> PackedBatch:
 
 
 def split(
-    items: list[Item], prompts: list[tuple[int, ...]], share: float, *, least: int, most: int
-) -> tuple[list[Item], list[Item]]:
+    items: list[T], prompts: list[tuple[int, ...]], share: float, *, least: int, most: int
+) -> tuple[list[T], list[T]]:
     """(items to learn from, items held out), each in their order. Items of one prompt are all in one of the two.
 
     The prompts whose hashes are smallest are held out: as items come in, most of those held out before stay so.
@@ -140,7 +151,7 @@ def split(
             if room < 0 and len(held) >= least:
                 break
             held.add(prompt)
-    parts: tuple[list[Item], list[Item]] = ([], [])
+    parts: tuple[list[T], list[T]] = ([], [])
     for item, prompt in zip(items, prompts, strict=True):
         parts[prompt in held].append(item)
     return parts
@@ -197,6 +208,25 @@ def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_ou
         yield f"thumbs {'up' if up else 'down'}", row, [(row["response_token_ids"], row["response"], float(up))]
 
 
+def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
+    """Preferences and corrections as pairs; of responses in no pair what people's votes on each came to."""
+    compared = datasets.preference_pairs(lake, versions=versions, max_thumb_pairs_per_prompt=0)
+    left_out.update({why: count for why, count in compared.left_out.items() if why != OVER_CAP})
+    found: list[tuple[str, dict[str, Any], list[Response]]] = []
+    in_pairs: set[str] = set()
+    for row in compared.table.to_pylist():
+        chosen = (row["chosen_token_ids"], row["chosen"], 1.0)
+        found.append((f"pairs by {row['kind']}", row, [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]))
+        in_pairs |= {row["chosen_response_id"], row["rejected_response_id"]}
+    for row in datasets.votes(lake, versions=versions).table.to_pylist():
+        if row["response_id"] not in in_pairs:
+            found.append(("votes", row, [(row["response_token_ids"], row["response"], row["vote"])]))
+    found.sort(key=lambda item: item[1]["created_at"])
+    older = max(0, len(found) - config.data.max_prompts)
+    left_out[OLD] += older
+    yield from found[older:]
+
+
 def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
     """Corrections; by ``algorithm.thumbs_up`` also liked responses without a correction."""
     rows = _newest(datasets.demonstrations(lake, versions=versions), config, left_out)
@@ -220,6 +250,7 @@ DATASETS: Final[dict[str, Callable[[Lake, Mapping[str, int], TrainConfig, Counte
     "pairs": pairs,
     "thumbs": thumbs,
     "demonstrations": demonstrations,
+    "judgements": judgements,
 }
 
 
@@ -232,5 +263,5 @@ def _newest(found: datasets.Dataset, config: TrainConfig, left_out: Counter[str]
     return rows
 
 
-def _hash(prompt: tuple[int, ...]) -> str:
-    return hashlib.sha256(repr(prompt).encode()).hexdigest()
+def _hash(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()

@@ -1,8 +1,9 @@
-"""What rewards fresh responses: a user's function, or the configured rules, each a component with a weight."""
+"""What rewards fresh responses: the sources that scoring has (feedback/scoring/scorer.py), or a user's function."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from threading import Thread
@@ -10,33 +11,25 @@ from typing import Final
 
 import pyarrow as pa
 
-from feedback.config import RuleConfig
+from feedback.config import RESERVED_NAMES, ScoringConfig
 from feedback.lake.tables import Lake
 from feedback.process_exit import skip_teardown
-from feedback.scoring.sources.rules import COLUMNS, Rule, RuleError, load_rule, load_rules
+from feedback.scoring.composition import compose
+from feedback.scoring.scorer import Source, guarded, load_rollout_sources, scorer_name
+from feedback.scoring.sources.judge_cache import JudgeCacheError
+from feedback.scoring.sources.reward_model import RewardModelError
+from feedback.scoring.sources.rules import COLUMNS, PerToken, Reasons, RuleError, Values, load_rule
+from train.context import TrainingStopped
 from train.controller.worker_group import WorkerGroup
 
-Values = list[float | None]
+RewardSettings = str | ScoringConfig
+"""What rewards rollouts: module:function, or the sources of feedback.scoring that can."""
 
-
-@dataclass(frozen=True)
-class Rewards:
-    """One reward or None per response, and by name the values of each component."""
-
-    values: Values
-    components: dict[str, Values] = field(default_factory=dict)
-
-    @classmethod
-    def joined(cls, parts: Sequence[Rewards]) -> Rewards:
-        """Those of consecutive rows as one."""
-        names = parts[0].components if parts else {}
-        return cls(
-            [value for part in parts for value in part.values],
-            {name: [value for part in parts for value in part.components[name]] for name in names},
-        )
-
-
-RewardFunction = Callable[[pa.Table], Rewards]
+NO_REASON: Final = "no reason given"
+_OF_THE_DEADLINE: Final = 0.9
+"""Of the time that a reward may take: what a judge may. What it has not answered by then is missing."""
+_MOST_REASONS: Final = 3
+_MOST_QUOTED: Final = 160
 
 CHECKED_RESPONSES: Final = f"""
 SELECT {", ".join(COLUMNS)} FROM interactions
@@ -46,33 +39,129 @@ ORDER BY created_at DESC, response_id LIMIT 4
 """The responses that a reward is tried out on: the last ones."""
 
 
-def load_reward_function(reward: str | Mapping[str, RuleConfig]) -> RewardFunction:
-    """The function that rewards rows of responses, as ``feedback.scoring.sources.rules`` describes them.
+class RewardError(RuntimeError):
+    """The reward can't be loaded, can't be used at all, or took too long. The message names it."""
 
-    A reward of several rules is the mean, by their weights, of those that have one for the response. A rule that
-    fails, or returns something else than rewards, is an error here. Scoring leaves such a response without a reward;
-    in training a batch would be paid for and teach something else. ``reward``: a function by name, or rules by the name
-    of their component.
 
-    Raises:
-        feedback.scoring.sources.rules.RuleError: a rule can't be loaded; called, that it failed, or returned what is no
-            reward.
+@dataclass(frozen=True)
+class Rewards:
+    """One reward or None per response; by name the values of each component, and why it has none.
+
+    ``tokens``: of each response, the reward that came with each of its tokens, which add up to its reward, where a
+    component rewards parts of it; None where none does.
     """
-    if isinstance(reward, str):
-        function = load_rule(reward)
-        return lambda rows: Rewards(function(rows))
-    rules = load_rules(reward)
-    if not rules:
-        raise RuleError("no rule has a weight above 0")
-    return lambda rows: weighted_mean(rules, rows)
+
+    values: Values
+    components: dict[str, Values] = field(default_factory=dict)
+    reasons: dict[str, Reasons] = field(default_factory=dict)
+    tokens: list[list[float] | None] | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rewards]) -> Rewards:
+        """Those of consecutive rows as one."""
+        first = parts[0] if parts else cls([])
+        tokens = [row for part in parts for row in part.tokens or [None] * len(part.values)]
+        return cls(
+            [value for part in parts for value in part.values],
+            {name: [value for part in parts for value in part.components[name]] for name in first.components},
+            {name: [why for part in parts for why in part.reasons[name]] for name in first.reasons},
+            tokens if any(part.tokens is not None for part in parts) else None,
+        )
+
+    def __str__(self) -> str:
+        return "; ".join(self._of_component(name) for name in self.components)
+
+    def _of_component(self, name: str) -> str:
+        there = [value for value in self.components[name] if value is not None]
+        mean = f", mean {sum(there) / len(there):.3f}" if there else ""
+        why = commonest(self.reasons[name])
+        return f"{name} {len(there)} of {len(self.values)}{mean}" + (f" (missing: {why})" if why else "")
+
+
+RewardFunction = Callable[[pa.Table], Rewards]
+
+
+class Reward:
+    """Rewards rows of responses, as ``feedback.scoring.sources.rules`` describes them.
+
+    The reward is the mean, by their weights, of the components that have a value for the response; one that fails is
+    missing, with its reason. So does scoring, by the same code. ``scorer`` identifies all that decides it.
+    """
+
+    def __init__(self, settings: RewardSettings, timeout_s: float) -> None:
+        """``timeout_s``: of one call, train.step_timeout_s. Raises RewardError if a source can't be loaded."""
+        self.settings, self.timeout_s = settings, timeout_s
+        try:
+            if isinstance(settings, str):
+                rule = load_rule(settings)
+                self.sources = [Source(rule.name, 1.0, rule.digest, by_row=guarded(rule.name, rule.by_row))]
+            else:
+                self.sources = load_rollout_sources(_within(settings, timeout_s))
+        except (RuleError, RewardModelError, JudgeCacheError, ValueError) as error:
+            raise RewardError(f"{_setting_of(settings)}: {error}") from error
+        self.scorer = scorer_name(self.sources)
+        self._limited = with_timeout(self._rewards, timeout_s)
+
+    def __call__(self, rows: pa.Table) -> Rewards:
+        """Raises RewardError if a source can't be used at all, or time is up."""
+        return self._limited(rows)
+
+    def _rewards(self, rows: pa.Table) -> Rewards:
+        try:
+            return reward_rows(self.sources, rows)
+        except (RewardModelError, JudgeCacheError) as error:
+            raise RewardError(str(error)) from error
+
+
+def reward_rows(sources: Sequence[Source], rows: pa.Table) -> Rewards:
+    """The weighted mean, for each row, of what the sources give it. All of them give values by row."""
+    components: dict[str, Values] = {}
+    reasons: dict[str, Reasons] = {}
+    for source in sources:
+        by_row = source.by_row if source.rule is None else source.rule.by_row
+        assert by_row is not None
+        values, whys = by_row(rows)
+        components[source.name] = values
+        reasons[source.name] = [
+            None if value is not None else why or NO_REASON for value, why in zip(values, whys, strict=True)
+        ]
+    weights = {source.name: source.weight for source in sources}
+    composed = compose(
+        list(weights),
+        list(weights.values()),
+        [pa.array(values, pa.float64()) for values in components.values()],
+        [pa.array(whys, pa.string()) for whys in reasons.values()],
+    )
+    tokens = None
+    if any(isinstance(value, PerToken) for values in components.values() for value in values):
+        tokens = [
+            token_rewards({name: value for name, of in components.items() if (value := of[row]) is not None}, weights)
+            for row in range(len(rows))
+        ]
+    return Rewards(composed.reward.to_pylist(), components, reasons, tokens)
+
+
+def token_rewards(values: Mapping[str, float], weights: Mapping[str, float]) -> list[float] | None:
+    """What came with each token, of components that have a value; None if all of them reward the response as a whole.
+
+    Each component has its share by weight. One that rewards the whole response comes with its last token.
+    """
+    total = sum(weights[name] for name in values)
+    shares = [(value, weights[name] / total) for name, value in values.items()]
+    parts = [([share * reward for reward in value.tokens]) for value, share in shares if isinstance(value, PerToken)]
+    if not parts or not parts[0]:
+        return None
+    tokens = [sum(rewards) for rewards in zip(*parts, strict=True)]
+    tokens[-1] += sum(share * value for value, share in shares if not isinstance(value, PerToken))
+    return tokens
 
 
 def with_timeout(reward: RewardFunction, timeout_s: float) -> RewardFunction:
     """``reward``, waited for no longer than ``timeout_s``, which is train.step_timeout_s.
 
     Raises, when called:
-        feedback.scoring.sources.rules.RuleError: it took longer. Its thread goes on as
-            long as this process does, which has to be ended without waiting for it (``feedback.process_exit``).
+        RewardError: it took longer. Its thread goes on as long as this process does, which has to be ended without
+            waiting for it (``feedback.process_exit``).
     """
 
     def limited(rows: pa.Table) -> Rewards:
@@ -87,7 +176,7 @@ def with_timeout(reward: RewardFunction, timeout_s: float) -> RewardFunction:
         Thread(target=work, name="reward", daemon=True).start()
         if not wait([answer], timeout_s).done:
             skip_teardown("a reward function still runs")
-            raise RuleError(
+            raise RewardError(
                 f"the reward of {rows.num_rows} responses took longer than train.step_timeout_s={timeout_s:g} s"
             )
         return answer.result()
@@ -95,37 +184,100 @@ def with_timeout(reward: RewardFunction, timeout_s: float) -> RewardFunction:
     return limited
 
 
-def check_reward(
-    reward: str | Mapping[str, RuleConfig], lake: Lake, versions: Mapping[str, int], *, timeout_s: float
-) -> None:
-    """Reward a few logged responses: a failing reward ends the run here, before any model is loaded.
+def rewards_of(group: WorkerGroup, ranks: int, rows: pa.Table) -> Rewards:
+    """The rewards by a group of workers; each rank rewards some consecutive rows, so no rule may compare rows.
 
     Raises:
-        feedback.scoring.sources.rules.RuleError: the reward failed, returned something else than rewards, or took
-            longer than ``timeout_s``; the message names it.
+        RewardError: a source can't be used at all, or time is up.
     """
+    each = max(1, -(-len(rows) // ranks))
+    parts = group.rewards([rows.slice(start, each) for start in range(0, max(1, len(rows)), each)])
+    for part in parts:
+        if isinstance(part, str):
+            raise RewardError(part)
+    return Rewards.joined(parts)
+
+
+# ------------------------------------------------------------------------------------------------- what is good enough
+
+
+def logged_responses(lake: Lake, versions: Mapping[str, int]) -> pa.Table:
+    """A few rows to try a reward on."""
     read = {"interactions": versions["interactions"]}
-    rows = lake.read(lambda views: views.sql(CHECKED_RESPONSES).to_arrow_table(), versions=read, tables=read)
+    return lake.read(lambda views: views.sql(CHECKED_RESPONSES).to_arrow_table(), versions=read, tables=read)
+
+
+def try_reward(reward: RewardFunction, settings: RewardSettings, rows: pa.Table, *, per_token: bool) -> Rewards:
+    """Reward a few logged responses: a reward that can't be used ends the run here, before any model is loaded.
+
+    ``per_token``: as in ``check_rewards``.
+
+    Raises:
+        RewardError: a source can't be used, failed on all of them, or took too long; the message names it.
+    """
     try:
-        with_timeout(load_reward_function(reward), timeout_s)(rows)
-    except RuleError as error:
-        setting = f"train.reward={reward}" if isinstance(reward, str) else "feedback.scoring.rules"
-        raise RuleError(f"{setting}: {error}. A reward gives one number per response, or None for no reward") from error
+        found = reward(rows)
+        problem = unusable(found) or ("" if per_token else _per_token_problem(found))
+        if problem:
+            raise RewardError(problem)
+    except RewardError as error:
+        raise RewardError(f"{_setting_of(settings)}: {error}") from error
+    return found
 
 
-def weighted_mean(rules: Sequence[tuple[Rule, float]], rows: pa.Table) -> Rewards:
-    """The mean by weight of the values that the rules give to each row; a rule without one for a row does not count."""
-    components = {rule.name: rule(rows) for rule, _ in rules}
-    weights = {rule.name: weight for rule, weight in rules}
-    values: Values = []
-    for row in range(len(rows)):
-        scored = [(weights[name], value) for name, of in components.items() if (value := of[row]) is not None]
-        total = sum(weight for weight, _ in scored)
-        values.append(sum(weight * value for weight, value in scored) / total if scored else None)
-    return Rewards(values, components)
+def check_rewards(rewards: Rewards, *, max_missing: float, per_token: bool) -> None:
+    """Whether a step can learn from these. ``per_token``: whether its algorithm learns from rewards of tokens.
+
+    Raises:
+        TrainingStopped: a source failed on all, too large a share of the responses has no reward, or tokens are
+            rewarded and the algorithm can't learn from that.
+    """
+    if problem := unusable(rewards) or ("" if per_token else _per_token_problem(rewards)):
+        raise TrainingStopped(f"{problem}; nothing is published")
+    lost = [row for row, value in enumerate(rewards.values) if value is None]
+    if len(lost) > max_missing * len(rewards.values):
+        whys = [f"{name}: {reasons[row]}" for row in lost for name, reasons in rewards.reasons.items()]
+        raise TrainingStopped(
+            f"{len(lost)} of {len(rewards.values)} sampled responses have no reward, a larger share than "
+            f"train.reward_max_missing={max_missing:g} ({commonest(whys) or NO_REASON}); nothing is published"
+        )
 
 
-def rewards_of(group: WorkerGroup, ranks: int, rows: pa.Table) -> Rewards:
-    """The rewards by a group of workers; each rank rewards some consecutive rows, so no rule may compare rows."""
-    each = -(-len(rows) // ranks)
-    return Rewards.joined(group.rewards([rows.slice(start, each) for start in range(0, len(rows), each)]))
+def unusable(rewards: Rewards) -> str:
+    """Which source failed on every response, and how; empty if none did.
+
+    A rule may have nothing to say of a response; that it raises, or returns what is no reward, is a failure.
+    """
+    for name, reasons in rewards.reasons.items():
+        failed = [why for why in reasons if why and (name in RESERVED_NAMES or why.startswith(f"rule {name} "))]
+        if reasons and len(failed) == len(reasons):
+            return f"{name} gave none of {len(reasons)} responses a value ({commonest(failed)})"
+    return ""
+
+
+def commonest(reasons: Iterable[str | None]) -> str:
+    """The commonest of the reasons, with how often each occurs."""
+    counted = Counter(" ".join(why.split())[:_MOST_QUOTED] for why in reasons if why)
+    shown = ", ".join(f"{count} × {why}" for why, count in counted.most_common(_MOST_REASONS))
+    return shown + (", …" if len(counted) > _MOST_REASONS else "")
+
+
+def _per_token_problem(rewards: Rewards) -> str:
+    if rewards.tokens is None:
+        return ""
+    return (
+        "it rewards single tokens or steps of a response, and train.algorithm.name compares whole responses: use ppo "
+        "or reinforce_pp, or return one number per response"
+    )
+
+
+def _within(config: ScoringConfig, timeout_s: float) -> ScoringConfig:
+    """With a judge that is done before time is up."""
+    if config.judge is None:
+        return config
+    deadline = min(config.judge.deadline_s, _OF_THE_DEADLINE * timeout_s)
+    return config.model_copy(update={"judge": config.judge.model_copy(update={"deadline_s": deadline})})
+
+
+def _setting_of(settings: RewardSettings) -> str:
+    return f"train.reward={settings}" if isinstance(settings, str) else "feedback.scoring"

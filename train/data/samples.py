@@ -24,6 +24,8 @@ class Scored:
 
     ``rewards``: of each, before its length cost anything. ``components``: the values of each rule, by name,
     where it has one. ``overlong``: what lengths cost. ``unrewarded``: responses without a reward.
+    ``missing``: the share of the responses for which a component has no value, by name; of the last ones, where several
+    were added.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)
@@ -31,6 +33,7 @@ class Scored:
     components: dict[str, list[float]] = field(default_factory=dict)
     overlong: list[float] = field(default_factory=list)
     unrewarded: int = 0
+    missing: dict[str, float] = field(default_factory=dict)
 
     def __add__(self, other: Scored) -> Scored:
         names = self.components.keys() | other.components.keys()
@@ -40,6 +43,7 @@ class Scored:
             {name: self.components.get(name, []) + other.components.get(name, []) for name in sorted(names)},
             self.overlong + other.overlong,
             self.unrewarded + other.unrewarded,
+            other.missing or self.missing,
         )
 
 
@@ -80,6 +84,7 @@ def score(
     return Scored(
         rollouts=[
             Rollout(
+                token_rewards=_shaped(rewards.tokens, i, overlong[i]),
                 prompt=prompt.prompt_token_ids,
                 response=sample.token_ids,
                 log_probs=sample.log_probs,
@@ -96,10 +101,19 @@ def score(
         components={
             name: [value for i in kept if (value := values[i]) is not None]
             for name, values in rewards.components.items()
+            if ":" not in name  # train.reward is the whole reward
         },
+        missing={name: sum(why is not None for why in whys) / len(flat) for name, whys in rewards.reasons.items()},
         overlong=[overlong[i] for i in kept],
         unrewarded=len(responses) - len(kept),
     )
+
+
+def _shaped(tokens: Sequence[list[float] | None] | None, row: int, cost: float) -> list[float] | None:
+    """The rewards of a response's tokens, of which the last one costs its length; None if there are none."""
+    if tokens is None or (own := tokens[row]) is None:
+        return None
+    return [*own[:-1], own[-1] + cost]
 
 
 def table_of(samples: Sequence[tuple[Prompt, Sample]]) -> pa.Table:

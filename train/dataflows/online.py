@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import pyarrow as pa
 from pydantic import TypeAdapter
 
 from feedback.datasets import Prompt
@@ -18,6 +20,7 @@ from train.config.training import TrainConfig, check_baseline
 from train.context import TrainingStopped
 from train.controller.worker_group import Pending
 from train.data.prompts import TrainingData
+from train.data.rewards import Rewards, check_rewards, commonest
 from train.data.samples import Informative, Scored, score
 from train.dataflows.base import Dataflow, Run
 from train.objectives.kl import adapted_coefficient
@@ -223,12 +226,11 @@ class Online(Dataflow):
         )
 
     def score(self, step: int, sampled: Samples, again: int = 0) -> Scored:
-        config, prompts, reward = self.run.config, self.prompts_of(step, again), self.run.groups.reward
-        assert reward is not None
+        config, prompts = self.run.config, self.prompts_of(step, again)
         scored = score(
             prompts,
             sampled,
-            reward,
+            partial(self.rewards, step),
             config,
             first_group=again * len(prompts),
             greedy=self.algorithm.needs_greedy,
@@ -237,6 +239,21 @@ class Online(Dataflow):
         if not scored.rollouts and not again:
             raise TrainingStopped(f"step {step + 1}: none of {scored.unrewarded} sampled responses got a reward")
         return scored
+
+    def rewards(self, step: int, rows: pa.Table) -> Rewards:
+        """The rewards of what a step sampled. Raises TrainingStopped if it can't learn from them."""
+        reward = self.run.groups.reward
+        assert reward is not None
+        found = reward(rows)
+        most, per_token = self.run.config.reward_max_missing, self.algorithm.takes_token_rewards
+        where = f"step {step + 1}"
+        try:
+            check_rewards(found, max_missing=most, per_token=per_token)
+        except TrainingStopped as stopped:
+            raise TrainingStopped(f"{where}: {stopped}") from None
+        if whys := [f"{name}: {why}" for name, reasons in found.reasons.items() for why in reasons if why]:
+            say(f"{self.run.context.run}: {where}: missing in the rewards of {len(rows)}: {commonest(whys)}")
+        return found
 
     def prompts_of(self, step: int, again: int) -> list[Prompt]:
         """The prompts of a round of a step: a function of both alone. A round that isn't needed skips its own."""

@@ -1,4 +1,4 @@
-"""Train a reward model on pairs of a better and a worse response; nothing is sampled and no policy is trained.
+"""Train a reward model on what people said of responses; nothing is sampled and no policy is trained.
 
 A response is read as scoring will read it (feedback/scoring/sources/reward_model.py): by its text and that of its
 prompt, in the chat template or as a pair. So it reads traffic as it has learned.
@@ -22,7 +22,7 @@ from train.dataflows.offline import Offline
 
 
 class ScoringReader(Reader):
-    """Makes pairs to what scoring will read of their responses.
+    """Makes of responses what scoring will read of them.
 
     A sequence's last token alone is its "response": it is where the score is read, and nothing else of it is learned.
     """
@@ -57,7 +57,7 @@ class ScoringReader(Reader):
 
 
 class RewardModelTraining(Offline):
-    """Draw pairs, learn which response of each is the better one."""
+    """Draw judgements, learn which responses people find good."""
 
     reader = ScoringReader
 

@@ -56,14 +56,18 @@ def response_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator:
 def token_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator: str = "k1") -> Tensor:
     """The response's reward at its last token, less the KL at each (InstructGPT, arXiv 2203.02155, eq. 2).
 
+    Where the batch has rewards of tokens (process rewards, arXiv 2305.20050), each is at its own token.
     Float32 [T], without gradient; 0 at prompts.
 
     Args:
         batch: with ``old_log_probs`` and ``ref_log_probs``, unless the coefficient is 0.
         estimator: of the KL, one of ``train.objectives.kl.ESTIMATORS``; the papers have k1.
     """
-    rewards = torch.zeros_like(batch.behaviour_log_probs)
-    rewards[batch.cu_seqlens[1:] - 1] = batch.rewards
+    if batch.token_rewards is not None:
+        rewards = batch.token_rewards
+    else:
+        rewards = torch.zeros_like(batch.behaviour_log_probs)
+        rewards[batch.cu_seqlens[1:] - 1] = batch.rewards
     if kl_coefficient == 0:
         return rewards
     if batch.old_log_probs is None or batch.ref_log_probs is None:

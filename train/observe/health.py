@@ -69,6 +69,7 @@ def of_responses(drawn: Drawn) -> dict[str, float]:
         "reward": float(reward.mean()),
         "reward_std": float(reward.std()) if len(reward) > 1 else 0.0,
         **{f"reward/{name}": sum(values) / len(values) for name, values in fresh.components.items() if values},
+        **{f"missing/{name}": share for name, share in fresh.missing.items() if share},
         **({"reward_traffic": sum(of_logged) / len(logged)} if fresh.rollouts and logged else {}),
         **({"overlong": sum(fresh.overlong) / len(fresh.overlong)} if any(fresh.overlong) else {}),
         ("response_length" if fresh.rollouts else "learned_length"): sum(len(r.response) for r in seen) / len(seen),

@@ -6,9 +6,7 @@ and then looks for policies: whichever is second sees the other.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 
 from feedback.lake.table_changes import ErasedSince, LogGoneError
 from feedback.lake.tables import Lake, LakeError
@@ -47,11 +45,12 @@ class Erasures:
             )
         return rows
 
-    def settle(self, store: PolicyStore, published: int | Path) -> None:
+    def settle(self, store: PolicyStore, published: int) -> None:
         """``check`` after publishing, for erasures that saw no policy yet: what was published is marked or withdrawn.
 
         Args:
-            published: the policy's version, or the reward model's folder.
+            store: of policies, or of reward models.
+            published: the version.
 
         Raises:
             RowsErased: it was withdrawn.
@@ -62,10 +61,7 @@ class Erasures:
                 mark(store, published, f"erased while it was trained: {counts_text(rows)}")
         except RowsErased as erased:
             mark(store, published, str(erased))  # first: it may serve
-            if isinstance(published, int):
-                store.withdraw(published)
-            else:
-                shutil.rmtree(published)
+            store.withdraw(published)
             raise
 
     def check_between_steps(self, run: str) -> None:

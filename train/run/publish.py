@@ -46,6 +46,7 @@ def publish(
         "prompts": data.usable,
         "data": str(data),
         "reward": start.reward,
+        "scorer": start.scorer,
         "train": config.model_dump(mode="json"),
     }
     if erased:

@@ -8,7 +8,6 @@ there, erasures that came while the run published are still to be looked for.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import uuid
@@ -24,13 +23,14 @@ from feedback.files import LockTimeoutError, locked, replace_file
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
 from train.checkpoint.folders import CheckpointError, checkpoints, remove_unfinished, torn
+from train.config.algorithms import REWARD_MODEL
 from train.config.context_length import with_context
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.observe.progress import say
 from train.run.erasures import Erasures
 from train.run.resume_settings import differing_settings
-from train.run.unfinished import LOCK, MANIFEST, START, forget, published_by, was_erased
+from train.run.unfinished import LOCK, START, Stores, forget, published_by, was_erased
 
 _LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
 
@@ -57,22 +57,26 @@ class Begun:
     finished: JobResult | None = None
 
 
-def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: Lake) -> Begun:
+def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, scorer: str | None = None) -> Begun:
     """Look into the run's folder, tidy it, and decide. Needs the folder's lock (``only_run``).
+
+    ``scorer``: what identifies the reward, if responses are sampled.
 
     Raises:
         CheckpointError: it was begun with something else, or all its checkpoints are torn.
         serve.policies.store.PolicyError: what it published must be withdrawn, and serves.
     """
+    store = stores.policies
     if left := remove_unfinished(checkpoints_of(context)):
         say(f"{context.run}: removed what was half-written: {', '.join(left)}")
     checkpoint = last_whole(context)
     progress = None if checkpoint is None else _progress(checkpoint)
     start = progress.start if progress is not None else _read_start(context)
-    published = None if start is None else published_by(store, context.folder, start.id, start.parent)
+    target = stores.of(config.algorithm.name if start is None else start.config["algorithm"]["name"])
+    published = None if start is None else published_by(target, start.id)
     if start is not None and published is not None and checkpoints_of(context).exists():
         try:
-            Erasures(lake, start.lake_versions, config).settle(store, published)
+            Erasures(lake, start.lake_versions, config).settle(target, published)
         except RowsErased as erased:
             say(f"{context.run}: what it had published is withdrawn, and it begins anew: {erased}")
             forget(context.folder)
@@ -82,8 +86,8 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
         forget(context.folder)
         start = checkpoint = progress = None
     if start is not None and (published is not None or checkpoint is not None):
-        differences = _differences(start, config, context, store)
-        finished = None if published is None else _finished(store, context, start, published)
+        differences = _differences(start, config, context, store, scorer)
+        finished = None if published is None else _finished(target, context, start, published)
         if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
         if progress is not None and config.steps < progress.step:
@@ -102,7 +106,8 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
         parent=parent.version,
         parent_sha256=parent.sha256,
         lake_versions=lake.versions(),
-        reward=_reward(context),
+        reward=context.model_dump(mode="json", exclude_none=True).get("reward"),
+        scorer=scorer,
         config=config.model_dump(mode="json"),
         max_model_len=sized.rollout.max_model_len,
     )
@@ -181,21 +186,18 @@ def _parent(store: PolicyStore, context: JobContext) -> Policy:
     return store.get(pointer.version)
 
 
-def _finished(store: PolicyStore, context: JobContext, start: RunStart, published: int | Path) -> JobResult:
+def _finished(store: PolicyStore, context: JobContext, start: RunStart, published: int) -> JobResult:
     """The result of a run that has published this."""
-    if isinstance(published, int):
-        metrics = store.get(published).metrics
-    else:
-        metrics = json.loads((published / MANIFEST).read_text())["metrics"]
+    version = store.get(published)
+    metrics = version.metrics
     last = {"steps": metrics["steps"], "metrics": metrics["last"], "seconds": 0.0}
-    return JobResult.of_published(published, run=context.run, parent=start.parent, **last)
+    trains_policy = start.config["algorithm"]["name"] != REWARD_MODEL
+    return JobResult.of_published(version, trains_policy, run=context.run, parent=start.parent, **last)
 
 
-def _reward(context: JobContext) -> Any:
-    return context.model_dump(mode="json", exclude_none=True)["reward"]
-
-
-def _differences(start: RunStart, config: TrainConfig, context: JobContext, store: PolicyStore) -> list[str]:
+def _differences(
+    start: RunStart, config: TrainConfig, context: JobContext, store: PolicyStore, scorer: str | None
+) -> list[str]:
     """What a run was started with and would not go on with; one line each, by setting."""
     found = []
     if context.parent is not None and context.parent != start.parent:
@@ -205,6 +207,9 @@ def _differences(start: RunStart, config: TrainConfig, context: JobContext, stor
             found.append(f"policy {start.parent} has another content than when the run began")
     except PolicyError as error:
         found.append(f"the parent policy can't be had: {error}")
-    if _reward(context) != start.reward:
-        found.append(f"train.reward (or feedback.scoring.rules) is {_reward(context)!r}, it was {start.reward!r}")
+    if None not in (start.scorer, scorer) and start.scorer != scorer:
+        found.append(
+            f"the reward (train.reward, or feedback.scoring: its sources, their weights, code and models) is {scorer}, "
+            f"it was {start.scorer}"
+        )
     return found + differing_settings(start.config, config)

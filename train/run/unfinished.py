@@ -18,15 +18,25 @@ from typing import Final
 from feedback.files import try_lock
 from feedback.lake.table_changes import ErasedSince, LogGoneError
 from feedback.lake.tables import Lake
-from serve.policies.store import PolicyNotFound, PolicyStore, record_erasure
+from serve.policies.store import PolicyNotFound, PolicyStore
+from train.config.algorithms import REWARD_MODEL
 
 START: Final = "start.json"
 LOCK: Final = ".lock"
-REWARD_MODEL: Final = "reward_model"
-MANIFEST: Final = "training.json"
-"""In the folder of a reward model."""
-_KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate", ".reward_model.new", ".reward_model.old")
+_KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate")
 """What a run writes before it has published."""
+
+
+@dataclass(frozen=True)
+class Stores:
+    """What runs publish into: policies, and reward models, whose store is as that of policies."""
+
+    policies: PolicyStore
+    reward_models: PolicyStore
+
+    def of(self, algorithm: str) -> PolicyStore:
+        """The one that a run with this algorithm publishes into."""
+        return self.reward_models if algorithm == REWARD_MODEL else self.policies
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ def unfinished_runs(runs: Path) -> list[UnfinishedRun]:
     return found
 
 
-def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
+def forget_erased(lake: Lake, runs: Path, stores: Stores) -> list[str]:
     """Remove what idle runs have kept of rows that have been erased since; their names.
 
     So does a run whose versions of the lake can't be read any more: it can't go on, and what it holds is unknown.
@@ -75,7 +85,8 @@ def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
             if not alone or not start.exists():
                 continue
             started = json.loads(start.read_text())
-            published = published_by(store, folder, started.get("id")) if (folder / "checkpoints").exists() else None
+            store = stores.of(started["config"]["algorithm"]["name"])
+            published = published_by(store, started.get("id")) if (folder / "checkpoints").exists() else None
             if (published is None and not any(kept(folder))) or not was_erased(lake, started["lake_versions"]):
                 continue
             if published is not None:
@@ -85,17 +96,13 @@ def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
     return forgotten
 
 
-def mark(store: PolicyStore, published: int | Path, why: str) -> None:
-    """Record with a policy (its version) or a reward model (its folder) that its run had read what was erased; once."""
-    record = {"certainty": "yes", "why": why, "erasure": "in training"}
-    if isinstance(published, int):
-        store.record_erasure(published, **record)
-    else:
-        record_erasure(published, **record)
+def mark(store: PolicyStore, published: int, why: str) -> None:
+    """Record with a version that its run had read what was erased; once."""
+    store.record_erasure(published, certainty="yes", why=why, erasure="in training")
 
 
-def published_by(store: PolicyStore, folder: Path, run_id: str | None, parent: int = 0) -> int | Path | None:
-    """What the run of this id and folder has published: a policy newer than its ``parent``, or a reward model."""
+def published_by(store: PolicyStore, run_id: str | None, parent: int = 0) -> int | None:
+    """The version that the run of this id has published; newer than ``parent``."""
     if run_id is None:
         return None
     for version in reversed(store.versions()):
@@ -107,11 +114,7 @@ def published_by(store: PolicyStore, folder: Path, run_id: str | None, parent: i
             continue
         if policy.lineage.get("run_id") == run_id:
             return version
-    model = folder / REWARD_MODEL
-    try:
-        return model if json.loads((model / MANIFEST).read_bytes())["run_id"] == run_id else None
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def was_erased(lake: Lake, versions: dict[str, int], *, unknown: bool = True) -> bool:

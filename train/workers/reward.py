@@ -6,20 +6,25 @@ from typing import Any
 
 import pyarrow as pa
 
-from feedback.config import RuleConfig
 from train.controller.dispatch import by_rank, dispatch
 from train.controller.worker import Worker
-from train.data.rewards import Rewards, load_reward_function, with_timeout
+from train.data.rewards import Reward, RewardError, Rewards, RewardSettings
 
 
 class RewardWorker(Worker):
     """One rank that rewards."""
 
-    def __init__(self, *, reward: str | dict[str, RuleConfig], timeout_s: float, **peers: Any) -> None:
+    def __init__(self, *, reward: RewardSettings, timeout_s: float, **peers: Any) -> None:
         super().__init__(**peers)
-        self.reward = with_timeout(load_reward_function(reward), timeout_s)
+        self.reward = Reward(reward, timeout_s)
 
     @dispatch(by_rank)
-    def rewards(self, tables: list[pa.Table]) -> list[Rewards]:
-        """The rewards of the rows of each table."""
-        return [self.reward(table) for table in tables]
+    def rewards(self, tables: list[pa.Table]) -> list[Rewards | str]:
+        """The rewards of the rows of each table, or why there can't be any."""
+        return [self._rewards(table) for table in tables]
+
+    def _rewards(self, table: pa.Table) -> Rewards | str:
+        try:
+            return self.reward(table)
+        except RewardError as error:
+            return str(error)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from feedback.config import RuleConfig
 from serve.vllm.boot import engine_variables
 from train import algorithms
 from train.config.training import TrainConfig
 from train.controller import torchrun
 from train.controller.ray_pool import ResourcePool, gpus_per_rank
 from train.controller.worker_group import Pool, WorkerGroup, results
-from train.data.rewards import RewardFunction, load_reward_function, rewards_of, with_timeout
+from train.data.rewards import Reward, RewardFunction, rewards_of
 
 
 @dataclass(frozen=True)
@@ -57,25 +56,33 @@ class Groups:
 
 @contextmanager
 def start_groups(
-    config: TrainConfig, policy: Path, *, seed: int, reward: str | dict[str, RuleConfig]
+    config: TrainConfig,
+    policy: Path,
+    *,
+    seed: int,
+    reward: Reward | None,
+    trial: Callable[[RewardFunction], object] = lambda _: None,
 ) -> Generator[Groups]:
     """Start the pools of the config and the workers on them; leaving the context ends them.
 
-    ``seed`` is of sampling; ``reward`` as ``train.data.rewards.load_reward_function`` takes it.
+    Args:
+        seed: of sampling.
+        reward: of what is sampled; None if nothing is.
+        trial: called with the reward where it is on a pool, before any other worker is started.
 
     Raises:
         WorkerError: the cluster has no room for a pool, or a worker did not start.
     """
     on, algorithm = config.placement, algorithms.load(config.algorithm)
     disaggregated = config.samples and on.rollout != on.actor
-    # What can't be loaded fails before a worker starts.
-    rewards = with_timeout(load_reward_function(reward), config.step_timeout_s) if config.samples else None
+    rewards: RewardFunction | None = reward
     with start_pools(config) as pools:
-        if on.reward is not None:
+        if on.reward is not None and reward is not None:
             group = pools[on.reward].group(
-                "reward", "train.workers.reward:RewardWorker", reward=reward, timeout_s=config.step_timeout_s
+                "reward", "train.workers.reward:RewardWorker", reward=reward.settings, timeout_s=reward.timeout_s
             )
             rewards = partial(rewards_of, group, config.ranks_of(on.reward))
+            trial(rewards)
         actor, rollout = "train.workers.actor:ActorWorker", "train.workers.rollout:RolloutWorker"
         if disaggregated:
             actor = "train.workers.disaggregated:SendingActor"

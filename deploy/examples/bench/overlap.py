@@ -146,10 +146,12 @@ def make_run(arguments: argparse.Namespace) -> None:
     from feedback.config import LakeConfig
     from feedback.lake.tables import Lake
     from train.context import RunStart
+    from train.data.rewards import Reward
     from train.dataflows.online import Online
     from train.job import train
     from train.run.erasures import Erasures
     from train.run.resume import Begun, checkpoints_of
+    from train.run.unfinished import Stores
 
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig.model_validate(settings(arguments))
@@ -157,8 +159,8 @@ def make_run(arguments: argparse.Namespace) -> None:
             run="run",
             runs=Path(folder),
             policies=Path(folder) / "policies",
+            reward_models=Path(folder) / "reward_models",
             lake_uri=folder,
-            reward="deploy.examples.bench.overlap:reward",
         )
         checkpoints_of(context).mkdir(parents=True)
         store = PolicyStore(context.policies)
@@ -174,7 +176,9 @@ def make_run(arguments: argparse.Namespace) -> None:
             logging_level="ERROR",
         ):
             begun, erasures = Begun(start, parent), Erasures(Lake(folder, LakeConfig()), start.lake_versions, config)
-            train(Online, config, context, store, begun, data_of(arguments), seed=1, history=[], erasures=erasures)
+            reward = Reward("deploy.examples.bench.overlap:reward", config.step_timeout_s)
+            data = data_of(arguments)
+            train(Online, config, context, Stores(store, store), begun, data, 1, [], erasures, reward)
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, Any]:

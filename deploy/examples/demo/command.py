@@ -17,11 +17,18 @@ from deploy.supervise.children import no_leftovers, stop_on_signals
     show_default=True,
     help="Where it leaves its home, summary.json and report.html. Emptied first.",
 )
+@click.option(
+    "--recipe",
+    type=click.Choice(["rlhf", "rlvr"]),
+    default="rlhf",
+    show_default=True,
+    help="What training sees: the users' feedback alone, or the rule that knows the answers.",
+)
 @click.option("--cycles", type=click.IntRange(min=1), default=3, show_default=True, help="Cycles that train.")
 @click.option("--users", type=click.IntRange(min=1), default=4, show_default=True, help="Simulated users.")
-def demo(folder: Path, cycles: int, users: int) -> None:
+def demo(folder: Path, recipe: str, cycles: int, users: int) -> None:
     """Turn the whole loop on this machine, with a small model trained here and simulated users."""
     with no_leftovers(), stop_on_signals():
         from deploy.examples.demo.run import run
 
-        run(folder, cycles=cycles, users=users)
+        run(folder, recipe=recipe, cycles=cycles, users=users)

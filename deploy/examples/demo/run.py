@@ -36,13 +36,21 @@ TASK_SEED = 7
 HELD_OUT, TRAFFIC = 400, 300  # prompts; the seed policy's corpus is drawn from those after them
 RUINOUS_LEARNING_RATE = 0.05  # 170 times the demo's own
 LONGEST_STAGE_S = 600.0
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    # A reward model's scores differ in every group, if by nothing but its errors: GRPO's division by their deviation
+    # makes as much of those as of a real difference.
+    "rlhf": {"name": "dr_grpo", "kl": {"coefficient": 0.05}},
+    "rlvr": {"name": "grpo", "aggregation": "token_mean", "clip_high": 0.28},
+}
+RULE = "deploy.examples.demo.task:reward"
+"""What knows the answers: the simulated users do, and the held-out suite. Training does with the recipe rlvr alone."""
 
 
 class DemoFailed(RuntimeError):
     """The demo could not be run, or did not show what it is there to show."""
 
 
-def run(folder: Path, *, cycles: int, users: int) -> None:
+def run(folder: Path, *, recipe: str, cycles: int, users: int) -> None:
     """Run the demo in ``folder``, which it empties first, and leave summary.json and report.html there.
 
     Raises DemoFailed if a part of it failed, or the figures are not those that a working loop has.
@@ -51,7 +59,7 @@ def run(folder: Path, *, cycles: int, users: int) -> None:
         users_file = Path(deploy.__file__).resolve().parent.parent / "loadtests" / "users.py"
         if not users_file.exists():
             raise DemoFailed(f"the demo's users are not at {users_file}; run it from a checkout, not from a wheel")
-        file = prepare(folder, cycles)
+        file = prepare(folder, recipe, cycles)
         settings = root.load(file)
         with stages("seed"):
             seed_policy(folder, stages.say)
@@ -78,7 +86,7 @@ def run(folder: Path, *, cycles: int, users: int) -> None:
 # ------------------------------------------------------------------------------------------------------ the parts
 
 
-def prepare(folder: Path, cycles: int) -> Path:
+def prepare(folder: Path, recipe: str, cycles: int) -> Path:
     """Empty the folder; write prompts, held-out suite and config. The config's path."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "millrace.yaml").exists():
         raise DemoFailed(f"{folder} holds something that is not a demo; name another folder")
@@ -92,11 +100,11 @@ def prepare(folder: Path, cycles: int) -> Path:
     for name, rows in (("heldout.jsonl", held_out), ("prompts.jsonl", traffic)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = folder / "millrace.yaml"
-    file.write_text(yaml.safe_dump(demo_config(folder.resolve(), cycles), sort_keys=False))
+    file.write_text(yaml.safe_dump(demo_config(folder.resolve(), recipe, cycles), sort_keys=False))
     return file
 
 
-def demo_config(folder: Path, cycles: int) -> dict[str, Any]:
+def demo_config(folder: Path, recipe: str, cycles: int) -> dict[str, Any]:
     """The settings that differ from the defaults: all of them because the model is tiny and the machine is small."""
     context = {"max_model_len": 64, "kv_cache_bytes": 64 * 2**20}
     return {
@@ -105,11 +113,11 @@ def demo_config(folder: Path, cycles: int) -> dict[str, Any]:
         "feedback": {
             "journal": {"segment_seconds": 1.0},
             "lake": {"seal_seconds": 2.0},
-            "scoring": {"rules": {"task": {"function": "deploy.examples.demo.task:reward"}}},
+            "scoring": {"rules": {"task": {"function": RULE}} if recipe == "rlvr" else {}},
         },
         "evaluation": {
             "suite": str(folder / "heldout.jsonl"),
-            "scorer": "deploy.examples.demo.task:reward",
+            "scorer": RULE,
             "max_tokens": 12,
             "engine": {**context, "dtype": "float32"},
             "gate": {"min_items": 200},
@@ -120,12 +128,16 @@ def demo_config(folder: Path, cycles: int) -> dict[str, Any]:
             "steps": 6,
             "minibatches": 2,
             "micro_batch_tokens": 1024,
-            "algorithm": {"name": "grpo", "aggregation": "token_mean", "clip_high": 0.28},
+            "algorithm": ALGORITHMS[recipe],
             "optimizer": {"learning_rate": 3e-4},
             "rollout": {**context, "max_tokens": 12},
             "data": {"prompts_per_step": 40, "min_prompts": 64, "traffic_share": 0.2},
+            "reward_model": {
+                **{"steps": 60, "items_per_step": 64, "learning_rate": 3e-4, "vote_noise": 0.1},
+                **{"min_items": 200, "min_new_feedback": 400},
+            },
         },
-        "cycle": {"min_new_rewards": 100},
+        "cycle": {"recipe": recipe, "min_new_rewards": 100},
         "schedule": {"interval_seconds": 3.0, "first_after_seconds": 8.0, "max_cycles": cycles},
     }
 
@@ -165,6 +177,7 @@ def users_command(users_file: Path, folder: Path, settings: Settings, users: int
         "--stop-timeout": "60",
         "--prompts": str(folder / "prompts.jsonl"),
         "--account": str(folder / "account.jsonl"),
+        "--pace": "0.2",
     }
     flags = ["--headless", "--only-summary"]
     return [sys.executable, "-P", "-m", "locust", "-f", str(users_file), *flags, *itertools.chain(*options.items())]

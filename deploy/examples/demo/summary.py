@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config.root import Settings
-from deploy.display import report_data
+from deploy.display import proxy_reward, report_data
+from deploy.display.proxy_reward import ProxyReward
 from deploy.loop import records
 from evaluation.report.page import ReportData, build
 from feedback.files import replace_file
@@ -24,13 +25,22 @@ def write(settings: Settings, folder: Path, account: list[dict[str, Any]], secon
     ``account``: the users' entries, one per request. ``seconds``: of each stage so far.
     """
     counts = both_sides(settings, account)
-    data = report_data.gather(settings, title="Millrace: the demo", totals=counts)
+    proxy = proxy_reward.measure(settings)
+    data = report_data.gather(settings, title="Millrace: the demo", totals=counts, proxy=proxy)
     swaps = sum(swap.ok for swap in data.swaps)
     seconds = {**seconds, **stage_seconds(settings)}
-    figures = {**learning(settings, data), "swaps": swaps, **counts, "seconds": seconds}
+    figures: dict[str, Any] = {"recipe": settings.cycle.recipe, "reward_model_agreement": agreement(proxy)}
+    figures |= {**learning(settings, data), "swaps": swaps, **counts, "seconds": seconds}
     replace_file(folder / "summary.json", json.dumps(figures, indent=2).encode() + b"\n")
     build(data, folder / "report.html")
     return figures
+
+
+def agreement(proxy: ProxyReward | None) -> dict[str, Any] | None:
+    """How often the last reward model says what is true, of the policies' answers to prompts that no training saw."""
+    if proxy is None or proxy.agreement is None:
+        return None
+    return {"version": proxy.version, **proxy.agreement.model_dump(), "answers": proxy.answers}
 
 
 def learning(settings: Settings, data: ReportData) -> dict[str, Any]:
@@ -86,6 +96,8 @@ def problems(figures: dict[str, Any]) -> list[str]:
         found.append(f"held-out accuracy rose by {gain:.1%} only, from {accuracy[promoted[0]]:.1%}")
     if not refused:
         found.append("no candidate was refused, though one was trained to be worse")
+    if figures["recipe"] == "rlhf" and figures["reward_model_agreement"] is None:
+        found.append("no reward model was trained, or none was asked about the held-out answers")
     if figures["failed_requests"]:
         found.append(f"{figures['failed_requests']} of {figures['requests']} requests failed")
     if figures["swaps"] != len(promoted) - 1:

@@ -1,6 +1,7 @@
 """Prove that the algorithms learn: ``python -m deploy.examples.learn``.
 
-Each one is trained from the same seed policy, and measured before and after on prompts that no training saw. A table,
+Each one is trained from the same seed policy, and measured before and after on prompts that no training saw; grpo also
+by a judge's reward (rlaif), and by a judge's and a rule's (mix). A table,
 and as the last line JSON: {algorithm: {before, after, ci_low, steps, seconds}}, with ``reason`` where it is no proof.
 The exit code is 1 if there is such a reason.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,19 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.examples.learn import experiment, home, plans, trial
+from deploy.examples.learn.judge import reward_by
 from deploy.examples.learn.trial import Outcome
 from deploy.examples.stages import Stages
 from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
 from train.config.algorithms import OFFLINE, ONLINE
 
+ALL = (*ONLINE, *OFFLINE, *plans.RECIPES)
+
 
 def chosen(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
     names = None if value is None else tuple(name.strip() for name in value.split(","))
-    if unknown := set(names or ()) - {*ONLINE, *OFFLINE}:
-        raise click.BadParameter(f"{', '.join(sorted(unknown))} is none of {', '.join((*ONLINE, *OFFLINE))}")
+    if unknown := set(names or ()) - {*ALL}:
+        raise click.BadParameter(f"{', '.join(sorted(unknown))} is none of {', '.join(ALL)}")
     return names
 
 
@@ -61,7 +66,7 @@ def main(
     seed: int,
     folder: Path,
 ) -> None:
-    names = algorithms if algorithms is not None else () if off_policy else (*ONLINE, *OFFLINE)
+    names = algorithms if algorithms is not None else () if off_policy else ALL
     off_policy = algorithms is None if off_policy is None else off_policy
     outcomes: dict[str, Outcome] = {}
     last: dict[str, Outcome] = {}
@@ -74,8 +79,16 @@ def main(
                     last["off_policy"] = experiment.run(prepared, seed=seed, longest_s=seconds, say=stages.say)
             for name in names:
                 with stages(name):
-                    settings = plans.settings(name, plans.PLANS[name], steps=steps, seed=seed)
-                    outcomes[name] = trial.run(prepared, name, settings, longest_s=seconds, say=stages.say, twice=twice)
+                    algorithm = "grpo" if name in plans.RECIPES else name
+                    settings = plans.settings(algorithm, plans.PLANS[algorithm], steps=steps, seed=seed)
+                    try_out = partial(
+                        trial.run, prepared, name, settings, longest_s=seconds, say=stages.say, twice=twice
+                    )
+                    if name not in plans.RECIPES:
+                        outcomes[name] = try_out()
+                        continue
+                    with reward_by(plans.RECIPES[name], prepared.work / f"{name}-verdicts") as reward:
+                        outcomes[name] = try_out(reward=reward)
     except home.LearnError as error:
         raise click.ClickException(str(error)) from error
     except Stopped as stopped:

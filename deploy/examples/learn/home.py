@@ -44,6 +44,7 @@ class Home:
         self.seed, self.lake, self.suite = folder / "seed", folder / "lake", folder / "heldout.jsonl"
         self.evaluations, self.work = folder / "evaluations", folder / "work"
         self.store = PolicyStore(self.work / "policies")
+        self.reward_models = PolicyStore(self.work / "reward_models")
 
     def first(self) -> Policy:
         """The seed policy."""

@@ -43,6 +43,12 @@ PLANS: Final = {
     "reward_model": Plan(steps=30, items=64, learning_rate=1e-3),
 }
 
+RECIPES: Final[dict[str, dict[str, Any]]] = {
+    "rlaif": {},
+    "mix": {"judge": {"weight": 3.0}, "rules": {"brief": {"ready": "length_penalty", "max_tokens": MAX_TOKENS}}},
+}
+"""Sources of a reward beside a judge (``deploy.examples.learn.judge``), by the name of the trial; ``grpo`` learns."""
+
 
 def settings(name: str, plan: Plan, *, steps: int | None, seed: int) -> dict[str, Any]:
     """The section ``train`` of a trial. One rank in one process, so that Ray's start is saved."""

@@ -36,19 +36,28 @@ class Outcome:
     reason: str | None = None
 
 
-def run(home: Home, name: str, settings: dict[str, Any], *, longest_s: float, say: Say, twice: bool = False) -> Outcome:
+def run(
+    home: Home,
+    name: str,
+    settings: dict[str, Any],
+    *,
+    longest_s: float,
+    say: Say,
+    twice: bool = False,
+    **context: Any,
+) -> Outcome:
     """Train and measure. What fails is an outcome too, with its reason.
 
-    ``twice``: train once more with the same settings, which must give the same weights.
+    ``twice``: train once more with the same settings, which must give the same weights. ``context``: as of ``train``.
     """
     started = time.monotonic()
     steps = 0
     try:
-        result = train(home, name, settings, longest_s=longest_s, say=say)
+        result = train(home, name, settings, longest_s=longest_s, say=say, **context)
         steps = result.steps
         before, after, gain = measure(home, result)
         if twice:
-            again = train(home, f"{name}-again", settings, longest_s=longest_s, say=say)
+            again = train(home, f"{name}-again", settings, longest_s=longest_s, say=say, **context)
             if digest(home, again) != digest(home, result):
                 raise LearnError(f"the same settings gave other weights: see {name} and {name}-again")
     except (RuntimeError, ValueError, OSError) as error:
@@ -72,6 +81,7 @@ def train(
         run=name,
         runs=home.work / "runs",
         policies=home.store.root,
+        reward_models=home.reward_models.root,
         parent=parent,
         **{"lake_uri": str(home.lake), "reward": homes.REWARD} | context,
     )
@@ -91,14 +101,15 @@ def train(
 
 def measure(home: Home, result: JobResult) -> tuple[float, float, Interval]:
     """(before, after, the gain) of what a job left: a policy, or a reward model. Raises LearnError if neither."""
-    if result.artifact is not None:
-        return pairs.measure(result.artifact, home.first().path)
+    if result.reward_model is not None:
+        return pairs.measure(home.reward_models.get(result.reward_model).path, home.first().path)
     return compare(home, candidate(home, result), home.first())
 
 
 def digest(home: Home, result: JobResult) -> str:
     """SHA-256 of the weights that a job left."""
-    folder = result.artifact or candidate(home, result).path
+    model = None if result.reward_model is None else home.reward_models.get(result.reward_model)
+    folder = (model or candidate(home, result)).path
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(folder.glob("*.safetensors")))).hexdigest()
 
 

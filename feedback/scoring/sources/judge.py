@@ -56,10 +56,14 @@ class _FailedError(Exception):
 
 
 class Judge:
-    """The judge of the responses of one scoring run."""
+    """The judge of the responses of one scoring run.
 
-    def __init__(self, config: JudgeConfig) -> None:
+    ``once``: each batch is a run by itself, with the whole deadline, and no later run asks again.
+    """
+
+    def __init__(self, config: JudgeConfig, *, once: bool = False) -> None:
         self.config = config
+        self.once = once
         self.identity = [config.model, config.rubric, config.low, config.high, config.temperature, config.extra]
         self._cache = JudgeCache(config.cache)
         self._structured: bool | None = None  # whether the server knows response_format; None: not known yet
@@ -69,6 +73,8 @@ class Judge:
 
     def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
         """(scores from 0 to 1, why a row has none). ``tries``, if there, is how many runs have asked about a row."""
+        if self.once:
+            self._deadline = self._halted = None
         rows = batch.to_pylist()
         values: Values = [None] * len(rows)
         reasons: Reasons = [None] * len(rows)
@@ -84,7 +90,7 @@ class Judge:
                 answer = answers[text]
                 if isinstance(answer, float):
                     values[index] = (answer - self.config.low) / (self.config.high - self.config.low)
-                elif isinstance(answer, NoScoreError):
+                elif self.once or isinstance(answer, NoScoreError):
                     reasons[index] = str(answer)
                 else:
                     reasons[index] = retry.reason((rows[index].get("tries") or 0) + 1, self.config.runs, str(answer))

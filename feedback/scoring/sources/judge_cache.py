@@ -34,7 +34,10 @@ class JudgeCache:
             self._key = make_key(self.path.parent.with_name(f"{self.path.parent.name}.key"))
             for path in (self.path, *self.path.parent.glob(f"{_FILE}-*")):  # SQLite gives its log the database's mode
                 make_private(path)
-            self._database = sqlite3.connect(self.path, timeout=_LOCK_TIMEOUT_S, isolation_level=None)
+            # Used by one thread at a time, but not always by the same one.
+            self._database = sqlite3.connect(
+                self.path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = FULL")  # a verdict that was kept survives a power loss
             self._database.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, score REAL NOT NULL)")

@@ -2,7 +2,8 @@
 
 The model reads the conversation by its tokenizer's chat template, if the request had messages and there is a template;
 else the pair (prompt, response), as the tokenizer joins a pair. The reward is the logit of one label, brought into
-0..1 by the activation in the settings. What the model can't read (too long, no prompt text, no memory) is missing.
+0..1 by the activation in the settings; that of a model which Millrace trained is first made log odds. What the model
+can't read (too long, no prompt text, no memory) is missing.
 
 torch and transformers are imported when the first response is scored.
 """
@@ -20,13 +21,15 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from feedback.config import ModelConfig
+from feedback.config import ClassifierConfig
 from feedback.files import ERASURES
 from feedback.scoring.sources.rules import Reasons, Values
 
 log = logging.getLogger(__name__)
 
 NAME: Final = "model"
+CALIBRATION: Final = "reward_calibration"
+"""Of a model that Millrace trained, in its config.json: {scale, shift} of the line from its logit to log odds."""
 BATCH_ROWS: Final = 1024  # small, so that progress is seen; large, so that rows of like length come together
 _FILES: Final = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _MOST_QUOTED: Final = 300
@@ -43,7 +46,7 @@ class RewardModelError(RuntimeError):
 class RewardModel:
     """A model that is loaded when it is first used."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ClassifierConfig) -> None:
         """Raises RewardModelError if its files aren't there and can't be fetched."""
         self.config = config
         self.folder = _folder(config)
@@ -52,7 +55,8 @@ class RewardModel:
         ]
         self._model: Any = None
         self._tokenizer: Any = None
-        self._max_length = _NO_LIMIT
+        self._max_length = self._vocabulary = _NO_LIMIT
+        self._line = (1.0, 0.0)
 
     def by_row(self, batch: pa.Table) -> tuple[Values, Reasons]:
         """(rewards, why a row has none). Raises RewardModelError if the model can't be loaded or runs on nothing."""
@@ -66,6 +70,8 @@ class RewardModel:
                 encoded = encode(self._tokenizer, row)
                 if (tokens := len(encoded["input_ids"])) > self._max_length:
                     raise ValueError(f"{tokens} tokens, more than the {self._max_length} that the model reads")
+                if (token := max(encoded["input_ids"])) >= self._vocabulary:  # it would break a GPU for this process
+                    raise ValueError(f"its tokenizer's token {token} is not one of the model's {self._vocabulary}")
                 inputs[index] = encoded
             except ValueError as error:
                 reasons[index] = str(error)[:_MOST_QUOTED]
@@ -104,7 +110,7 @@ class RewardModel:
         tensors["attention_mask"] = padded([[1] * len(row["input_ids"]) for row in rows], 0)
         self._model.config.get_text_config().pad_token_id = pad
         with torch.inference_mode():
-            logits = self._model(**tensors).logits.float()
+            logits = self._model(**tensors).logits.float() * self._line[0] + self._line[1]
         if self.config.activation == "softmax":
             logits = logits.softmax(dim=-1)
         chosen = logits[:, self.config.label]
@@ -128,27 +134,36 @@ class RewardModel:
         device = self.config.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise RewardModelError(
+                f"reward model {self.config.name}: no GPU for device {device}; set it to cpu or auto"
+            )
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(self.folder)
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                self.folder, dtype=self.config.dtype, use_safetensors=True, output_loading_info=True
-            )
-            self._model = model.to(device).eval()
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            with torch.random.fork_rng(devices=[]):  # training's random numbers are its own
+                model, report = AutoModelForSequenceClassification.from_pretrained(
+                    self.folder, dtype=self.config.dtype, use_safetensors=True, output_loading_info=True
+                )
+            model = model.to(device).eval()
+        except Exception as error:  # a folder may hold anything, which may fail in any way
             raise RewardModelError(f"reward model {self.config.name}: {type(error).__name__}: {error}") from error
         if report["missing_keys"]:
             missing = ", ".join(sorted(report["missing_keys"])[:5])
             raise RewardModelError(
                 f"reward model {self.config.name} has no weights for {missing}: is it a sequence-classification model?"
             )
-        labels = int(self._model.config.num_labels)
+        labels = int(model.config.num_labels)
         if self.config.label >= labels:
             raise RewardModelError(
                 f"reward model {self.config.name} has {labels} labels, counted from 0; there is no label "
-                f"{self.config.label} (scoring.model.label)"
+                f"{self.config.label} (the setting label)"
             )
-        own = [self._tokenizer.model_max_length, getattr(self._model.config, "max_position_embeddings", None)]
+        if line := getattr(model.config, CALIBRATION, None):
+            self._line = (float(line["scale"]), float(line["shift"]))
+        own = [self._tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None)]
         self._max_length = self.config.max_length or min((n for n in own if n and n < _NO_LIMIT), default=_NO_LIMIT)
+        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
+        self._model = model
         log.info("reward model %s: %d labels, on %s", self.config.name, labels, self._model.device)
 
     def _prove_that_it_runs(self, error: Exception) -> None:
@@ -189,7 +204,7 @@ def encode(tokenizer: Any, row: Mapping[str, Any]) -> Inputs:
     return {name: list(encoded[name]) for name in ("input_ids", "token_type_ids") if name in encoded}
 
 
-def token_batches(lengths: dict[int, int], config: ModelConfig) -> Iterator[list[int]]:
+def token_batches(lengths: dict[int, int], config: ClassifierConfig) -> Iterator[list[int]]:
     """Rows (by their index) of like length together, so that each batch with its padding keeps to ``batch_tokens``."""
     rows: list[int] = []
     for index in sorted(lengths, key=lambda index: (-lengths[index], index)):
@@ -212,7 +227,7 @@ def files_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _folder(config: ModelConfig) -> Path:
+def _folder(config: ClassifierConfig) -> Path:
     if (folder := Path(config.name)).is_dir():
         if not (folder / "config.json").is_file():
             raise RewardModelError(f"reward model {config.name}: the folder has no config.json")

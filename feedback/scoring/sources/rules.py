@@ -2,8 +2,8 @@
 
 A rule takes a table with the columns ``prompt`` (string), ``messages`` (string, JSON), ``response`` (string),
 ``response_token_ids`` (list<int32>) and ``metadata`` (map<string, string>), one row a response, and returns one number,
-or None, a row. Scoring, training and evaluation use the same rules: scoring puts SQL into its own query, training and
-evaluation call the rule.
+or None, a row. A function may also reward the parts of a response (``PerToken``). Scoring, training and evaluation use
+the same rules: scoring puts SQL into its own query, training and evaluation call the rule.
 """
 
 from __future__ import annotations
@@ -53,6 +53,58 @@ class RuleShapeError(RuleError):
     """A rule did not return one value a row: which value is whose can't be known."""
 
 
+class _NoRewardError(ValueError):
+    """What a function returned, and why that is no reward."""
+
+    def __init__(self, what: object, why: str) -> None:
+        super().__init__(what, why)
+        self.what, self.why = what, why
+
+
+class PerToken(float):
+    """A reward that is the sum of rewards per token of the response; ``tokens`` are those."""
+
+    tokens: list[float]
+
+    @classmethod
+    def of(cls, value: list[Any], tokens: int) -> PerToken:
+        """Of what a function returned for a response of so many tokens.
+
+        That is a number for each token, or [index of its last token, number] for each step, in order.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        if not any(isinstance(part, list | tuple) for part in value):
+            if len(value) != tokens:
+                raise _NoRewardError(f"{len(value)} numbers", f"the response has {tokens} tokens")
+            rewards = [_finite(part) for part in value]
+        else:
+            rewards, before = [0.0] * tokens, -1
+            for part in value:
+                if not isinstance(part, list | tuple) or len(part) != 2:
+                    raise _NoRewardError(f"step {part!r}", "a step is [index of its last token, number]")
+                end, number = part
+                if not isinstance(end, numbers.Integral) or not before < int(end) < tokens:
+                    why = f"ends of steps rise, and are tokens of the response, which has {tokens}, counted from 0"
+                    raise _NoRewardError(f"a step that ends at {end!r}", why)
+                rewards[int(end)], before = _finite(number), int(end)
+        made = cls(_finite(sum(rewards)))
+        made.tokens = rewards
+        return made
+
+
+def _finite(value: Any) -> float:
+    """The number, if it is one that a reward may be. Raises _NoRewardError else."""
+    # numpy's bool is no Number, its other scalars are.
+    if not isinstance(value, numbers.Real) and type(value).__name__ != "bool":
+        raise _NoRewardError(repr(value), "a reward is a number or None, or a list of numbers per token or of steps")
+    number = float(value)
+    if not abs(number) <= LARGEST:
+        raise _NoRewardError(number, f"a reward lies within ±{LARGEST:g}")
+    return number
+
+
 @dataclass(frozen=True)
 class FunctionRule:
     """A Python function; ``digest`` is that of its name and source file, or of what configures it."""
@@ -64,7 +116,7 @@ class FunctionRule:
     def __call__(self, batch: pa.Table) -> Values:
         """One reward, or None, a row. Raises RuleError if the rule fails or gives what is no reward."""
         try:
-            return self._checked(self.function(batch), batch.num_rows)
+            return self._checked(self.function(batch), batch)
         except (RuleError, StopSignal):
             raise
         except (Exception, SystemExit) as error:  # the values may be a generator, or numbers of its own kind
@@ -84,24 +136,25 @@ class FunctionRule:
             return [values[0] for values, _ in single], [reasons[0] for _, reasons in single]
         return values, ["the rule gave none" if value is None else None for value in values]
 
-    def _checked(self, values: Any, rows: int) -> Values:
+    def _checked(self, values: Any, batch: pa.Table) -> Values:
         try:
             listed = values.to_pylist() if isinstance(values, pa.Array | pa.ChunkedArray) else list(values)
         except TypeError as error:
             kind = type(values).__name__
             raise RuleShapeError(f"rule {self.name} returned {kind}, not a sequence with one number a row") from error
-        if len(listed) != rows:
-            raise RuleShapeError(f"rule {self.name} returned {len(listed)} values for {rows} rows")
-        return [None if value is None else self._number(value, row) for row, value in enumerate(listed)]
+        if len(listed) != batch.num_rows:
+            raise RuleShapeError(f"rule {self.name} returned {len(listed)} values for {batch.num_rows} rows")
+        return [None if value is None else self._reward(value, batch, row) for row, value in enumerate(listed)]
 
-    def _number(self, value: Any, row: int) -> float:
-        # numpy's bool is no Number, its other scalars are.
-        if not isinstance(value, numbers.Real) and type(value).__name__ != "bool":
-            raise RuleError(f"rule {self.name} returned {value!r} for row {row}; a reward is a number or None")
-        number = float(value)
-        if not abs(number) <= LARGEST:
-            raise RuleError(f"rule {self.name} returned {number} for row {row}; a reward lies within ±{LARGEST:g}")
-        return number
+    def _reward(self, value: Any, batch: pa.Table, row: int) -> float:
+        if getattr(value, "ndim", 0):  # an array or a tensor of a response's tokens
+            value = value.tolist()
+        try:
+            if isinstance(value, list | tuple):
+                return PerToken.of(list(value), len(batch["response_token_ids"][row].as_py()))
+            return _finite(value)
+        except _NoRewardError as error:
+            raise RuleError(f"rule {self.name} returned {error.what} for row {row}; {error.why}") from error
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from feedback.lake.erasure_registry import register
 from feedback.lake.tables import Lake
 from feedback.maintenance import erasure
 from feedback.schema import TABLES
-from serve.policies.store import PolicyStore
+from serve.policies import records as policy_records
+from serve.policies.store import Policy, PolicyStore
 from tests.paths import ROOT
 
 
@@ -283,7 +284,8 @@ def a_run(settings: Settings, name: str, lake: Lake, *, checkpoint: bool = True)
     """What a run that has read the lake as it is leaves on the disk."""
     folder = settings.path("runs") / name
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "start.json").write_text(json.dumps({"lake_versions": lake.versions()}))
+    start = {"lake_versions": lake.versions(), "config": {"algorithm": {"name": "grpo"}}}
+    (folder / "start.json").write_text(json.dumps(start))
     (folder / ".lock").write_text("pid 7 on elsewhere\n")
     if checkpoint:
         (folder / "checkpoints" / "step-00000002").mkdir()
@@ -291,11 +293,13 @@ def a_run(settings: Settings, name: str, lake: Lake, *, checkpoint: bool = True)
     return folder
 
 
-def a_reward_model(settings: Settings, name: str, lineage: dict[str, object], parent: int = 1) -> Path:
-    folder = settings.path("runs") / name / "reward_model"
-    folder.mkdir(parents=True)
-    (folder / "training.json").write_text(json.dumps({"parent": parent, "lineage": lineage}))
-    return folder
+def a_reward_model(settings: Settings, model: Path, lineage: dict[str, object], policy: int = 1) -> Policy:
+    store = settings.stores().reward_models
+    return store.publish(model, parent=None, lineage={**lineage, "policy": policy}, metrics={})
+
+
+def erasures_of(settings: Settings, model: Policy) -> list[dict[str, str]]:
+    return list(settings.stores().reward_models.get(model.version).erasures)
 
 
 def test_erase_lists_runs_at_work_killed_runs_and_reward_models_and_removes_what_killed_ones_kept(
@@ -307,9 +311,9 @@ def test_erase_lists_runs_at_work_killed_runs_and_reward_models_and_removes_what
     trained = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
     killed, working = (a_run(home_with_policy, name, lake) for name in ("killed", "working"))
     a_run(home_with_policy, "finished", lake, checkpoint=False)
-    of_rows = a_reward_model(home_with_policy, "judge", {"lake_versions": lake.versions()})
-    of_policy = a_reward_model(home_with_policy, "heir", {"lake_versions": {}}, parent=trained)
-    a_reward_model(home_with_policy, "other", {"lake_versions": {"interactions": 0}})
+    of_rows = a_reward_model(home_with_policy, model, {"lake_versions": lake.versions()})
+    of_policy = a_reward_model(home_with_policy, model, {"lake_versions": {}}, policy=trained)
+    a_reward_model(home_with_policy, model, {"lake_versions": {"interactions": 0}})
 
     file = tmp_path / "erased.json"
     with (working / ".lock").open() as lock:
@@ -323,14 +327,14 @@ def test_erase_lists_runs_at_work_killed_runs_and_reward_models_and_removes_what
         {"name": "working", "holder": "pid 7 on elsewhere", "certainty": "yes", "why": here},
     ]
     assert result["reward_models"] == [
-        {"folder": str(of_policy), "certainty": "yes", "why": f"it descends from policy {trained}"},
-        {"folder": str(of_rows), "certainty": "yes", "why": here},
+        {"version": of_rows.version, "certainty": "yes", "why": here},
+        {"version": of_policy.version, "certainty": "yes", "why": f"it descends from policy {trained}"},
     ]
     assert "pid 7 on elsewhere is at work on it: it will publish nothing" in out
     assert "removed what killed runs had kept of rows that are gone: killed" in out
     assert list(killed.rglob("driver.json")) == []
     assert [len(list(folder.rglob("driver.json"))) for folder in (before, working)] == [1, 1]
-    assert json.loads((of_rows / "erasures.json").read_text())["erasures"][0]["why"] == here
+    assert erasures_of(home_with_policy, of_rows)[0]["why"] == here
     assert "removed what killed runs had kept of rows that are gone: working" in run("maintain")[1]
     assert list(working.rglob("driver.json")) == []
 
@@ -373,7 +377,7 @@ def test_what_is_published_while_an_erasure_runs_is_on_record_before_the_erasure
         late.append(store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version)
         late.append(store.publish(model, parent=late[0], lineage={"lake_versions": {}}, metrics={}).version)
         store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={})
-        judges.append(a_reward_model(home_with_policy, "judge", {"lake_versions": versions}))
+        judges.append(a_reward_model(home_with_policy, model, {"lake_versions": versions}))
         return purge(*arguments)
 
     monkeypatch.setattr(erasure, "_purge_all", publish_meanwhile)
@@ -381,9 +385,9 @@ def test_what_is_published_while_an_erasure_runs_is_on_record_before_the_erasure
     assert run("erase", "--user", "zaphod", "--yes", "--json-out", str(file))[0] == 0
     result = json.loads(file.read_text())
     assert [policy["version"] for policy in result["policies"]] == late
-    assert [reached["folder"] for reached in result["reward_models"]] == [str(judges[0])]
+    assert [reached["version"] for reached in result["reward_models"]] == [judges[0].version]
     assert [bool(store.get(version).erasures) for version in store.versions()] == [False, True, True, False]
-    assert (judges[0] / "erasures.json").exists()
+    assert len(erasures_of(home_with_policy, judges[0])) == 1
 
 
 @pytest.mark.parametrize("killed_at", ["_drain", "_purge_all", "mark_done"])
@@ -398,11 +402,11 @@ def test_maintenance_puts_on_record_what_an_erasure_that_was_killed_had_reached_
     put(lake, "interactions", interaction("his", user="zaphod"))
     store, versions = PolicyStore(Path(home_with_policy.resolved().serve.policies)), lake.versions()
     seen = store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version
-    judge, made = a_reward_model(home_with_policy, "judge", {"lake_versions": versions}), []
+    judge, made = a_reward_model(home_with_policy, model, {"lake_versions": versions}), []
 
     def killed(*_: Any) -> None:
         made.append(store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version)
-        made.append(a_reward_model(home_with_policy, f"late-{len(made)}", {"lake_versions": versions}))
+        made.append(a_reward_model(home_with_policy, model, {"lake_versions": versions}))
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -414,8 +418,8 @@ def test_maintenance_puts_on_record_what_an_erasure_that_was_killed_had_reached_
         assert run("maintain")[0] == 0
         policies = [v for v in made if isinstance(v, int)]
         assert [len(store.get(version).erasures) for version in (1, seen, *policies)] == [0, 1, *(1 for _ in policies)]
-        for folder in (judge, *(v for v in made if isinstance(v, Path))):
-            assert len(json.loads((folder / "erasures.json").read_text())["erasures"]) == 1
+        for one in (judge, *(v for v in made if not isinstance(v, int))):
+            assert len(erasures_of(home_with_policy, one)) == 1
     assert store.get(seen).erasures[0]["certainty"] == "yes"
 
 
@@ -437,18 +441,26 @@ def test_what_an_erasure_had_looked_at_is_not_suspected_when_more_of_it_is_seale
 
 
 def test_rows_go_though_a_record_of_them_can_not_be_written_and_maintenance_writes_it(
-    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]]
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     put(lake, "interactions", interaction("his", user="zaphod"))
-    judge = a_reward_model(home_with_policy, "judge", {"lake_versions": lake.versions()})
-    (judge / "erasures.json").mkdir()
-    code, _, err = run("erase", "--user", "zaphod", "--yes")
+    judge = a_reward_model(home_with_policy, model, {"lake_versions": lake.versions()})
+
+    def full(path: Path, *_: Any) -> None:
+        raise OSError(28, "no space", str(path))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(policy_records, "write_json", full)
+        code, _, err = run("erase", "--user", "zaphod", "--yes")
+        assert run("maintain")[0] != 0, "it is still to be put there"
     assert (code != 0, ids(lake)) == (True, [])
-    assert f"could not be recorded with reward model {judge}" in err
-    assert run("maintain")[0] != 0, "it is still to be put there"
-    (judge / "erasures.json").rmdir()
+    assert f"could not be recorded with reward model {judge.version}" in err
     assert run("maintain")[0] == 0
-    [record] = json.loads((judge / "erasures.json").read_text())["erasures"]
+    [record] = erasures_of(home_with_policy, judge)
     assert record["certainty"] == "possibly"
 
 

@@ -13,6 +13,7 @@ from deploy import cli
 from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop.preflight import check, reward_of
+from feedback.config import ScoringConfig
 from feedback.lake.tables import Lake
 
 
@@ -96,15 +97,15 @@ def test_a_bad_rule_is_named_with_its_key_its_value_and_its_source(tmp_path: Pat
 
 def test_training_is_rewarded_by_its_own_function_or_else_by_the_rules_that_have_a_weight(settings: Settings) -> None:
     reward = reward_of(settings)
-    assert isinstance(reward, dict)
-    assert list(reward) == ["exact"]
+    assert isinstance(reward, ScoringConfig)
+    assert reward.for_rollouts == {"exact": 1.0}
     own = root.load(settings.snapshot(), [("train.reward", "deploy.examples.demo.task:reward")], {})
     assert reward_of(own) == "deploy.examples.demo.task:reward"
     check(own)
     none = root.load(settings.snapshot(), [("feedback.scoring.rules.exact.weight", "0")], {})
-    assert reward_of(none) == {}
+    assert reward_of(none) is None
     weighed = root.load(settings.snapshot(), [("train.reward_weights", "{exact: 3.0}")], {})
-    assert {name: rule.weight for name, rule in dict(reward_of(weighed)).items()} == {"exact": 3.0}
+    assert reward_of(weighed).for_rollouts == {"exact": 3.0}  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match=r"train\.reward_weights\.exakt: .*there are: exact"):
         check(root.load(settings.snapshot(), [("train.reward_weights", "{exakt: 3.0}")], {}))
     broken = root.load(settings.snapshot(), [("feedback.scoring.rules.mine.sql", "no_column")], {})
@@ -113,17 +114,17 @@ def test_training_is_rewarded_by_its_own_function_or_else_by_the_rules_that_have
 
 
 def test_the_rules_reach_a_training_job_by_its_file(settings: Settings, tmp_path: Path) -> None:
-    from train.data.rewards import load_reward_function
+    from train.data.rewards import Reward
     from train.job import JobContext
 
     reward = reward_of(settings)
-    context = JobContext(run="r", runs=tmp_path, policies=tmp_path, lake_uri=str(tmp_path), reward=reward)
+    context = JobContext(
+        run="r", runs=tmp_path, policies=tmp_path, reward_models=tmp_path, lake_uri=str(tmp_path), reward=reward
+    )
     there = JobContext.model_validate(json.loads(json.dumps(context.model_dump(mode="json"))))
     rows = table_of("interactions", [interaction("a"), interaction("b", response="5")])
-    assert load_reward_function(there.reward)(rows).values == [1.0, 0.0]
-    assert context.model_dump(mode="json", exclude_none=True)["reward"] == {
-        "exact": {"ready": "exact_match", "weight": 1.0}
-    }
+    assert there.reward == reward is not None
+    assert Reward(reward, 60)(rows).values == [1.0, 0.0]
 
 
 def test_an_api_key_is_masked_where_settings_are_shown_and_reaches_children_by_a_file_of_this_users_alone(

@@ -16,10 +16,11 @@ from deploy.config.root import ConfigError
 from feedback.config import FeedbackConfig, LakeConfig
 from feedback.lake.tables import Lake, LakeError
 from train.config.training import TrainConfig
-from train.context import JobContext
+from train.context import JUDGE_KEY, JobContext, with_judge_key
 from train.launch import read, run_job
 
 KEY = "wJalrXUtnFEMI-K7MDENG"
+JUDGES = "sk-judge-5b2f9c1d"
 OPTIONS = {"aws_access_key_id": f"AKIA{KEY}", "aws_secret_access_key": KEY, "aws_region": f"region-{KEY}"}
 LINE = ["--feedback.lake.storage_options", json.dumps(OPTIONS)]
 
@@ -59,7 +60,7 @@ def test_a_printed_mask_is_refused_as_an_option(tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_job_has_them_for_its_user_alone_and_nothing_else_of_the_run_has(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from serve.policies.store import PolicyStore
 
@@ -74,7 +75,7 @@ def test_the_file_of_a_job_has_them_for_its_user_alone_and_nothing_else_of_the_r
             "policies": store.root,
             "lake_uri": lake.uri,
             "lake": {"storage_options": OPTIONS},
-            "reward": "my:reward",
+            "reward": {"judge": {"url": "http://x/v1", "model": "m", "rubric": "{response}", "api_key": JUDGES}},
         }
     )
     context.folder.mkdir(parents=True)
@@ -83,7 +84,12 @@ def test_the_file_of_a_job_has_them_for_its_user_alone_and_nothing_else_of_the_r
     spec.chmod(0o644)
     result = run_job(TrainConfig(launcher="torchrun"), context)  # in a process of its own, which reads the file
     assert "0 usable prompts" in str(result.reason)
+    monkeypatch.delenv(JUDGE_KEY, raising=False)
+    assert read(spec)[1] == with_judge_key(context, None)
+    monkeypatch.setenv(JUDGE_KEY, JUDGES)
+    assert read(spec)[1] == context
     assert read(spec)[1].lake.store_options == OPTIONS
+    assert holders(tmp_path, JUDGES) == set(), "the judge's key goes by the environment alone"
     assert mode(spec) == 0o600
     assert holders(tmp_path) == {spec}
 
@@ -144,5 +150,5 @@ def test_an_error_of_the_store_does_not_quote_a_key() -> None:
     assert KEY not in str(error.value)
 
 
-def holders(root: Path) -> set[Path]:
-    return {path for path in root.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()}
+def holders(root: Path, key: str = KEY) -> set[Path]:
+    return {path for path in root.rglob("*") if path.is_file() and key.encode() in path.read_bytes()}

@@ -54,7 +54,11 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     ("came", "code", "printed"),
     [
         ({"candidate": 5, "reason": None}, 0, "r: policy 5, from 4, 3 steps, 9 s"),
-        ({"artifact": Path("there"), "reason": "a reward model"}, 0, "r: reward model there, from policy 4"),
+        (
+            {"reward_model": 2, "reason": "reward model 2: the first one"},
+            0,
+            "r: reward model 2: the first one (from policy 4",
+        ),
         ({"reason": "2 usable prompts"}, 3, "r: no candidate: 2 usable prompts"),
         ({"reason": "step 3: loss is nan", "stopped": True}, 1, "error: r was stopped: step 3: loss is nan"),
     ],
@@ -146,7 +150,11 @@ def test_a_cycle_that_would_train_a_reward_model_is_refused_with_what_would_do(s
             "train.objectives.losses:Mine",
             "train.dataflow='train.objectives.losses:Mine': the module train.objectives.losses has no",
         ),
-        ("train.reward_weights", "{exakt: 2}", "train.reward_weights.exakt: feedback.scoring.rules has no such rule"),
+        (
+            "train.reward_weights",
+            "{exakt: 2}",
+            "train.reward_weights.exakt: feedback.scoring has no such source for fresh responses",
+        ),
     ],
 )
 def test_what_training_names_and_is_not_there_is_refused_before_anything_starts(

@@ -365,3 +365,75 @@ def test_without_old_logprobs_they_are_those_of_the_pass_itself(name: str) -> No
 
     start = moved(batch, 39)
     torch.testing.assert_close(gradient(batch.with_(old_log_probs=None)), gradient(batch.with_(old_log_probs=start)))
+
+
+# ----------------------------------------------------------------------------------------------- process rewards
+
+
+def with_token_rewards(batch: PackedBatch, seed: int) -> PackedBatch:
+    """The same with a reward of its own for each response token."""
+    draw = random.Random(seed)
+    given = torch.tensor([draw.uniform(-2, 2) for _ in batch.tokens], dtype=torch.float64) * batch.response_mask
+    return batch.with_(token_rewards=given, rewards=batch.response_sums(given))
+
+
+def whitened(rows: list[list[float]]) -> list[float]:
+    numbers = flat(rows)
+    mean, deviation = statistics.fmean(numbers), statistics.pstdev(numbers)
+    return [(x - mean) / (deviation + 1e-6) for x in numbers]
+
+
+@given(batches(), st.integers(0, 1000), st.floats(0.1, 1), st.floats(0, 0.5))
+def test_reinforce_pp_returns_what_came_from_a_token_on_of_rewards_of_tokens(
+    plain: PackedBatch, seed: int, gamma: float, kl: float
+) -> None:
+    batch = with_token_rewards(plain, seed)
+    assert batch.token_rewards is not None
+    expected = []
+    for r, rewards in zip(responses_of(batch), by_response(batch, batch.token_rewards), strict=True):
+        less = [x - kl * (old - ref) for x, old, ref in zip(rewards, r.old, r.ref, strict=True)]
+        expected.append([sum(gamma**k * x for k, x in enumerate(less[t:])) for t in range(len(less))])
+    placed = {"coefficient": kl, "placement": "reward", "estimator": "k1"}
+    advantages = algorithm("reinforce_pp", gamma=gamma, kl=placed).advantages(batch)
+    assert flat(by_response(batch, advantages)) == pytest.approx(whitened(expected), abs=1e-6)
+    assert not advantages[~batch.response_mask].any()
+
+
+@given(batches(), st.integers(0, 1000), st.floats(0.1, 1), st.floats(0, 1))
+def test_ppo_estimates_advantages_and_returns_from_rewards_of_tokens(
+    plain: PackedBatch, seed: int, gamma: float, lam: float
+) -> None:
+    batch = with_token_rewards(plain, seed)
+    assert batch.token_rewards is not None
+    expected, returns = [], []
+    for r, rewards in zip(responses_of(batch), by_response(batch, batch.token_rewards), strict=True):
+        n = len(rewards)
+        after = [*r.values[1:], 0.0]
+        delta = [rewards[t] + gamma * after[t] - r.values[t] for t in range(n)]
+        expected.append([sum((gamma * lam) ** k * delta[t + k] for k in range(n - t)) for t in range(n)])
+        returns.append([a + v for a, v in zip(expected[-1], r.values, strict=True)])
+    ppo = algorithm("ppo", critic={"gamma": gamma, "lam": lam}, kl={"coefficient": 0})
+    assert flat(by_response(batch, ppo.advantages(batch))) == pytest.approx(whitened(expected), abs=1e-6)
+    assert flat(by_response(batch, ppo.returns(batch))) == pytest.approx(flat(returns))
+
+
+@given(batches(), st.integers(0, 1000))
+def test_rewards_of_tokens_that_come_with_the_last_one_are_those_of_responses(batch: PackedBatch, seed: int) -> None:
+    last = torch.zeros_like(batch.behaviour_log_probs)
+    last[batch.cu_seqlens[1:] - 1] = batch.rewards
+    for name in ("reinforce_pp", "ppo"):
+        made = algorithm(name)
+        assert made.takes_token_rewards
+        assert made.advantages(batch.with_(token_rewards=last)).equal(made.advantages(batch))
+
+
+def test_rewards_of_tokens_stay_with_their_tokens_in_every_part_of_a_batch() -> None:
+    batch = with_token_rewards(some_responses(3), 3)
+    assert batch.token_rewards is not None
+    rows = by_response(batch, batch.token_rewards)
+    part = batch.select([4, 1])
+    assert by_response(part, part.token_rewards) == [rows[4], rows[1]]
+
+
+def test_an_algorithm_that_weighs_a_response_as_a_whole_takes_no_rewards_of_tokens() -> None:
+    assert [name for name in ONLINE if algorithm(name).takes_token_rewards] == ["reinforce_pp", "ppo"]

@@ -19,18 +19,18 @@ import torch
 from job_home import job_context, make_home, metrics_of, results_of, row, run_jobs
 from safetensors.torch import load_file
 
-from feedback.config import LakeConfig, RuleConfig
+from feedback.config import LakeConfig, RuleConfig, ScoringConfig
 from feedback.journal.codec import to_batch
 from feedback.lake.tables import Lake
 from feedback.schema import TABLES
-from feedback.scoring.sources.rules import RuleError, load_rule
+from feedback.scoring.sources.rules import load_rule
 from tests.paths import ROOT
 from train.algorithms.grpo import GRPO
 from train.batch.packed import PackedBatch, Rollout
 from train.config.algorithms import AlgorithmConfig
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult
-from train.data.rewards import Rewards, check_reward, with_timeout
+from train.data.rewards import Reward, RewardError, Rewards, logged_responses, try_reward, with_timeout
 from train.launch import JobError, run_job
 
 HERE = ROOT / "tests" / "train"
@@ -97,7 +97,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     jobs = [
         {
             "config": {**BASE, "algorithm": ALGORITHMS.get(run, {"name": "grpo"}), **MORE.get(run, {})},
-            "context": job_context(root, run, reward=RULES if run == "sampled" else {}, parent=1),
+            "context": job_context(root, run, reward={"rules": RULES} if run == "sampled" else {}, parent=1),
         }
         for run in RUNS
     ]
@@ -226,10 +226,13 @@ def test_a_reward_that_is_none_is_told_before_any_model_is_loaded(ran: Ran, monk
     (ran.root / "no_reward.py").write_text("def reward(rows): return [1.0]")
     monkeypatch.syspath_prepend(ran.root)
     lake = Lake(str(ran.root / "lake"), LakeConfig())
-    with pytest.raises(RuleError, match=r"train\.reward=no_reward:reward: rule .* returned 1 values for 4 rows"):
-        check_reward("no_reward:reward", lake, lake.versions(), timeout_s=30)
-    with pytest.raises(RuleError, match=r"feedback\.scoring\.rules: rule mine returned 1 values for 4 rows"):
-        check_reward({"mine": RuleConfig(function="no_reward:reward")}, lake, lake.versions(), timeout_s=30)
+    rows = logged_responses(lake, lake.versions())
+    rule = ScoringConfig(rules={"mine": RuleConfig(function="no_reward:reward")})
+    for settings, name in (("no_reward:reward", "train.reward=no_reward:reward"), (rule, "feedback.scoring: mine")):
+        with pytest.raises(
+            RewardError, match=rf"{name}.* gave none of 4 responses a value \(4 × rule .*1 values for 4"
+        ):
+            try_reward(Reward(settings, 30), settings, rows, per_token=False)
 
 
 HANGS = """
@@ -252,6 +255,7 @@ def test_a_job_under_torchrun_whose_reward_hangs_ends_with_its_error_before_a_mo
         run="bad",
         runs=ran.root / "runs",
         policies=ran.root / "policies",
+        reward_models=ran.root / "reward_models",
         lake_uri=str(ran.root / "lake"),
         reward="bad_reward:reward",
         python_path=[str(ran.root)],
@@ -270,7 +274,7 @@ def test_a_reward_that_does_not_answer_ends_with_the_setting_that_bounds_it() ->
         never.wait()
         return Rewards([])
 
-    with pytest.raises(RuleError, match=r"the reward of 3 responses took longer than train\.step_timeout_s=0\.1 s"):
+    with pytest.raises(RewardError, match=r"the reward of 3 responses took longer than train\.step_timeout_s=0\.1 s"):
         with_timeout(sleeps, 0.1)(pa.table({"response": ["a", "b", "c"]}))
     never.set()
 

@@ -24,11 +24,13 @@ from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
 from train.algorithms import load
+from train.algorithms.offline.reward_model import judgements, vote_loss
 from train.batch.packed import PackedBatch, Rollout
 from train.config.algorithms import AlgorithmConfig
 from train.config.training import TrainConfig
 from train.dataflows import load as load_dataflow
-from train.run.reward_folder import read_as_trained
+from train.run.calibration import Judged, agreement, calibrate
+from train.run.reward_model import read_as_trained, verdict
 
 HERE = ROOT / "tests" / "train"
 PAIRS = 40
@@ -109,15 +111,15 @@ def test_it_tells_pairs_apart_that_it_never_learned_from(home: Path, output: str
 def test_it_publishes_no_policy_and_says_where_the_reward_model_is(home: Path, output: str) -> None:
     whole, stopped, again = results_of(output)
     assert [result["candidate"] for result in (whole, stopped, again)] == [None] * 3
-    assert whole["artifact"] == str(home / "runs" / "whole" / "reward_model")
-    assert f"a reward model was trained, and no policy: {whole['artifact']}" == whole["reason"]
+    assert whole["reward_model"] == 1
+    assert whole["reason"].startswith("reward model 1: agrees with ")
     assert PolicyStore(home / "policies").versions() == [1]
     assert output.splitlines()[-1].split() == ["IMPORTED"], "nothing that samples is started"
 
 
 def test_a_finished_run_gives_its_reward_model_again(output: str) -> None:
     whole, _, again = results_of(output)
-    assert again["artifact"] == whole["artifact"]
+    assert again["reward_model"] == whole["reward_model"] == 1
     assert again["metrics"] == whole["metrics"]
     assert "whole: was finished before, it published reward model" in output
 
@@ -125,16 +127,17 @@ def test_a_finished_run_gives_its_reward_model_again(output: str) -> None:
 def test_a_run_that_was_stopped_goes_on_to_the_weights_of_one_that_was_not(home: Path, output: str) -> None:
     assert "goes on after step 6" in output
     through, again = (
-        (home / "runs" / name / "reward_model" / "model.safetensors").read_bytes() for name in ("whole", "stopped")
+        (PolicyStore(home / "reward_models").get(version).path / "model.safetensors").read_bytes() for version in (1, 2)
     )
     assert through == again
 
 
 def test_scoring_gives_each_response_what_training_measured(home: Path, output: str) -> None:
-    folder = home / "runs" / "whole" / "reward_model"
+    folder = PolicyStore(home / "reward_models").get(1).path
     lake = Lake(str(home / "lake"), LakeConfig())
     config = TrainConfig.model_validate(CONFIG)
     data = load_dataflow(config).read(lake, lake.versions(), config, home / "seed", 1)
+    line = json.loads((folder / "config.json").read_text())["reward_calibration"]
     model, info = AutoModelForSequenceClassification.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert model.config.num_labels == 1
@@ -158,7 +161,7 @@ def test_scoring_gives_each_response_what_training_measured(home: Path, output: 
     for row, reward in zip(asked, rewards, strict=True):
         text = row["response"] if row["messages"] else f"{row['prompt']}{row['response']}"
         if row["prompt"] is not None and (key := tuple(tokenizer(text).input_ids)) in by_ids:
-            assert reward == pytest.approx(by_ids[key], abs=1e-4)
+            assert reward == pytest.approx(line["scale"] * by_ids[key] + line["shift"], abs=1e-4)
             compared += 1
     assert compared == 2 * len(held_out)
     assert sum(reason is not None for reason in reasons) == 2, "those without a prompt's text"
@@ -177,13 +180,26 @@ def test_it_is_read_as_in_training_whatever_the_policys_tokenizer_makes(home: Pa
 
 
 def test_the_folder_names_what_it_came_of(home: Path, output: str) -> None:
-    folder = home / "runs" / "whole" / "reward_model"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert json.loads((folder / "config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id
-    manifest = json.loads((folder / "training.json").read_text())
-    assert manifest["parent"] == 1
-    assert manifest["lineage"]["lake_versions"].keys() >= {"interactions", "feedback"}
-    assert not (folder / "generation_config.json").exists()
+    model = PolicyStore(home / "reward_models").verify(1)
+    tokenizer = AutoTokenizer.from_pretrained(model.path)
+    assert json.loads((model.path / "config.json").read_text())["pad_token_id"] == tokenizer.pad_token_id
+    assert (model.parent, model.lineage["policy"]) == (None, 1)
+    assert model.lineage["lake_versions"].keys() >= {"interactions", "feedback", "rewards"}
+    assert not (model.path / "generation_config.json").exists()
+
+
+def test_a_version_rewards_if_it_is_not_worse_than_the_one_before_on_the_same_items(home: Path, output: str) -> None:
+    store = PolicyStore(home / "reward_models")
+    first, second = store.get(1).metrics, store.get(2).metrics
+    assert first["compared"] is None
+    assert first["agreement"]["value"] >= 0.8
+    assert first["agreement"]["low"] <= first["agreement"]["value"] <= first["agreement"]["high"]
+    assert second["compared"] == {"version": 1, "difference": 0.0, "low": 0.0, "high": 0.0}, "the same weights"
+    assert [pointer.version for pointer in store.history()] == [1, 2]
+    assert verdict([1.0] * 30 + [0.0] * 10, 1, [1.0] * 40)["keep"] is False
+    assert verdict([1.0] * 40, 1, [1.0] * 30 + [0.0] * 10)["keep"] is True
+    assert verdict([], 1, [])["keep"] is False, "nothing says that it is no worse"
+    assert verdict([], None, [])["keep"] is True
 
 
 def test_the_loss_is_bradley_and_terrys() -> None:
@@ -198,13 +214,68 @@ def test_the_loss_is_bradley_and_terrys() -> None:
         return 1 / (1 + math.exp(-x))
 
     for e in (0.0, 0.1):
-        algorithm = load(AlgorithmConfig.model_validate({"name": "reward_model", "label_smoothing": e}))
+        algorithm = load(AlgorithmConfig.model_validate({"name": "reward_model", "vote_noise": e}))
         loss, logged = algorithm.loss(per_token, batch)
-        expected = -sum((1 - e) * math.log(sigmoid(m)) + e * math.log(sigmoid(-m)) for m in (1.25, 3.0))
+        expected = -sum(math.log((1 - e) * sigmoid(m) + e * sigmoid(-m)) for m in (1.25, 3.0))
         assert float(loss) == pytest.approx(expected)
         assert algorithm.count(batch) == 2
         assert logged["margin"].tolist() == [1.25, 3.0]
         assert logged["accuracy"].tolist() == [1.0, 1.0]
+
+
+def test_a_vote_on_one_response_is_its_binomial_likelihood_and_stands_beside_pairs() -> None:
+    rollouts = [(0, 1.0), (0, 0.0), (1, 0.75), (2, 0.0)]
+    batch = PackedBatch.pack([Rollout([3], [5], [0.0], reward, group=group) for group, reward in rollouts])
+    per_token = torch.full((8,), 9.0)
+    per_token[1::2] = torch.tensor([2.0, 1.0, 0.5, -1.5])
+    algorithm = load(AlgorithmConfig.model_validate({"name": "reward_model", "vote_noise": 0.1}))
+    loss, logged = algorithm.loss(per_token, batch)
+
+    def likelihood(log_odds: float) -> float:
+        return 0.9 / (1 + math.exp(-log_odds)) + 0.1 / (1 + math.exp(log_odds))
+
+    rating = 0.75 * math.log(likelihood(0.5)) + 0.25 * math.log(1 - likelihood(0.5))
+    assert float(loss) == pytest.approx(-(math.log(likelihood(1.0)) + rating + math.log(1 - likelihood(-1.5))))
+    assert algorithm.count(batch) == 3
+    assert logged["accuracy"].tolist() == [1.0, 1.0, 1.0]
+    assert logged["reward_rejected"].tolist() == [1.0, -1.5]
+
+
+def test_a_vote_that_contradicts_all_others_pulls_with_a_bounded_weight() -> None:
+    for noise, most in ((0.0, 1.0), (0.05, 0.1)):
+        log_odds = torch.tensor([12.0], requires_grad=True)
+        vote_loss(log_odds, torch.tensor([0.0]), noise).sum().backward()
+        assert log_odds.grad is not None
+        assert 0 < float(log_odds.grad) <= most
+
+
+def test_groups_that_are_neither_pairs_nor_votes_are_refused() -> None:
+    for rewards in ((1.0, 1.0), (0.0, 0.0), (1.0, 0.0, 0.0)):
+        batch = PackedBatch.pack([Rollout([3], [5], [0.0], reward, group=0) for reward in rewards])
+        with pytest.raises(ValueError, match="neither pairs nor votes"):
+            judgements(batch)
+
+
+def test_a_calibrated_score_is_the_share_of_good_votes() -> None:
+    """Votes drawn where the truth is 0.5 * score - 1, with one in ten the wrong way round."""
+    rng = random.Random(3)
+    judged = []
+    for _ in range(4000):
+        score = rng.gauss(0, 4)
+        meant = rng.random() < 1 / (1 + math.exp(-(0.5 * score - 1)))
+        judged.append(Judged((score,), float(meant == (rng.random() >= 0.1))))
+    line = calibrate(judged, 0.1)
+    assert line["scale"] == pytest.approx(0.5, abs=0.06)
+    assert line["shift"] == pytest.approx(-1, abs=0.15)
+    assert sum(agreement(judged, line)) > sum(agreement(judged)), "by its own zero"
+
+
+def test_a_few_judgements_that_agree_stretch_the_scores_by_little_and_pairs_alone_centre_them() -> None:
+    line = calibrate([Judged((2.0, 1.0), 1.0), Judged((4.0, 3.0), 1.0)], 0.05)
+    assert 1 < line["scale"] < 3
+    assert line["shift"] == pytest.approx(-2.5 * line["scale"])
+    assert calibrate([Judged((None, 1.0), 1.0)], 0.05) == {"scale": 1.0, "shift": 0.0}
+    assert agreement([Judged((None, 1.0), 1.0), Judged((1.0,), 0.5)]) == [0.5]
 
 
 @pytest.mark.parametrize(

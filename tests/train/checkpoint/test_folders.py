@@ -93,7 +93,7 @@ class Group:
 
 def checkpoints_of(folder: Path, heard: list[int], *groups: Group, **config: Any) -> Checkpoints:
     """The checkpoints of a run; its parts are called by letters."""
-    context = JobContext(run="r", runs=folder, policies=Path("p"), lake_uri="l", reward="m:f")
+    context = JobContext(run="r", runs=folder, policies=Path("p"), reward_models=Path("m"), lake_uri="l", reward="m:f")
     (folder / "r" / "checkpoints").mkdir(parents=True, exist_ok=True)
     parts = cast(dict[str, WorkerGroup], dict(zip("ab", groups, strict=False)))
     return Checkpoints(CheckpointConfig.model_validate(config), context, parts, lambda step, _: heard.append(step))

@@ -26,6 +26,7 @@ from train.config.training import TrainConfig
 from train.controller.dispatch import Layout, by_rank, by_tokens, per_token
 from train.controller.ray_pool import ResourcePool
 from train.controller.worker_group import WorkerError, WorkerGroup, results
+from train.data.rewards import Reward
 from train.workers.role_groups import Groups, start_groups
 
 HERE = ROOT / "tests" / "train"
@@ -213,7 +214,7 @@ def split(folder: Path) -> Iterator[tuple[Groups, TrainConfig]]:
             "step_timeout_s": 100,
         }
     )
-    with start_groups(config, policy, seed=1, reward="short:reward") as groups:
+    with start_groups(config, policy, seed=1, reward=Reward("short:reward", 100)) as groups:
         yield groups, config
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -11,13 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from feedback.config import RuleConfig
 from feedback.datasets import Prompt
-from feedback.scoring.sources.rules import RuleError
 from train.batch.packed import PackedBatch, Rollout, Sample
 from train.config.training import TrainConfig
 from train.data.prompts import Cycled
-from train.data.rewards import Rewards, load_reward_function
+from train.data.rewards import Rewards
 from train.data.samples import Informative, score
 from train.data.traffic import ALL_EQUAL, ALONE, BELOW_FULL_SUPPORT, STALE, TOO_LONG, UNKNOWN_POLICY, Traffic
 from train.objectives.advantages import group_relative
@@ -200,17 +196,6 @@ def config(**settings: Any) -> TrainConfig:
     return TrainConfig.model_validate({"rollout": {"max_tokens": 10}, **settings})
 
 
-def test_rewards_come_by_component_and_as_their_weighted_mean() -> None:
-    rules = {"long": {"sql": "length(response)", "weight": 3.0}, "exact": {"ready": "exact_match"}}
-    reward = load_reward_function({name: RuleConfig.model_validate(rule) for name, rule in rules.items()})
-    scored = score(PROMPTS, [[sample("4"), sample("five")], [sample("x")]], reward, config())
-    assert scored.components == {"exact": [1.0, 0.0], "long": [1.0, 4.0, 1.0]}
-    assert [r.reward for r in scored.rollouts] == [1.0, 3.0, 1.0], "(3 + 1) / 4, 12 / 4; and no answer is known to b"
-    assert [(r.group, r.prompt) for r in scored.rollouts] == [(0, [1]), (0, [1]), (1, [2, 3])]
-    with pytest.raises(RuleError, match="no rule has a weight"):
-        load_reward_function({"off": RuleConfig(sql="1", weight=0)})
-
-
 def test_a_response_without_a_reward_is_left_out_and_counted() -> None:
     scored = score(
         PROMPTS, [[sample("4"), sample("")], [sample("x", 0)]], lambda _: Rewards([1.0, None, 2.0]), config()
@@ -232,29 +217,6 @@ def test_length_costs_reward_within_the_overlong_buffer() -> None:
     assert [r.reward for r in scored.rollouts] == [1.0, 0.0, -1.0]
     assert (scored.rewards, scored.overlong) == ([1.0] * 3, [0.0, -1.0, -2.0])
     assert [r.truncated for r in scored.rollouts] == [False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("[float('nan')] * len(rows)", r"rule d_bad_rewards:\w+ returned nan for row 0"),
-        ("[1.0]", r"rule d_bad_rewards:\w+ returned 1 values for 2 rows"),
-        ("['good'] * len(rows)", r"rule d_bad_rewards:\w+ returned 'good' for row 0"),
-        ("1 / 0", r"rule d_bad_rewards:\w+ failed: ZeroDivisionError"),
-    ],
-)
-def test_a_reward_that_is_none_is_an_error_that_names_the_function_also_as_one_of_several(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
-) -> None:
-    (tmp_path / "d_bad_rewards.py").write_text(f"def reward(rows): return {body}")
-    monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("d_bad_rewards", None)
-    sampled = [[sample("a")], [sample("b")]]
-    with pytest.raises(RuleError, match=message):
-        score(PROMPTS, sampled, load_reward_function("d_bad_rewards:reward"), config())
-    rules = {"mine": RuleConfig(function="d_bad_rewards:reward"), "one": RuleConfig(sql="1")}
-    with pytest.raises(RuleError, match=message.replace(r"d_bad_rewards:\w+", "mine")):
-        score(PROMPTS, sampled, load_reward_function(rules), config())
 
 
 # --------------------------------------------------------------------------------------------------------- prompts

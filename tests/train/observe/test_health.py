@@ -132,7 +132,7 @@ def test_a_run_of_which_no_step_made_an_update_publishes_nothing() -> None:
 
 
 def test_a_run_that_was_stopped_leaves_its_reason_and_numbers_that_json_can_hold(tmp_path: Any) -> None:
-    context = JobContext(run="r", runs=tmp_path, policies=tmp_path, lake_uri="", reward="a:b")
+    context = JobContext(run="r", runs=tmp_path, policies=tmp_path, reward_models=tmp_path, lake_uri="", reward="a:b")
 
     class Parent:
         version = 4

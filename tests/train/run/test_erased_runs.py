@@ -23,7 +23,7 @@ from tests.paths import ROOT
 from train.config.training import TrainConfig
 from train.context import JobContext
 from train.run.resume import begin, keep_start, only_run
-from train.run.unfinished import forget_erased, unfinished_runs
+from train.run.unfinished import Stores, forget_erased, unfinished_runs
 
 HERE = ROOT / "tests" / "train"
 USERS = ("ann", "bob", "cyd", "dan")
@@ -80,13 +80,14 @@ class AfterPublishing(Erasing):
 
         train.job.publish = published
 """
+REWARD_MODEL = {"name": "reward_model"}
 BETWEEN = {"hooks": ["erasing_hooks:BetweenSteps"]}
 JOBS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("between-steps", BETWEEN),
     ("between-steps", BETWEEN),
     ("after-publishing", {"hooks": ["erasing_hooks:AfterPublishing"]}),
     ("marked", {**BETWEEN, "erased_rows": "mark"}),
-    ("reward-model", {**BETWEEN, "algorithm": {"name": "reward_model"}}),
+    ("reward-model", {**BETWEEN, "algorithm": REWARD_MODEL}),
     ("later", BETWEEN),
 )
 
@@ -164,8 +165,8 @@ def test_where_it_is_to_be_marked_the_manifest_and_the_record_say_so(home: Path,
 
 
 def test_no_reward_model_is_left_of_such_a_run(home: Path, results: list[dict[str, Any]]) -> None:
-    assert (results[4]["artifact"], results[4]["candidate"]) == (None, None)
-    assert not (home / "runs" / "reward-model" / "reward_model").exists()
+    assert (results[4]["reward_model"], results[4]["candidate"]) == (None, None)
+    assert PolicyStore(home / "reward_models").versions() == []
 
 
 def test_an_erasure_of_what_came_after_it_had_read_is_nothing_to_a_run(
@@ -196,7 +197,7 @@ def killed(home: Path, tmp_path: Path) -> tuple[JobContext, Lake]:
     changes = {"runs": tmp_path / "runs", "lake_uri": lake.uri}
     there = JobContext.model_validate({**context(home, "killed"), **changes})
     with only_run(there):
-        begun = begin(TrainConfig.model_validate(CONFIG), there, PolicyStore(there.policies), lake)
+        begun = begin(TrainConfig.model_validate(CONFIG), there, stores_of(there), lake)
         keep_start(there, begun.start)
     for name in ("checkpoints/step-00000002", "checkpoints/.step-00000004.new", "candidate"):
         (there.folder / name).mkdir(parents=True)
@@ -206,17 +207,17 @@ def killed(home: Path, tmp_path: Path) -> tuple[JobContext, Lake]:
 
 def test_what_a_killed_run_has_kept_goes_with_the_rows(killed: tuple[JobContext, Lake]) -> None:
     there, lake = killed
-    assert forget_erased(lake, there.runs, PolicyStore(there.policies)) == []
+    assert forget_erased(lake, there.runs, stores_of(there)) == []
     [run] = unfinished_runs(there.runs)
     assert (run.name, run.holder, run.lake_versions) == ("killed", None, lake.versions())
     erase(lake, there.runs.parent / "journal", Target(user="nobody"))
-    assert forget_erased(lake, there.runs, PolicyStore(there.policies)) == []
+    assert forget_erased(lake, there.runs, stores_of(there)) == []
     erase(lake, there.runs.parent / "journal", Target(user="ann"))
     with only_run(there):
         [run] = unfinished_runs(there.runs)
         assert str(run.holder).startswith(f"pid {os.getpid()} on ")
-        assert forget_erased(lake, there.runs, PolicyStore(there.policies)) == [], "somebody is at work on it"
-    assert forget_erased(lake, there.runs, PolicyStore(there.policies)) == ["killed"]
+        assert forget_erased(lake, there.runs, stores_of(there)) == [], "somebody is at work on it"
+    assert forget_erased(lake, there.runs, stores_of(there)) == ["killed"]
     assert [path for path in there.folder.rglob("*") if path.is_file() and path.name != ".lock"] == []
     assert unfinished_runs(there.runs) == []
 
@@ -231,7 +232,7 @@ def test_a_killed_run_whose_rows_were_erased_begins_anew(killed: tuple[JobContex
     progress = {"start": start, "step": 2, "data": "", "history": [], "random": {}, "dataflow": None}
     (there.folder / "checkpoints" / "step-00000002" / "driver.json").write_text(json.dumps(progress))
     with only_run(there):
-        begun = begin(TrainConfig.model_validate(CONFIG), there, PolicyStore(there.policies), lake)
+        begun = begin(TrainConfig.model_validate(CONFIG), there, stores_of(there), lake)
     assert (begun.checkpoint, begun.progress) == (None, None)
     assert begun.start.lake_versions == lake.versions() != start["lake_versions"]
     assert list(there.folder.glob("checkpoints/*")) == []
@@ -240,79 +241,85 @@ def test_a_killed_run_whose_rows_were_erased_begins_anew(killed: tuple[JobContex
 KINDS = ("policy", "reward model")
 
 
-def published_and_killed(tmp_path: Path, home: Path, kind: str) -> tuple[JobContext, PolicyStore, Lake]:
+def published_and_killed(tmp_path: Path, home: Path, kind: str) -> tuple[JobContext, TrainConfig, Lake]:
     """A run that was killed when it had published; an erasure had ended meanwhile, and saw nothing of it."""
     lake, store = Lake(str(tmp_path / "lake"), LakeConfig()), PolicyStore(tmp_path / "policies")
     lake.create()
     fill(lake)
     store.publish(home / "seed", parent=None, lineage={}, metrics={})
-    changes = {"runs": tmp_path / "runs", "lake_uri": lake.uri, "policies": store.root}
-    there = JobContext.model_validate({**context(home, "published"), **changes})
+    folders = {"runs": tmp_path / "runs", "policies": store.root, "reward_models": tmp_path / "reward_models"}
+    there = JobContext.model_validate({**context(home, "published"), **folders, "lake_uri": lake.uri})
+    config = TrainConfig.model_validate(CONFIG if kind == "policy" else {**CONFIG, "algorithm": REWARD_MODEL})
     with only_run(there):
-        start = begin(TrainConfig.model_validate(CONFIG), there, store, lake).start
+        start = begin(config, there, stores_of(there), lake).start
         keep_start(there, start)
     erase(lake, tmp_path / "journal", Target(user="ann"))
-    lineage, metrics = {"run_id": start.id, "lake_versions": start.lake_versions}, {"last": {}, "steps": 4}
-    if kind == "policy":
-        store.publish(home / "seed", parent=1, lineage=lineage, metrics=metrics)
-    else:
-        (there.folder / "reward_model").mkdir()
-        manifest = {"run_id": start.id, "parent": 1, "lineage": lineage, "metrics": metrics}
-        (there.folder / "reward_model" / "training.json").write_text(json.dumps(manifest))
-    return there, store, lake
+    lineage = {"run_id": start.id, "lake_versions": start.lake_versions}
+    metrics = {"last": {}, "steps": 4, "why": "the first one"}
+    parent = 1 if kind == "policy" else None
+    stores_of(there).of(config.algorithm.name).publish(home / "seed", parent=parent, lineage=lineage, metrics=metrics)
+    return there, config, lake
 
 
-def marks(there: JobContext, store: PolicyStore, kind: str) -> list[str]:
+def stores_of(there: JobContext) -> Stores:
+    return Stores(PolicyStore(there.policies), PolicyStore(there.reward_models))
+
+
+def published(there: JobContext, kind: str) -> list[Policy]:
+    """What the run has published and is still there."""
+    store = PolicyStore(there.policies if kind == "policy" else there.reward_models)
+    return [store.get(version) for version in store.versions() if kind != "policy" or version > 1]
+
+
+def marks(there: JobContext, kind: str) -> list[str]:
     """Why what the run had published is on record as reached by erasures."""
-    if kind == "policy":
-        return [record["why"] for record in store.get(2).erasures]
-    file = there.folder / "reward_model" / "erasures.json"
-    return [record["why"] for record in json.loads(file.read_text())["erasures"]] if file.exists() else []
+    return [record["why"] for one in published(there, kind) for record in one.erasures]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_killed_run_had_published_of_erased_rows_is_withdrawn_when_it_is_taken_up(
     home: Path, tmp_path: Path, kind: str
 ) -> None:
-    there, store, lake = published_and_killed(tmp_path, home, kind)
+    there, config, lake = published_and_killed(tmp_path, home, kind)
     with only_run(there):
-        begun = begin(TrainConfig.model_validate(CONFIG), there, store, lake)
+        begun = begin(config, there, stores_of(there), lake)
     assert (begun.finished, begun.start.lake_versions) == (None, lake.versions())
-    assert (store.versions(), (there.folder / "reward_model").exists()) == ([1], False)
+    assert published(there, kind) == []
+    assert PolicyStore(there.policies).versions() == [1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_killed_run_had_published_of_erased_rows_says_so_when_it_is_taken_up_and_is_to_be_marked(
     home: Path, tmp_path: Path, kind: str
 ) -> None:
-    there, store, lake = published_and_killed(tmp_path, home, kind)
-    config = TrainConfig.model_validate({**CONFIG, "erased_rows": "mark"})
+    there, config, lake = published_and_killed(tmp_path, home, kind)
+    config = config.model_copy(update={"erased_rows": "mark"})
     start = json.loads((there.folder / "start.json").read_text())
     (there.folder / "start.json").write_text(json.dumps(start | {"config": config.model_dump(mode="json")}))
     for _ in range(2):  # killed once more before it was handed on
         with only_run(there):
-            assert begin(config, there, store, lake).finished is not None
-    assert marks(there, store, kind) == ["erased while it was trained: 4 interactions, 4 feedback"]
+            assert begin(config, there, stores_of(there), lake).finished is not None
+    assert marks(there, kind) == ["erased while it was trained: 4 interactions, 4 feedback"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_killed_run_had_published_of_erased_rows_is_marked_when_the_run_is_forgotten(
     home: Path, tmp_path: Path, kind: str
 ) -> None:
-    there, store, lake = published_and_killed(tmp_path, home, kind)
-    assert forget_erased(lake, there.runs, store) == ["published"]
-    assert marks(there, store, kind) == ["rows that it had read were erased before its run had ended"]
-    assert forget_erased(lake, there.runs, store) == []
+    there, _, lake = published_and_killed(tmp_path, home, kind)
+    assert forget_erased(lake, there.runs, stores_of(there)) == ["published"]
+    assert marks(there, kind) == ["rows that it had read were erased before its run had ended"]
+    assert forget_erased(lake, there.runs, stores_of(there)) == []
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_handed_on_before_an_erasure_is_given_again(home: Path, tmp_path: Path, kind: str) -> None:
-    there, store, lake = published_and_killed(tmp_path, home, kind)
+    there, config, lake = published_and_killed(tmp_path, home, kind)
     (there.folder / "checkpoints").rmdir()  # what a run does last
     with only_run(there):
-        begun = begin(TrainConfig.model_validate(CONFIG), there, store, lake)
+        begun = begin(config, there, stores_of(there), lake)
     assert begun.finished is not None
-    assert (begun.finished.candidate, marks(there, store, kind)) == (2 if kind == "policy" else None, [])
+    assert (begun.finished.candidate, marks(there, kind)) == (2 if kind == "policy" else None, [])
 
 
 def test_the_files_of_a_run_that_may_hold_texts_are_its_users_alone(killed: tuple[JobContext, Lake]) -> None:

@@ -31,6 +31,7 @@ from train.checkpoint.folders import CheckpointError, checkpoints, torn
 from train.config.training import TrainConfig
 from train.context import JobContext
 from train.run.resume import begin, checkpoints_of, last_whole, only_run
+from train.run.unfinished import Stores
 
 HERE = ROOT / "tests" / "train"
 STEPS, EVERY = 6, 2
@@ -200,7 +201,7 @@ def test_a_finished_run_is_not_gone_on_with_under_other_settings(runs: Runs) -> 
         only_run(there),
         pytest.raises(CheckpointError, match=r"broken published policy \d .* train\.steps is 50, it was 6"),
     ):
-        begin(config, there, PolicyStore(there.policies), Lake(there.lake_uri, LakeConfig()))
+        begin(config, there, stores_of(there), Lake(there.lake_uri, LakeConfig()))
 
 
 def test_a_torn_checkpoint_is_passed_over_for_an_older_one_and_refused_if_there_is_none(
@@ -230,8 +231,12 @@ def test_two_processes_never_work_on_one_run(home: Path, tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------------------ the parts
 
 
+def stores_of(there: JobContext) -> Stores:
+    return Stores(PolicyStore(there.policies), PolicyStore(there.reward_models))
+
+
 def context(home: Path, run: str, **changes: Any) -> JobContext:
-    places = {"runs": home / "runs", "policies": home / "policies", "lake_uri": str(home / "lake")}
+    places = {name: home / name for name in ("runs", "policies", "reward_models")} | {"lake_uri": str(home / "lake")}
     return JobContext.model_validate({"run": run, **places, "reward": "users_code:reward", "parent": 1, **changes})
 
 
@@ -284,7 +289,7 @@ def begin_from_killed(runs: Runs, folder: Path, changes: dict[str, Any], **of_co
     config = TrainConfig.model_validate({**CONFIG, **changes})
     lake = Lake(there.lake_uri, LakeConfig())
     with only_run(there):
-        return begin(config, there, PolicyStore(there.policies), lake)
+        return begin(config, there, stores_of(there), lake)
 
 
 def last_whole_step(run: Path) -> int:

@@ -69,7 +69,7 @@ def engine(request: pytest.FixtureRequest, policy: Path) -> Iterator[Engine]:
         runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}},
     )
     try:
-        with start_groups(config, policy, seed=5, reward="deploy.examples.demo.task:reward") as groups:
+        with start_groups(config, policy, seed=5, reward=None) as groups:
             yield Engine(config, policy, groups.actor, groups.reference, groups.rollout)
     finally:
         ray.shutdown()

@@ -1,0 +1,28 @@
+"""What a cycle's recipe says of its training run that is not known before the cycle has scored."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from deploy.config.root import Settings
+
+_LEARNT_BY: Final = {"preference": "dpo", "thumb": "kto", "correction": "sft"}
+"""By kind of feedback, the algorithm that learns from it; of kinds that there is as much of, the first."""
+
+_RESPONSES: Final = """
+SELECT kind, count(DISTINCT (tenant, response_id)) FROM feedback WHERE kind IN ('preference', 'thumb', 'correction')
+GROUP BY kind
+"""
+
+
+def arguments(settings: Settings) -> list[str]:
+    """Options of `millrace train` beyond the settings: with the recipe ``offline``, the algorithm.
+
+    It is the one that the settings name, if that learns from feedback; else the one for the kind of feedback that most
+    responses have.
+    """
+    if settings.cycle.recipe != "offline" or settings.train.algorithm.is_offline:
+        return []
+    with settings.lake().connect() as connection:
+        counts = dict(connection.execute(_RESPONSES).fetchall())
+    return ["--train.algorithm.name", _LEARNT_BY[max(_LEARNT_BY, key=lambda kind: counts.get(kind, 0))]]
