@@ -27,6 +27,7 @@ from train.checkpoint.folders import CheckpointError, checkpoints, remove_unfini
 from train.config.context_length import with_context
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
+from train.data.own_prompts import hashes
 from train.observe.progress import say
 from train.run.erasures import Erasures
 from train.run.resume_settings import differing_settings
@@ -62,6 +63,7 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
 
     Raises:
         CheckpointError: it was begun with something else, or all its checkpoints are torn.
+        feedback.exchange.record_files.RecordError: a file of train.data.prompts can't be read.
         serve.policies.store.PolicyError: what it published must be withdrawn, and serves.
     """
     if left := remove_unfinished(checkpoints_of(context)):
@@ -83,6 +85,8 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
         start = checkpoint = progress = None
     if start is not None and (published is not None or checkpoint is not None):
         differences = _differences(start, config, context, store)
+        if published is None and not differences:
+            differences = _changed_files(start, config)
         finished = None if published is None else _finished(store, context, start, published)
         if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
@@ -91,8 +95,8 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
         if differences:
             state = f"has {checkpoint}" if finished is None else f"published {finished.published}"
             raise CheckpointError(
-                f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
-                "what differs, or give the run another name (--run)"
+                f"run {context.run} {state} and can't go on with other settings or files: {'; '.join(differences)}. "
+                "Set back what differs, or give the run another name (--run)"
             )
         return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
@@ -105,6 +109,7 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
         reward=_reward(context),
         config=config.model_dump(mode="json"),
         max_model_len=sized.rollout.max_model_len,
+        prompt_files=hashes(config.data.prompts),
     )
     return Begun(fresh, parent)
 
@@ -208,3 +213,13 @@ def _differences(start: RunStart, config: TrainConfig, context: JobContext, stor
     if _reward(context) != start.reward:
         found.append(f"train.reward (or feedback.scoring.rules) is {_reward(context)!r}, it was {start.reward!r}")
     return found + differing_settings(start.config, config)
+
+
+def _changed_files(start: RunStart, config: TrainConfig) -> list[str]:
+    """The files of prompts whose content is another than when the run began."""
+    now = hashes(config.data.prompts)
+    return [
+        f"{path} of train.data.prompts has changed (sha256 {now[path][:12]}…, it was {sha256[:12]}…)"
+        for path, sha256 in start.prompt_files.items()
+        if now[path] != sha256
+    ]
