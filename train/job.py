@@ -176,7 +176,7 @@ def read_data(
     if progress is not None and data.digest != progress.data:
         raise CheckpointError(
             f"run {context.run} can't go on from {begun.checkpoint}: the lake as of {versions} no longer holds the "
-            "same prompts and responses, or the pass rates of earlier runs are others. Give the run another name (--run)"
+            "same prompts and responses, or earlier runs have other pass rates. Give the run another name (--run)"
         )
     say(
         f"{context.run}: {config.algorithm.name} from policy {begun.parent.version}, {data}, {config.ranks} ranks"
