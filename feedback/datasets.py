@@ -197,7 +197,7 @@ def prompts(
         lake,
         versions,
         ("interactions",),
-        lambda connection: connection.execute(query, list(parameters)).to_arrow_table(),
+        lambda connection: connection.sql(query, params=list(parameters)).to_arrow_table(),
     )
     return [Prompt(**row | {"metadata": dict(row["metadata"] or ())}) for row in table.to_pylist()]
 

@@ -1,8 +1,8 @@
 """What people's feedback comes to, as SQL over the lake's views: votes, preferences and corrections, each resolved.
 
 One rule for all. Feedback counts for a response of its own tenant that is complete or imported. Of one source's
-feedback on the same thing the last counts, by time and then by id; over sources the majority decides, and a tie decides nothing.
-Feedback that was recorded twice under one id, by two servers at once, counts once: what was recorded first.
+feedback on the same thing the last counts, by time and then by id; over sources the majority decides, and a tie decides
+nothing. Feedback that was recorded twice under one id, by two servers at once, counts once: what was recorded first.
 """
 
 from __future__ import annotations
