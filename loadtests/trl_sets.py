@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from datasets import load_dataset
 from transformers import AutoTokenizer
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from trl.experimental.kto import KTOConfig, KTOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 TRAINERS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "trl-preference": (DPOTrainer, DPOConfig, {}),
