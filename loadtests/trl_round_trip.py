@@ -3,7 +3,8 @@
 A server of a tiny random model gets chats and texts, and feedback of all kinds on its responses. `millrace data export`
 writes them as TRL's sets, JSONL and Parquet; TRL's DPOTrainer, KTOTrainer, SFTTrainer and GRPOTrainer take a step on
 each, unchanged, in an environment of their own. A second home imports the sets, exports them again (which must be the
-same rows), and takes a step of dpo, kto and sft on them. The last line printed is one JSON object.
+same rows), and takes a step of dpo, kto and sft on them; a third one, without any traffic, a step of grpo on the
+prompts. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -101,6 +102,27 @@ def bring_back(model: Path, sets: Path, folder: Path) -> dict[str, Any]:
     return came
 
 
+def train_on_prompts(model: Path, prompts: Path, folder: Path) -> dict[str, Any]:
+    """A step of grpo in a home that never had any traffic, on exported prompts alone."""
+    settings = ["--home", str(folder / "prompts"), "--feedback.scoring.rules.long.sql", "length(response)"]
+    run("init", "--model", str(model), *settings, folder=folder)
+    own = [{"path": str(prompts), "metadata": {"answer": "answer"}}]
+    data = [
+        "--train.data.prompts",
+        json.dumps(own),
+        "--train.data.prompts_per_step",
+        "4",
+        "--train.data.min_prompts",
+        "4",
+    ]
+    result = folder / "prompts.json"
+    step = ["--train.steps", "1", "--train.launcher", "torchrun", "--json-out", str(result)]
+    sampling = ["--train.rollout.max_tokens", "16", "--train.rollout.kv_cache_bytes", str(64 << 20)]
+    run("train", *data, *step, *sampling, *settings, folder=folder)
+    trained = json.loads(result.read_text())
+    return {"policy": trained["candidate"], "reward": trained["metrics"]["reward"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl-python", type=Path, help="a Python that has TRL; else one is made in runs/trl")
@@ -115,6 +137,7 @@ def main() -> None:
         steps = train_with_trl(python, model, folder / "sets")
         (folder / "back").mkdir()
         back = bring_back(model, folder / "sets", folder / "back")
+        back["prompts"] = train_on_prompts(model, folder / "sets" / "prompts.messages.jsonl", folder / "back")
     print(json.dumps({"trl": steps, "imported": back}))
 
 

@@ -50,12 +50,12 @@ def read(path: Path, split: str | None = None) -> Iterator[Record]:
 
 
 def sha256(path: Path, split: str | None = None) -> str:
-    """Hash of the content of the files that ``read`` reads. Raises RecordError."""
-    digest = hashlib.sha256()
+    """Hash of the content of the file that ``read`` reads; of several files, of their hashes. Raises RecordError."""
+    digests = []
     for file in files_of(path, split):
         with _opened(file) as content:
-            digest.update(hashlib.file_digest(content, "sha256").digest())
-    return digest.hexdigest()
+            digests.append(hashlib.file_digest(content, "sha256").hexdigest())
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def files_of(path: Path, split: str | None = None) -> list[Path]:

@@ -81,13 +81,8 @@ def read_all(
 
 
 def hashes(sources: Sequence[PromptSource]) -> dict[str, str]:
-    """The sha256 of each source, by its path. Raises RecordError."""
-    return {
-        f"{source.path}" + (f" ({source.split})" if source.split else ""): record_files.sha256(
-            source.path, source.split
-        )
-        for source in sources
-    }
+    """The sha256 of each source, by its name. Raises RecordError."""
+    return {source.name: record_files.sha256(source.path, source.split) for source in sources}
 
 
 def _prompt(source: PromptSource, record: Record, text: Text) -> Prompt:

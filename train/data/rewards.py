@@ -106,6 +106,8 @@ def check_reward(
     """
     read = {"interactions": versions["interactions"]}
     rows = lake.read(lambda views: views.sql(CHECKED_RESPONSES).to_arrow_table(), versions=read, tables=read)
+    if not rows.num_rows:  # all prompts are one's own
+        return
     try:
         with_timeout(load_reward_function(reward), timeout_s)(rows)
     except RuleError as error:

@@ -30,7 +30,7 @@ from train.context import JobContext, JobResult, RowsErased, RunStart
 from train.data.own_prompts import hashes
 from train.observe.progress import say
 from train.run.erasures import Erasures
-from train.run.resume_settings import differing_settings
+from train.run.resume_settings import changed_files, differing_settings
 from train.run.unfinished import LOCK, MANIFEST, START, forget, published_by, was_erased
 
 _LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
@@ -86,7 +86,7 @@ def begin(config: TrainConfig, context: JobContext, store: PolicyStore, lake: La
     if start is not None and (published is not None or checkpoint is not None):
         differences = _differences(start, config, context, store)
         if published is None and not differences:
-            differences = _changed_files(start, config)
+            differences = changed_files(start.prompt_files, config)
         finished = None if published is None else _finished(store, context, start, published)
         if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
@@ -213,13 +213,3 @@ def _differences(start: RunStart, config: TrainConfig, context: JobContext, stor
     if _reward(context) != start.reward:
         found.append(f"train.reward (or feedback.scoring.rules) is {_reward(context)!r}, it was {start.reward!r}")
     return found + differing_settings(start.config, config)
-
-
-def _changed_files(start: RunStart, config: TrainConfig) -> list[str]:
-    """The files of prompts whose content is another than when the run began."""
-    now = hashes(config.data.prompts)
-    return [
-        f"{path} of train.data.prompts has changed (sha256 {now[path][:12]}…, it was {sha256[:12]}…)"
-        for path, sha256 in start.prompt_files.items()
-        if now[path] != sha256
-    ]
