@@ -120,6 +120,11 @@ class PromptSource(Section):
         1.0, gt=0, le=1e9, description="How often these are drawn, beside the other prompts' weights."
     )
 
+    @property
+    def name(self) -> str:
+        """The path, with the split if there is one."""
+        return f"{self.path} ({self.split})" if self.split else str(self.path)
+
 
 class PassRateConfig(Section):
     """Which of your own prompts are left out by how often earlier runs of this lineage solved them."""
