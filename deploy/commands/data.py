@@ -12,8 +12,7 @@ import click
 from deploy.commands.common import json_out, pass_settings, write_result
 from deploy.config.root import Settings
 from deploy.supervise.children import stop_on_signals
-from feedback.exchange.export import Form, Style
-from feedback.exchange.trl import Form as ImportForm
+from feedback.exchange import ExportForm, ImportForm, Style
 
 if TYPE_CHECKING:
     from feedback.exchange.imports import Tokenise
@@ -38,7 +37,7 @@ def _source(_: click.Context, __: click.Parameter, name: str) -> str:
 
 @click.command("export")
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE")
-@click.option("--format", "form", type=click.Choice(get_args(Form)), required=True, help="What rows are.")
+@click.option("--format", "form", type=click.Choice(get_args(ExportForm)), required=True, help="What rows are.")
 @click.option(
     "--prompts",
     "style",
@@ -63,7 +62,7 @@ def _source(_: click.Context, __: click.Parameter, name: str) -> str:
 def export(
     settings: Settings,
     out: Path,
-    form: Form,
+    form: ExportForm,
     style: Style,
     since: datetime | None,
     until: datetime | None,

@@ -7,16 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pyarrow as pa
 
 from feedback import datasets
-from feedback.exchange import trl
+from feedback.exchange import ExportForm, Style, trl
 from feedback.lake.tables import Lake
-
-Form = Literal["trl-preference", "trl-kto", "trl-sft", "prompts"]
-Style = Literal["auto", "messages", "text"]
 
 NO_MESSAGES: Final = "with a prompt that is no chat messages"
 NO_TEXT: Final = "with a prompt of token ids alone"
@@ -48,7 +45,7 @@ class Exported:
     versions: dict[str, int]
 
 
-def export(lake: Lake, form: Form, only: Filter, style: Style = "auto") -> Exported:
+def export(lake: Lake, form: ExportForm, only: Filter, style: Style = "auto") -> Exported:
     """The lake's rows in a format, oldest first; prompts the last one first.
 
     Args:
@@ -99,7 +96,7 @@ def _prompts(lake: Lake, versions: Mapping[str, int], only: Filter) -> list[dict
 
 
 def _feedback(
-    lake: Lake, versions: Mapping[str, int], form: Form, only: Filter, left_out: Counter[str]
+    lake: Lake, versions: Mapping[str, int], form: ExportForm, only: Filter, left_out: Counter[str]
 ) -> list[dict[str, Any]]:
     found = _DATASETS[form](lake, versions=versions)
     left_out.update(found.left_out)
@@ -143,7 +140,7 @@ _DATASETS: Final[dict[str, Callable[..., datasets.Dataset]]] = {
     "trl-sft": datasets.demonstrations,
 }
 
-_COLUMNS: Final[dict[Form, dict[str, pa.DataType | None]]] = {
+_COLUMNS: Final[dict[ExportForm, dict[str, pa.DataType | None]]] = {
     "trl-preference": {"chosen": None, "rejected": None},
     "trl-kto": {"completion": None, "label": pa.bool_()},
     "trl-sft": {"completion": None},
@@ -164,7 +161,7 @@ def _completions(**columns: str) -> Callable[[Mapping[str, Any], bool], dict[str
 
 _kto_completion: Final = _completions(completion="response")
 
-_WRITERS: Final[dict[Form, Callable[[Mapping[str, Any], bool], dict[str, Any]]]] = {
+_WRITERS: Final[dict[ExportForm, Callable[[Mapping[str, Any], bool], dict[str, Any]]]] = {
     "trl-preference": _completions(chosen="chosen", rejected="rejected"),
     "trl-kto": lambda row, chat: {**_kto_completion(row, chat), "label": row["desirable"]},
     "trl-sft": _completions(completion="text"),

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from feedback.exchange import record_files, trl
+from feedback.exchange import ImportForm, record_files, trl
 from feedback.exchange.record_files import RecordError
 from feedback.files import locked, make_folder
 from feedback.ingest.deduplication import append_feedback
@@ -64,7 +64,7 @@ def import_set(
     lake: Lake,
     journal_folder: Path,
     path: Path,
-    form: trl.Form,
+    form: ImportForm,
     *,
     source: str,
     tokenise: Tokenise,
@@ -158,7 +158,7 @@ def _interaction(
 
 
 def _feedback(
-    form: trl.Form, example: trl.Example, ids: list[str], *, source: str, tenant: str, at: datetime
+    form: ImportForm, example: trl.Example, ids: list[str], *, source: str, tenant: str, at: datetime
 ) -> dict[str, Any]:
     said: dict[str, Any]
     if form == "trl-preference":

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pyarrow as pa
 
+from feedback.exchange import ImportForm
 from feedback.exchange.record_files import Record, RecordError
 
-Form = Literal["trl-preference", "trl-kto", "trl-sft"]
 Messages = list[dict[str, str]]
 Prompt = str | Messages
 
@@ -42,7 +42,7 @@ class Example:
     label: bool | None = None
 
 
-def example(form: Form, record: Record) -> Example:
+def example(form: ImportForm, record: Record) -> Example:
     """What a row says. Raises UnfitError, and RecordError, which names it, for one that is not of the format."""
     if form == "trl-preference":
         return _preference(record)

@@ -311,7 +311,11 @@ def _nothing_is_sampled(config: TrainConfig) -> None:
     if config.algorithm.is_offline and config.data.traffic_share > 0:
         settings["train.data.traffic_share"] = config.data.traffic_share
     if config.data.prompts:
-        settings["train.data.prompts"] = [str(own.path) for own in config.data.prompts]
+        settings["train.data.prompts"] = [own.name for own in config.data.prompts]
+    if config.data.pass_rate is not None:
+        settings["train.data.pass_rate"] = "…"
+    if config.data.traffic_weight != DataConfig.model_fields["traffic_weight"].default:
+        settings["train.data.traffic_weight"] = config.data.traffic_weight
     for name in ("resample_rounds", "overlong_buffer"):
         if getattr(config.algorithm, name) > 0 and config.algorithm.name != "dapo":  # which has them by default
             settings[f"train.algorithm.{name}"] = getattr(config.algorithm, name)

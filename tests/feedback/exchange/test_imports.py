@@ -13,7 +13,7 @@ from feedback_rows import interaction, put, said
 
 from feedback import datasets
 from feedback.config import KindsConfig, LakeConfig, ScoringConfig
-from feedback.exchange import imports, trl
+from feedback.exchange import ImportForm, imports, trl
 from feedback.exchange.export import Filter, export
 from feedback.exchange.imports import Imported, import_set
 from feedback.exchange.record_files import RecordError
@@ -38,7 +38,7 @@ def write(file: Path, *rows: dict[str, Any]) -> Path:
     return file
 
 
-def bring(lake: Lake, path: Path, form: trl.Form, **others: Any) -> Imported:
+def bring(lake: Lake, path: Path, form: ImportForm, **others: Any) -> Imported:
     settings = {"source": "team", "tokenise": tokenise, **others}
     return import_set(lake, Path(lake.uri).parent / "journal", path, form, **settings)
 
@@ -166,6 +166,23 @@ def test_an_import_that_is_killed_and_repeated_adds_everything_once(
     assert {name: lake.counts()[name] for name in ("interactions", "feedback")} == {"interactions": 10, "feedback": 5}
     again = bring(lake, path, "trl-preference")
     assert (again.responses, again.feedback, again.left_out) == (0, 0, {"imported before": 5})
+
+
+def test_of_two_imports_at_once_the_second_sees_what_the_first_has_added(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.jsonl", preference(), preference("other"))
+    look, others = imports._known, iter([None])
+
+    def overtaken(*arguments: Any) -> set[str]:
+        known = look(*arguments)
+        for _ in others:  # between its look and its commit, once
+            assert bring(lake, path, "trl-preference").feedback == 2
+        return known
+
+    monkeypatch.setattr(imports, "_known", overtaken)
+    assert bring(lake, path, "trl-preference").left_out == {"imported before": 2}
+    assert {name: lake.counts()[name] for name in ("interactions", "feedback")} == {"interactions": 4, "feedback": 2}
 
 
 def test_rows_that_say_nothing_are_counted_by_reason(lake: Lake, tmp_path: Path) -> None:

@@ -262,6 +262,8 @@ def test_prompts_that_the_lineages_runs_always_or_never_solved_are_left_out(
         ({"data": {"prompts": [{"path": "x", "weight": 0}]}}, "greater than 0"),
         ({"data": {"prompts": [{"path": "x"}], "pass_rate": {"low": 0.5, "high": 0.5}}}, r"low \(0.5\) must be less"),
         ({"data": {"prompts": [{"path": "x"}]}, "algorithm": {"name": "dpo"}}, "take out train.data.prompts="),
+        ({"data": {"traffic_weight": 0, "traffic_share": 1}}, "take out train.data.traffic_weight=0"),
+        ({"data": {"pass_rate": {}}, "algorithm": {"name": "kto"}}, "take out train.data.pass_rate="),
     ],
 )
 def test_settings_that_can_not_work_are_refused(settings: dict[str, Any], message: str) -> None:
