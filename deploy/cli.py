@@ -49,6 +49,7 @@ COMMANDS: Final = {
     "history": "deploy.commands.policy:history",
     "keys": "deploy.commands.keys:keys",
     "lake": "deploy.commands.lake:lake",
+    "data": "deploy.commands.data:data",
     "report": "deploy.commands.inspect:report",
     "doctor": "deploy.commands.inspect:doctor",
     "bench": "deploy.examples.bench.command:bench",

@@ -1,20 +1,21 @@
 """From the lake to training data. Reading the same Delta versions twice gives the same data in the same order.
 
-Only complete responses take part, and only sealed ones. Prompts are the same if their token ids are.
+Only complete responses take part, and only sealed ones. Prompts are the same if their token ids are. Feedback may be on
+imported texts too, which have no token ids and no logprobs; they are no prompts, and no rollouts.
 ``feedback.scoring.aggregation`` decides which feedback counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import duckdb
 import pyarrow as pa
 
 from feedback.lake.tables import Lake
-from feedback.schema import INTERACTIONS, TIMESTAMP, conform
+from feedback.schema import IMPORTED, INTERACTIONS, TIMESTAMP, conform
 from feedback.scoring.aggregation import TIE, make_pairs, resolve
 
 _T = TypeVar("_T")
@@ -23,7 +24,7 @@ _PROMPTS: Final = """
 WITH complete AS (
     SELECT prompt_token_ids, prompt, messages, metadata, response_id, created_at
     FROM interactions
-    WHERE status = 'complete' AND len(prompt_token_ids) > 0
+    WHERE status = 'complete' AND len(prompt_token_ids) > 0 AND {where}
 ), recent AS (
     SELECT prompt_token_ids, max(created_at) AS requested_at
     FROM complete
@@ -59,11 +60,19 @@ WHERE status = 'complete' AND reward IS NOT NULL
 ORDER BY created_at, response_id
 """
 
-_PREFERENCE_PAIRS: Final = """
+
+def _sampled(row: str, column: str) -> str:
+    """A column of what a policy sampled; null where the response is imported."""
+    return f"if({row}.status = '{IMPORTED}', NULL, {row}.{column})"
+
+
+_PREFERENCE_PAIRS: Final = f"""
 SELECT kind, feedback_id, pairs.tenant, chosen_id AS chosen_response_id, rejected_id AS rejected_response_id,
        r.prompt, r.messages, r.prompt_token_ids,
-       coalesce(text, c.response) AS chosen, c.response_token_ids AS chosen_token_ids, c.logprobs AS chosen_logprobs,
-       r.response AS rejected, r.response_token_ids AS rejected_token_ids, r.logprobs AS rejected_logprobs,
+       coalesce(text, c.response) AS chosen, {_sampled("c", "response_token_ids")} AS chosen_token_ids,
+       {_sampled("c", "logprobs")} AS chosen_logprobs,
+       r.response AS rejected, {_sampled("r", "response_token_ids")} AS rejected_token_ids,
+       {_sampled("r", "logprobs")} AS rejected_logprobs,
        pairs.created_at
 FROM pairs
 JOIN interactions r ON r.tenant = pairs.tenant AND r.response_id = rejected_id
@@ -71,10 +80,11 @@ LEFT JOIN interactions c ON c.tenant = pairs.tenant AND c.response_id = chosen_i
 ORDER BY pairs.created_at, kind, rejected_id, chosen_id, feedback_id
 """
 
-_THUMBS: Final = """
-SELECT response_id, tenant, prompt, messages, prompt_token_ids, response, response_token_ids, logprobs,
+_THUMBS: Final = f"""
+SELECT response_id, tenant, prompt, messages, prompt_token_ids, response,
+       {_sampled("i", "response_token_ids")} AS response_token_ids, {_sampled("i", "logprobs")} AS logprobs,
        up > down AS desirable, up, down, voted_at AS created_at
-FROM thumbs JOIN interactions USING (tenant, response_id)
+FROM thumbs JOIN interactions i USING (tenant, response_id)
 WHERE up <> down
 ORDER BY voted_at, response_id
 """
@@ -123,8 +133,8 @@ PAIRS: Final = pa.schema(
         pa.field("chosen_token_ids", _TOKENS),
         pa.field("chosen_logprobs", _LOGPROBS),  # behaviour, nats, one per token
         pa.field("rejected", _TEXT, nullable=False),
-        pa.field("rejected_token_ids", _TOKENS, nullable=False),
-        pa.field("rejected_logprobs", _LOGPROBS, nullable=False),
+        pa.field("rejected_token_ids", _TOKENS),  # null for what was imported, as are all tokens and logprobs of it
+        pa.field("rejected_logprobs", _LOGPROBS),
         pa.field("created_at", TIMESTAMP, nullable=False),  # of the last feedback that it comes from
     ]
 )
@@ -136,8 +146,8 @@ THUMBS: Final = pa.schema(
         pa.field("tenant", _TEXT, nullable=False),
         *_PROMPT,
         pa.field("response", _TEXT, nullable=False),
-        pa.field("response_token_ids", _TOKENS, nullable=False),
-        pa.field("logprobs", _LOGPROBS, nullable=False),  # behaviour, nats, one per token
+        pa.field("response_token_ids", _TOKENS),  # null for what was imported, as are the logprobs
+        pa.field("logprobs", _LOGPROBS),  # behaviour, nats, one per token
         pa.field("desirable", pa.bool_(), nullable=False),
         pa.field("up", pa.int32(), nullable=False),  # sources
         pa.field("down", pa.int32(), nullable=False),
@@ -192,15 +202,28 @@ class Prompt:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-def prompts(lake: Lake, *, versions: Mapping[str, int] | None = None, limit: int | None = None) -> list[Prompt]:
+def prompts(
+    lake: Lake,
+    *,
+    versions: Mapping[str, int] | None = None,
+    limit: int | None = None,
+    where: str = "true",
+    parameters: Sequence[Any] = (),
+) -> list[Prompt]:
     """Distinct prompts that traffic brought, the one requested last first; equal means equal token ids.
 
-    ``limit`` is the length of the list. Raises ValueError if it is below 1.
+    ``limit`` is the length of the list. ``where``: SQL condition of the interactions that count, with its
+    ``parameters``. Raises ValueError if the limit is below 1.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit ({limit}) must be at least 1")
-    query = _PROMPTS.format(limit="ALL" if limit is None else limit)
-    table, _ = _read(lake, versions, ("interactions",), lambda connection: connection.sql(query).to_arrow_table())
+    query = _PROMPTS.format(limit="ALL" if limit is None else limit, where=where)
+    table, _ = _read(
+        lake,
+        versions,
+        ("interactions",),
+        lambda connection: connection.sql(query, params=list(parameters)).to_arrow_table(),
+    )
     return [Prompt(**row | {"metadata": dict(row["metadata"] or ())}) for row in table.to_pylist()]
 
 

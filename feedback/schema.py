@@ -53,7 +53,7 @@ INTERACTIONS: Final = pa.schema(
         pa.field("policy_spans", pa.list_(POLICY_SPAN), nullable=False),
         pa.field("sampling", SAMPLING, nullable=False),
         pa.field("finish_reason", pa.string()),  # stop, length, abort; null on error
-        pa.field("status", pa.string(), nullable=False),  # complete, aborted, error
+        pa.field("status", pa.string(), nullable=False),  # complete, aborted, error, imported
         pa.field("timings", TIMINGS, nullable=False),
         pa.field("metadata", pa.map_(pa.string(), pa.string()), nullable=False),
     ]
@@ -86,6 +86,12 @@ REWARDS: Final = pa.schema(
 )
 
 TABLES: Final[dict[str, pa.Schema]] = {"interactions": INTERACTIONS, "feedback": FEEDBACK, "rewards": REWARDS}
+
+IMPORTED: Final = "imported"
+"""The status of an interaction that no policy of ours sampled: texts of a set of others (feedback/exchange/imports.py).
+
+It has the prompt's token ids, and neither token ids of a response nor logprobs nor policy spans.
+"""
 
 TIME_COLUMN: Final[dict[str, str]] = {
     "interactions": "created_at",

@@ -133,3 +133,5 @@ class RunStart(BaseModel):
     config: dict[str, Any]
     max_model_len: int | None = None
     """Of rollouts, in tokens; a machine with less memory goes on with the same."""
+    prompt_files: dict[str, str] = {}
+    """The sha256 of each file or folder of train.data.prompts."""

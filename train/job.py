@@ -196,7 +196,7 @@ def read_data(
     if progress is not None and data.digest != progress.data:
         raise CheckpointError(
             f"run {context.run} can't go on from {begun.checkpoint}: the lake as of {versions} no longer holds the "
-            "same prompts and responses. Give the run another name (--run)"
+            "same prompts and responses, or earlier runs have other pass rates. Give the run another name (--run)"
         )
     say(
         f"{context.run}: {config.algorithm.name} from policy {begun.parent.version}, {data}, {config.ranks} ranks"
@@ -214,6 +214,8 @@ def on_logged_responses(
 ) -> None:
     """Try the reward on a few logged responses, and say what came out by component. Raises as ``try_reward``."""
     rows = logged_responses(lake, begun.start.lake_versions)
+    if not rows.num_rows:  # all prompts are one's own
+        return
     say(f"{context.run}: trying the reward on {len(rows)} logged responses")
     per_token = algorithms.load(config.algorithm).takes_token_rewards
     found = try_reward(reward, context.reward or ScoringConfig(), rows, per_token=per_token)

@@ -102,7 +102,9 @@ def run_name(_: click.Context, __: click.Parameter, name: str | None) -> str | N
 @json_out
 @pass_settings
 def train(settings: Settings, name: str | None, parent: int | None, reward_model: bool, json_out: Path | None) -> int:
-    """Train a candidate from what traffic brought, and publish it. It serves only once it is promoted.
+    """Train a candidate from what traffic brought, or prompts of your own, and publish it.
+
+    It serves only once it is promoted.
 
     Exit code 3 if there was nothing to learn from (too few prompts, or rewards that do not differ), or what it learned
     from was erased meanwhile, 1 if the run was stopped for its health or failed; nothing is then published.
@@ -131,6 +133,8 @@ def train(settings: Settings, name: str | None, parent: int | None, reward_model
         )
         if not resolved.evaluation.suite.is_file():
             click.echo(f"there is no evaluation.suite {resolved.evaluation.suite}: no prompts are kept out of training")
+        if resolved.train.data.prompts:
+            settings.lake().create()  # with prompts of one's own there need not have been any traffic
         result = run_job(settings.training(reward_model=reward_model), context)
     write_result(result.model_dump(mode="json"), json_out)
     return print_result(result)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deploy.config.root import ConfigError, Settings
 from feedback.config import ScoringConfig
+from feedback.exchange.record_files import RecordError, files_of
 from feedback.scoring.sources.rules import RuleError, configured, load_rule
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy, PolicyError
@@ -84,6 +85,8 @@ def training_problems(settings: Settings) -> list[str]:
         loads["train.algorithm.name"] = partial(algorithms.load, train.algorithm)
     if train.dataflow:
         loads["train.dataflow"] = partial(dataflows.load, train)
+    for own in settings.resolved().train.data.prompts:
+        loads[f"train.data.prompts {own.path.name}"] = partial(files_of, own.path, own.split)
     store = settings.policy_store()
     if train.samples and (policy := store.serving()):
         loads["train.rollout"] = partial(_longest_prompt, train, store.get(policy.version).path)
@@ -100,7 +103,7 @@ def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:
     for key, load in loads.items():
         try:
             load()
-        except RuleError as error:
+        except (RuleError, RecordError) as error:
             problems.append(f"{key}: {error}")
         except (HookError, ValueError) as error:  # names its setting itself
             problems.append(str(error))

@@ -164,7 +164,7 @@ def traffic(connection: Any, *, bins: int = _BINS) -> pa.Table | None:
                    sum(len(response_token_ids)) AS tokens,
                    quantile_cont(timings.total_ms, 0.50) FILTER (status = 'complete') AS p50_ms,
                    quantile_cont(timings.total_ms, 0.95) FILTER (status = 'complete') AS p95_ms
-            FROM interactions GROUP BY 1
+            FROM interactions WHERE status <> 'imported' GROUP BY 1
         )
         SELECT $low + b * $width AS time, $width::DOUBLE AS seconds, coalesce(requests, 0)::BIGINT AS requests,
                coalesce(tokens, 0)::BIGINT AS tokens, p50_ms::DOUBLE AS p50_ms, p95_ms::DOUBLE AS p95_ms

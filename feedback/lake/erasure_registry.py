@@ -52,7 +52,7 @@ _KEY_ID: Final = "key_id"
 _FORM: Final = "form"  # there once no entry of an older form is left
 _TIME: Final = "%Y%m%dT%H%M%S%fZ"
 _NAME: Final = re.compile(r"\d{8}T\d{12}Z-[0-9a-f-]{36}")
-_ANONYMOUS: Final = FeedbackIn.model_fields["source"].default
+ANONYMOUS: Final = FeedbackIn.model_fields["source"].default
 """The source of feedback that names none."""
 
 COLUMNS: Final[dict[str, dict[Kind, tuple[tuple[str, ...], ...]]]] = {
@@ -146,7 +146,7 @@ def matching(table: str, rows: pa.RecordBatch | pa.Table, selectors: Iterable[Se
             text = _joined(rows, names)
             meant = selector.is_in(text)
             if "source" in names:
-                meant = pc.and_(meant, pc.not_equal(rows.column("source"), _ANONYMOUS))
+                meant = pc.and_(meant, pc.not_equal(rows.column("source"), ANONYMOUS))
             if table != "rewards":
                 meant = pc.and_(meant, _made_before(rows.column("created_at"), selector))
             found = pc.or_(found, pc.fill_null(meant, False))

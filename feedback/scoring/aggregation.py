@@ -1,8 +1,8 @@
 """What people's feedback comes to, as SQL over the lake's views: votes, preferences and corrections, each resolved.
 
-One rule for all. Feedback counts for a response of its own tenant that is complete. Of one source's feedback on the
-same thing the last counts, by time and then by id; over sources the majority decides, and a tie decides nothing.
-Feedback that was recorded twice under one id, by two servers at once, counts once: what was recorded first.
+One rule for all. Feedback counts for a response of its own tenant that is complete or imported. Of one source's
+feedback on the same thing the last counts, by time and then by id; over sources the majority decides, and a tie decides
+nothing. Feedback that was recorded twice under one id, by two servers at once, counts once: what was recorded first.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from typing import Final
 
 import duckdb
+
+from feedback.schema import IMPORTED
 
 UNKNOWN: Final = "unknown response"
 FOREIGN: Final = "response of another tenant"
@@ -30,10 +32,10 @@ QUALIFY row_number() OVER (
 ) = 1
 """
 
-_MENTIONED: Final = """
+_MENTIONED: Final = f"""
 CREATE TEMP TABLE mentioned AS
-SELECT tenant, response_id, status = 'complete' AND len(prompt_token_ids) > 0 AS usable, prompt_token_ids,
-       response
+SELECT tenant, response_id, status IN ('complete', '{IMPORTED}') AND len(prompt_token_ids) > 0 AS usable,
+       prompt_token_ids, response
 FROM interactions
 SEMI JOIN (
     SELECT response_id FROM entries

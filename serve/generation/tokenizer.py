@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -39,7 +40,7 @@ class Text:
     @property
     def least_characters(self) -> int:
         """Of a prompt: 0 where the tokenizer makes a token of no text at all."""
-        return 0 if self._encode("", True) else 1
+        return 0 if self.token_ids("", True) else 1
 
     @property
     def has_chat_template(self) -> bool:
@@ -53,8 +54,18 @@ class Text:
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
         """Token ids; ``special_tokens``: with those that the tokenizer puts around a text."""
         if len(text) > _LONG_CHARACTERS:
-            return await asyncio.to_thread(self._encode, text, special_tokens)
-        return self._encode(text, special_tokens)
+            return await asyncio.to_thread(self.token_ids, text, special_tokens)
+        return self.token_ids(text, special_tokens)
+
+    def prompt(self, prompt: str | list[dict[str, Any]]) -> tuple[str, str | None, list[int]]:
+        """Of text or chat messages the text that is tokenised, the messages as JSON, and the token ids.
+
+        As the server makes them of a request. Raises what the template raises.
+        """
+        if isinstance(prompt, str):
+            return prompt, None, self.token_ids(prompt, special_tokens=True)
+        rendered = self.chat(prompt)
+        return rendered, json.dumps(prompt, ensure_ascii=False), self.token_ids(rendered, special_tokens=False)
 
     def response(self, prompt: list[int], token_ids: list[int]) -> str:
         """Text of a response, decoded with the end of its prompt, since some tokenizers join over the seam."""
@@ -64,7 +75,8 @@ class Text:
         before, both = self._decode(context), self._decode(context + token_ids)
         return both[len(before) :] if both.startswith(before) else self._decode(token_ids)
 
-    def _encode(self, text: str, special_tokens: bool) -> list[int]:
+    def token_ids(self, text: str, special_tokens: bool) -> list[int]:
+        """Token ids, at once; see ``encode``."""
         if self._fast is not None:
             ids: list[int] = self._fast.encode(text, add_special_tokens=special_tokens).ids
             return ids

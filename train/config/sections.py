@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from feedback.settings_base import Section
 
@@ -101,6 +101,47 @@ class RolloutConfig(Section):
     )
 
 
+class PromptSource(Section):
+    """Prompts of your own: a file, or a dataset's folder."""
+
+    path: Path = Field(
+        description="JSONL, Parquet or Arrow file, or folder of a Hugging Face dataset; relative to home."
+    )
+    split: str | None = Field(None, description="Which split of a folder that has several.")
+    prompt: str = Field("prompt", min_length=1, description="Column of the prompt: text, or a list of chat messages.")
+    as_user_message: bool = Field(
+        False, description="Put a prompt that is text into the policy's chat template, as the user's message."
+    )
+    metadata: dict[str, str] = Field(
+        {},
+        description="Columns that rewards read as a prompt's metadata, each as KEY: COLUMN, such as answer: solution.",
+    )
+    weight: float = Field(
+        1.0, gt=0, le=1e9, description="How often these are drawn, beside the other prompts' weights."
+    )
+
+    @property
+    def name(self) -> str:
+        """The path, with the split if there is one."""
+        return f"{self.path} ({self.split})" if self.split else str(self.path)
+
+
+class PassRateConfig(Section):
+    """Which of your own prompts are left out by how often earlier runs of this lineage solved them."""
+
+    low: float = Field(0.0, ge=0, le=1, description="Prompts that were solved this often, or less, are left out.")
+    high: float = Field(1.0, ge=0, le=1, description="Prompts that were solved this often, or more, are left out.")
+    solved_reward: float = Field(1.0, description="A response with this reward, or more, has solved its prompt.")
+    min_responses: int = Field(8, ge=1, description="With fewer responses to a prompt it stays, however they went.")
+    runs: int = Field(5, ge=1, description="Runs that count: those that made the parent, its parent and so on.")
+
+    @model_validator(mode="after")
+    def _leaves_some(self) -> Self:
+        if self.low >= self.high:
+            raise ValueError(f"low ({self.low:g}) must be less than high ({self.high:g})")
+        return self
+
+
 class DataConfig(Section):
     """What training learns from."""
 
@@ -108,7 +149,23 @@ class DataConfig(Section):
         32, ge=1, description="Prompts that each step learns from; of offline algorithms, items."
     )
     min_prompts: int = Field(32, ge=1, description="With fewer prompts in the lake, no training takes place.")
-    max_prompts: int = Field(10_000, ge=1, description="The most recent prompts to draw from.")
+    max_prompts: int = Field(10_000, ge=1, description="The most recent prompts of traffic to draw from.")
+    prompts: list[PromptSource] = Field(
+        [],
+        description="Prompts of your own, each {path, split, prompt, as_user_message, metadata, weight}; responses are "
+        "sampled to them as to those of traffic.",
+    )
+    traffic_weight: float = Field(
+        1.0,
+        ge=0,
+        le=1e9,
+        description="How often the prompts of traffic are drawn, beside the weights of train.data.prompts; 0: never.",
+    )
+    pass_rate: PassRateConfig | None = Field(
+        None,
+        description="Leave out those of train.data.prompts that earlier runs of this lineage solved always or never; "
+        "null: none. Runs count what they solve while this is set.",
+    )
     traffic_share: float = Field(
         0.0,
         ge=0,

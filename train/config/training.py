@@ -138,7 +138,12 @@ class TrainConfig(Section):
         if critic.model is not None:
             critic = critic.model_copy(update={"model": path(critic.model)})
         algorithm = self.algorithm.model_copy(update={"critic": critic})
-        data = self.data.model_copy(update={"exclude_suites": [path(suite) for suite in self.data.exclude_suites]})
+        data = self.data.model_copy(
+            update={
+                "exclude_suites": [path(suite) for suite in self.data.exclude_suites],
+                "prompts": [own.model_copy(update={"path": path(own.path)}) for own in self.data.prompts],
+            }
+        )
         reward_model = self.reward_model.model_copy(update={"folder": path(self.reward_model.folder)})
         parts = {"algorithm": algorithm, "data": data, "reward_model": reward_model}
         return self.model_copy(update={"runs": path(self.runs), **parts})
@@ -216,6 +221,7 @@ class TrainConfig(Section):
         check_baseline(self, compares_groups=name in GROUPED, needs_greedy=name == "remax")
         if self.samples:
             _responses_suit(self)
+            _prompts_suit(self.data)
         else:
             _nothing_is_sampled(self)
         _batch_suits(self)
@@ -322,6 +328,15 @@ def _responses_suit(config: TrainConfig) -> None:
         )
 
 
+def _prompts_suit(data: DataConfig) -> None:
+    if data.traffic_weight == 0 and not data.prompts:
+        raise ValueError(
+            "train.data.traffic_weight=0 draws no prompts of traffic, and train.data.prompts has none: set either"
+        )
+    if data.pass_rate is not None and not data.prompts:
+        raise ValueError("train.data.pass_rate is of train.data.prompts, which has none: set it to null")
+
+
 def _nothing_is_sampled(config: TrainConfig) -> None:
     if config.algorithm.is_offline:
         why = f"train.algorithm.name={config.algorithm.name} learns from feedback, and samples nothing"
@@ -339,6 +354,12 @@ def _nothing_is_sampled(config: TrainConfig) -> None:
         settings["train.placement.reward"] = on.reward
     if config.algorithm.is_offline and config.data.traffic_share > 0:
         settings["train.data.traffic_share"] = config.data.traffic_share
+    if config.data.prompts:
+        settings["train.data.prompts"] = [own.name for own in config.data.prompts]
+    if config.data.pass_rate is not None:
+        settings["train.data.pass_rate"] = "…"
+    if config.data.traffic_weight != DataConfig.model_fields["traffic_weight"].default:
+        settings["train.data.traffic_weight"] = config.data.traffic_weight
     for name in ("resample_rounds", "overlong_buffer"):
         if getattr(config.algorithm, name) > 0 and config.algorithm.name != "dapo":  # which has them by default
             settings[f"train.algorithm.{name}"] = getattr(config.algorithm, name)

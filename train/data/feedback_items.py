@@ -4,7 +4,7 @@ An item is what is learned together: the two responses of a pair, or one respons
 token ids that the policy sampled, since tokenised anew it would often have others. So a response that ran into its
 longest length or into a stop string has no EOS at its end, and is learned like that: people judged what they saw, and
 an EOS there would teach to stop in mid-sentence. Aborted responses are in no dataset. What people wrote themselves is
-tokenised and ended by train/data/demonstrations.py.
+tokenised and ended by train/data/demonstrations.py, and so is what was imported.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JudgedRow = tuple[dict[str, Any], "list[Response]"]
 """A row of the dataset (its prompt) and its responses."""
 
 Response = tuple[list[int] | None, str, float]
-"""(token ids as captured, None if people wrote it; its text; reward, 1 or 0, or between them for a vote)."""
+"""(token ids as captured, None if people wrote it or it was imported; its text; reward: 1, 0, or a vote between)."""
 
 TOO_LONG: Final = "longer than the model's context"
 FOREIGN_TOKENS: Final = "tokens that the model does not have"
@@ -199,13 +199,19 @@ Rows = Iterator[tuple[str, dict[str, Any], list[Response]]]
 def pairs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
     for row in _newest(datasets.preference_pairs(lake, versions=versions), config, left_out):
         chosen = (row["chosen_token_ids"], row["chosen"], 1.0)
-        yield f"pairs by {row['kind']}", row, [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]
+        imported = "imported " if row["rejected_token_ids"] is None else ""
+        yield f"{imported}pairs by {row['kind']}", row, [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]
 
 
 def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
     for row in _newest(datasets.thumbs(lake, versions=versions), config, left_out):
         up = bool(row["desirable"])
-        yield f"thumbs {'up' if up else 'down'}", row, [(row["response_token_ids"], row["response"], float(up))]
+        imported = "imported " if row["response_token_ids"] is None else ""
+        yield (
+            f"{imported}thumbs {'up' if up else 'down'}",
+            row,
+            [(row["response_token_ids"], row["response"], float(up))],
+        )
 
 
 def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:

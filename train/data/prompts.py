@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from feedback.datasets import Prompt, prompts, rollouts
 from feedback.lake.tables import Lake
 from serve.policies.store import MANIFEST
 from train.config.context_length import longest_context, longest_prompt
 from train.config.training import TrainConfig
+from train.data import own_prompts, pass_rates
 from train.data.held_out import HELD_OUT, HeldOut
+from train.data.own_prompts import DUPLICATE, OwnPrompts
 from train.data.traffic import Traffic
 
 
@@ -23,11 +28,12 @@ from train.data.traffic import Traffic
 class TrainingData:
     """Prompts, and logged responses to the same prompt each, in the order in which a run's steps draw them."""
 
-    prompts: Cycled
+    prompts: Cycled | Mixed
     traffic: Cycled
     summary: str  # how much there is, and what was left out and why
     left_out: int  # logged responses that can't be learned from
     digest: str  # of all of it
+    own: list[OwnPrompts] = field(default_factory=list)  # of train.data.prompts, in their order
 
     @classmethod
     def of(
@@ -48,14 +54,22 @@ class TrainingData:
         Raises:
             feedback.lake.tables.LakeError: it can't be read any more.
             evaluation.suites.suite.SuiteError: a suite whose prompts are to be left out can't be read.
-            ValueError: train.rollout leaves no room for a prompt in the model's context.
+            ValueError: train.rollout leaves no room for a prompt in the model's context; or
+                ``feedback.exchange.record_files.RecordError``, a file of train.data.prompts can't be read.
         """
         data, held_out = config.data, HeldOut.load(config.data.exclude_suites, policy)
+        own: list[OwnPrompts] = []
+        if data.prompts:
+            own = _own_prompts(config, policy, held_out)
+        in_files = {tuple(prompt.prompt_token_ids) for of in own for prompt in of.prompts}
         found: list[Prompt] = []
-        if data.fresh_prompts_per_step:  # more, in place of those that are items of a suite
-            found = prompts(lake, versions=versions, limit=data.max_prompts + len(held_out.items))
+        from_traffic = data.fresh_prompts_per_step > 0 and data.traffic_weight > 0
+        if from_traffic:  # more, in place of those that are items of a suite or in the files
+            limit = data.max_prompts + len(held_out.items) + len(in_files)
+            found = prompts(lake, versions=versions, limit=limit)
         kept = [p for p in found if not held_out.contains(vars(p))]
-        allowed, judged = kept[: data.max_prompts], len(found) - len(kept)
+        asked = [p for p in kept if tuple(p.prompt_token_ids) not in in_files]
+        allowed, judged, repeated = asked[: data.max_prompts], len(found) - len(kept), len(kept) - len(asked)
         longest = longest_prompt(config.rollout, policy) if allowed else 0
         usable = [p for p in allowed if len(p.prompt_token_ids) <= longest]
         traffic = Traffic()
@@ -70,16 +84,31 @@ class TrainingData:
                 held_out=held_out,
             )
         fresh = ""
-        if data.fresh_prompts_per_step:
-            fresh = f"{len(usable)} prompts ({len(allowed) - len(usable)} too long, {judged} {HELD_OUT})"
+        if from_traffic:
+            fresh = f"{len(usable)} prompts{' of traffic' if own else ''} ({len(allowed) - len(usable)} too long, "
+            fresh += f"{judged} {HELD_OUT}" + (f", {repeated} {DUPLICATE}" if own else "") + ")"
         content = repr([p.prompt_token_ids for p in usable]) + repr(traffic.groups)
+        drawn = Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts")
+        if own:
+            content += repr([of.prompts for of in own])
         return cls(
-            prompts=Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts"),
+            prompts=Mixed.of(drawn, data.traffic_weight, own) if own else drawn,
             traffic=Cycled(traffic.groups, min(data.traffic_prompts_per_step, len(traffic.groups)), f"{seed}:traffic"),
-            summary=", ".join(part for part in (fresh, str(traffic) if data.traffic_prompts_per_step else "") if part),
+            summary=", ".join(
+                part for part in (fresh, *map(str, own), str(traffic) if data.traffic_prompts_per_step else "") if part
+            ),
             left_out=sum(traffic.left_out.values()),
             digest=hashlib.sha256(content.encode()).hexdigest(),
+            own=own,
         )
+
+    @property
+    def prompts_left_out(self) -> dict[str, float]:
+        """Metrics: rows of train.data.prompts that were left out, by reason."""
+        counts: Counter[str] = Counter()
+        for of in self.own:
+            counts.update(of.left_out)
+        return {f"prompts_left_out/{reason.replace(' ', '_')}": float(n) for reason, n in sorted(counts.items())}
 
     @property
     def usable(self) -> int:
@@ -88,6 +117,18 @@ class TrainingData:
 
     def __str__(self) -> str:
         return self.summary
+
+
+def _own_prompts(config: TrainConfig, policy: Path, held_out: HeldOut) -> list[OwnPrompts]:
+    window = config.data.pass_rate
+    counts = pass_rates.of_lineage(window, policy, config.runs) if window else {}
+
+    def unfit(prompt: Prompt) -> str | None:
+        if held_out.contains(vars(prompt)):
+            return HELD_OUT
+        return pass_rates.left_out(window, counts, prompt.prompt_token_ids) if window else None
+
+    return own_prompts.read_all(config.data.prompts, policy, longest_prompt(config.rollout, policy), unfit)
 
 
 @dataclass(frozen=True)
@@ -104,12 +145,55 @@ class Cycled:
 
     def at(self, step: int) -> list[Any]:
         """The items of a step; none if there are none."""
-        if not self.items or not self.count:
+        return self.draws(step * self.count, self.count)
+
+    def draws(self, first: int, count: int) -> list[Any]:
+        """``count`` items from the draw numbered ``first`` on."""
+        if not self.items or not count:
             return []
         size = len(self.items)
-        first = step * self.count
-        orders = {turn: self._order(turn) for turn in range(first // size, (first + self.count - 1) // size + 1)}
-        return [self.items[orders[i // size][i % size]] for i in range(first, first + self.count)]
+        orders = {turn: self._order(turn) for turn in range(first // size, (first + count - 1) // size + 1)}
+        return [self.items[orders[i // size][i % size]] for i in range(first, first + count)]
 
     def _order(self, turn: int) -> list[int]:
         return random.Random(f"{self.seed}:{turn}").sample(range(len(self.items)), len(self.items))
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """``count`` items per step of several sources, each as often as its weight says, as evenly as can be.
+
+    Like ``Cycled``, what a step gets follows from the items, the seed and the step alone.
+    """
+
+    sources: list[Cycled]
+    """None is empty."""
+    weights: list[float]
+    count: int
+
+    @classmethod
+    def of(cls, traffic: Cycled, traffic_weight: float, own: list[OwnPrompts]) -> Mixed:
+        """Prompts of traffic and of one's own; sources without any don't count."""
+        parts = [(traffic.items, traffic_weight), *((of.prompts, of.weight) for of in own)]
+        numbered = [(items, weight, number) for number, (items, weight) in enumerate(parts) if items and weight]
+        sources = [Cycled(items, 1, f"{traffic.seed}:{number}") for items, _, number in numbered]
+        return cls(sources, [weight for _, weight, _ in numbered], traffic.count)
+
+    @property
+    def items(self) -> list[Any]:
+        """All of them."""
+        return [item for source in self.sources for item in source.items]
+
+    def at(self, step: int) -> list[Any]:
+        """The items of a step; none if there are none."""
+        if not self.sources or not self.count:
+            return []
+        last = (step + 1) * self.count
+        # The k-th draw of a source is due at (k + 1/2) / weight: in this order the sources take turns.
+        share = np.array(self.weights) / sum(self.weights)
+        due = [(np.arange(int(last * part) + 2) + 0.5) / part for part in share]
+        source = np.repeat(np.arange(len(due)), [len(times) for times in due])
+        turns = source[np.argsort(np.concatenate(due), kind="stable")][:last]
+        before, now = (np.bincount(part, minlength=len(due)) for part in (turns[: -self.count], turns[-self.count :]))
+        drawn = [iter(of.draws(int(k), int(n))) for of, k, n in zip(self.sources, before, now, strict=True)]
+        return [next(drawn[i]) for i in turns[-self.count :]]

@@ -1,4 +1,4 @@
-"""Learn from responses: fresh ones to prompts that traffic brought, logged ones, or both."""
+"""Learn from responses: fresh ones to prompts of traffic or of one's own, logged ones, or both."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from train.checkpoint.random_state import seed_of
 from train.config.training import TrainConfig, check_baseline
 from train.context import TrainingStopped
 from train.controller.worker_group import Pending
+from train.data import pass_rates
 from train.data.prompts import TrainingData
 from train.data.rewards import Rewards, check_rewards, commonest
 from train.data.samples import Informative, Scored, score
@@ -45,6 +46,9 @@ class Online(Dataflow):
         """Responses to the next step's prompts, where they are sampled while this step learns."""
         self.pending: Pending | None = None
         """The call that samples them."""
+        self.solved: pass_rates.Counts = {}
+        """Of the prompts of one's own, where they are counted."""
+        self.own = {id(prompt) for of in run.data.own for prompt in of.prompts} if run.config.data.pass_rate else set()
 
     @classmethod
     def read(
@@ -59,11 +63,13 @@ class Online(Dataflow):
         return {
             "ahead": _AHEAD.dump_python(self.ahead, mode="json"),
             "kl_coefficient": self.algorithm.kl_coefficient,
+            "solved": self.solved,
         }
 
     def resume(self, state: Any) -> None:
         self.ahead = _AHEAD.validate_python(state["ahead"])
         self.algorithm.kl_coefficient = state["kl_coefficient"]
+        self.solved = state.get("solved", {})
         self.run.groups.reshard()
 
     def step(self, step: int) -> dict[str, float]:
@@ -77,9 +83,13 @@ class Online(Dataflow):
         else:
             say(f"{self.run.context.run}: step {step + 1} makes no update: {drawn}")
         metrics = health(drawn, batch, updates) | {"traffic_left_out": float(self.run.data.left_out)}
+        metrics |= self.run.data.prompts_left_out
         if batch is not None and updates and step + 1 == self.run.config.steps:
             metrics |= at_end(batch, self.run.groups.actor.log_probs(batch))
         self.reshard()
+        if self.own and step + 1 == self.run.config.steps:
+            assert self.run.config.data.pass_rate is not None
+            pass_rates.keep(self.run.context.folder, self.run.config.data.pass_rate, self.solved)
         return metrics | self.adapt_kl(metrics)
 
     # ------------------------------------------------------------------------------------------ what is learned from
@@ -236,6 +246,7 @@ class Online(Dataflow):
             greedy=self.algorithm.needs_greedy,
         )
         self.run.timer.record("score")
+        self.count_solved(prompts, again * len(prompts), scored)
         if not scored.rollouts and not again:
             raise TrainingStopped(f"step {step + 1}: none of {scored.unrewarded} sampled responses got a reward")
         return scored
@@ -254,6 +265,18 @@ class Online(Dataflow):
         if whys := [f"{name}: {why}" for name, reasons in found.reasons.items() for why in reasons if why]:
             say(f"{self.run.context.run}: {where}: missing in the rewards of {len(rows)}: {commonest(whys)}")
         return found
+
+    def count_solved(self, prompts: list[Prompt], first_group: int, scored: Scored) -> None:
+        """Count how often one's own prompts were solved, for ``train.data.pass_rate``."""
+        if not self.own:
+            return
+        assert self.run.config.data.pass_rate is not None
+        enough = self.run.config.data.pass_rate.solved_reward
+        for rollout, reward in zip(scored.rollouts, scored.rewards, strict=True):
+            if id(prompts[rollout.group - first_group]) in self.own:
+                count = self.solved.setdefault(pass_rates.key(rollout.prompt), [0, 0])
+                count[0] += 1
+                count[1] += reward >= enough
 
     def prompts_of(self, step: int, again: int) -> list[Prompt]:
         """The prompts of a round of a step: a function of both alone. A round that isn't needed skips its own."""

@@ -12,6 +12,7 @@ from serve.policies.store import Policy, PolicyStore
 from train.config.training import TrainConfig
 from train.context import JobContext, RunStart
 from train.controller.worker_group import WorkerGroup
+from train.data.prompts import TrainingData
 from train.dataflows.base import Data
 
 
@@ -49,6 +50,8 @@ def publish(
         "scorer": start.scorer,
         "train": config.model_dump(mode="json"),
     }
+    if isinstance(data, TrainingData) and data.own:
+        lineage["prompt_files"] = [of.lineage() for of in data.own]
     if erased:
         lineage["erased_rows"] = dict(erased)
     metrics = {"first": history[0], "last": history[-1], "steps": len(history)}

@@ -27,9 +27,10 @@ from train.config.algorithms import REWARD_MODEL
 from train.config.context_length import with_context
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, RowsErased, RunStart
+from train.data.own_prompts import hashes
 from train.observe.progress import say
 from train.run.erasures import Erasures
-from train.run.resume_settings import differing_settings
+from train.run.resume_settings import changed_files, differing_settings
 from train.run.unfinished import LOCK, START, Stores, forget, published_by, was_erased
 
 _LOCK_WAIT_S: Final = 2.0  # an erasure that looks which runs there are has the lock for a moment
@@ -64,6 +65,7 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, 
 
     Raises:
         CheckpointError: it was begun with something else, or all its checkpoints are torn.
+        feedback.exchange.record_files.RecordError: a file of train.data.prompts can't be read.
         serve.policies.store.PolicyError: what it published must be withdrawn, and serves.
     """
     store = stores.policies
@@ -87,6 +89,8 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, 
         start = checkpoint = progress = None
     if start is not None and (published is not None or checkpoint is not None):
         differences = _differences(start, config, context, store, scorer)
+        if published is None and not differences:
+            differences = changed_files(start.prompt_files, config)
         finished = None if published is None else _finished(target, context, start, published)
         if finished is not None and config.steps != start.config["steps"]:
             differences.append(f"train.steps is {config.steps}, it was {start.config['steps']}")
@@ -95,8 +99,8 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, 
         if differences:
             state = f"has {checkpoint}" if finished is None else f"published {finished.published}"
             raise CheckpointError(
-                f"run {context.run} {state} and can't go on with other settings: {'; '.join(differences)}. Set back "
-                "what differs, or give the run another name (--run)"
+                f"run {context.run} {state} and can't go on with other settings or files: {'; '.join(differences)}. "
+                "Set back what differs, or give the run another name (--run)"
             )
         return Begun(start, store.get(start.parent), checkpoint, progress, finished)
     parent = _parent(store, context)
@@ -110,6 +114,7 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, 
         scorer=scorer,
         config=config.model_dump(mode="json"),
         max_model_len=sized.rollout.max_model_len,
+        prompt_files=hashes(config.data.prompts),
     )
     return Begun(fresh, parent)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from feedback.exchange import record_files
 from train.checkpoint.folders import checkpoints
 from train.config.training import TrainConfig
 
@@ -41,13 +42,30 @@ def differing_settings(before: Mapping[str, Any], config: TrainConfig) -> list[s
     ]
 
 
+def changed_files(before: Mapping[str, str], config: TrainConfig) -> list[str]:
+    """One line for each file of train.data.prompts whose sha256 is not that of ``before``, or that can't be read."""
+    found = []
+    for own in config.data.prompts:
+        try:
+            now = record_files.sha256(own.path, own.split)
+        except record_files.RecordError as error:
+            found.append(str(error))
+        else:
+            if now != before.get(own.name):
+                found.append(f"{own.name} of train.data.prompts has changed")
+    return found
+
+
 def goes_on(run: Path, config: TrainConfig) -> bool:
-    """Whether the run of this folder has a checkpoint, and would be gone on with under these settings."""
+    """Whether the run of this folder has a checkpoint, and would be gone on with under these settings and files."""
     try:
-        before = json.loads((run / "start.json").read_text())["config"]
+        start = json.loads((run / "start.json").read_text())
+        before, files = start["config"], start.get("prompt_files", {})
     except (OSError, ValueError, KeyError):
         return False
-    return bool(checkpoints(run / "checkpoints")) and not differing_settings(before, config)
+    if not checkpoints(run / "checkpoints") or differing_settings(before, config):
+        return False
+    return not changed_files(files, config)
 
 
 def _get(dump: Mapping[str, Any], dotted: str) -> Any:

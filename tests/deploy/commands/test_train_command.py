@@ -69,3 +69,22 @@ def test_the_suite_is_among_those_that_a_run_excludes_once(tmp_path: Path) -> No
         suite.parent.mkdir(exist_ok=True)
         suite.touch()
         assert settings.training().data.exclude_suites.count(suite) == 1
+
+
+def test_prompts_of_ones_own_need_no_traffic_and_a_broken_line_ends_a_run_by_its_number(
+    home_with_policy: Settings, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    home_with_policy.path(home_with_policy.evaluation.suite).unlink()
+    own = tmp_path / "own.jsonl"
+    own.write_text('{"prompt": "1+1="}\n{"prompt": "1+1="}\n{"prompt": ""}\n')
+    options = ["--train.data.prompts", json.dumps([{"path": str(own)}]), "--run", "own"]
+    code, result, printed = train(home_with_policy, capsys, *options)
+    assert code == 3, printed
+    assert "1 usable prompts" in result["reason"]
+    assert "1 prompts of own.jsonl (1 duplicates, 1 empty)" in result["reason"]
+    own.write_text('{"prompt": "1+1="}\n{"question": "1+1="}\n')
+    code, _, printed = train(home_with_policy, capsys, *options)
+    assert (code, "own.jsonl, line 2 has no column 'prompt'; it has: question" in printed) == (1, True), printed
+    own.unlink()
+    code, _, printed = train(home_with_policy, capsys, *options)
+    assert (code, f"there is no file or folder {own}" in printed) == (2, True), printed

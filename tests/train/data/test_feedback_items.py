@@ -288,3 +288,36 @@ def test_a_policy_without_eos_can_not_learn_from_texts_and_the_error_says_what_w
     tokenizer_of().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has no EOS token.*set eos_token"):
         DemonstrationTokenizer(tmp_path).token_ids("a", prompt="c", prompt_token_ids=[6], messages=None)
+
+
+def test_what_was_imported_is_tokenised_and_ended_as_what_people_wrote_and_counted_as_imported(
+    tmp_path: Path, policy: Path
+) -> None:
+    lake = Lake(str(tmp_path / "lake"), LakeConfig())
+    lake.create()
+    tokenizer = make_tokenizer()
+    none = {"response_token_ids": [], "logprobs": [], "policy_spans": [], "finish_reason": None, "status": "imported"}
+    prompt = {"prompt": "odds ab>", "prompt_token_ids": tokenizer("odds ab>").input_ids}
+    put(
+        lake,
+        "interactions",
+        [
+            interaction("import-1", response="a", **prompt, **none),
+            interaction("import-2", response="b", **prompt, **none),
+        ],
+    )
+    put(
+        lake,
+        "feedback",
+        [
+            said("p", "import-1", "preference", rejected_response_id="import-2"),
+            said("t", "import-2", "thumb", value=0.0),
+            said("c", "import-1", "correction", text="a"),
+        ],
+    )
+    a, b = ([*tokenizer(letter).input_ids, EOS] for letter in "ab")
+    pairs, thumbs, written = (read(lake, policy, dataset) for dataset in ("pairs", "thumbs", "demonstrations"))
+    assert sequences(pairs) == [[(a, 1.0), (b, 0.0)]]
+    assert sequences(thumbs) == [[(b, 0.0)]]
+    assert sequences(written) == [[(a, 1.0)]]
+    assert (pairs.kinds, thumbs.kinds) == ({"imported pairs by preference": 1}, {"imported thumbs down": 1})

@@ -8,6 +8,7 @@ name.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -31,6 +32,7 @@ from train.checkpoint.folders import CheckpointError, checkpoints, torn
 from train.config.training import TrainConfig
 from train.context import JobContext
 from train.run.resume import begin, checkpoints_of, last_whole, only_run
+from train.run.resume_settings import goes_on
 from train.run.unfinished import Stores
 
 HERE = ROOT / "tests" / "train"
@@ -68,6 +70,7 @@ class Runs:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("home")
     make_home(root)
+    (root / "own.jsonl").write_text("".join(json.dumps({"question": f"odds {c}y>"}) + "\n" for c in "abcdefgh"))
     return root
 
 
@@ -147,7 +150,43 @@ def test_half_written_folders_are_removed_and_said(runs: Runs) -> None:
 def test_the_lake_is_read_as_it_was_when_the_run_began(runs: Runs) -> None:
     lineages = [PolicyStore(runs.root / "policies").get(run["candidate"]).lineage for run in (runs.whole, runs.broken)]
     assert lineages[0]["lake_versions"] == lineages[1]["lake_versions"]
-    assert [lineage["prompts"] for lineage in lineages] == [12, 12]
+    assert [lineage["prompts"] for lineage in lineages] == [20, 20]
+
+
+def test_the_lineage_names_the_files_of_prompts_by_their_hash(runs: Runs) -> None:
+    content = (runs.root / "own.jsonl").read_bytes()
+    [of] = PolicyStore(runs.root / "policies").get(runs.broken["candidate"]).lineage["prompt_files"]
+    assert of == {
+        "path": str(runs.root / "own.jsonl"),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "rows": 8,
+        "weight": 1.0,
+        "prompts": 8,
+        "left_out": {},
+    }
+
+
+def test_how_often_prompts_were_solved_is_counted_as_if_nobody_had_killed_the_run(runs: Runs) -> None:
+    whole, broken = (
+        json.loads((runs.root / "runs" / name / "pass_rates.json").read_text()) for name in ("whole", "broken")
+    )
+    assert whole == broken
+    asked = [responses for responses, _ in whole["prompts"].values()]
+    assert sum(asked) == STEPS * 2 * 4, "half of four prompts a step are of the file, with four responses each"
+    assert 0 < sum(solved for _, solved in whole["prompts"].values()) < sum(asked)
+
+
+def test_a_file_of_prompts_that_has_changed_is_refused_by_name(runs: Runs, tmp_path: Path) -> None:
+    file = runs.root / "own.jsonl"
+    content = file.read_bytes()
+    try:
+        file.write_bytes(content + content)
+        with pytest.raises(CheckpointError, match=r"own\.jsonl of train\.data\.prompts has changed"):
+            begin_from_killed(runs, tmp_path, {})
+        assert not goes_on(runs.killed, TrainConfig.model_validate(settings(runs.root))), "a cycle begins another run"
+    finally:
+        file.write_bytes(content)
+    assert goes_on(runs.killed, TrainConfig.model_validate(settings(runs.root)))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +235,7 @@ def test_a_run_without_a_parent_in_its_context_goes_on_from_its_own_when_another
 
 
 def test_a_finished_run_is_not_gone_on_with_under_other_settings(runs: Runs) -> None:
-    config, there = TrainConfig.model_validate({**CONFIG, "steps": 50}), context(runs.root, "broken")
+    config, there = TrainConfig.model_validate(settings(runs.root, steps=50)), context(runs.root, "broken")
     with (
         only_run(there),
         pytest.raises(CheckpointError, match=r"broken published policy \d .* train\.steps is 50, it was 6"),
@@ -235,6 +274,12 @@ def stores_of(there: JobContext) -> Stores:
     return Stores(PolicyStore(there.policies), PolicyStore(there.reward_models))
 
 
+def settings(home: Path, **changes: Any) -> dict[str, Any]:
+    """With prompts of one's own beside those of the lake, and counts of how often they are solved."""
+    own = {"prompts": [{"path": str(home / "own.jsonl"), "prompt": "question"}], "pass_rate": {"solved_reward": -6.5}}
+    return {**CONFIG, "data": {**CONFIG["data"], **own}, **changes}
+
+
 def context(home: Path, run: str, **changes: Any) -> JobContext:
     places = {name: home / name for name in ("runs", "policies", "reward_models")} | {"lake_uri": str(home / "lake")}
     return JobContext.model_validate({"run": run, **places, "reward": "users_code:reward", "parent": 1, **changes})
@@ -244,7 +289,7 @@ class Driver:
     """A process that runs jobs of these names; it and all that it started are killed at the end."""
 
     def __init__(self, home: Path, *names: str) -> None:
-        jobs = [{"config": CONFIG, "context": context(home, name).model_dump(mode="json")} for name in names]
+        jobs = [{"config": settings(home), "context": context(home, name).model_dump(mode="json")} for name in names]
         (home / "jobs.json").write_text(json.dumps(jobs))
         path = ":".join([str(ROOT), str(home)])
         self.output = ""
@@ -286,7 +331,7 @@ def begin_from_killed(runs: Runs, folder: Path, changes: dict[str, Any], **of_co
     shutil.copytree(runs.root / "policies", policies, ignore=shutil.ignore_patterns(f"v*{runs.broken['candidate']}"))
     there = context(runs.root, "copy", runs=folder, policies=policies, **of_context)
     shutil.copytree(runs.killed, there.folder)
-    config = TrainConfig.model_validate({**CONFIG, **changes})
+    config = TrainConfig.model_validate(settings(runs.root, **changes))
     lake = Lake(there.lake_uri, LakeConfig())
     with only_run(there):
         return begin(config, there, stores_of(there), lake)

@@ -1,0 +1,108 @@
+"""Prompts of one's own (``train.data.prompts``): read from files, and tokenised as the server would."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from feedback.datasets import Prompt
+from feedback.exchange import record_files, trl
+from feedback.exchange.record_files import Record, RecordError
+from serve.generation.tokenizer import Text
+from train.config.sections import PromptSource
+
+TOO_LONG: Final = "too long"
+DUPLICATE: Final = "duplicates"
+NO_TEMPLATE: Final = "that the chat template fails on"
+
+
+@dataclass(frozen=True)
+class OwnPrompts:
+    """The prompts of one file or folder. ``left_out``: its other rows, by reason. ``sha256``: of its files."""
+
+    path: Path
+    sha256: str
+    rows: int
+    weight: float
+    prompts: list[Prompt]
+    left_out: dict[str, int]
+
+    def __str__(self) -> str:
+        out = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
+        return f"{len(self.prompts)} prompts of {self.path.name}" + (f" ({out})" if out else "")
+
+    def lineage(self) -> dict[str, Any]:
+        """What a policy's lineage says of it."""
+        of = {"path": str(self.path), "sha256": self.sha256, "rows": self.rows, "weight": self.weight}
+        return of | {"prompts": len(self.prompts), "left_out": self.left_out}
+
+
+def read_all(
+    sources: Sequence[PromptSource], policy: Path, longest: int, unfit: Callable[[Prompt], str | None]
+) -> list[OwnPrompts]:
+    """The prompts of each source, in order; of two with the same token ids the first stands.
+
+    Args:
+        policy: the folder whose tokenizer and chat template it is.
+        longest: tokens that a prompt may have.
+        unfit: why another reason leaves a prompt out; None if none does.
+
+    Raises:
+        RecordError: a file can't be read, or a line or row of it is broken; it is named.
+    """
+    from transformers import AutoTokenizer
+
+    text, seen, found = Text(AutoTokenizer.from_pretrained(policy)), set[tuple[int, ...]](), []
+    for source in sources:
+        prompts: list[Prompt] = []
+        left_out: Counter[str] = Counter()
+        rows = 0
+        for record in record_files.read(source.path, source.split):
+            rows += 1
+            try:
+                prompt = _prompt(source, record, text)
+            except trl.UnfitError as error:
+                left_out[str(error)] += 1
+                continue
+            ids = tuple(prompt.prompt_token_ids)
+            if reason := (DUPLICATE if ids in seen else TOO_LONG if len(ids) > longest else unfit(prompt)):
+                left_out[reason] += 1
+            else:
+                prompts.append(prompt)
+            seen.add(ids)
+        sha256 = record_files.sha256(source.path, source.split)
+        counts = dict(sorted(left_out.items()))
+        found.append(OwnPrompts(source.path, sha256, rows, source.weight, prompts, counts))
+    return found
+
+
+def hashes(sources: Sequence[PromptSource]) -> dict[str, str]:
+    """The sha256 of each source, by its name. Raises RecordError."""
+    return {source.name: record_files.sha256(source.path, source.split) for source in sources}
+
+
+def _prompt(source: PromptSource, record: Record, text: Text) -> Prompt:
+    prompt = trl.prompt_of(record, source.prompt)
+    if source.as_user_message and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, str) and not text.has_chat_template:
+        raise RecordError(
+            f"{record.where}: column {source.prompt!r} is chat messages, and the policy's tokenizer has no chat "
+            "template; give prompts as text, without as_user_message"
+        )
+    try:
+        rendered, messages, token_ids = text.prompt(prompt)
+    except Exception as error:  # a template is a program, which may raise anything
+        raise trl.UnfitError(NO_TEMPLATE) from error
+    if not token_ids:
+        raise trl.UnfitError(trl.EMPTY)
+    metadata = {key: _text(record[column]) for key, column in source.metadata.items() if record[column] is not None}
+    return Prompt(rendered, messages, token_ids, metadata)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
