@@ -19,7 +19,7 @@ import pyarrow as pa
 from deploy.examples.learn.task import reward
 from feedback.config import ScoringConfig
 
-_BEGIN, _MIDDLE, _END: Final = "Prompt: ", "\nAnswer: ", "\nIs the answer right?"
+_BEGIN, _MIDDLE, _END = "Prompt: ", "\nAnswer: ", "\nIs the answer right?"
 BEST: Final = 10
 
 
