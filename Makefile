@@ -61,7 +61,7 @@ bench-train: setup     ## measure whole GRPO steps against TRL's; installs TRL i
 bench-overlap: setup   ## measure sampling ahead against waiting; the last line is JSON
 	$(BIN)/python -m loadtests.bench_overlap $(ARGS)
 
-learn: setup           ## prove that the algorithms learn: about 15 minutes; the last line is JSON
+learn: setup           ## prove that the algorithms learn: about 17 minutes; the last line is JSON
 	$(BIN)/python -m deploy.examples.learn $(ARGS)
 
 # How many requests of each kind to send.

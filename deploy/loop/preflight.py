@@ -112,7 +112,7 @@ def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:
 
 def reward_of(settings: Settings) -> str | ScoringConfig | None:
     """What rewards rollouts: a function by name, or the sources with training's weights; None if there is none."""
-    if settings.train.reward is not None:
+    if settings.train.reward:
         return settings.train.reward
     scoring = settings.resolved().feedback.scoring.weighed(settings.train.reward_weights)
     return scoring if any(scoring.for_rollouts.values()) else None

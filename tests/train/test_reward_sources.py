@@ -14,7 +14,9 @@ from job_home import job_context, make_home, metrics_of, results_of, run_jobs
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from tests.feedback.judge_server import Answer, Asked, JudgeServer, judge_server, says
-from train.context import JobResult
+from train.config.training import TrainConfig
+from train.context import JobContext, JobResult
+from train.launch import JobError, run_job
 
 KEY = "sk-5d41402abc4b2a76"
 BASE: dict[str, Any] = {
@@ -147,3 +149,17 @@ def test_the_published_policy_names_its_reward_without_the_judges_key(ran: Ran) 
     assert any(scorer in text for text in texts)
     files = [path for folder in ("runs", "policies") for path in (ran.root / folder).rglob("*") if path.is_file()]
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
+
+
+@pytest.mark.timeout(200)
+def test_a_model_that_is_none_ends_a_job_on_a_pool_before_an_engine_starts_and_in_one_line(
+    ran: Ran, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = ran.root / "seed"
+    config = TrainConfig.model_validate({**BASE, **ON_THE_ACTORS_POOL, "algorithm": GRPO})
+    context = job_context(ran.root, "none", reward={"model": {"name": str(policy), "device": "cpu"}})
+    problem = rf"feedback\.scoring: reward model {policy} has no weights for score\.weight: is it a seq[^\n]*"
+    with pytest.raises(JobError, match=problem) as error:
+        run_job(config, JobContext.model_validate(context))
+    assert "Traceback" not in str(error.value)
+    assert "workers up" not in capfd.readouterr().out

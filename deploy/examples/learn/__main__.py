@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from deploy.examples.learn.judge import reward_by
 from deploy.examples.learn.trial import Outcome
 from deploy.examples.stages import Stages
 from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
+from feedback.config import ScoringConfig
 from train.config.algorithms import OFFLINE, ONLINE
 
 ALL = (*ONLINE, *OFFLINE, *plans.RECIPES)
@@ -79,16 +80,16 @@ def main(
                     last["off_policy"] = experiment.run(prepared, seed=seed, longest_s=seconds, say=stages.say)
             for name in names:
                 with stages(name):
-                    algorithm = "grpo" if name in plans.RECIPES else name
+                    algorithm = name
+                    reward: AbstractContextManager[str | ScoringConfig] = nullcontext(home.REWARD)
+                    if name in plans.RECIPES:
+                        algorithm = "grpo"
+                        reward = reward_by(plans.RECIPES[name], prepared.work / f"{name}-verdicts")
                     settings = plans.settings(algorithm, plans.PLANS[algorithm], steps=steps, seed=seed)
-                    try_out = partial(
-                        trial.run, prepared, name, settings, longest_s=seconds, say=stages.say, twice=twice
-                    )
-                    if name not in plans.RECIPES:
-                        outcomes[name] = try_out()
-                        continue
-                    with reward_by(plans.RECIPES[name], prepared.work / f"{name}-verdicts") as reward:
-                        outcomes[name] = try_out(reward=reward)
+                    with reward as given:
+                        outcomes[name] = trial.run(
+                            prepared, name, settings, longest_s=seconds, say=stages.say, twice=twice, reward=given
+                        )
     except home.LearnError as error:
         raise click.ClickException(str(error)) from error
     except Stopped as stopped:

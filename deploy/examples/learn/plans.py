@@ -45,7 +45,10 @@ PLANS: Final = {
 
 RECIPES: Final[dict[str, dict[str, Any]]] = {
     "rlaif": {},
-    "mix": {"judge": {"weight": 3.0}, "rules": {"brief": {"ready": "length_penalty", "max_tokens": MAX_TOKENS}}},
+    "mix": {
+        "judge": {"weight": 3.0},
+        "rules": {"brief": {"ready": "length_penalty", "target_tokens": 0, "max_tokens": MAX_TOKENS}},
+    },
 }
 """Sources of a reward beside a judge (``deploy.examples.learn.judge``), by the name of the trial; ``grpo`` learns."""
 

@@ -216,8 +216,7 @@ def test_a_command_ends_although_a_reward_that_it_gave_up_hangs() -> None:
         from concurrent.futures import ThreadPoolExecutor
         import pyarrow as pa
         from feedback.process_exit import end_process
-        from feedback.scoring.sources.rules import RuleError
-        from train.data.rewards import with_timeout
+        from train.data.rewards import RewardError, with_timeout
 
         def hang(rows):
             with ThreadPoolExecutor(1) as pool:  # whose threads Python waits for when it ends
@@ -225,7 +224,7 @@ def test_a_command_ends_although_a_reward_that_it_gave_up_hangs() -> None:
 
         try:
             with_timeout(hang, 0.1)(pa.table({"response": ["x"]}))
-        except RuleError as error:
+        except RewardError as error:
             print(error)
             end_process(1)
     """

@@ -16,6 +16,8 @@ from deploy.loop.preflight import check, reward_of
 from feedback.config import ScoringConfig
 from feedback.lake.tables import Lake
 
+JUDGE = {"url": "http://x/v1", "model": "m", "rubric": "{response}"}
+
 
 @pytest.fixture
 def lake(settings: Settings) -> Lake:
@@ -111,6 +113,22 @@ def test_training_is_rewarded_by_its_own_function_or_else_by_the_rules_that_have
     broken = root.load(settings.snapshot(), [("feedback.scoring.rules.mine.sql", "no_column")], {})
     with pytest.raises(ConfigError, match=r"feedback\.scoring\.rules\.mine: .*no_column"):
         check(broken)
+
+
+def test_training_weighs_every_source_by_itself_and_no_source_that_is_not_there(settings: Settings) -> None:
+    judge = [(f"feedback.scoring.judge.{key}", value) for key, value in JUDGE.items()]
+    lines = [("feedback.scoring.model.name", "org/model"), *judge, ("feedback.scoring.human.model.name", "m")]
+    weights = ("train.reward_weights", "{exact: 0, judge: 2, human: 0.5}")
+    mixed = root.load(settings.snapshot(), [*lines, weights], {})
+    reward = reward_of(mixed)
+    assert isinstance(reward, ScoringConfig)
+    assert reward.for_rollouts == {"human": 0.5, "exact": 0.0, "model": 1.0, "judge": 2.0}
+    assert mixed.feedback.scoring.for_rollouts == {"human": 1.0, "exact": 1.0, "model": 1.0, "judge": 1.0}
+    assert reward.judge == mixed.resolved().feedback.scoring.judge.model_copy(update={"weight": 2.0})  # type: ignore[union-attr]
+    for name in ("human", "model", "judge"):
+        alone = root.load(settings.snapshot(), [("train.reward_weights", f"{{{name}: 1}}")], {})
+        with pytest.raises(ConfigError, match=rf"train\.reward_weights\.{name}: .* fresh responses; there are: exact$"):
+            check(alone)
 
 
 def test_the_rules_reach_a_training_job_by_its_file(settings: Settings, tmp_path: Path) -> None:

@@ -17,7 +17,12 @@ import pytest
 
 from deploy.examples.learn import pairs, plans, task, trial
 from deploy.examples.learn.home import Home
+from deploy.examples.learn.judge import reward_by
+from feedback.datasets import Prompt
+from train.batch.packed import Sample
 from train.config.algorithms import OFFLINE, ONLINE
+from train.data.rewards import Reward
+from train.data.samples import table_of
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,13 @@ def test_settings_that_cannot_work_are_an_outcome_with_its_reason(tmp_path: Path
 
 def test_there_is_a_plan_for_every_algorithm() -> None:
     assert list(plans.PLANS) == [*ONLINE, *OFFLINE]
+
+
+def test_the_judge_of_the_recipes_answers_over_http_by_the_tasks_rule(tmp_path: Path) -> None:
+    rows = [(Prompt("H abcd>", None, [1]), Sample([1, 2], text, [0.0, 0.0], "stop")) for text in ("ab", "cd", "")]
+    for name, expected in (("rlaif", [1.0, 0.0, 0.0]), ("mix", [(3 + 0.75) / 4, 0.75 / 4, 0.75 / 4])):
+        with reward_by(plans.RECIPES[name], tmp_path / name) as settings:
+            assert Reward(settings, 60)(table_of(rows)).values == expected
 
 
 def test_neither_the_users_nor_the_seed_ever_see_a_held_out_prompt() -> None:

@@ -221,6 +221,12 @@ def test_settings_that_change_nothing_learned_may_differ(runs: Runs, tmp_path: P
     assert begun.progress.step == last_whole_step(runs.killed)
 
 
+def test_a_reward_whose_code_has_changed_is_refused(runs: Runs, tmp_path: Path) -> None:
+    message = r"the reward .* is users_code:reward@other, it was users_code:reward@[0-9a-f]{16}"
+    with pytest.raises(CheckpointError, match=message):
+        begin_from_killed(runs, tmp_path, {}, scorer="users_code:reward@other")
+
+
 def test_another_parent_policy_is_refused(runs: Runs, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the parent policy is 2, it was 1"):
         begin_from_killed(runs, tmp_path, {}, parent=2)
@@ -325,7 +331,9 @@ class Driver:
         self.kill()
 
 
-def begin_from_killed(runs: Runs, folder: Path, changes: dict[str, Any], **of_context: Any) -> Any:
+def begin_from_killed(
+    runs: Runs, folder: Path, changes: dict[str, Any], scorer: str | None = None, **of_context: Any
+) -> Any:
     """Begin the broken run as it was before it was started again, with other settings."""
     policies = folder / "policies"
     shutil.copytree(runs.root / "policies", policies, ignore=shutil.ignore_patterns(f"v*{runs.broken['candidate']}"))
@@ -334,7 +342,7 @@ def begin_from_killed(runs: Runs, folder: Path, changes: dict[str, Any], **of_co
     config = TrainConfig.model_validate(settings(runs.root, **changes))
     lake = Lake(there.lake_uri, LakeConfig())
     with only_run(there):
-        return begin(config, there, stores_of(there), lake)
+        return begin(config, there, stores_of(there), lake, scorer)
 
 
 def last_whole_step(run: Path) -> int:
