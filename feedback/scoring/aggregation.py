@@ -15,6 +15,7 @@ import duckdb
 UNKNOWN: Final = "unknown response"
 FOREIGN: Final = "response of another tenant"
 INCOMPLETE: Final = "response not complete"
+REDACTED: Final = "response or prompt redacted"
 TIE: Final = "tie"
 PROMPTS_DIFFER: Final = "prompts differ"
 SAME_TEXT: Final = "both texts are the same"
@@ -33,7 +34,7 @@ QUALIFY row_number() OVER (
 _MENTIONED: Final = """
 CREATE TEMP TABLE mentioned AS
 SELECT tenant, response_id, status = 'complete' AND len(prompt_token_ids) > 0 AS usable, prompt_token_ids,
-       response
+       response, status = 'redacted' AS redacted
 FROM interactions
 SEMI JOIN (
     SELECT response_id FROM entries
@@ -48,6 +49,7 @@ SELECT entries.*, CASE
     WHEN known.response_id IS NULL OR (rejected_response_id IS NOT NULL AND known_rejected.response_id IS NULL)
     THEN '{UNKNOWN}'
     WHEN own.usable IS NULL OR (rejected_response_id IS NOT NULL AND rejected.usable IS NULL) THEN '{FOREIGN}'
+    WHEN own.redacted OR coalesce(rejected.redacted, false) THEN '{REDACTED}'
     WHEN NOT own.usable OR NOT coalesce(rejected.usable, true) THEN '{INCOMPLETE}'
 END AS left_out,
     own.prompt_token_ids = rejected.prompt_token_ids AS same_prompt,

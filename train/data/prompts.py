@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from feedback.datasets import Prompt, prompts, rollouts
+from feedback.datasets import Prompt, prompts, redacted, rollouts
 from feedback.lake.tables import Lake
 from serve.policies.store import MANIFEST
 from train.config.context_length import longest_context, longest_prompt
@@ -72,11 +72,15 @@ class TrainingData:
         fresh = ""
         if data.fresh_prompts_per_step:
             fresh = f"{len(usable)} prompts ({len(allowed) - len(usable)} too long, {judged} {HELD_OUT})"
+        out = redacted(lake, versions=versions)
+        without = f"{out} redacted responses and their prompts left out" if out else ""
         content = repr([p.prompt_token_ids for p in usable]) + repr(traffic.groups)
         return cls(
             prompts=Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts"),
             traffic=Cycled(traffic.groups, min(data.traffic_prompts_per_step, len(traffic.groups)), f"{seed}:traffic"),
-            summary=", ".join(part for part in (fresh, str(traffic) if data.traffic_prompts_per_step else "") if part),
+            summary=", ".join(
+                part for part in (fresh, str(traffic) if data.traffic_prompts_per_step else "", without) if part
+            ),
             left_out=sum(traffic.left_out.values()),
             digest=hashlib.sha256(content.encode()).hexdigest(),
         )
