@@ -269,6 +269,17 @@ class HumanConfig(Section):
     ratings: Weight = Field(default=1.0, description="Weight of ratings among a source's votes.")
     preferences: Weight = Field(default=1.0, description="Weight of preferences among a source's votes.")
     metrics: Weight = Field(default=1.0, description="Weight of metrics among a source's votes.")
+    sessions: Literal["last", "equal", "discounted"] = Field(
+        default="last",
+        description="What feedback on a session says of its responses. last: a vote on the last one alone; equal: the "
+        "same vote on each; discounted: on the last one the vote, on each before it one nearer to 0.5.",
+    )
+    session_discount: float = Field(
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="discounted: k responses before the last, a vote v counts as 0.5 + session_discount^k (v - 0.5).",
+    )
 
     @model_validator(mode="after")
     def _some_kind_counts(self) -> Self:

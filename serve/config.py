@@ -258,6 +258,9 @@ class ServeConfig(Section):
     )
     model_name: str = Field("millrace", min_length=1, description="What answers call the model.")
     tenant: str = Field("default", min_length=1, description="Tenant that rows are recorded under.")
+    session_days: int = Field(
+        7, ge=1, le=3650, description="Feedback on a session is on its responses of this many days."
+    )
     auth: Annotated[Literal["keys", "off"], BeforeValidator(_off)] = Field(
         "keys",
         description="keys: who asks needs a key as soon as there is one (`millrace keys create`); until then the "

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
+from feedback.events import session_rows
 from feedback.ids import uuid7
 from feedback.ingest.idempotency import SeenFeedback, SeenFeedbackError, Verdict
 from feedback.journal.streams import SoFar, Stream
@@ -102,6 +103,26 @@ class Recorder:
             if self._redaction is not None:
                 row = await self._redaction.feedback(row)
             return await self._ledger.record(row, self._journal, generated_id=generated_id)
+
+    async def record_session_feedback(
+        self, row: dict[str, Any], response_ids: list[str], *, generated_id: bool
+    ) -> Verdict:
+        """Return the verdict when a row on each response of a session, oldest first, is durable.
+
+        Sent again it is the same though the session has gone on meanwhile: then the last response was another one.
+        """
+        if not generated_id:
+            with _problems():
+                kept = row if self._redaction is None else await self._redaction.feedback(row)
+                verdicts = {
+                    self._ledger.check(session_rows(kept, response_ids[:last])[-1])
+                    for last in range(len(response_ids), 0, -1)
+                }
+            if "new" not in verdicts:
+                return "same" if "same" in verdicts else "conflict"
+        *earlier, last_row = session_rows(row, response_ids)
+        await gather_all(*(self.record_feedback(other, generated_id=generated_id) for other in earlier))
+        return await self.record_feedback(last_row, generated_id=generated_id)
 
     def count(self, rows: list[dict[str, Any]], *, count_prompt: bool = True) -> None:
         """Count the rows of responses to one prompt in the metrics."""

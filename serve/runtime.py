@@ -25,6 +25,7 @@ from serve.observability import log_format
 from serve.observability.metrics import Metrics
 from serve.policies.store import PolicyStore
 from serve.recorder import Recorder, Redaction, UnstoredResponses
+from serve.sessions import Sessions
 from serve.swap.swapper import DesiredState, Swap, Swapper
 from serve.vllm.engine import Engine
 
@@ -97,6 +98,7 @@ class Server:
             else None
         )
         self.recorder = Recorder(self.journal, self.ledger, self.metrics, self._redaction)
+        self.sessions = Sessions(self.lake, journal_folder, config.session_days)
         self._unstored = UnstoredResponses(self.recorder)
         self.admission = Admission(config, self.engine, self.journal, lambda: self.unready())
         self.kinds = feedback_config.kinds

@@ -2,7 +2,8 @@
 
 One rule for all. Feedback counts for a response of its own tenant that is complete. Of one source's feedback on the
 same thing the last counts, by time and then by id; over sources the majority decides, and a tie decides nothing.
-Feedback that was recorded twice under one id, by two servers at once, counts once: what was recorded first.
+Feedback that was recorded twice under one id, by two servers at once, counts once: what was recorded first. Feedback on
+a session counts for the last response that it had by then.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ OVER_CAP: Final = "over the cap of their prompt"
 _SAID: Final = """
 CREATE TEMP TABLE entries AS
 SELECT * FROM feedback
-WHERE kind IN ({kinds})
+WHERE kind IN ({kinds}) AND feedback_id NOT LIKE '%~turn:%~%'
 QUALIFY row_number() OVER (
     PARTITION BY tenant, feedback_id
     ORDER BY created_at, response_id, kind, source, value, text, rejected_response_id

@@ -46,7 +46,8 @@ _ResponseId = Annotated[Identifier, BeforeValidator(_as_recorded, json_schema_in
 class FeedbackIn(events.FeedbackIn):
     """Feedback on a response: the body of ``POST /feedback``."""
 
-    response_id: _ResponseId = Field(
+    response_id: _ResponseId | None = Field(
+        default=None,
         examples=["01982f6e-7a31-7c55-8b40-0d1f5c2a9e61"],
         description="The response that this is about, as /generate returned it; of an answer of OpenAI's API its id "
         "(chatcmpl-U, cmpl-U), and for choice i of several chatcmpl-U:i, cmpl-U:i.",
@@ -174,7 +175,12 @@ async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, s
             raise field_problem(404, field, "that response is not stored (store: false, or a key without capture)")
     try:
         row = body.to_row(tenant, server.kinds)
-        verdict = await server.recorder.record_feedback(row, generated_id=body.feedback_id is None)
+        generated = body.feedback_id is None
+        if body.session_id is None:
+            verdict = await server.recorder.record_feedback(row, generated_id=generated)
+        else:
+            found = await server.sessions.responses(tenant, body.session_id)
+            verdict = await server.recorder.record_session_feedback(row, found, generated_id=generated)
     except FeedbackError as error:
         counted.labels(kind=body.kind, verdict="invalid").inc()
         raise field_problem(422, error.field, error.reason) from None

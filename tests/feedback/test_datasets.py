@@ -27,6 +27,7 @@ from feedback.datasets import (
     rollouts,
     thumbs,
 )
+from feedback.events import session_rows
 from feedback.lake.tables import Lake, LakeFileGoneError
 
 
@@ -259,6 +260,12 @@ def test_feedback_that_counts_for_nothing_is_counted_by_reason(lake):
     assert [found.left_out[reason] for reason in reasons] == [3, 2, 2]
     assert [thumbs(lake).left_out[reason] for reason in reasons] == [1, 1, 1]
     assert [demonstrations(lake).left_out[reason] for reason in reasons] == [1, 0, 0]
+
+
+def test_a_sessions_thumb_is_a_thumb_on_its_last_response(lake):
+    responses(lake, "a", "b")
+    put(lake, "feedback", session_rows(said("1", "", "thumb", value=1.0), ["a", "b"]))
+    assert thumbs(lake).table.column("response_id").to_pylist() == ["b"]
 
 
 def test_redacted_responses_are_in_no_dataset_and_what_is_said_of_them_is_counted(lake):
