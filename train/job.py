@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from contextlib import ExitStack
 
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyStore
@@ -50,15 +51,17 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         train.checkpoint.folders.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.observe.hooks.HookError: a hook or tracker of the config failed.
         feedback.scoring.sources.rules.RuleError: the reward failed, or returned something else than rewards.
+        serve.policies.store.PolicyPruned: the parent's weights were removed.
     """
     compat.require()
-    with only_run(context):
+    with only_run(context), ExitStack() as held:
         store, lake = PolicyStore(context.policies), Lake(context.lake_uri, context.lake)
         begun = begin(config, context, store, lake)
         if begun.finished is not None:
             say(f"{context.run}: was finished before, it published {begun.finished.published}")
             shutil.rmtree(checkpoints_of(context), ignore_errors=True)
             return begun.finished
+        held.enter_context(store.hold(begun.parent.version))
         if config.samples and (cut := rollout_cache(config, begun.parent.path).cut("train.rollout")):
             say(f"{context.run}: {cut}")
         config = with_context(config, begun.parent.path, begun.start.max_model_len)
