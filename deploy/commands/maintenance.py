@@ -78,7 +78,7 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
 
     def rewritten(erasure: str, since: Mapping[str, int]) -> None:
         reached = lineage.trained_before_erasure(store, runs, lake, since)
-        _record(store, erasure, reached)
+        _record(store, erasure, reached, retrain=_marks(store, runs, erasure))
         _print_reached(reached)
 
     with stop_on_signals():
@@ -98,6 +98,12 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
 @click.option("--user", metavar="USER", help="Rows of this user; with --tenant, of this tenant's user only.")
 @click.option("--tenant", metavar="TENANT", help="All rows of this tenant.")
 @click.option("--response-id", metavar="ID", help="One response, and the feedback on it.")
+@click.option(
+    "--mark-for-retraining",
+    "retrain",
+    is_flag=True,
+    help="Mark the policies and reward models: the next cycle starts from an ancestor that has not seen the rows.",
+)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option(
     "--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for a server's open journal segments."
@@ -109,6 +115,7 @@ def erase(
     user: str | None,
     tenant: str | None,
     response_id: str | None,
+    retrain: bool,
     yes: bool,
     wait_s: float,
     json_out: Path | None,
@@ -148,13 +155,13 @@ def erase(
 
         def registered(erasure: str) -> None:  # before the rows go: afterwards it can't be known for certain
             try:
-                _record(store, erasure, reached)
+                _record(store, erasure, reached, retrain=retrain)
             except (OSError, PolicyError) as error:
                 click.echo(f"recorded when the rows are gone: {error}")
 
         def rewritten(erasure: str, since: Mapping[str, int]) -> None:
             late.extend(lineage.trained_before_erasure(store, runs, lake, since, besides=known, parents=reached))
-            _record(store, erasure, [*reached, *late])
+            _record(store, erasure, [*reached, *late], retrain=retrain)
 
         done = erase_rows(
             lake, journal, target, wait_s=wait_s, report=click.echo, registered=registered, rewritten=rewritten
@@ -190,7 +197,16 @@ def _fate(settings: Settings, holder: str | None) -> str:
     return f"{holder} is at work on it: {'it will publish nothing' if refused else 'its policy will say so'}"
 
 
-def _record(store: PolicyStore, erasure: str, reached: Iterable[Trained]) -> None:
+def _marks(store: PolicyStore, runs: Path, erasure: str) -> bool:
+    """Whether a killed erasure has marked for retraining what it had recorded with policies and reward models."""
+    from serve.policies.records import read_json
+
+    files = [*store.root.glob("v*/erasures.json"), *runs.glob("*/reward_model/erasures.json")]
+    records = (record for file in files for record in (read_json(file) or {}).get("erasures", ()))
+    return any(record.get("erasure") == erasure and record.get("retrain") for record in records)
+
+
+def _record(store: PolicyStore, erasure: str, reached: Iterable[Trained], *, retrain: bool) -> None:
     """Record an erasure with the policies and reward models that it reaches, once; not with one that was withdrawn.
 
     Raises PolicyError, when the others are recorded, for those that could not be.
@@ -199,11 +215,12 @@ def _record(store: PolicyStore, erasure: str, reached: Iterable[Trained]) -> Non
 
     failed = []
     for one in reached:
+        how = {"certainty": one.certainty, "why": one.why}
         try:
             if one.kind == "policy":
-                store.record_erasure(int(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
+                store.record_erasure(int(one.name), retrain=retrain, erasure=erasure, **how)
             else:
-                record_erasure(Path(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
+                record_erasure(Path(one.name), retrain=retrain, erasure=erasure, **how)
         except PolicyNotFound:
             continue
         except (OSError, PolicyError) as error:

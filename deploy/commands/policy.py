@@ -80,6 +80,7 @@ def policies(ctx: click.Context, settings: Settings, as_json: bool) -> None:
             click.echo(
                 f"policy {policy.version}: rows that it was trained on ({erasure['certainty']}) were erased at "
                 f"{erasure['at'][:19]}: {erasure['why']}"
+                f"{'; marked for retraining' if erasure.get('retrain') else ''}"
             )
         if lost := policy.lineage.get("erased_rows"):
             click.echo(f"policy {policy.version}: rows were erased while it was trained: {lost}")
@@ -252,6 +253,7 @@ def _as_json(policy: Policy, pointer: Pointer | None) -> dict[str, object]:
         "metrics": policy.metrics,
         "gate": policy.gate,
         "erasures": policy.erasures,
+        "marked": policy.marked,
         "pinned": policy.pinned,
         "pruned": policy.pruned,
     }

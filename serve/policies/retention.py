@@ -30,11 +30,13 @@ def kept(store: PolicyStore, config: RetentionConfig, needed: Needed = dict) -> 
     newest = {policy.version for policy in policies[-config.keep_last :]}
     pointer, served = store.serving(), _served_since(store, timedelta(days=config.served_days))
     fleet = _versions_in(read_json(store.root / _FLEET))
+    clean = unmarked_ancestor(store, pointer.version) if pointer else None
     for policy in policies:
         version = policy.version
         for holds, reason in (
             (pointer is not None and version == pointer.version, "it serves"),
             (pointer is not None and version == pointer.previous, "it served before what serves now"),
+            (clean is not None and version == clean.version, "the next training starts from it"),
             (version in fleet, "the fleet serves it or is moved to it"),
             (policy.pinned is not None, f"pinned: {(policy.pinned or {}).get('why')}"),
             (_waits(policy, pointer.version if pointer else 0), "a candidate"),
@@ -66,6 +68,20 @@ def prune(store: PolicyStore, config: RetentionConfig, needed: Needed = dict) ->
         else:
             left[version] = reason
     return removed, left
+
+
+def unmarked_ancestor(store: PolicyStore, version: int) -> Policy | None:
+    """A policy itself, or its nearest ancestor, that has its weights and neither is nor descends from a marked one.
+
+    None if there is none.
+    """
+    clean: list[Policy] = []
+    at: int | None = version
+    while at is not None:
+        policy = store.get(at)
+        clean = [] if policy.marked else [*clean, policy]
+        at = policy.parent
+    return next((policy for policy in clean if policy.pruned is None), None)
 
 
 def weights_bytes(policy: Policy) -> int:

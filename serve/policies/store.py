@@ -81,6 +81,11 @@ class Policy:
     pruned: dict[str, Any] | None = None
 
     @property
+    def marked(self) -> bool:
+        """Whether it is marked for retraining: an erasure reaches it, and nothing more is to be trained from it."""
+        return any(erasure.get("retrain") for erasure in self.erasures)
+
+    @property
     def sha256(self) -> str:
         """One hash of the whole content (names and hashes of all files), the same whatever the version."""
         listing = "".join(f"{name}\0{self.files[name]['sha256']}\n" for name in sorted(self.files))
@@ -291,13 +296,16 @@ class PolicyStore(ServingPointer):
             write_json(policy.path / GATE, verdict)
             return self.get(version)
 
-    def record_erasure(self, version: int, *, certainty: str, why: str, erasure: str | None = None) -> Policy:
+    def record_erasure(
+        self, version: int, *, certainty: str, why: str, erasure: str | None = None, retrain: bool = False
+    ) -> Policy:
         """Keep with a policy that rows which it was trained on have been erased (``Policy.erasures``).
 
-        An ``erasure`` is recorded once. Raises PolicyNotFound, PolicyError if others hold the locks for long.
+        An ``erasure`` is recorded once; ``retrain`` marks the policy for retraining. Raises PolicyNotFound, PolicyError
+        if others hold the locks for long.
         """
         with self._locked():
-            record_erasure(self.get(version).path, certainty=certainty, why=why, erasure=erasure)
+            record_erasure(self.get(version).path, certainty=certainty, why=why, erasure=erasure, retrain=retrain)
             return self.get(version)
 
     def withdraw(self, version: int) -> None:

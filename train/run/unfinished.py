@@ -87,11 +87,10 @@ def forget_erased(lake: Lake, runs: Path, store: PolicyStore) -> list[str]:
 
 def mark(store: PolicyStore, published: int | Path, why: str) -> None:
     """Record with a policy (its version) or a reward model (its folder) that its run had read what was erased; once."""
-    record = {"certainty": "yes", "why": why, "erasure": "in training"}
     if isinstance(published, int):
-        store.record_erasure(published, **record)
+        store.record_erasure(published, certainty="yes", why=why, erasure="in training")
     else:
-        record_erasure(published, **record)
+        record_erasure(published, certainty="yes", why=why, erasure="in training")
 
 
 def published_by(store: PolicyStore, folder: Path, run_id: str | None, parent: int = 0) -> int | Path | None:

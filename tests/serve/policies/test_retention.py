@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from serve.config import RetentionConfig
-from serve.policies.retention import kept, prune
+from serve.policies.retention import kept, prune, unmarked_ancestor
 from serve.policies.store import PolicyNotFound, PolicyPruned, PolicyStore, StalePointer
 from tests.serve.policies.test_store import publish
 
@@ -103,6 +103,23 @@ def test_what_serves_served_before_it_or_lately_is_pinned_or_waits_is_kept_and_w
     store.unpin(4)
     prune(store, LAST)
     assert whole(store) == [3, 5, 6, 8, 10]
+
+
+def test_the_last_ancestor_that_no_mark_reaches_is_kept_and_trained_from(store: PolicyStore) -> None:
+    filled(store, 5)
+    serve(store, 5)
+    mark = {"certainty": "yes", "why": "w", "erasure": "e"}
+    store.record_erasure(5, **mark)  # without a mark
+    assert unmarked_ancestor(store, 5) == store.get(5)
+    store.record_erasure(3, **{**mark, "erasure": "f"}, retrain=True)
+    clean = unmarked_ancestor(store, 5)  # 4 and 5 descend from 3
+    assert clean is not None
+    assert clean.version == 2
+    prune(store, LAST)
+    assert whole(store) == [2, 5]
+    store.record_erasure(1, **mark, retrain=True)
+    assert unmarked_ancestor(store, 5) is None
+    assert [store.get(version).marked for version in (1, 2, 3, 4, 5)] == [True, False, True, False, False]
 
 
 def test_what_a_fleet_is_moved_to_is_kept(store: PolicyStore) -> None:
