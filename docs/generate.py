@@ -38,7 +38,8 @@ COLUMNS: Final = {
         "policy_spans": "Policy that sampled each token: from token `start` on, `policy_version`.",
         "sampling": "Sampling parameters of the request.",
         "finish_reason": "`stop`, `length` or `abort`; null on error.",
-        "status": "`complete`, `aborted` or `error`; `imported` for a text that no policy here sampled.",
+        "status": "`complete`, `aborted`, `error`; `redacted`: complete, but its texts were changed, so that it is "
+        "neither scored nor trained on; `imported`: a text that no policy here sampled.",
         "timings": "Milliseconds in the queue, to the first token and in all.",
         "metadata": "Texts that the request brought.",
     },

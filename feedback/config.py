@@ -10,11 +10,14 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from feedback.settings_base import Address, FunctionName, Identifier, MemorySize, Secret, Section
+from feedback.settings_base import FUNCTION, Address, FunctionName, Identifier, MemorySize, Secret, Section
 
 DEFAULT_SCALE: Final = "stars"
 """The scale of a rating that names none, where several are declared."""
 
+
+READY_REDACTIONS: Final = ("email", "phone", "card")
+"""What ``capture.redact`` may name without a module."""
 
 _CREDENTIAL: Final = re.compile(r"key|secret|token|sas|password|credential", re.IGNORECASE)
 """In the name of an object store's option that must not be seen."""
@@ -49,6 +52,29 @@ class JournalConfig(Section):
     )
     probe_seconds: float = Field(
         default=1.0, gt=0, description="Seconds between two tries to prove a disk that has refused a write."
+    )
+
+
+def _redact_name(value: str) -> str:
+    if value not in READY_REDACTIONS and not FUNCTION.fullmatch(value):
+        known = ", ".join(READY_REDACTIONS)
+        raise ValueError(f"{value!r} is neither a ready one ({known}) nor a function; write 'module:name'")
+    return value
+
+
+class CaptureConfig(Section):
+    """What is kept of the texts of requests, responses and feedback."""
+
+    redact: list[Annotated[str, AfterValidator(_redact_name)]] = Field(
+        default_factory=list,
+        description="Functions that every text passes, in this order, before it is recorded: email, phone and card are "
+        "ready; your own, text -> text, as module:name. A row whose text they change has no token ids and no logprobs, "
+        "and is not trained on. If one fails, nothing is recorded, and the request fails with 503.",
+    )
+    redact_timeout_s: float = Field(
+        default=5.0,
+        gt=0,
+        description="Longest time that the functions may take for the texts of a request, in seconds.",
     )
 
 
@@ -285,6 +311,17 @@ class HumanConfig(Section):
     ratings: Weight = Field(default=1.0, description="Weight of ratings among a source's votes.")
     preferences: Weight = Field(default=1.0, description="Weight of preferences among a source's votes.")
     metrics: Weight = Field(default=1.0, description="Weight of metrics among a source's votes.")
+    sessions: Literal["last", "equal", "discounted"] = Field(
+        default="last",
+        description="What feedback on a session says of its responses. last: a vote on the last one alone; equal: the "
+        "same vote on each; discounted: on the last one the vote, on each before it one nearer to 0.5.",
+    )
+    session_discount: float = Field(
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="discounted: k responses before the last, a vote v counts as 0.5 + session_discount^k (v - 0.5).",
+    )
     model: ClassifierConfig | None = Field(
         default=None,
         description="A reward model trained on the votes. It gives this component to the responses that training "
@@ -491,6 +528,7 @@ class FeedbackConfig(Section):
     """What happened: how it is recorded, kept and scored."""
 
     kinds: KindsConfig = Field(default_factory=KindsConfig, description="Rating scales and metrics.")
+    capture: CaptureConfig = Field(default_factory=CaptureConfig, description="What is kept of texts.")
     journal: JournalConfig = Field(default_factory=JournalConfig, description="The durable append log.")
     lake: LakeConfig = Field(default_factory=LakeConfig, description="The Delta tables.")
     scoring: ScoringConfig = Field(default_factory=ScoringConfig, description="From feedback to rewards.")

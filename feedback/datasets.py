@@ -227,6 +227,13 @@ def prompts(
     return [Prompt(**row | {"metadata": dict(row["metadata"] or ())}) for row in table.to_pylist()]
 
 
+def redacted(lake: Lake, *, versions: Mapping[str, int] | None = None) -> int:
+    """How many responses are left out of all datasets because they, or their prompts, were redacted."""
+    query = "SELECT count(*) FROM interactions WHERE status = 'redacted'"
+    [[count]], _ = _read(lake, versions, ("interactions",), lambda connection: connection.sql(query).fetchall())
+    return int(count)
+
+
 def rollouts(lake: Lake, *, versions: Mapping[str, int] | None = None) -> pa.Table:
     """Logged responses that have a reward, oldest first, with the columns of ``ROLLOUTS``."""
     table, _ = _read(

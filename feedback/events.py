@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -13,6 +13,12 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from feedback.config import KindsConfig, MetricConfig, RatingConfig
 from feedback.ids import uuid7
 from feedback.settings_base import Identifier
+
+TURN: Final = "~turn:"
+"""In the id of a session's feedback on a response: ID~turn:0 on the last one, ID~turn:K~RESPONSE before it."""
+
+EARLIER_TURN: Final = f"%{TURN}%~%"
+"""SQL pattern of the ids of a session's feedback on any response but its last."""
 
 Kind = Literal["thumb", "rating", "preference", "correction", "comment", "metric"]
 
@@ -25,6 +31,9 @@ _FIELDS: Final[dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
     "metric": (("name", "value"), ("text",)),
 }
 """Of each kind the fields that it needs, and those that it may have."""
+
+_OF_SESSIONS: Final = ("thumb", "rating", "metric")
+"""The kinds that may be on a session."""
 
 _CONTENT: Final = ("value", "text", "name", "rejected_response_id")
 
@@ -58,7 +67,14 @@ class FeedbackIn(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    response_id: Identifier = Field(description="The response that this is about, as /generate returned it.")
+    response_id: Identifier | None = Field(
+        default=None, description="The response that this is about, as /generate returned it."
+    )
+    session_id: Annotated[str, StringConstraints(min_length=1, max_length=200)] | None = Field(
+        default=None,
+        description="In place of response_id, for a thumb, a rating or a metric: the conversation that this is about, "
+        "which is all responses recorded with that session_id so far.",
+    )
     kind: Kind = Field(
         description="thumb (value 1 or true is up, 0 or false is down), rating (value, on the scale that name names), "
         "preference (response_id is preferred over rejected_response_id), correction (text is what the response "
@@ -85,13 +101,20 @@ class FeedbackIn(BaseModel):
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
-        wrong, (needs, may_have) = {}, _FIELDS[self.kind]
+        wrong: dict[str, str] = {}
+        needs, may_have = _FIELDS[self.kind]
         for field in _CONTENT:
             present = getattr(self, field) is not None
             if not present and field in needs:
                 wrong[field] = f"kind {self.kind!r} needs {field!r}"
             if present and field not in needs + may_have:
                 wrong[field] = f"kind {self.kind!r} takes no {field!r}"
+        if (self.response_id is None) == (self.session_id is None):
+            wrong["response_id"] = "feedback is on a response or on a session: give response_id or session_id"
+        elif self.session_id is not None and self.kind not in _OF_SESSIONS:
+            wrong["session_id"] = f"kind {self.kind!r} is on a response, not on a session"
+        if self.feedback_id is not None and TURN in self.feedback_id:
+            wrong["feedback_id"] = f"ids with {TURN!r} in them are Millrace's own"
         if not wrong and self.kind == "thumb" and self.value not in (0, 1):
             wrong["value"] = f"a thumb's value is 1 (up) or 0 (down), true or false, got {_shown(self.value)}"
         if not wrong and self.kind == "preference" and self.rejected_response_id == self.response_id:
@@ -131,6 +154,18 @@ class FeedbackIn(BaseModel):
         }
 
 
+def session_rows(row: dict[str, Any], response_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a session's feedback: one on each response, in their order, the last one's last.
+
+    That one's id depends on nothing but ``row``'s, so that feedback which was sent again is recognised by it.
+    """
+    rows = []
+    for turns, response_id in zip(reversed(range(len(response_ids))), response_ids, strict=True):
+        suffix = f"{TURN}{turns}~{response_id}" if turns else f"{TURN}0"
+        rows.append(row | {"feedback_id": row["feedback_id"] + suffix, "response_id": response_id})
+    return rows
+
+
 def kinds_schema(kinds: KindsConfig) -> list[dict[str, Any]]:
     """JSON Schema: which fields each kind needs and takes, one of which fits any feedback that is taken."""
     described = []
@@ -149,7 +184,14 @@ def kinds_schema(kinds: KindsConfig) -> list[dict[str, Any]]:
             required = {*needs, *(field for field, schema in variant.items() if schema != {"type": "null"})}
             nothing = [field for field in _CONTENT if field not in needs + may_have]
             properties = {"kind": {"const": kind}, **variant, **{field: {"type": "null"} for field in nothing}}
-            described.append({"properties": properties, "required": ["kind", *sorted(required)]})
+            for about, other in (("response_id", "session_id"), ("session_id", "response_id")):
+                if about == "response_id" or kind in _OF_SESSIONS:
+                    described.append(
+                        {
+                            "properties": properties | {about: {"type": "string"}, other: {"type": "null"}},
+                            "required": ["kind", about, *sorted(required)],
+                        }
+                    )
     return described
 
 

@@ -53,7 +53,7 @@ INTERACTIONS: Final = pa.schema(
         pa.field("policy_spans", pa.list_(POLICY_SPAN), nullable=False),
         pa.field("sampling", SAMPLING, nullable=False),
         pa.field("finish_reason", pa.string()),  # stop, length, abort; null on error
-        pa.field("status", pa.string(), nullable=False),  # complete, aborted, error, imported
+        pa.field("status", pa.string(), nullable=False),  # complete, redacted (changed), aborted, error, imported
         pa.field("timings", TIMINGS, nullable=False),
         pa.field("metadata", pa.map_(pa.string(), pa.string()), nullable=False),
     ]

@@ -239,6 +239,19 @@ class FleetConfig(Section):
         return self
 
 
+class RetentionConfig(Section):
+    """Which policies keep their weights. Manifests always stay."""
+
+    keep_last: int | None = Field(
+        None,
+        ge=1,
+        description="Weights of this many of the newest policies are kept; null: of all. What serves or served before "
+        "it, what is pinned, candidates that wait for a verdict or a promotion, and parents of unfinished runs stay "
+        "too.",
+    )
+    served_days: float = Field(30, ge=0, description="So do policies that served in the last so many days.")
+
+
 class ServeConfig(Section):
     """The server."""
 
@@ -258,6 +271,9 @@ class ServeConfig(Section):
     )
     model_name: str = Field("millrace", min_length=1, description="What answers call the model.")
     tenant: str = Field("default", min_length=1, description="Tenant that rows are recorded under.")
+    session_days: int = Field(
+        7, ge=1, le=3650, description="Feedback on a session is on its responses of this many days."
+    )
     auth: Annotated[Literal["keys", "off"], BeforeValidator(_off)] = Field(
         "keys",
         description="keys: who asks needs a key as soon as there is one (`millrace keys create`); until then the "
@@ -272,6 +288,7 @@ class ServeConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="vLLM.")
     swap: SwapConfig = Field(default_factory=SwapConfig, description="Following the serving pointer.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one request may ask for.")
+    retention: RetentionConfig = Field(default_factory=RetentionConfig, description="Which weights are kept.")
     fleet: FleetConfig = Field(
         default_factory=FleetConfig, description="Several replicas, and how they go from one policy to another."
     )

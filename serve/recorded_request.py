@@ -4,7 +4,7 @@ A request is admitted, tokenised, and its tokens are reserved; then each of its 
 what was not used is refunded. A plain response is returned when its row is on disk. A streamed one has its start on
 disk before its first token goes out, and its end before its last. Whatever ends a request early (its client, its
 deadline, the server's stop), its rows say aborted and have the tokens so far; after an error of the engine they say
-error. What the engine refuses before it has begun has no rows.
+error. What the engine refuses before it has begun has no rows, nor has what is not to be stored.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, Protocol, Self
 
-from feedback.ids import uuid7
 from feedback.journal.streams import Stream
 from serve.admission import TokenBudget
 from serve.engine import EngineError, EngineRefused, SamplingEngine
 from serve.generation.interaction_rows import build_rows
 from serve.generation.request import Generation, GenerationProgress, GenerationRequest
 from serve.http import Problem
-from serve.recorder import Recorder, gather_all
+from serve.recorder import Recorder, UnstoredResponses, gather_all
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,13 @@ class Source(Protocol):
 class ActiveRequest:
     """One HTTP request for responses, until all its prompts have ended. Use as a context manager around its work."""
 
-    def __init__(self, engine: SamplingEngine, recorder: Recorder, budget: TokenBudget, timeout_s: float) -> None:
+    def __init__(
+        self,
+        engine: SamplingEngine,
+        recorder: Recorder | UnstoredResponses,
+        budget: TokenBudget,
+        timeout_s: float,
+    ) -> None:
         self.engine = engine
         self.recorder = recorder
         self.budget = budget
@@ -109,7 +114,7 @@ class RecordedPrompt:
         """``response_ids``: instead of new ones; ``engine_error``: what is raised if the engine gives up."""
         active.prompts.append(self)
         self.request = request
-        self.response_ids = response_ids or [uuid7() for _ in range(request.sampling.n)]
+        self.response_ids = response_ids or [active.recorder.response_id() for _ in range(request.sampling.n)]
         self.progress = GenerationProgress(request.sampling.n)
         self.rows: list[dict[str, Any]] = []
         """The rows as recorded, in the responses' order, once all have ended."""

@@ -1,19 +1,34 @@
-"""Rows to the journal: interactions when they begin and end, feedback; counted as they are recorded."""
+"""Rows to the journal: interactions when they begin and end, feedback; counted as they are recorded.
+
+With ``feedback.capture.redact`` no text reaches the journal unredacted. A stream that is open has no response there,
+as what is to be redacted may not be whole yet. The client's rows are not touched. ``UnstoredResponses`` takes the
+recorder's place for requests that are not to be stored.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
+from feedback.events import session_rows
+from feedback.ids import uuid7
 from feedback.ingest.idempotency import SeenFeedback, SeenFeedbackError, Verdict
 from feedback.journal.streams import SoFar, Stream
 from feedback.journal.writer import Journal, JournalBroken, JournalFull
+from feedback.redaction import WITHOUT_RESPONSE, Decode, RedactionError, Redactor, withheld
 from serve.http import Problem
 from serve.observability.metrics import Metrics
 
+log = logging.getLogger(__name__)
+
 _RETRY_AFTER_S: Final = 5.0
+_OF_PROMPT: Final = ("prompt", "messages", "prompt_token_ids", "sampling", "metadata")
+UNSTORED: Final = "unstored-"
+"""What the id of a response that is not stored begins with, so that feedback on it can be refused anywhere."""
 
 Result = TypeVar("Result")
 
@@ -21,12 +36,15 @@ Result = TypeVar("Result")
 class Recorder:
     """Records interactions and feedback. Every method that records raises Problem 503 if that can't be durable."""
 
-    def __init__(self, journal: Journal, ledger: SeenFeedback, metrics: Metrics) -> None:
+    def __init__(
+        self, journal: Journal, ledger: SeenFeedback, metrics: Metrics, redaction: Redaction | None = None
+    ) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
         """Tasks that may outlive the request that started them; the journal is closed after them."""
         self._journal = journal
         self._ledger = ledger
         self._metrics = metrics
+        self._redaction = redaction
 
     def spawn(self, work: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
         """Run ``work`` in a task that the end of the server waits for, and that no client's leaving cancels."""
@@ -35,19 +53,28 @@ class Recorder:
         task.add_done_callback(self.tasks.discard)
         return task
 
+    def response_id(self) -> str:
+        """A new id."""
+        return uuid7()
+
     async def record(self, rows: list[dict[str, Any]]) -> None:
         """Return when the interaction rows are on disk."""
         with _problems():
-            if len(rows) == 1:
-                await self._journal.append("interactions", rows[0])
+            kept = rows if self._redaction is None else await self._redaction.interactions(rows)
+            if len(kept) == 1:
+                await self._journal.append("interactions", kept[0])
             else:
-                await gather_all(*(self._journal.append("interactions", row) for row in rows))
+                await gather_all(*(self._journal.append("interactions", row) for row in kept))
         self.count(rows)
 
     async def begin(self, row: dict[str, Any], so_far: SoFar) -> Stream:
         """Return when a response's start is on disk."""
         with _problems():
-            return await self._journal.begin(row, so_far)
+            if self._redaction is None:
+                return await self._journal.begin(row, so_far)
+            [kept] = await self._redaction.interactions([row | WITHOUT_RESPONSE])
+            without = {name: kept[name] for name in _OF_PROMPT} | WITHOUT_RESPONSE
+            return await self._journal.begin(row | without, lambda: so_far() | without)
 
     async def end(self, streams: list[Stream], rows: list[dict[str, Any]], *, count_prompt: bool = True) -> None:
         """Return when the responses' ends are on disk; if they can't be, the journal ends them later.
@@ -55,8 +82,16 @@ class Recorder:
         ``count_prompt``: False when another response to the same prompt has ended before.
         """
         with _problems():
-            await gather_all(*(self._journal.end(stream, row) for stream, row in zip(streams, rows, strict=True)))
-        self.count(rows, count_prompt=count_prompt)
+            kept, failure = rows, None
+            if self._redaction is not None:
+                try:
+                    kept = await self._redaction.interactions(rows)
+                except RedactionError as error:
+                    kept, failure = [withheld(row) for row in rows], error
+            await gather_all(*(self._journal.end(stream, row) for stream, row in zip(streams, kept, strict=True)))
+            self.count(rows, count_prompt=count_prompt)
+            if failure is not None:
+                raise failure
 
     def abandon(self, stream: Stream) -> None:
         """Have the journal record a response as aborted if it has not ended."""
@@ -65,7 +100,29 @@ class Recorder:
     async def record_feedback(self, row: dict[str, Any], *, generated_id: bool) -> Verdict:
         """Return the verdict when it is durable. ``generated_id``: the feedback's id is new."""
         with _problems():
+            if self._redaction is not None:
+                row = await self._redaction.feedback(row)
             return await self._ledger.record(row, self._journal, generated_id=generated_id)
+
+    async def record_session_feedback(
+        self, row: dict[str, Any], response_ids: list[str], *, generated_id: bool
+    ) -> Verdict:
+        """Return the verdict when a row on each response of a session, oldest first, is durable.
+
+        Sent again it is the same though the session has gone on meanwhile: then the last response was another one.
+        """
+        if not generated_id:
+            with _problems():
+                kept = row if self._redaction is None else await self._redaction.feedback(row)
+                verdicts = {
+                    self._ledger.check(session_rows(kept, response_ids[:last])[-1])
+                    for last in range(len(response_ids), 0, -1)
+                }
+            if "new" not in verdicts:
+                return "same" if "same" in verdicts else "conflict"
+        *earlier, last_row = session_rows(row, response_ids)
+        await gather_all(*(self.record_feedback(other, generated_id=generated_id) for other in earlier))
+        return await self.record_feedback(last_row, generated_id=generated_id)
 
     def count(self, rows: list[dict[str, Any]], *, count_prompt: bool = True) -> None:
         """Count the rows of responses to one prompt in the metrics."""
@@ -92,11 +149,76 @@ async def gather_all(*work: Coroutine[Any, Any, Result]) -> list[Result]:
     return results  # type: ignore[return-value]
 
 
+class Redaction:
+    """A redactor in a thread of its own. Its methods raise RedactionError."""
+
+    def __init__(self, redactor: Redactor, timeout_s: float, decode: Decode) -> None:
+        """``timeout_s``: longest wait for it, other requests' texts before these included."""
+        self._redactor = redactor
+        self._timeout_s = timeout_s
+        self._decode = decode
+        self._thread = ThreadPoolExecutor(1, "redaction")
+
+    async def start(self) -> None:
+        """Load the functions. Raises RedactionError, OSError."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._redactor.start)
+
+    async def close(self) -> None:
+        """End the functions' process; to be called once."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._redactor.close)
+        self._thread.shutdown()
+
+    async def interactions(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows as they are to be recorded."""
+        return await self._run(lambda: self._redactor.interactions(rows, self._decode))
+
+    async def feedback(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A feedback row as it is to be recorded."""
+        return await self._run(lambda: self._redactor.feedback(row))
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except TimeoutError:
+            raise RedactionError(f"the redact functions were busy for {self._timeout_s:g} s") from None
+
+
+class UnstoredResponses:
+    """In a recorder's place for a request that is not to be stored: it counts the responses, and writes nothing."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.spawn = recorder.spawn
+
+    def response_id(self) -> str:
+        """A new id that says so."""
+        return UNSTORED + uuid7()
+
+    async def record(self, rows: list[dict[str, Any]]) -> None:
+        """Count the rows."""
+        self._recorder.count(rows)
+
+    async def begin(self, row: dict[str, Any], so_far: SoFar) -> Stream:
+        """A stream that the journal doesn't know of."""
+        return Stream(row["response_id"], row, so_far)
+
+    async def end(self, streams: list[Stream], rows: list[dict[str, Any]], *, count_prompt: bool = True) -> None:
+        """Count the rows."""
+        self._recorder.count(rows, count_prompt=count_prompt)
+
+    def abandon(self, stream: Stream) -> None:
+        """Nothing is owed."""
+
+
 @contextmanager
 def _problems() -> Iterator[None]:
     try:
         yield
     except JournalFull as error:
         raise Problem(503, str(error), retry_after=error.retry_after) from error
+    except RedactionError as error:
+        log.error("nothing is recorded of a request: %s", error)
+        raise Problem(503, f"it can't be recorded: {error}", retry_after=_RETRY_AFTER_S) from None
     except (JournalBroken, SeenFeedbackError) as error:
         raise Problem(503, str(error), retry_after=_RETRY_AFTER_S) from error

@@ -14,6 +14,7 @@ from feedback.ingest.idempotency import SeenFeedback
 from feedback.ingest.sealer_process import Sealer
 from feedback.journal.writer import Journal
 from feedback.lake.tables import Lake
+from feedback.redaction import Redactor
 from serve.admission import Admission
 from serve.config import ServeConfig
 from serve.generation.variant import CanaryVariants
@@ -23,7 +24,8 @@ from serve.middleware.rate_limits import Limiter
 from serve.observability import log_format
 from serve.observability.metrics import Metrics
 from serve.policies.store import PolicyStore
-from serve.recorder import Recorder
+from serve.recorder import Recorder, Redaction, UnstoredResponses
+from serve.sessions import Sessions
 from serve.swap.swapper import DesiredState, Swap, Swapper
 from serve.vllm.engine import Engine
 
@@ -89,7 +91,15 @@ class Server:
         self.lake = Lake(feedback_config.lake.uri, feedback_config.lake)
         self.sealer = Sealer(self.lake, journal_folder)
         self.ledger = SeenFeedback(self.lake, journal_folder)
-        self.recorder = Recorder(self.journal, self.ledger, self.metrics)
+        capture = feedback_config.capture
+        self._redaction = (
+            Redaction(Redactor(capture), 2 * capture.redact_timeout_s, lambda ids: self.engine.text.decode(ids))
+            if capture.redact
+            else None
+        )
+        self.recorder = Recorder(self.journal, self.ledger, self.metrics, self._redaction)
+        self.sessions = Sessions(self.lake, journal_folder, config.session_days)
+        self._unstored = UnstoredResponses(self.recorder)
         self.admission = Admission(config, self.engine, self.journal, lambda: self.unready())
         self.kinds = feedback_config.kinds
         self.openai: Handlers | None = None
@@ -109,6 +119,8 @@ class Server:
         try:
             await asyncio.to_thread(self.keyring.load)
             self.keyring.check_host(self.config.host)
+            if self._redaction is not None:
+                await self._redaction.start()
             await asyncio.to_thread(self.lake.create)
             if recovered := await asyncio.to_thread(self.journal.open):
                 log.info("recovered %d journal segments", len(recovered))
@@ -154,11 +166,17 @@ class Server:
         if self.recorder.tasks:
             await asyncio.wait(self.recorder.tasks, timeout=CUT_OFF_S)
         await self.engine.close()
+        if self._redaction is not None:
+            await self._redaction.close()
         await asyncio.to_thread(self.journal.close)
         self.ledger.close()
         if self._sealing:
             self._sealing = False
             await asyncio.to_thread(self.sealer.close)
+
+    def recorder_for(self, principal: Principal, *, store: bool) -> Recorder | UnstoredResponses:
+        """What records a request's responses. ``store``: what the request says; its key may say no."""
+        return self.recorder if store and principal.capture else self._unstored
 
     def dead(self) -> str | None:
         """Why only a restart helps, or None."""

@@ -10,6 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 from feedback.config import ScoringConfig
@@ -54,9 +55,10 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
         train.checkpoint.folders.CheckpointError: the run can't go on from what there is of it, or can't save.
         train.observe.hooks.HookError: a hook or tracker of the config failed.
         train.data.rewards.RewardError: a source of the reward can't be used at all, or took too long.
+        serve.policies.store.PolicyPruned: the parent's weights were removed.
     """
     compat.require()
-    with only_run(context):
+    with only_run(context), ExitStack() as held:
         stores = Stores(PolicyStore(context.policies), PolicyStore(context.reward_models))
         lake = Lake(context.lake_uri, context.lake)
         reward = None
@@ -69,6 +71,7 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
                 keep(stores.reward_models, begun.finished.reward_model)
             shutil.rmtree(checkpoints_of(context), ignore_errors=True)
             return begun.finished
+        held.enter_context(stores.policies.hold(begun.parent.version))
         if config.samples and (cut := rollout_cache(config, begun.parent.path).cut("train.rollout")):
             say(f"{context.run}: {cut}")
         config = with_context(config, begun.parent.path, begun.start.max_model_len)

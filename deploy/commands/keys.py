@@ -67,6 +67,7 @@ def keys() -> None:
 @click.option("--expires", type=when, metavar="WHEN", help="30d, 12h, 45m, or a time in ISO 8601; never without.")
 @click.option("--requests-per-minute", type=rate, metavar="N", help="Its own limit, or unlimited.")
 @click.option("--tokens-per-minute", type=rate, metavar="N", help="Its own limit, or unlimited.")
+@click.option("--no-capture", is_flag=True, help="Answer its requests and store no response to them.")
 @as_json_option
 @pass_settings
 def create(
@@ -77,6 +78,7 @@ def create(
     expires: datetime | None,
     requests_per_minute: float | Literal["unlimited"] | None,
     tokens_per_minute: float | Literal["unlimited"] | None,
+    no_capture: bool,
     as_json: bool,
 ) -> None:
     """Create a key and show it, once: only its hash is kept."""
@@ -95,6 +97,7 @@ def create(
             expires_at=expires,
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
+            capture=not no_capture,
         )
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
@@ -134,10 +137,12 @@ def list_keys(settings: Settings, as_json: bool) -> None:
             f"{key.expires_at.astimezone(UTC):%Y-%m-%d %H:%M}" if key.expires_at else "-",
             _rate(key.requests_per_minute),
             _rate(key.tokens_per_minute),
+            "yes" if key.capture else "no",
         ]
         for key in found
     ]
-    header = ["id", "name", "tenant", "scopes", "state", "created (UTC)", "expires (UTC)", "requests/min", "tokens/min"]
+    limits = ["requests/min", "tokens/min"]
+    header = ["id", "name", "tenant", "scopes", "state", "created (UTC)", "expires (UTC)", *limits, "capture"]
     empty = f"no keys in {path}: the server listens on loopback only; make one with `millrace keys create`"
     print_table(header, rows, empty)
 

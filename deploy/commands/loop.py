@@ -180,7 +180,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     ]:
         raise ConfigError("\n".join(problems))
     suite = Suite.load(config.suite)
-    with no_leftovers(), stop_on_signals():
+    with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent):
         click.echo(f"policy {candidate} against policy {incumbent} on {len(suite.items)} items of {config.suite}")
         evaluation = compare(store.verify(candidate), store.verify(incumbent), suite, config, config.folder)
     file = evaluation.save(config.folder)

@@ -77,7 +77,7 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
 
     def rewritten(erasure: str, since: Mapping[str, int]) -> None:
         reached = lineage.trained_before_erasure(stores, lake, since)
-        _record(stores, erasure, reached)
+        _record(stores, erasure, reached, retrain=_marks(stores, erasure))
         _print_reached(reached)
 
     with stop_on_signals():
@@ -97,6 +97,12 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
 @click.option("--user", metavar="USER", help="Rows of this user; with --tenant, of this tenant's user only.")
 @click.option("--tenant", metavar="TENANT", help="All rows of this tenant.")
 @click.option("--response-id", metavar="ID", help="One response, and the feedback on it.")
+@click.option(
+    "--mark-for-retraining",
+    "retrain",
+    is_flag=True,
+    help="Mark the policies and reward models: the next cycle starts from an ancestor that has not seen the rows.",
+)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option(
     "--wait", "wait_s", default=60.0, show_default=True, help="Seconds to wait for a server's open journal segments."
@@ -108,6 +114,7 @@ def erase(
     user: str | None,
     tenant: str | None,
     response_id: str | None,
+    retrain: bool,
     yes: bool,
     wait_s: float,
     json_out: Path | None,
@@ -147,13 +154,13 @@ def erase(
 
         def registered(erasure: str) -> None:  # before the rows go: afterwards it can't be known for certain
             try:
-                _record(stores, erasure, reached)
+                _record(stores, erasure, reached, retrain=retrain)
             except (OSError, PolicyError) as error:
                 click.echo(f"recorded when the rows are gone: {error}")
 
         def rewritten(erasure: str, since: Mapping[str, int]) -> None:
             late.extend(lineage.trained_before_erasure(stores, lake, since, besides=known, parents=reached))
-            _record(stores, erasure, [*reached, *late])
+            _record(stores, erasure, [*reached, *late], retrain=retrain)
 
         done = erase_rows(
             lake, journal, target, wait_s=wait_s, report=click.echo, registered=registered, rewritten=rewritten
@@ -189,7 +196,16 @@ def _fate(settings: Settings, holder: str | None) -> str:
     return f"{holder} is at work on it: {'it will publish nothing' if refused else 'its policy will say so'}"
 
 
-def _record(stores: Stores, erasure: str, reached: Iterable[Trained]) -> None:
+def _marks(stores: Stores, erasure: str) -> bool:
+    """Whether a killed erasure has marked for retraining what it had recorded with policies and reward models."""
+    from serve.policies.records import read_json
+
+    files = [file for store in (stores.policies, stores.reward_models) for file in store.root.glob("v*/erasures.json")]
+    records = (record for file in files for record in (read_json(file) or {}).get("erasures", ()))
+    return any(record.get("erasure") == erasure and record.get("retrain") for record in records)
+
+
+def _record(stores: Stores, erasure: str, reached: Iterable[Trained], *, retrain: bool) -> None:
     """Record an erasure with the policies and reward models that it reaches, once; not with one that was withdrawn.
 
     Raises PolicyError, when the others are recorded, for those that could not be.
@@ -198,9 +214,10 @@ def _record(stores: Stores, erasure: str, reached: Iterable[Trained]) -> None:
 
     failed = []
     for one in reached:
+        how = {"certainty": one.certainty, "why": one.why}
         try:
             store = stores.policies if one.kind == "policy" else stores.reward_models
-            store.record_erasure(int(one.name), certainty=one.certainty, why=one.why, erasure=erasure)
+            store.record_erasure(int(one.name), retrain=retrain, erasure=erasure, **how)
         except PolicyNotFound:
             continue
         except (OSError, PolicyError) as error:

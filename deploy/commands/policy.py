@@ -1,4 +1,4 @@
-"""init, policies, promote, rollback, history: the policy store."""
+"""init, policies (prune, pin, unpin), promote, rollback, history: the policy store."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 import click
 
 from deploy import initialise
-from deploy.commands.common import as_json_option, pass_settings
+from deploy.commands.common import as_json_option, json_out, pass_settings, write_result
 from deploy.config.root import Settings
 from deploy.config.sources import DEFAULT_FILE
 from deploy.display.tables import print_table
 from deploy.loop import promotion
+from deploy.loop.lineage import parents_of_runs
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, RecordDamaged
 
 
@@ -39,11 +40,14 @@ wait = click.option(
 )
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @as_json_option
 @pass_settings
-def policies(settings: Settings, as_json: bool) -> None:
+@click.pass_context
+def policies(ctx: click.Context, settings: Settings, as_json: bool) -> None:
     """List the policies and show which one serves."""
+    if ctx.invoked_subcommand is not None:
+        return
     store = settings.policy_store()
     pointer = store.serving()
     found, damaged = [], []
@@ -64,22 +68,73 @@ def policies(settings: Settings, as_json: bool) -> None:
             str(policy.parent or "-"),
             policy.created_at[:19].replace("T", " "),
             f"{sum(file['size'] for file in policy.files.values()) / 2**20:.1f} MiB",
+            "pruned" if policy.pruned else "pinned" if policy.pinned else "",
             _gate(policy),
         ]
         for policy in found
     ]
     empty = "" if damaged else f"no policies in {store.root}: run `millrace init --model NAME_OR_FOLDER`"
-    print_table(["serves", "version", "parent", "created (UTC)", "size", "gate"], rows, empty)
+    print_table(["serves", "version", "parent", "created (UTC)", "size", "weights", "gate"], rows, empty)
     for policy in found:
         for erasure in policy.erasures:
             click.echo(
                 f"policy {policy.version}: rows that it was trained on ({erasure['certainty']}) were erased at "
                 f"{erasure['at'][:19]}: {erasure['why']}"
+                f"{'; marked for retraining' if erasure.get('retrain') else ''}"
             )
         if lost := policy.lineage.get("erased_rows"):
             click.echo(f"policy {policy.version}: rows were erased while it was trained: {lost}")
     if pointer:
         click.echo(f"\npolicy {pointer.version} serves since {pointer.at} ({pointer.who}: {pointer.why})")
+
+
+@policies.command()
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@json_out
+@pass_settings
+def prune(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
+    """Remove the weights of policies that serve.retention doesn't keep; their manifests stay.
+
+    The schedule does it after the lake's maintenance.
+    """
+    from serve.policies import retention
+
+    config, store = settings.serve.retention, settings.policy_store()
+    needed = partial(parents_of_runs, settings.resolved().train.runs)
+    stay = retention.kept(store, config, needed)
+    if dry_run:
+        gone = [
+            policy for policy in map(store.get, store.versions()) if not policy.pruned and policy.version not in stay
+        ]
+        left: dict[int, str] = {}
+    else:
+        gone, left = retention.prune(store, config, needed)
+    for version, reason in sorted((stay | left).items()):
+        click.echo(f"policy {version}: kept ({reason})")
+    size = sum(map(retention.weights_bytes, gone)) / 2**20
+    listed = ", ".join(str(policy.version) for policy in gone) or "none"
+    click.echo(f"{'would remove' if dry_run else 'removed'} the weights of policies: {listed} ({size:.1f} MiB)")
+    versions = [policy.version for policy in gone]
+    write_result({"removed": versions, "kept": stay | left, "bytes": int(size * 2**20), "dry_run": dry_run}, json_out)
+
+
+@policies.command()
+@click.argument("version", type=int)
+@click.option("--why", required=True, help="For the record.")
+@pass_settings
+def pin(settings: Settings, version: int, why: str) -> None:
+    """Keep the weights of policy VERSION until it is unpinned."""
+    settings.policy_store().pin(version, who=promotion.person(), why=why)
+    click.echo(f"policy {version} is pinned")
+
+
+@policies.command()
+@click.argument("version", type=int)
+@pass_settings
+def unpin(settings: Settings, version: int) -> None:
+    """Leave policy VERSION to retention again."""
+    settings.policy_store().unpin(version)
+    click.echo(f"policy {version} is not pinned")
 
 
 @click.command()
@@ -198,4 +253,7 @@ def _as_json(policy: Policy, pointer: Pointer | None) -> dict[str, object]:
         "metrics": policy.metrics,
         "gate": policy.gate,
         "erasures": policy.erasures,
+        "marked": policy.marked,
+        "pinned": policy.pinned,
+        "pruned": policy.pruned,
     }

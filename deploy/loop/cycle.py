@@ -29,7 +29,8 @@ from deploy.loop.records import (
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
 from feedback.files import locked
-from serve.policies.store import Pointer, PolicyError
+from serve.policies.retention import unmarked_ancestor
+from serve.policies.store import Pointer, PolicyError, PolicyStore
 
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
 
@@ -60,6 +61,20 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
     with locked(folder / ".lock", 0.0, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
         return _Cycle(settings, say).run()
+
+
+def training_parent(store: PolicyStore, serving: int, say: Callable[[str], None]) -> int:
+    """What training starts from: what serves, or, if an erasure has marked that, its last unmarked ancestor."""
+    clean = unmarked_ancestor(store, serving)
+    if clean is None:
+        say(
+            f"policy {serving} is marked for retraining, and no policy that it descends from has weights and no mark: "
+            "training goes on from it. To begin anew: millrace init in another home"
+        )
+        return serving
+    if clean.version != serving:
+        say(f"policy {serving} is marked for retraining: training starts from policy {clean.version}")
+    return clean.version
 
 
 class _Cycle:
@@ -99,13 +114,14 @@ class _Cycle:
             return self._end("skipped", reason)
 
         self.record.run = f"cycle-{self.record.number:06d}"
-        if killed := killed_training(self.settings, self.record.number, pointer.version):
+        parent = training_parent(self.store, pointer.version, self.say)
+        if killed := killed_training(self.settings, self.record.number, pointer.version, parent):
             self.record.run, self.record.rewards, self.record.feedback = killed.run, killed.rewards, killed.feedback
             self.say(f"goes on with run {killed.run}: the training of cycle {killed.number} was killed")
         trained = self._run(
             "train",
             self.settings.cycle.train_timeout_s,
-            *("--run", str(self.record.run), "--parent", str(pointer.version)),
+            *("--run", str(self.record.run), "--parent", str(parent)),
             *recipes.arguments(self.settings),
         )
         self.record.candidate = trained["candidate"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -81,6 +83,17 @@ def runs_with(runs: Path, lake: Lake, found: Found) -> list[Trained]:
         for run in unfinished_runs(runs)
         if (own := _has_read(run.lake_versions, run.since, lake, found)) is not None
     ]
+
+
+def parents_of_runs(runs: Path) -> dict[int, str]:
+    """Version -> why it is needed, of the parents of a folder's runs that are at work or may go on."""
+    from train.run.unfinished import START, unfinished_runs
+
+    needed = {}
+    for run in unfinished_runs(runs):
+        with suppress(FileNotFoundError):  # it has ended in this moment
+            needed[int(json.loads((run.folder / START).read_bytes())["parent"])] = f"the parent of run {run.name}"
+    return needed
 
 
 def trained_before_erasure(

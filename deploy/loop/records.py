@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -62,11 +63,11 @@ def without_candidate(settings: Settings) -> list[CycleRecord]:
     return trained[last + 1 :]
 
 
-def killed_training(settings: Settings, number: int, incumbent: int) -> CycleRecord | None:
+def killed_training(settings: Settings, number: int, incumbent: int, parent: int) -> CycleRecord | None:
     """The last cycle before ``number`` that trained, if its training was killed and going on with it is safe.
 
-    Safe: it started from the policy that serves now, has a checkpoint, has the settings of now, and was not tried too
-    often (what kills it may be the run itself). Training checks all this again, and more.
+    Safe: what serves now did so, it started from ``parent``, has a checkpoint, has the settings of now, and was not
+    tried too often (what kills it may be the run itself). Training checks all this again, and more.
     """
     before = [record for record in load_all(settings) if record.run is not None and record.number < number]
     if not before:
@@ -77,7 +78,10 @@ def killed_training(settings: Settings, number: int, incumbent: int) -> CycleRec
         return None
     if sum(record.run == last.run for record in before) >= TRAINING_ATTEMPTS:
         return None
-    return last if goes_on(settings.path(settings.train.runs) / str(last.run), settings.training()) else None
+    folder = settings.path(settings.train.runs) / str(last.run)
+    if not goes_on(folder, settings.training()):
+        return None
+    return last if json.loads((folder / "start.json").read_bytes())["parent"] == parent else None
 
 
 def close_dead(settings: Settings, say: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
 """The scheduler: starts a cycle when it is due, by cron or interval, one at a time, missed ones as one.
 
-Beside the cycles it runs the lake's maintenance at an interval. A maintenance that fails is reported, and tried
-again when the next one is due.
+Beside the cycles it runs the lake's maintenance at an interval, and behind it the policies' retention. One that fails
+is reported, and tried again when the next one is due.
 """
 
 from __future__ import annotations
@@ -110,11 +110,14 @@ class Scheduler:
 
     def _maintenance(self) -> None:
         grace, most = self._settings.cycle.stop_grace_s, self._settings.schedule.maintenance_timeout_s
-        command = ["lake", "maintain"]
-        code = self._run_child(_MAINTENANCE, command, log="maintenance.log", grace=grace, most=most)
-        if code and not self._stopping:
-            file = self._settings.path(self._settings.up.logs) / "maintenance.log"
-            self._say(f"schedule: maintenance of the lake ended with code {code}, see {file}; the next run tries again")
+        work = {"maintenance of the lake": ["lake", "maintain"]}
+        if self._settings.serve.retention.keep_last is not None:
+            work["pruning of the policies"] = ["policies", "prune"]
+        for what, command in work.items():
+            code = self._run_child(_MAINTENANCE, command, log="maintenance.log", grace=grace, most=most)
+            if code and not self._stopping:
+                file = self._settings.path(self._settings.up.logs) / "maintenance.log"
+                self._say(f"schedule: {what} ended with code {code}, see {file}; the next run tries again")
 
     def _run_child(self, name: str, command: list[str], *, log: str, grace: float, most: float) -> int | None:
         """Run a command of ours to its end; the exit code, None if the scheduling has ended."""

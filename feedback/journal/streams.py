@@ -61,7 +61,7 @@ def aborted(row: dict[str, Any]) -> dict[str, Any]:
 
 def refused(row: dict[str, Any]) -> dict[str, Any]:
     """The row of an end as it is recorded when recording it was refused: the client saw an error."""
-    return row | {"status": "error", "finish_reason": None} if row["status"] == "complete" else row
+    return row | {"status": "error", "finish_reason": None} if row["status"] in ("complete", "redacted") else row
 
 
 def has_started(rows: pa.Table) -> bool:

@@ -3,6 +3,7 @@
 One rule for all. Feedback counts for a response of its own tenant that is complete or imported. Of one source's
 feedback on the same thing the last counts, by time and then by id; over sources the majority decides, and a tie decides
 nothing. Feedback that was recorded twice under one id, by two servers at once, counts once: what was recorded first.
+Feedback on a session counts for the last response that it had by then.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from feedback.schema import IMPORTED
 UNKNOWN: Final = "unknown response"
 FOREIGN: Final = "response of another tenant"
 INCOMPLETE: Final = "response not complete"
+REDACTED: Final = "response or prompt redacted"
 TIE: Final = "tie"
 PROMPTS_DIFFER: Final = "prompts differ"
 SAME_TEXT: Final = "both texts are the same"
@@ -25,7 +27,7 @@ OVER_CAP: Final = "over the cap of their prompt"
 _SAID: Final = """
 CREATE TEMP TABLE entries AS
 SELECT * FROM feedback
-WHERE kind IN ({kinds})
+WHERE kind IN ({kinds}) AND feedback_id NOT LIKE '%~turn:%~%'
 QUALIFY row_number() OVER (
     PARTITION BY tenant, feedback_id
     ORDER BY created_at, response_id, kind, source, value, text, rejected_response_id
@@ -35,7 +37,7 @@ QUALIFY row_number() OVER (
 _MENTIONED: Final = f"""
 CREATE TEMP TABLE mentioned AS
 SELECT tenant, response_id, status IN ('complete', '{IMPORTED}') AND len(prompt_token_ids) > 0 AS usable,
-       prompt_token_ids, response
+       prompt_token_ids, response, status = 'redacted' AS redacted
 FROM interactions
 SEMI JOIN (
     SELECT response_id FROM entries
@@ -50,6 +52,7 @@ SELECT entries.*, CASE
     WHEN known.response_id IS NULL OR (rejected_response_id IS NOT NULL AND known_rejected.response_id IS NULL)
     THEN '{UNKNOWN}'
     WHEN own.usable IS NULL OR (rejected_response_id IS NOT NULL AND rejected.usable IS NULL) THEN '{FOREIGN}'
+    WHEN own.redacted OR coalesce(rejected.redacted, false) THEN '{REDACTED}'
     WHEN NOT own.usable OR NOT coalesce(rejected.usable, true) THEN '{INCOMPLETE}'
 END AS left_out,
     own.prompt_token_ids = rejected.prompt_token_ids AS same_prompt,

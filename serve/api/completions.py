@@ -17,7 +17,6 @@ import orjson
 from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from feedback.ids import uuid7
 from serve.admission import TokenBudget
 from serve.api.answers import EventStream, watching_client
 from serve.api.bounds import aside, check, is_large
@@ -223,8 +222,9 @@ def _openai_request(request: Request, understood: Understood, server: Server) ->
 
     labels, principal = understood.labels, request.scope["principal"]
     budget = TokenBudget(server.limiter, principal)
+    recorder = server.recorder_for(principal, store=understood.store)
     openai_request = OpenAIRequest(
-        active=ActiveRequest(server.engine, server.recorder, budget, server.config.limits.timeout_s),
+        active=ActiveRequest(server.engine, recorder, budget, server.config.limits.timeout_s),
         row_request=GenerationRequest(
             request_id=request.scope["request_id"],
             endpoint=request.scope["path"],
@@ -238,7 +238,7 @@ def _openai_request(request: Request, understood: Understood, server: Server) ->
             prompt_token_ids=[],
             sampling=Sampling(),
         ),
-        response_id=uuid7(),
+        response_id=recorder.response_id(),
         has_text=understood.has_text,
         structured_by="response_format" if "response_format" in understood.body else "structured_outputs",
     )
@@ -306,5 +306,5 @@ def _misunderstood(error: Exception, kind: Kind) -> Problem:
         return Problem(400, message, errors=[{"field": first, "reason": message}])
     if isinstance(error, ValueError) or type(error).__module__.startswith("vllm"):
         return Problem(400, message)
-    log.info("a request could not be understood", exc_info=error)
+    log.info("a request could not be understood: %s", type(error).__name__)  # its text may be the client's
     return Problem(400, f"the request can't be understood: {type(error).__name__}: {message}")

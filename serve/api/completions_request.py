@@ -116,7 +116,9 @@ _SHARED: Final[dict[str, dict[str, Any]]] = {
         additionalProperties={"type": "string", "maxLength": 10_000},
         maxProperties=bounds.ENTRIES,
     ),
-    "store": _field("boolean", "Every response is recorded, so that false is refused.", enum=[True]),
+    "store": _field(
+        "boolean", "false: nothing is stored of it, and no feedback can be given on it; true if not given."
+    ),
     **dict.fromkeys(
         ("service_tier", "prompt_cache_key", "prompt_cache_retention"), _field("string", "Taken, and without effect.")
     ),
@@ -213,6 +215,7 @@ class Understood:
     labels: Labels
     messages: str | None
     has_text: bool
+    store: bool
 
 
 def understand(
@@ -240,8 +243,6 @@ def understand(
         if name in _WITHOUT_EFFECT and body.pop(name) == _WITHOUT_EFFECT[name]:
             continue
         raise refuse(name, _REFUSED.get(name, "there is no such field"))
-    if body.get("store") is False:
-        raise refuse("store", "every response is recorded, and there is no way to have one that is not")
     if body.pop("best_of", None) not in (None, body.get("n", 1)):
         raise refuse("best_of", _REFUSED["best_of"])
     _check_sizes(body, fields)
@@ -259,7 +260,8 @@ def understand(
     if body.get("continue_final_message"):
         body.setdefault("add_generation_prompt", False)  # vLLM's default is what its template then refuses
     _check_together(body, body.get(length, body.get("max_tokens", 0)))
-    return Understood(body, _labels(body, limits), _messages_as_sent(body), _has_text(body.get("prompt")))
+    store = body.pop("store", True)
+    return Understood(body, _labels(body, limits), _messages_as_sent(body), _has_text(body.get("prompt")), store)
 
 
 def _read(content: bytes) -> Any:

@@ -15,6 +15,7 @@ from feedback.events import FeedbackError, Kind
 from feedback.settings_base import Identifier
 from serve.api.bounds import aside, check, parse_body
 from serve.http import FieldError, Problem, body_of, field_problem, invalid, json_response, parse, problems
+from serve.recorder import UNSTORED
 
 if TYPE_CHECKING:
     from serve.runtime import Server
@@ -26,7 +27,9 @@ router = APIRouter()
 _MOST_ITEMS: Final = 1000
 _ITEMS_A_TURN: Final = 50  # checked between two turns of the event loop
 _KINDS: Final = frozenset(get_args(Kind))
-_SEEN: Final = re.compile(r"(?:chatcmpl-|cmpl-)?([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?::([0-9]{1,6}))?")
+_SEEN: Final = re.compile(
+    r"(?:chatcmpl-|cmpl-)?((?:unstored-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?::([0-9]{1,6}))?"
+)
 
 
 def _as_recorded(value: Any) -> Any:
@@ -43,7 +46,8 @@ _ResponseId = Annotated[Identifier, BeforeValidator(_as_recorded, json_schema_in
 class FeedbackIn(events.FeedbackIn):
     """Feedback on a response: the body of ``POST /feedback``."""
 
-    response_id: _ResponseId = Field(
+    response_id: _ResponseId | None = Field(
+        default=None,
         examples=["01982f6e-7a31-7c55-8b40-0d1f5c2a9e61"],
         description="The response that this is about, as /generate returned it; of an answer of OpenAI's API its id "
         "(chatcmpl-U, cmpl-U), and for choice i of several chatcmpl-U:i, cmpl-U:i.",
@@ -75,7 +79,9 @@ class FeedbackBatchIn(BaseModel):
 class FeedbackResult(BaseModel):
     """The result of one item: the status and the body that ``POST /feedback`` would have answered with."""
 
-    status: int = Field(description="201 recorded, 200 recorded before, 409, 422, or 503: not recorded, send it again.")
+    status: int = Field(
+        description="201 recorded, 200 recorded before, 404, 409, 422, or 503: not recorded, send it again."
+    )
     feedback_id: str | None = Field(None, description="The id it is recorded under, or the one that it came with.")
     detail: str | None = Field(None, description="What is wrong.")
     errors: list[FieldError] | None = Field(None, description="Which fields are wrong.")
@@ -94,7 +100,7 @@ class FeedbackBatchOut(BaseModel):
     responses={
         200: {"model": FeedbackOut, "description": "Recorded before, with the same content"},
         201: {"model": FeedbackOut, "description": "Recorded"},
-        **problems(408, 409, 413, 422, 503),
+        **problems(404, 408, 409, 413, 422, 503),
     },
     openapi_extra=body_of(FeedbackIn),
 )
@@ -161,11 +167,20 @@ def _refuse_if_draining(server: Server) -> None:
 
 
 async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, str]:
-    """(201 or 200, the id), when that is durable. Raises Problem 409, 422 or 503."""
+    """(201 or 200, the id), when that is durable. Raises Problem 404, 409, 422 or 503."""
     counted = server.metrics.feedback
+    for field in ("response_id", "rejected_response_id"):
+        if (getattr(body, field) or "").startswith(UNSTORED):
+            counted.labels(kind=body.kind, verdict="invalid").inc()
+            raise field_problem(404, field, "that response is not stored (store: false, or a key without capture)")
     try:
         row = body.to_row(tenant, server.kinds)
-        verdict = await server.recorder.record_feedback(row, generated_id=body.feedback_id is None)
+        generated = body.feedback_id is None
+        if body.session_id is None:
+            verdict = await server.recorder.record_feedback(row, generated_id=generated)
+        else:
+            found = await server.sessions.responses(tenant, body.session_id)
+            verdict = await server.recorder.record_session_feedback(row, found, generated_id=generated)
     except FeedbackError as error:
         counted.labels(kind=body.kind, verdict="invalid").inc()
         raise field_problem(422, error.field, error.reason) from None

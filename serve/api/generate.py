@@ -147,6 +147,11 @@ class GenerateIn(BaseModel):
         description="Send the responses while they are generated, as server-sent events: `delta` (response_id, index, "
         "text) and, at the end, one `done` with the body of the plain response, or `error` with a problem.",
     )
+    store: bool = Field(
+        True,
+        description="false: the responses are answered and not stored: not recorded, not trained on, and no feedback "
+        "can be given on them. A key without capture does so for all its requests.",
+    )
     session_id: Label | None = Field(
         None, description="Your name for the conversation; without it, the header X-Session-Id."
     )
@@ -177,7 +182,7 @@ class PolicySpan(BaseModel):
 class ResponseOut(BaseModel):
     """One response."""
 
-    response_id: str = Field(description="What `/feedback` takes.")
+    response_id: str = Field(description="What `/feedback` takes, unless it begins with `unstored-`.")
     text: str = Field(description="The response's text.")
     finish_reason: Literal["stop", "length"] = Field(
         description="stop: the policy ended it, or a stop text or token did; length: max_tokens, or the context, did."
@@ -231,7 +236,12 @@ async def generate(request: Request) -> Response:
         prompt_request = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
         budget = TokenBudget(server.limiter, principal)
         active = work.enter_context(
-            ActiveRequest(server.engine, server.recorder, budget, server.config.limits.timeout_s)
+            ActiveRequest(
+                server.engine,
+                server.recorder_for(principal, store=body.store),
+                budget,
+                server.config.limits.timeout_s,
+            )
         )
         prompt_tokens, sampling = len(prompt_request.prompt_token_ids), prompt_request.sampling
         room = min(sampling.max_tokens, server.engine.max_model_len - prompt_tokens)

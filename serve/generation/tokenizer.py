@@ -75,6 +75,10 @@ class Text:
         before, both = self._decode(context), self._decode(context + token_ids)
         return both[len(before) :] if both.startswith(before) else self._decode(token_ids)
 
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of any token ids, special ones left out."""
+        return self._decode(token_ids)
+
     def token_ids(self, text: str, special_tokens: bool) -> list[int]:
         """Token ids, at once; see ``encode``."""
         if self._fast is not None:

@@ -36,7 +36,10 @@ class KeyFileError(RuntimeError):
 
 
 class ApiKey(BaseModel):
-    """One key, without its secret. ``requests_per_minute``, ``tokens_per_minute``: None is the config's default."""
+    """One key, without its secret. ``requests_per_minute``, ``tokens_per_minute``: None is the config's default.
+
+    ``capture``: False if no response to its requests is stored, whatever they say.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,6 +53,7 @@ class ApiKey(BaseModel):
     revoked_at: AwareDatetime | None = None
     requests_per_minute: Rate | None = None
     tokens_per_minute: Rate | None = None
+    capture: bool = True
 
     def state(self, now: datetime) -> Literal["active", "revoked", "expired"]:
         """What the key is worth at ``now``."""
@@ -94,6 +98,7 @@ def create_key(
     expires_at: datetime | None = None,
     requests_per_minute: float | Literal["unlimited"] | None = None,
     tokens_per_minute: float | Literal["unlimited"] | None = None,
+    capture: bool = True,
 ) -> tuple[ApiKey, str]:
     """Add a key; returns it and its secret, which is nowhere else.
 
@@ -112,6 +117,7 @@ def create_key(
         expires_at=expires_at,
         requests_per_minute=requests_per_minute,
         tokens_per_minute=tokens_per_minute,
+        capture=capture,
     )
     if expires_at is not None and expires_at <= now:
         raise ValueError(f"a key that expires at {expires_at.isoformat()} would never be good: that is past")

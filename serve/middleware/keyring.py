@@ -30,7 +30,10 @@ Reason = Literal["missing", "unknown", "revoked", "expired"]
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Whose request it is. ``key``: the key's id, None without keys; limits: per minute, None for none."""
+    """Whose request it is. ``key``: the key's id, None without keys; limits: per minute, None for none.
+
+    ``capture``: whether the responses to it are stored.
+    """
 
     tenant: str
     key: str | None
@@ -38,6 +41,7 @@ class Principal:
     scopes: frozenset[str]
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
+    capture: bool = True
 
 
 class Refused(Exception):
@@ -175,7 +179,7 @@ class Keyring:
 
         requests = limit(key.requests_per_minute, self._limits.requests_per_minute)
         tokens = limit(key.tokens_per_minute, self._limits.tokens_per_minute)
-        return Principal(key.tenant, key.id, key.name, frozenset(key.scopes), requests, tokens)
+        return Principal(key.tenant, key.id, key.name, frozenset(key.scopes), requests, tokens, key.capture)
 
 
 def _local_key(secret: str, tenant: str) -> ApiKey:

@@ -68,8 +68,8 @@ class ServingPointer:
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
 
-    def get(self, version: int) -> object:
-        """What the store has under this version. Raises PolicyError if that is nothing."""
+    def require_servable(self, version: int) -> None:
+        """Raises PolicyError if the store has no such version, or no weights of it."""
         raise NotImplementedError
 
     def serving(self) -> Pointer | None:
@@ -98,10 +98,11 @@ class ServingPointer:
         Promoting the version that serves already makes a new generation, which makes a replica try again;
         ``previous`` stays what it was.
 
-        Raises StalePointer if the pointer is elsewhere, PolicyNotFound if there is no such policy.
+        Raises StalePointer if the pointer is elsewhere, PolicyNotFound if there is no such policy, PolicyPruned if its
+        weights were removed.
         """
-        self.get(version)
         with self._locked():
+            self.require_servable(version)
             current = self.serving()
             at_version = current.version if current else None
             _require_current(current, expected)

@@ -46,8 +46,12 @@ def append_json(path: Path, record: Mapping[str, Any]) -> None:
     append_file(path, json.dumps(dict(record)).encode() + b"\n")
 
 
-def record_erasure(folder: Path, *, certainty: str, why: str, erasure: str | None = None) -> None:
+def record_erasure(
+    folder: Path, *, certainty: str, why: str, erasure: str | None = None, retrain: bool = False
+) -> None:
     """Add to the erasures that reach what is in a folder, a policy or a reward model; each ``erasure`` once.
+
+    ``retrain``: it is marked for retraining, that is to be replaced by what has not seen the rows.
 
     Raises OSError, PolicyError.
     """
@@ -55,7 +59,8 @@ def record_erasure(folder: Path, *, certainty: str, why: str, erasure: str | Non
         before = (read_json(folder / ERASURES) or {}).get("erasures", [])
         if erasure is not None and any(known.get("erasure") == erasure for known in before):
             return
-        record = {"at": now(), "certainty": certainty, "why": why} | ({"erasure": erasure} if erasure else {})
+        record: dict[str, Any] = {"at": now(), "certainty": certainty, "why": why}
+        record |= ({"erasure": erasure} if erasure else {}) | ({"retrain": True} if retrain else {})
         write_json(folder / ERASURES, {"erasures": [*before, record]})
 
 

@@ -4,6 +4,8 @@
     policies/v000042/policy.json the manifest: version, parent, sha256 of every file, lineage, metrics
     policies/v000042/gate.json   the gate's verdict, which comes after the policy and is not hashed
     policies/v000042/erasures.json  erasures of rows that it was trained on, which come after it too
+    policies/v000042/pin.json    who pinned it, so that its weights are kept
+    policies/v000042/pruned.json when and why its weights were removed; they are there only without it
     policies/serving.json        the pointer, with its records (``pointer.py``)
 
 A policy is written to a folder beside the others, fsynced and renamed, so a reader sees all of it or nothing. Versions
@@ -18,7 +20,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -40,7 +43,11 @@ from serve.policies.records import now, read_json, record_erasure, write_json
 
 MANIFEST: Final = "policy.json"
 GATE: Final = "gate.json"
-_OWN: Final = re.compile("|".join(rf"{name}|\.{name}\..*" for name in map(re.escape, (MANIFEST, GATE, ERASURES))))
+PIN: Final = "pin.json"
+PRUNED: Final = "pruned.json"
+_OWN: Final = re.compile(
+    "|".join(rf"{name}|\.{name}\..*" for name in map(re.escape, (MANIFEST, GATE, ERASURES, PIN, PRUNED)))
+)
 """The store's own files in a policy's folder, and what a killed process left of one that it was writing."""
 _FOLDER: Final = re.compile(r"v(\d{6,})")
 _UNPUBLISHED: Final = ".publishing-"
@@ -50,11 +57,15 @@ class PolicyNotFound(PolicyError):
     """The store has no such version."""
 
 
+class PolicyPruned(PolicyError):
+    """The policy's weights were removed; its manifest is there."""
+
+
 @dataclass(frozen=True)
 class Policy:
     """One published policy. ``created_at`` is ISO 8601, UTC; ``files`` maps a name to its ``sha256`` and ``size``;
     ``probe`` has what ``serve.policies.probe`` compares a server with; ``erasures`` the erasures that reach it, oldest
-    first."""
+    first; ``pinned`` and ``pruned`` who, when and why, or None."""
 
     version: int
     parent: int | None
@@ -66,6 +77,13 @@ class Policy:
     gate: dict[str, Any] | None
     probe: dict[str, Any] | None = None
     erasures: tuple[dict[str, Any], ...] = ()
+    pinned: dict[str, Any] | None = None
+    pruned: dict[str, Any] | None = None
+
+    @property
+    def marked(self) -> bool:
+        """Whether it is marked for retraining: an erasure reaches it, and nothing more is to be trained from it."""
+        return any(erasure.get("retrain") for erasure in self.erasures)
 
     @property
     def sha256(self) -> str:
@@ -79,7 +97,15 @@ class Policy:
         return [self.path / name for name in sorted(self.files) if name.endswith(".safetensors")]
 
     def require_whole(self) -> None:
-        """Raise PolicyCorrupt naming the first file that is missing or has another size than the manifest says."""
+        """Raise PolicyCorrupt naming the first file that is missing or has another size than the manifest says.
+
+        Raises PolicyPruned if its weights were removed.
+        """
+        if self.pruned is not None:
+            raise PolicyPruned(
+                f"policy {self.version}: its weights were removed at {self.pruned['at'][:19]} ({self.pruned['why']}); "
+                "`millrace policies` shows which policies have theirs"
+            )
         for name, expected in self.files.items():
             path = self.path / name
             if not path.is_file():
@@ -174,6 +200,8 @@ class PolicyStore(ServingPointer):
                 gate=read_json(folder / GATE),
                 probe=manifest.get("probe"),
                 erasures=tuple((read_json(folder / ERASURES) or {}).get("erasures", ())),
+                pinned=read_json(folder / PIN),
+                pruned=read_json(folder / PRUNED),
             )
         except (KeyError, TypeError) as error:
             raise PolicyCorrupt(f"{folder / MANIFEST} lacks {error}") from error
@@ -208,6 +236,59 @@ class PolicyStore(ServingPointer):
             raise PolicyCorrupt(f"policy {version}: {surplus[0]} is not in its manifest")
         return policy
 
+    def require_servable(self, version: int) -> None:
+        """Raises PolicyNotFound, PolicyPruned."""
+        policy = self.get(version)
+        if policy.pruned is not None:
+            policy.require_whole()
+
+    @contextmanager
+    def hold(self, version: int) -> Iterator[Policy]:
+        """The policy, whose weights are not pruned within the block.
+
+        A share in the lock on its manifest; ``prune`` takes the whole. Raises PolicyNotFound, PolicyPruned,
+        PolicyCorrupt.
+        """
+        with (self.get(version).path / MANIFEST).open("rb") as manifest:
+            if not try_lock(manifest.fileno(), shared=True):
+                raise PolicyPruned(f"policy {version}: its weights are being removed at this moment")
+            policy = self.get(version)
+            policy.require_whole()
+            yield policy
+
+    def pin(self, version: int, *, who: str, why: str) -> None:
+        """Have a policy's weights kept. Raises PolicyNotFound, PolicyPruned."""
+        with self._locked():
+            self.require_servable(version)
+            write_json(self._folder(version) / PIN, {"at": now(), "who": who, "why": why})
+
+    def unpin(self, version: int) -> None:
+        """Undo ``pin``; harmless to repeat. Raises PolicyNotFound."""
+        with self._locked():
+            folder = self.get(version).path
+            (folder / PIN).unlink(missing_ok=True)
+            fsync_path(folder)
+
+    def prune(self, version: int, why: str, kept: Callable[[], Mapping[int, str]]) -> str | None:
+        """Remove a policy's weights unless ``kept``, version -> reason, or somebody who holds it needs them.
+
+        The reason why they are still there, or None. That they are gone is on record before the first file goes, so
+        that what a kill leaves is never taken for a policy; called again, it goes on. No pointer moves meanwhile.
+        """
+        with self._locked():
+            policy = self.get(version)
+            if policy.pruned is None and (reason := kept().get(version)) is not None:
+                return reason
+            with (policy.path / MANIFEST).open("rb") as manifest:
+                if not try_lock(manifest.fileno()):
+                    return "in use"
+                if policy.pruned is None:
+                    write_json(policy.path / PRUNED, {"at": now(), "why": why})
+                for path in policy.weight_files:
+                    path.unlink(missing_ok=True)
+                fsync_path(policy.path)
+        return None
+
     def record_gate(self, version: int, verdict: Mapping[str, Any]) -> Policy:
         """Keep the gate's verdict with a policy (``Policy.gate``); a later verdict replaces it."""
         with self._locked():
@@ -215,13 +296,16 @@ class PolicyStore(ServingPointer):
             write_json(policy.path / GATE, verdict)
             return self.get(version)
 
-    def record_erasure(self, version: int, *, certainty: str, why: str, erasure: str | None = None) -> Policy:
+    def record_erasure(
+        self, version: int, *, certainty: str, why: str, erasure: str | None = None, retrain: bool = False
+    ) -> Policy:
         """Keep with a policy that rows which it was trained on have been erased (``Policy.erasures``).
 
-        An ``erasure`` is recorded once. Raises PolicyNotFound, PolicyError if others hold the locks for long.
+        An ``erasure`` is recorded once; ``retrain`` marks the policy for retraining. Raises PolicyNotFound, PolicyError
+        if others hold the locks for long.
         """
         with self._locked():
-            record_erasure(self.get(version).path, certainty=certainty, why=why, erasure=erasure)
+            record_erasure(self.get(version).path, certainty=certainty, why=why, erasure=erasure, retrain=retrain)
             return self.get(version)
 
     def withdraw(self, version: int) -> None:

@@ -23,9 +23,11 @@ from feedback.datasets import (
     demonstrations,
     preference_pairs,
     prompts,
+    redacted,
     rollouts,
     thumbs,
 )
+from feedback.events import session_rows
 from feedback.lake.tables import Lake, LakeFileGoneError
 
 
@@ -258,6 +260,36 @@ def test_feedback_that_counts_for_nothing_is_counted_by_reason(lake):
     assert [found.left_out[reason] for reason in reasons] == [3, 2, 2]
     assert [thumbs(lake).left_out[reason] for reason in reasons] == [1, 1, 1]
     assert [demonstrations(lake).left_out[reason] for reason in reasons] == [1, 0, 0]
+
+
+def test_a_sessions_thumb_is_a_thumb_on_its_last_response(lake):
+    responses(lake, "a", "b")
+    put(lake, "feedback", session_rows(said("1", "", "thumb", value=1.0), ["a", "b"]))
+    assert thumbs(lake).table.column("response_id").to_pylist() == ["b"]
+
+
+def test_redacted_responses_are_in_no_dataset_and_what_is_said_of_them_is_counted(lake):
+    responses(lake, "a")
+    without = {"prompt_token_ids": [], "response_token_ids": [], "logprobs": []}
+    responses(lake, "r", "s", status="redacted", **without)
+    put(
+        lake,
+        "feedback",
+        [
+            said("1", "r", "thumb", value=1.0),
+            said("2", "a", "preference", rejected_response_id="r"),
+            said("3", "s", "correction", text="so"),
+            said("4", "a", "thumb", value=1.0),
+        ],
+    )
+    reason = "response or prompt redacted"
+    assert preference_pairs(lake).left_out[reason] == 3
+    assert preference_pairs(lake).table.num_rows == demonstrations(lake).table.num_rows == 0
+    assert thumbs(lake).table.column("response_id").to_pylist() == ["a"]
+    assert (thumbs(lake).left_out[reason], demonstrations(lake).left_out[reason]) == (1, 1)
+    assert len(prompts(lake)) == 1
+    assert redacted(lake) == 2
+    assert redacted(lake, versions={"interactions": 1}) == 0
 
 
 def test_feedback_recorded_twice_under_one_id_counts_once(lake):

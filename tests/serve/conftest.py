@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -115,8 +116,8 @@ class LiveServer:
         raise TimeoutError(f"generation {pointer.generation} was not acted on; {self.log.read_text()[-2000:]}")
 
 
-def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
-    """Start a server process on a free port and wait until it is ready."""
+def start_server(home: Path, store: PolicyStore, capture: dict[str, Any] | None = None, **serve: Any) -> LiveServer:
+    """Start a server process on a free port and wait until it is ready. The user's modules are in ``home``."""
     port = free_port()
     settings = {
         "serve": {
@@ -129,6 +130,7 @@ def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
             **serve,
         },
         "feedback": {
+            "capture": capture or {},
             "kinds": {"metrics": {"clicked": {"type": "boolean"}}},
             "journal": {"folder": str(home / "journal"), "segment_seconds": 1},
             "lake": {"uri": str(home / "lake"), "seal_seconds": 1, "storage_options": {"aws_secret_access_key": "s"}},
@@ -144,6 +146,7 @@ def start_server(home: Path, store: PolicyStore, **serve: Any) -> LiveServer:
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(home)},
         )
     server = LiveServer(home, f"http://127.0.0.1:{port}", process, store, log)
     deadline = time.monotonic() + START_TIMEOUT_S

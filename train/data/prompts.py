@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from feedback.datasets import Prompt, prompts, rollouts
+from feedback.datasets import Prompt, prompts, redacted, rollouts
 from feedback.lake.tables import Lake
 from serve.policies.store import MANIFEST
 from train.config.context_length import longest_context, longest_prompt
@@ -87,6 +87,8 @@ class TrainingData:
         if from_traffic:
             fresh = f"{len(usable)} prompts{' of traffic' if own else ''} ({len(allowed) - len(usable)} too long, "
             fresh += f"{judged} {HELD_OUT}" + (f", {repeated} {DUPLICATE}" if own else "") + ")"
+        out = redacted(lake, versions=versions)
+        without = f"{out} redacted responses and their prompts left out" if out else ""
         content = repr([p.prompt_token_ids for p in usable]) + repr(traffic.groups)
         drawn = Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts")
         if own:
@@ -95,7 +97,9 @@ class TrainingData:
             prompts=Mixed.of(drawn, data.traffic_weight, own) if own else drawn,
             traffic=Cycled(traffic.groups, min(data.traffic_prompts_per_step, len(traffic.groups)), f"{seed}:traffic"),
             summary=", ".join(
-                part for part in (fresh, *map(str, own), str(traffic) if data.traffic_prompts_per_step else "") if part
+                part
+                for part in (fresh, *map(str, own), str(traffic) if data.traffic_prompts_per_step else "", without)
+                if part
             ),
             left_out=sum(traffic.left_out.values()),
             digest=hashlib.sha256(content.encode()).hexdigest(),

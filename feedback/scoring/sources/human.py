@@ -14,6 +14,11 @@ metric that the settings do not declare is no vote.
 4. The component is the mean over the sources, each with the weight of its weightiest kind. So with a light weight for
    metrics a source of metrics alone is a light source.
 
+Feedback on a session is a row on each response that the session had by then, with the number of responses since in its
+id (``feedback.events.session_rows``). ``sessions`` says what these rows are: ``last``: the last response's is a vote,
+the others are none; ``equal``: each is the vote; ``discounted``: k responses before the last it is a vote of
+0.5 + discount^k (v - 0.5). Otherwise they count as any vote: a later thumb of the source on the response replaces it.
+
 A response without a vote has no such component.
 """
 
@@ -23,6 +28,7 @@ import json
 from typing import Any, Final
 
 from feedback.config import HumanConfig, KindsConfig
+from feedback.events import EARLIER_TURN, TURN
 from feedback.lake.views import quoted
 
 NAME: Final = "human"
@@ -37,6 +43,8 @@ def identity(config: HumanConfig, kinds: KindsConfig) -> Any:
         *(config.thumbs, config.ratings, config.preferences, config.metrics),
         json.dumps([scales, kinds.default_scale] if config.ratings else None, sort_keys=True),
         json.dumps(metrics if config.metrics else None, sort_keys=True),
+        # Not with the default, so that what was scored before there were sessions stays scored.
+        *([] if config.sessions == "last" else [config.sessions, config.session_discount]),
     ]
 
 
@@ -114,7 +122,14 @@ def _vote(config: HumanConfig, kinds: KindsConfig) -> str:
             place = _place(metric.low, metric.high)
             lower = metric.direction == "lower"
             cases.append(f"WHEN kind = 'metric' AND name = {quoted(name)} THEN {f'1 - {place}' if lower else place}")
-    return f"CASE {' '.join(cases)} END" if cases else "NULL::DOUBLE"
+    if config.sessions == "last":
+        cases.insert(0, f"WHEN feedback_id LIKE '{EARLIER_TURN}' THEN NULL")
+    vote = f"CASE {' '.join(cases)} END" if cases else "NULL::DOUBLE"
+    if config.sessions != "discounted":
+        return vote
+    turns = f"regexp_extract(feedback_id, '{TURN}([0-9]+)', 1)::INTEGER"
+    shared = f"0.5 + pow({config.session_discount!r}::DOUBLE, {turns}) * ({vote} - 0.5)"
+    return f"CASE WHEN feedback_id LIKE '{EARLIER_TURN}' THEN {shared} ELSE {vote} END"
 
 
 def _place(low: float, high: float) -> str:

@@ -21,6 +21,7 @@ from feedback_rows import append
 from deploy import cli
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
+from deploy.loop.cycle import training_parent
 from deploy.supervise.children import millrace
 from feedback.config import JournalConfig
 from feedback.events import FeedbackIn
@@ -359,6 +360,38 @@ def test_the_list_of_policies_shows_those_that_an_erasure_reaches(
     cli.run(["--config", str(home_with_policy.snapshot()), "policies", "--json"])
     assert [len(policy["erasures"]) for policy in json.loads(capsys.readouterr().out)] == [0, 1, 0]
     store.verify(2)
+
+
+def test_an_erasure_marks_for_retraining_on_request_and_the_next_cycle_starts_from_an_unmarked_ancestor(
+    lake: Lake,
+    home_with_policy: Settings,
+    model: Path,
+    run: Callable[..., tuple[int, str, str]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    put(lake, "interactions", interaction("hers", user="trillian"))
+    store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
+    seen = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
+    heir = store.publish(model, parent=seen, lineage={"lake_versions": {}}, metrics={}).version
+    judge = a_reward_model(home_with_policy, "judge", {"lake_versions": lake.versions()})
+    store.promote(heir, expected=1, who="t", why="t")
+    said: list[str] = []
+
+    assert run("erase", "--user", "trillian", "--yes")[0] == 0
+    assert training_parent(store, heir, said.append) == heir
+    assert run("erase", "--user", "zaphod", "--yes", "--mark-for-retraining")[0] == 0
+    assert [store.get(version).marked for version in (1, seen, heir)] == [False, True, True]
+    marks = [record.get("retrain") for record in json.loads((judge / "erasures.json").read_text())["erasures"]]
+    assert marks == [None, True]
+    assert cli.run(["--config", str(home_with_policy.snapshot()), "policies"]) == 0
+    assert capsys.readouterr().out.count("; marked for retraining") == 2
+
+    assert training_parent(store, heir, said.append) == 1
+    assert said == [f"policy {heir} is marked for retraining: training starts from policy 1"]
+    store.record_erasure(1, certainty="yes", why="w", retrain=True)
+    assert training_parent(store, heir, said.append) == heir
+    assert "training goes on from it" in said[-1]
 
 
 def test_what_is_published_while_an_erasure_runs_is_on_record_before_the_erasure_is_done(

@@ -206,7 +206,7 @@ def test_a_cycle_that_died_is_closed_as_failed_by_the_next(home_with_policy: Set
 def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings) -> None:
     run = settings.path("runs") / "cycle-000001"
     (run / "checkpoints" / "step-00000010").mkdir(parents=True)
-    (run / "start.json").write_text(json.dumps({"config": settings.training().model_dump(mode="json")}))
+    (run / "start.json").write_text(json.dumps({"config": settings.training().model_dump(mode="json"), "parent": 1}))
     settings.path("cycles").mkdir()
 
     def killed(number: int, **columns: Any) -> None:
@@ -215,23 +215,24 @@ def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings
         record = CycleRecord(number=number, started_at=datetime.now(UTC), stages=[stage], **fields)
         (settings.path("cycles") / f"{number:06d}.json").write_text(record.model_dump_json())
 
-    assert records.killed_training(settings, 1, 1) is None
+    assert records.killed_training(settings, 1, 1, 1) is None
     killed(1)
-    found = records.killed_training(settings, 2, 1)
+    found = records.killed_training(settings, 2, 1, 1)
     assert found is not None
     assert (found.run, found.rewards) == ("cycle-000001", 7)
-    assert records.killed_training(settings, 2, 3) is None, "another policy serves"
+    assert records.killed_training(settings, 2, 3, 1) is None, "another policy serves"
+    assert records.killed_training(settings, 2, 1, 2) is None, "it started from another policy"
     other = changed(settings, ("train.optimizer.learning_rate", "0.5"))
-    assert records.killed_training(other, 2, 1) is None, "other settings"
+    assert records.killed_training(other, 2, 1, 1) is None, "other settings"
     killed(2)
-    assert records.killed_training(settings, 3, 1) is not None
+    assert records.killed_training(settings, 3, 1, 1) is not None
     killed(3)
-    assert records.killed_training(settings, 4, 1) is None, "three attempts"
+    assert records.killed_training(settings, 4, 1, 1) is None, "three attempts"
     killed(1, killed=False)
-    assert records.killed_training(settings, 2, 1) is None, "it failed by itself"
+    assert records.killed_training(settings, 2, 1, 1) is None, "it failed by itself"
     killed(1)
     (run / "checkpoints" / "step-00000010").rmdir()
-    assert records.killed_training(settings, 2, 1) is None, "no checkpoint"
+    assert records.killed_training(settings, 2, 1, 1) is None, "no checkpoint"
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from feedback.config import HumanConfig, KindsConfig
-from feedback.scoring.sources.human import counts_sql, votes_sql
+from feedback.events import session_rows
+from feedback.scoring.sources.human import counts_sql, identity, votes_sql
 
 KINDS = KindsConfig.model_validate(
     {
@@ -117,6 +118,45 @@ def test_kinds_weigh_within_a_source_and_a_source_weighs_as_its_weightiest_kind(
     assert of_a(ann, config) == pytest.approx(0.8)
     machine = said("3", "a", "metric", name="clicks", value=0.0, source="machine")
     assert of_a([*ann, machine], config) == pytest.approx((1 * 0.8 + 0.25 * 0.0) / 1.25)
+
+
+def session(feedback_id: str, value: float, *response_ids: str, minute: int = 0) -> list[dict[str, Any]]:
+    """A thumb on a session with these responses, as it is recorded."""
+    row = said(feedback_id, "", "thumb", value=value, minute=minute)
+    return session_rows(row, response_ids)
+
+
+@pytest.mark.parametrize(
+    ("rule", "up", "down"),
+    [
+        ("last", [None, None, 1.0], [None, None, 0.0]),
+        ("equal", [1.0, 1.0, 1.0], [0.0, 0.0, 0.0]),
+        ("discounted", [0.5 + 0.25 * 0.5, 0.5 + 0.5 * 0.5, 1.0], [0.5 - 0.25 * 0.5, 0.5 - 0.5 * 0.5, 0.0]),
+    ],
+)
+def test_a_sessions_vote_is_shared_by_the_rule(rule: Any, up: list[float | None], down: list[float | None]) -> None:
+    config = HumanConfig(sessions=rule, session_discount=0.5)
+    for value, expected in ((1.0, up), (0.0, down)):
+        found = human(session("f", value, "a", "b", "c"), config)
+        assert [found.get(("default", name)) for name in "abc"] == expected
+
+
+def test_a_later_vote_on_a_response_replaces_the_sessions_and_an_earlier_session_counts_where_a_later_has_no_vote():
+    votes = [*session("f", 1.0, "a", "b"), said("g", "a", "thumb", value=0.0, minute=1)]
+    assert human(votes, HumanConfig(sessions="equal")) == {("default", "a"): 0.0, ("default", "b"): 1.0}
+    votes = [*session("f", 1.0, "a"), *session("g", 0.0, "a", "b", minute=1)]
+    assert human(votes) == {("default", "a"): 1.0, ("default", "b"): 0.0}
+    assert human(votes, HumanConfig(sessions="equal")) == {("default", "a"): 0.0, ("default", "b"): 0.0}
+
+
+def test_another_rule_for_sessions_is_another_scorer_and_the_default_is_the_one_from_before_there_were_any() -> None:
+    assert len(identity(HumanConfig(), KINDS)) == 6
+    others = [
+        HumanConfig(sessions="equal"),
+        HumanConfig(sessions="discounted"),
+        HumanConfig(sessions="discounted", session_discount=0.8),
+    ]
+    assert len({str(identity(config, KINDS)) for config in [HumanConfig(), *others]}) == 4
 
 
 def test_a_kind_without_weight_is_no_vote():

@@ -55,6 +55,16 @@ def by_id(lake: Lake) -> dict[str, dict[str, Any]]:
     return {row["response_id"]: row for row in rewards(lake)}
 
 
+def test_a_redacted_response_gets_no_reward_from_any_source(lake, both):
+    without = {"prompt_token_ids": [], "response_token_ids": [], "logprobs": [], "status": "redacted"}
+    put(lake, "interactions", [interaction("a"), interaction("r", **without)])
+    put(lake, "feedback", [thumb("a", 1), thumb("r", 1)])
+    assert score(lake, both).scored == 1
+    put(lake, "feedback", [thumb("r", 0)])
+    assert score(lake, both).scored == 0
+    assert by_id(lake).keys() == {"a"}
+
+
 def test_the_reward_is_the_weighted_mean_of_the_components_that_are_there(lake, both):
     put(
         lake,

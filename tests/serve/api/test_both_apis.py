@@ -114,14 +114,6 @@ def test_a_text_is_the_same_in_every_form_also_where_prompt_and_response_end_wit
         assert texts(post(server, path, body | {"stop": ["mill"]})) == [whole]  # which is in the prompt
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_what_is_not_to_be_stored_is_refused(server: LiveServer, path: str) -> None:
-    answer = post(server, path, {"store": False, "user": "not-kept"})
-    assert refused_field(answer) == "store"
-    assert server.rows("interactions", "\"user\" = 'not-kept'") == []
-    assert texts(post(server, path, {"store": True}))
-
-
 def test_messages_are_recorded_with_numbers_as_they_were_sent(server: LiveServer) -> None:
     exact = 123456789012345678901234567890
     messages = [

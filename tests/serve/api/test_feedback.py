@@ -52,7 +52,8 @@ async def counted(client: httpx.AsyncClient, sample: str) -> float:
         ({"kind": "metric", "name": "clicked", "value": 2}, "value", "got 2"),
         ({"kind": "applause"}, "kind", "'thumb'"),
         ({"extra": 1}, "extra", "not permitted"),
-        ({"response_id": None}, "response_id", "string"),
+        ({"response_id": None}, "response_id", "give response_id or session_id"),
+        ({"response_id": 5}, "response_id", "string"),
     ],
 )
 async def test_bad_feedback_is_told_which_field_and_why_alone_and_in_a_batch(

@@ -1,0 +1,109 @@
+"""Which policies' weights are kept, and the removal of the others'. Manifests stay: lineage can always be told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from typing import Any, Final
+
+from serve.config import RetentionConfig
+from serve.policies.records import read_json
+from serve.policies.store import Policy, PolicyStore
+
+Needed = Callable[[], Mapping[int, str]]
+"""Version -> why it is needed by what this package does not know of, such as runs."""
+
+_FLEET: Final = "fleet.json"  # serve.fleet.state
+
+
+def kept(store: PolicyStore, config: RetentionConfig, needed: Needed = dict) -> dict[int, str]:
+    """Version -> why its weights are kept, for each policy that has them and whose weights are.
+
+    Raises PolicyError where a record can't be read that says what serves or has served: then nothing may go.
+    """
+    versions = store.versions()
+    policies = [policy for policy in map(store.get, versions) if policy.pruned is None]
+    if config.keep_last is None:
+        return {policy.version: "serve.retention.keep_last is null" for policy in policies}
+    reasons: dict[int, str] = dict(needed())
+    newest = {policy.version for policy in policies[-config.keep_last :]}
+    pointer, served = store.serving(), _served_since(store, timedelta(days=config.served_days))
+    fleet = _versions_in(read_json(store.root / _FLEET))
+    clean = unmarked_ancestor(store, pointer.version) if pointer else None
+    for policy in policies:
+        version = policy.version
+        for holds, reason in (
+            (pointer is not None and version == pointer.version, "it serves"),
+            (pointer is not None and version == pointer.previous, "it served before what serves now"),
+            (clean is not None and version == clean.version, "the next training starts from it"),
+            (version in fleet, "the fleet serves it or is moved to it"),
+            (policy.pinned is not None, f"pinned: {(policy.pinned or {}).get('why')}"),
+            (_waits(policy, pointer.version if pointer else 0), "a candidate"),
+            (version in newest, f"one of the last {config.keep_last}"),
+            (version in served, f"it served in the last {config.served_days:g} days"),
+        ):
+            if holds:
+                reasons.setdefault(version, reason)
+    there = {policy.version for policy in policies}
+    return {version: reason for version, reason in reasons.items() if version in there}
+
+
+def prune(store: PolicyStore, config: RetentionConfig, needed: Needed = dict) -> tuple[list[Policy], dict[int, str]]:
+    """Remove the weights of all that are not ``kept``: (those policies, and why others that would go are still there).
+
+    Each is looked at anew under the store's lock, as the pointer may have moved to it meanwhile. What a killed call
+    had begun is finished.
+    """
+    removed, left = [], {}
+    stay = kept(store, config, needed)
+    for version in store.versions():
+        policy = store.get(version)
+        begun = policy.pruned is not None and any(path.exists() for path in policy.weight_files)
+        if version in stay or (policy.pruned is not None and not begun):
+            continue
+        reason = store.prune(version, "retention", lambda: kept(store, config, needed))
+        if reason is None:
+            removed.append(store.get(version))
+        else:
+            left[version] = reason
+    return removed, left
+
+
+def unmarked_ancestor(store: PolicyStore, version: int) -> Policy | None:
+    """A policy itself, or its nearest ancestor, that has its weights and neither is nor descends from a marked one.
+
+    None if there is none.
+    """
+    clean: list[Policy] = []
+    at: int | None = version
+    while at is not None:
+        policy = store.get(at)
+        clean = [] if policy.marked else [*clean, policy]
+        at = policy.parent
+    return next((policy for policy in clean if policy.pruned is None), None)
+
+
+def weights_bytes(policy: Policy) -> int:
+    """The size of a policy's weights, by its manifest."""
+    return sum(int(policy.files[path.name]["size"]) for path in policy.weight_files)
+
+
+def _waits(policy: Policy, serving: int) -> bool:
+    """Whether it is newer than what serves, and may yet be judged or promoted."""
+    return policy.version > serving and (policy.gate is None or policy.gate.get("verdict") == "pass")
+
+
+def _served_since(store: PolicyStore, ago: timedelta) -> set[int]:
+    """What the pointer has named within that time, but does no more. Raises RecordDamaged."""
+    since, history = datetime.now(UTC) - ago, store.history()
+    ended = [(pointer.version, datetime.fromisoformat(after.at)) for pointer, after in pairwise(history)]
+    return {version for version, end in ended if end >= since}
+
+
+def _versions_in(record: Any) -> set[int]:
+    """All policies that the fleet's record names, serving or on their way."""
+    if isinstance(record, dict):
+        own = {record[name] for name in ("version", "previous") if isinstance(record.get(name), int)}
+        return own.union(*map(_versions_in, record.values()))
+    return set().union(*map(_versions_in, record)) if isinstance(record, list) else set()

@@ -1,0 +1,96 @@
+"""Feedback on a session, over HTTP: whose responses it is on, once, and when there are none."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.api.test_both_apis import HI, post
+from tests.serve.api.test_unstored import ids
+from tests.serve.conftest import LiveServer
+
+
+def turn(server: LiveServer, session: str, path: str = "/generate", **fields: Any) -> str:
+    """Another response of a session; its id."""
+    prompt: dict[str, Any] = {"messages": HI} if "chat" in path else {"prompt": "go on"}
+    return (
+        ids(post(server, path, prompt | {"session_id": session} | fields))[0]
+        .removeprefix("chatcmpl-")
+        .removesuffix(":0")
+    )
+
+
+def give(server: LiveServer, **body: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/feedback", json={"kind": "thumb", "value": 1} | body, timeout=60)
+
+
+def recorded(server: LiveServer, feedback_id: str) -> dict[str, str]:
+    """Response -> what follows the feedback's id in its row's."""
+    rows = server.rows("feedback", f"starts_with(feedback_id, '{feedback_id}')")
+    found = {row["response_id"]: row["feedback_id"].removeprefix(feedback_id) for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def test_feedback_on_a_session_is_a_row_on_each_response_that_it_has_by_then(server: LiveServer) -> None:
+    session, other = (f"{uuid.uuid4()} with 'a space'" for _ in range(2))
+    first, second = turn(server, session), turn(server, session, "/v1/chat/completions")
+    turn(server, other)
+    turn(server, session, store=False)
+    answer = give(server, session_id=session, source="ann", text="good talk")
+    assert answer.status_code == 201, answer.text
+    feedback_id = answer.json()["feedback_id"]
+    third = turn(server, session)
+    assert recorded(server, feedback_id) == {first: f"~turn:1~{first}", second: "~turn:0"}
+    rows = server.rows("feedback", f"starts_with(feedback_id, '{feedback_id}')")
+    assert {(row["kind"], row["value"], row["source"], row["text"]) for row in rows} == {
+        ("thumb", 1.0, "ann", "good talk")
+    }
+    later = give(server, session_id=session, value=0).json()["feedback_id"]
+    assert recorded(server, later).keys() == {first, second, third}
+
+
+def test_a_sessions_feedback_that_is_sent_again_is_recorded_once_also_when_the_session_has_gone_on(
+    server: LiveServer,
+) -> None:
+    session, mine = str(uuid.uuid4()), str(uuid.uuid4())
+    first = turn(server, session)
+    assert give(server, session_id=session, feedback_id=mine).status_code == 201
+    turn(server, session)
+    again = give(server, session_id=session, feedback_id=mine)
+    assert (again.status_code, again.json()["feedback_id"]) == (200, mine)
+    assert recorded(server, mine) == {first: "~turn:0"}
+    assert give(server, session_id=session, feedback_id=mine, value=0).status_code == 409
+    batch = {"feedback": [{"session_id": session, "kind": "thumb", "value": 1, "feedback_id": mine}]}
+    assert httpx.post(f"{server.url}/feedback/batch", json=batch, timeout=60).json()["results"][0]["status"] == 200
+
+
+def test_a_session_without_a_recorded_response_is_refused_with_404(server: LiveServer) -> None:
+    unstored = str(uuid.uuid4())
+    turn(server, unstored, store=False)
+    for session in (unstored, "never seen", "' OR true --"):
+        answer = give(server, session_id=session)
+        assert answer.status_code == 404, answer.text
+        assert answer.json()["errors"][0]["field"] == "session_id"
+        assert "serve.session_days" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "response_id"),
+        ({"session_id": "s", "response_id": "r"}, "response_id"),
+        ({"session_id": "s", "kind": "comment", "value": None, "text": "t"}, "session_id"),
+        ({"session_id": "s", "kind": "preference", "value": None, "rejected_response_id": "r"}, "session_id"),
+        ({"session_id": ""}, "session_id"),
+        ({"session_id": "x" * 201}, "session_id"),
+        ({"response_id": "r", "feedback_id": "x~turn:1~r"}, "feedback_id"),
+    ],
+)
+def test_feedback_on_no_or_two_things_is_refused_by_name(server: LiveServer, body: dict[str, Any], field: str) -> None:
+    answer = give(server, **body)
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["errors"][0]["field"] == field
