@@ -125,7 +125,7 @@ def demo_config(folder: Path, recipe: str, cycles: int) -> dict[str, Any]:
         "train": {
             "ranks": 2,
             "dtype": "float32",
-            "steps": 6,
+            "steps": 10 if recipe == "rlhf" else 6,
             "minibatches": 2,
             "micro_batch_tokens": 1024,
             "algorithm": ALGORITHMS[recipe],
@@ -133,8 +133,8 @@ def demo_config(folder: Path, recipe: str, cycles: int) -> dict[str, Any]:
             "rollout": {**context, "max_tokens": 12},
             "data": {"prompts_per_step": 40, "min_prompts": 64, "traffic_share": 0.2},
             "reward_model": {
-                **{"steps": 60, "items_per_step": 64, "learning_rate": 3e-4, "vote_noise": 0.1},
-                **{"min_items": 200, "min_new_feedback": 400},
+                **{"steps": 120, "items_per_step": 96, "learning_rate": 5e-4, "vote_noise": 0.1},
+                **{"min_items": 400, "min_new_feedback": 600},
             },
         },
         "cycle": {"recipe": recipe, "min_new_rewards": 100},

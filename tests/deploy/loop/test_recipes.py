@@ -1,0 +1,114 @@
+"""Recipes: what they say of other settings, what they refuse, and the stage that trains a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.config import root
+from deploy.config.root import ConfigError, Settings
+from deploy.loop import recipes
+from deploy.loop.cycle import run_cycle
+from feedback.config import TRAINED
+from tests.feedback.feedback_rows import interaction, put, said
+
+
+def load(*options: tuple[str, str]) -> Settings:
+    return root.load(None, options, environment={})
+
+
+def test_rlhf_has_the_trained_reward_model_stand_in_for_people() -> None:
+    settings = load(("cycle.recipe", "rlhf"))
+    assert settings.feedback.scoring.human.model is not None
+    assert settings.feedback.scoring.human.model.name == TRAINED
+    own = load(("cycle.recipe", "rlhf"), ("feedback.scoring.human.model.name", "votes"))
+    assert own.feedback.scoring.human.model is not None
+    assert own.feedback.scoring.human.model.name == "votes"
+    assert load().feedback.scoring.human.model is None
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (
+            [("cycle.recipe", "rlhf"), ("train.algorithm.name", "dpo")],
+            r"cycle\.recipe=rlhf .*train\.algorithm\.name=dpo",
+        ),
+        ([("cycle.recipe", "rlvr")], r"cycle\.recipe=rlvr: there is no rule: set feedback\.scoring\.rules"),
+        ([("cycle.recipe", "rlaif")], r"cycle\.recipe=rlaif: feedback\.scoring\.judge is not set"),
+        (
+            [("cycle.recipe", "rlhf"), ("feedback.scoring.human.weight", "0")],
+            r"cycle\.recipe=rlhf: feedback\.scoring\.human\.weight is not set, or has no weight",
+        ),
+        ([("cycle.recipe", "magic")], r"rlvr"),
+    ],
+)
+def test_what_a_recipe_can_not_work_with_is_refused_by_name(options: list[tuple[str, str]], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load(*options)
+
+
+def test_trained_is_the_version_that_rewards_and_nothing_before_there_is_one(
+    home_with_policy: Settings, model: Path
+) -> None:
+    settings = changed(home_with_policy, ("cycle.recipe", "rlhf"), ("feedback.scoring.model.name", TRAINED))
+    scoring = settings.resolved().feedback.scoring
+    assert (scoring.human.model, scoring.model) == (None, None)
+    store = settings.stores().reward_models
+    for version in (1, 2):
+        store.publish(model, parent=None, lineage={}, metrics={})
+        store.promote(version, expected=store.serving(), who="test", why="test")
+    store.promote(1, expected=store.serving(), who="test", why="test")
+    scoring = settings.resolved().feedback.scoring
+    assert scoring.human.model is not None
+    assert scoring.model is not None
+    assert scoring.human.model.name == scoring.model.name == str(store.get(1).path)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "algorithm"),
+    [
+        (["thumb", "thumb", "preference"], "kto"),
+        (["thumb", "preference", "preference"], "dpo"),
+        (["correction", "correction", "thumb"], "sft"),
+        (["thumb", "preference"], "dpo"),
+    ],
+)
+def test_offline_learns_by_the_feedback_that_most_responses_have(
+    home_with_policy: Settings, kinds: list[str], algorithm: str
+) -> None:
+    settings = changed(home_with_policy, ("cycle.recipe", "offline"))
+    lake = settings.lake()
+    lake.create()
+    put(lake, "interactions", [interaction(f"r{i}") for i in range(len(kinds) + 1)])
+    of_kind: dict[str, dict[str, Any]] = {
+        "thumb": {"value": 1},
+        "preference": {"rejected_response_id": f"r{len(kinds)}"},
+        "correction": {"text": "better"},
+    }
+    put(lake, "feedback", [said(f"f{i}", f"r{i}", kind, **of_kind[kind]) for i, kind in enumerate(kinds)])
+    assert recipes.arguments(settings) == ["--train.algorithm.name", algorithm]
+    assert recipes.arguments(changed(settings, ("train.algorithm.name", "sft"))) == []
+    assert recipes.arguments(home_with_policy) == []
+
+
+def test_a_cycle_without_enough_feedback_for_a_reward_model_says_so_and_trains_nothing(
+    home_with_policy: Settings, nothing_left: Callable[[], list[str]]
+) -> None:
+    settings = changed(home_with_policy, ("cycle.recipe", "rlhf"))
+    lake = settings.lake()
+    lake.create()
+    put(lake, "interactions", [interaction("r1")])
+    put(lake, "feedback", [said("f1", "r1", "thumb", value=1)])
+    record = run_cycle(settings)
+    assert record.status == "skipped"
+    assert record.reason == "there is no reward model yet: 1 feedbacks, 64 are needed"
+    assert [stage.name for stage in record.stages] == ["score"]
+    assert nothing_left() == []
+
+
+def changed(settings: Settings, *options: tuple[str, str]) -> Settings:
+    return root.load(settings.snapshot(), options, environment={})
