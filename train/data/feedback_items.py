@@ -10,6 +10,7 @@ tokenised and ended by train/data/demonstrations.py, and so is what was imported
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -215,17 +216,25 @@ def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_ou
 
 
 def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
-    """Preferences and corrections as pairs; of responses in no pair what people's votes on each came to."""
+    """Preferences and corrections as pairs; of responses in no pair what people's votes on each came to.
+
+    That is the component ``human`` of their rewards, or their thumbs alone where scoring leaves people out.
+    """
     compared = datasets.preference_pairs(lake, versions=versions, max_thumb_pairs_per_prompt=0)
     left_out.update({why: count for why, count in compared.left_out.items() if why != OVER_CAP})
     found: list[tuple[str, dict[str, Any], list[Response]]] = []
-    in_pairs: set[str] = set()
+    known: set[str] = set()
     for row in compared.table.to_pylist():
         chosen = (row["chosen_token_ids"], row["chosen"], 1.0)
         found.append((f"pairs by {row['kind']}", row, [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]))
-        in_pairs |= {row["chosen_response_id"], row["rejected_response_id"]}
-    for row in datasets.votes(lake, versions=versions).table.to_pylist():
-        if row["response_id"] not in in_pairs:
+        known |= {row["chosen_response_id"], row["rejected_response_id"]}
+    thumbs = (
+        row | {"vote": row["up"] / (row["up"] + row["down"])}
+        for row in datasets.thumbs(lake, versions=versions).table.to_pylist()
+    )
+    for row in itertools.chain(datasets.votes(lake, versions=versions).table.to_pylist(), thumbs):
+        if row["response_id"] not in known:
+            known.add(row["response_id"])
             found.append(("votes", row, [(row["response_token_ids"], row["response"], row["vote"])]))
     found.sort(key=lambda item: item[1]["created_at"])
     older = max(0, len(found) - config.data.max_prompts)

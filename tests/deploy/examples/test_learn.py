@@ -66,7 +66,7 @@ def test_what_people_preferred_is_learned(proof: Proof) -> None:
 
 def test_a_reward_model_is_compared_with_what_it_was_before_training(proof: Proof) -> None:
     """A head of zeros, which orders no pair; with one of random numbers that would be otherwise."""
-    [folder] = proof.home.work.glob("runs/reward_model/*_untrained")
+    [folder] = proof.home.work.glob("reward_models/*_untrained")
     assert set(pairs.separated(folder)) == {0.5}
     assert proof.figures["reward_model"]["before"] == 0.5
 

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from job_home import job_context, make_home, metrics_of, results_of, run_jobs
 from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from feedback.config import LakeConfig, ModelConfig
+from feedback.config import LakeConfig, ModelConfig, ScoringConfig
 from feedback.datasets import preference_pairs
 from feedback.lake.tables import Lake
+from feedback.scoring.run import score
 from feedback.scoring.sources.reward_model import RewardModel
 from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
@@ -28,6 +30,7 @@ from train.algorithms.offline.reward_model import judgements, vote_loss
 from train.batch.packed import PackedBatch, Rollout
 from train.config.algorithms import AlgorithmConfig
 from train.config.training import TrainConfig
+from train.data.feedback_items import DATASETS
 from train.dataflows import load as load_dataflow
 from train.run.calibration import Judged, agreement, calibrate
 from train.run.reward_model import read_as_trained, verdict
@@ -284,3 +287,29 @@ def test_a_few_judgements_that_agree_stretch_the_scores_by_little_and_pairs_alon
 def test_settings_of_a_policy_are_refused_by_name(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValidationError, match=named):
         TrainConfig.model_validate({**CONFIG, **settings})
+
+
+def test_it_learns_from_pairs_votes_and_thumbs_each_response_once(tmp_path: Path) -> None:
+    lake = Lake(str(tmp_path / "lake"), LakeConfig())
+    lake.create()
+    names = ("chosen", "rejected", "thumbed", "rated", "torn", "silent")
+    put(lake, "interactions", [interaction(name, prompt="q>", prompt_token_ids=[5], response=name) for name in names])
+    feedback = [
+        said("p", "chosen", "preference", rejected_response_id="rejected"),
+        said("t1", "chosen", "thumb", value=0, source="grumpy"),
+        said("t2", "thumbed", "thumb", value=1),
+        said("r", "rated", "rating", value=4, name="stars"),
+        said("t3", "torn", "thumb", value=1, source="one"),
+        said("t4", "torn", "thumb", value=0, source="two"),
+    ]
+    put(lake, "feedback", feedback)
+
+    def found() -> dict[str, list[float]]:
+        config = TrainConfig.model_validate(CONFIG)
+        rows = DATASETS["judgements"](lake, lake.versions(), config, Counter())
+        return {kind + " " + row.get("response_id", ""): [vote for *_, vote in of] for kind, row, of in rows}
+
+    thumbs_alone = found()
+    assert thumbs_alone == {"pairs by preference ": [1.0, 0.0], "votes thumbed": [1.0]}, "a tie decides nothing"
+    score(lake, ScoringConfig())
+    assert found() == {**thumbs_alone, "votes rated": [0.75], "votes torn": [0.5]}
