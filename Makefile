@@ -22,9 +22,9 @@ $(VENV)/.installed-$(LOCK): $(LOCK) pyproject.toml
 	touch $@
 
 # What the demo's training sees: people's feedback alone (rlhf), or the rule that knows the answers (rlvr).
-RECIPE ?= rlhf
+RECIPE ?= rlvr
 
-demo: setup      ## turn the whole loop on this machine: about 8 minutes
+demo: setup      ## turn the whole loop on this machine: about 6 minutes
 	$(BIN)/millrace demo --recipe $(RECIPE) $(ARGS)
 
 # Processes that tests run in, a file of tests in one of them, in order.
