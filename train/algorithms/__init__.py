@@ -21,6 +21,7 @@ ALGORITHMS: Final = {
     "reinforce_pp_baseline": "train.algorithms.reinforce_pp:ReinforcePlusPlusBaseline",
     "remax": "train.algorithms.remax:ReMax",
     "ppo": "train.algorithms.ppo:PPO",
+    "online_dpo": "train.algorithms.online_dpo:OnlineDPO",
     "dpo": "train.algorithms.offline.dpo:DPO",
     "kto": "train.algorithms.offline.kto:KTO",
     "sft": "train.algorithms.offline.sft:SFT",

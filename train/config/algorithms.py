@@ -12,7 +12,10 @@ from feedback.settings_base import FUNCTION, Section
 ONLINE: Final = (
     *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "remax", "ppo"),
 )
-"""Algorithms that learn from responses and their rewards."""
+"""Algorithms that learn from responses and their rewards, by a policy gradient."""
+
+ONLINE_DPO: Final = "online_dpo"
+"""The algorithm that learns from pairs of fresh responses, by their rewards."""
 
 GROUPED: Final = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp_baseline")
 """Those of them that compare a response with the others to its prompt."""
@@ -134,7 +137,7 @@ class AlgorithmConfig(Section):
 
     name: str = Field(
         "grpo",
-        description=f"The algorithm: {', '.join((*ONLINE, *OFFLINE))}, or module:class, a subclass of "
+        description=f"The algorithm: {', '.join((*ONLINE, ONLINE_DPO, *OFFLINE))}, or module:class, a subclass of "
         "train.algorithms.base.Algorithm.",
     )
     group_size: int = Field(8, ge=1, description="Responses sampled for each prompt.")
@@ -232,10 +235,10 @@ class AlgorithmConfig(Section):
     @model_validator(mode="after")
     def _can_work(self) -> AlgorithmConfig:
         own = FUNCTION.fullmatch(self.name) is not None
-        if not own and self.name not in (*ONLINE, *OFFLINE):
+        if not own and self.name not in (*ONLINE, ONLINE_DPO, *OFFLINE):
             raise ValueError(
                 f"train.algorithm.name={self.name!r} is not an algorithm; use 'module:class', or one of "
-                f"{', '.join((*ONLINE, *OFFLINE))}"
+                f"{', '.join((*ONLINE, ONLINE_DPO, *OFFLINE))}"
             )
         for name, readers in READ_BY.items():
             value, usual = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
@@ -321,6 +324,7 @@ DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "reinforce_pp_baseline": {"aggregation": "token_mean", "kl": {"estimator": "k2"}},
     "remax": {"group_size": 1, "aggregation": "constant_length", "kl": _KL_IN_THE_REWARD},
     "ppo": {"group_size": 1, "aggregation": "token_mean", "kl": _KL_IN_THE_REWARD},
+    ONLINE_DPO: {"filter_groups": True},
 }
 """What differs from the fields' own defaults, by algorithm: as its paper has it, but for the size of the groups and the
 weight of the KL, which is 0 for all. How large that should be depends on the rewards; where it goes, and by which
@@ -329,16 +333,17 @@ estimator, is the paper's."""
 _CLIPPED: Final = tuple(name for name in ONLINE if name not in ("rloo", "remax"))
 
 READ_BY: Final[dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("group_size", "aggregation", "max_tokens", "kl", "correction"), ONLINE),
-    **dict.fromkeys(("overlong_buffer", "overlong_penalty", "mask_truncated", "entropy_coefficient"), ONLINE),
+    "group_size": (*ONLINE, ONLINE_DPO),
+    **dict.fromkeys(("aggregation", "max_tokens", "kl", "correction", "entropy_coefficient"), ONLINE),
+    **dict.fromkeys(("overlong_buffer", "overlong_penalty", "mask_truncated"), (*ONLINE, ONLINE_DPO)),
     "gamma": ("reinforce_pp",),
     **dict.fromkeys(("clip_low", "clip_high"), _CLIPPED),
     "dual_clip": tuple(name for name in _CLIPPED if name != "cispo"),
-    **dict.fromkeys(("lone_baseline", "resample_rounds", "filter_groups"), GROUPED),
+    "lone_baseline": GROUPED,
+    **dict.fromkeys(("resample_rounds", "filter_groups"), (*GROUPED, ONLINE_DPO)),
     "critic": ("ppo",),
-    "beta": ("dpo", "kto"),
-    "preference_loss": ("dpo",),
-    "label_smoothing": ("dpo",),
+    "beta": ("dpo", "kto", ONLINE_DPO),
+    **dict.fromkeys(("preference_loss", "label_smoothing"), ("dpo", ONLINE_DPO)),
     "vote_noise": ("reward_model",),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), ("kto",)),
     "thumbs_up": ("sft",),

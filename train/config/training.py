@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from feedback.config import ComponentName, Weight
 from feedback.settings_base import Address, Section
-from train.config.algorithms import GROUPED, REWARD_MODEL, AlgorithmConfig
+from train.config.algorithms import GROUPED, ONLINE_DPO, REWARD_MODEL, AlgorithmConfig
 from train.config.placement import PlacementConfig
 from train.config.sections import (
     CheckpointConfig,
@@ -190,6 +190,8 @@ class TrainConfig(Section):
         """Whether a run needs the parent policy's logprobs."""
         if not self.algorithm.trains_policy:
             return False
+        if self.algorithm.name == ONLINE_DPO:
+            return True
         return self.measure_kl or self.algorithm.kl.coefficient > 0 or self.max_kl is not None
 
     @property
@@ -218,7 +220,7 @@ class TrainConfig(Section):
         _ranks_divide(self)
         _shares_are_prompts(self)
         name = self.algorithm.name
-        check_baseline(self, compares_groups=name in GROUPED, needs_greedy=name == "remax")
+        check_baseline(self, compares_groups=name in (*GROUPED, ONLINE_DPO), needs_greedy=name == "remax")
         if self.samples:
             _responses_suit(self)
             _prompts_suit(self.data)

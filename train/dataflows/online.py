@@ -75,7 +75,8 @@ class Online(Dataflow):
     def step(self, step: int) -> dict[str, float]:
         fresh = self.fresh(step)
         drawn = self.select(fresh, self.logged(step, fresh))
-        batch = PackedBatch.pack(drawn.rollouts) if drawn.rollouts else None
+        whole_groups = self.algorithm.whole_groups
+        batch = PackedBatch.pack(drawn.rollouts).with_(whole_groups=whole_groups) if drawn.rollouts else None
         self.run.timer.record("score")
         updates: list[dict[str, float]] = []
         if batch is not None and self.is_enough(batch):

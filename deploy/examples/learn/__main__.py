@@ -25,9 +25,9 @@ from deploy.examples.learn.trial import Outcome
 from deploy.examples.stages import Stages
 from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
 from feedback.config import ScoringConfig
-from train.config.algorithms import OFFLINE, ONLINE
+from train.config.algorithms import OFFLINE, ONLINE, ONLINE_DPO
 
-ALL = (*ONLINE, *OFFLINE, *plans.RECIPES)
+ALL = (*ONLINE, ONLINE_DPO, *OFFLINE, *plans.RECIPES)
 
 
 def chosen(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:

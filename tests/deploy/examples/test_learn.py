@@ -20,7 +20,7 @@ from deploy.examples.learn.home import Home
 from deploy.examples.learn.judge import reward_by
 from feedback.datasets import Prompt
 from train.batch.packed import Sample
-from train.config.algorithms import OFFLINE, ONLINE
+from train.config.algorithms import OFFLINE, ONLINE, ONLINE_DPO
 from train.data.rewards import Reward
 from train.data.samples import table_of
 
@@ -97,7 +97,7 @@ def test_settings_that_cannot_work_are_an_outcome_with_its_reason(tmp_path: Path
 
 
 def test_there_is_a_plan_for_every_algorithm() -> None:
-    assert list(plans.PLANS) == [*ONLINE, *OFFLINE]
+    assert list(plans.PLANS) == [*ONLINE, ONLINE_DPO, *OFFLINE]
 
 
 def test_the_judge_of_the_recipes_answers_over_http_by_the_tasks_rule(tmp_path: Path) -> None:

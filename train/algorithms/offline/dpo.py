@@ -14,6 +14,8 @@ Bradley-Terry model has it. The reference is the parent policy, frozen.
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -23,13 +25,13 @@ from train.objectives.preferences import pairs
 
 
 class DPO(Algorithm):
-    dataset = "pairs"
+    dataset: ClassVar[Literal["pairs"] | None] = "pairs"
     needs_reference = True
     whole_groups = True
 
     def loss(self, log_probs: Tensor, batch: PackedBatch) -> Loss:
         assert batch.ref_log_probs is not None
-        chosen, rejected = pairs(batch)
+        chosen, rejected = self.pairs(batch)
         log_ratio = batch.response_sums(log_probs - batch.ref_log_probs)
         h = log_ratio[chosen] - log_ratio[rejected]
         rewards = self.config.beta * log_ratio.detach()
@@ -43,6 +45,10 @@ class DPO(Algorithm):
             "logp_chosen": log_prob[chosen],
             "logp_rejected": log_prob[rejected],
         }
+
+    def pairs(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
+        """(chosen, rejected): int64 [P], sequences."""
+        return pairs(batch)
 
     def preference_loss(self, h: Tensor) -> Tensor:
         """float [P], of how much more the chosen response's log ratio is than the rejected one's, float [P], nats."""
