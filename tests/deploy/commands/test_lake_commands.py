@@ -374,7 +374,7 @@ def test_an_erasure_marks_for_retraining_on_request_and_the_next_cycle_starts_fr
     store = PolicyStore(Path(home_with_policy.resolved().serve.policies))
     seen = store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={}).version
     heir = store.publish(model, parent=seen, lineage={"lake_versions": {}}, metrics={}).version
-    judge = a_reward_model(home_with_policy, "judge", {"lake_versions": lake.versions()})
+    judge = a_reward_model(home_with_policy, model, {"lake_versions": lake.versions()})
     store.promote(heir, expected=1, who="t", why="t")
     said: list[str] = []
 
@@ -382,7 +382,7 @@ def test_an_erasure_marks_for_retraining_on_request_and_the_next_cycle_starts_fr
     assert training_parent(store, heir, said.append) == heir
     assert run("erase", "--user", "zaphod", "--yes", "--mark-for-retraining")[0] == 0
     assert [store.get(version).marked for version in (1, seen, heir)] == [False, True, True]
-    marks = [record.get("retrain") for record in json.loads((judge / "erasures.json").read_text())["erasures"]]
+    marks = [record.get("retrain") for record in erasures_of(home_with_policy, judge)]
     assert marks == [None, True]
     assert cli.run(["--config", str(home_with_policy.snapshot()), "policies"]) == 0
     assert capsys.readouterr().out.count("; marked for retraining") == 2

@@ -73,6 +73,7 @@ def test_the_file_of_a_job_has_them_for_its_user_alone_and_nothing_else_of_the_r
             "run": "r",
             "runs": tmp_path / "runs",
             "policies": store.root,
+            "reward_models": tmp_path / "reward_models",
             "lake_uri": lake.uri,
             "lake": {"storage_options": OPTIONS},
             "reward": {"judge": {"url": "http://x/v1", "model": "m", "rubric": "{response}", "api_key": JUDGES}},
@@ -127,7 +128,15 @@ def test_a_config_file_that_is_not_yaml_is_named_without_the_text_around_the_fau
 
 @pytest.mark.parametrize("where", [{"lake": {"storage_options": OPTIONS, "threads": 0}}, {"lake_uri": 1}])
 def test_a_job_that_is_not_valid_is_refused_without_its_credentials(where: dict[str, object]) -> None:
-    job = {"run": "r", "runs": "/r", "policies": "/p", "lake_uri": "/l", "reward": "", "lake": {}} | where
+    job = {
+        "run": "r",
+        "runs": "/r",
+        "policies": "/p",
+        "reward_models": "/m",
+        "lake_uri": "/l",
+        "reward": "",
+        "lake": {},
+    } | where
     with pytest.raises(ValidationError) as error:
         JobContext.model_validate({**job, "python_path": OPTIONS})
     assert KEY not in str(error.value)

@@ -133,7 +133,7 @@ def test_a_reward_function_that_does_not_exist_is_refused_before_anything_starts
 
 
 def test_a_cycle_that_would_train_a_reward_model_is_refused_with_what_would_do(settings: Settings) -> None:
-    with pytest.raises(ConfigError, match=r"train\.algorithm\.name=reward_model .*feedback\.scoring\.model\.name"):
+    with pytest.raises(ConfigError, match=r"train\.algorithm\.name=reward_model .*cycle\.recipe to rlhf"):
         run_cycle(changed(settings, ("train.algorithm.name", "reward_model")))
 
 
