@@ -21,6 +21,7 @@ from feedback.process_signals import STOPPING, StopSignal
 NOTHING_TO_LEARN: Final = 3
 """Exit code of `millrace train` where there was nothing to learn from, and nothing went wrong."""
 
+_AGAIN_S: Final = 0.02  # from a destructor that has dropped Stopped to the next try
 _SUBREAPER_MARGIN_S = 8.0  # beyond the grace, to end what the command left behind
 
 
@@ -35,7 +36,10 @@ class Stopped(StopSignal):
 
 @contextmanager
 def stop_on_signals() -> Iterator[None]:
-    """Raise Stopped in the main thread at the first SIGTERM, SIGINT or SIGHUP; further ones change nothing."""
+    """Raise Stopped in the main thread at the first SIGTERM, SIGINT or SIGHUP; further ones change nothing.
+
+    Where it comes while a destructor or a callback of the interpreter runs, Python drops it: it is raised once more.
+    """
     stopped: Stopped | None = None
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -45,7 +49,14 @@ def stop_on_signals() -> Iterator[None]:
         stopped = Stopped(128 + number)
         raise stopped
 
+    def dropped(what: sys.UnraisableHookArgs) -> None:
+        if stopped is None or what.exc_value is not stopped:
+            return hook(what)
+        signal.signal(stopped.code - 128, stop)
+        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), stopped.code - 128)).start()
+
     before: dict[int, Any] = {number: signal.signal(number, stop) for number in STOPPING}
+    hook, sys.unraisablehook = sys.unraisablehook, dropped
     try:
         yield
     except SystemExit:
@@ -53,6 +64,7 @@ def stop_on_signals() -> Iterator[None]:
             raise
         raise stopped from None  # Ray raises a plain one, whichever signal ended its wait
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

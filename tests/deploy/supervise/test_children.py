@@ -133,6 +133,39 @@ def test_a_signal_becomes_stopped_once() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+IN_A_DESTRUCTOR = """
+import os, signal, time
+from deploy.supervise.children import Stopped, stop_on_signals
+
+class Slow:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+try:
+    with stop_on_signals():
+        Slow()
+        print("goes on", flush=True)
+        time.sleep(60)
+        print("was not stopped")
+except Stopped as stopped:
+    print(stopped, stopped.code)
+"""
+
+
+def test_a_signal_that_comes_while_a_destructor_runs_stops_all_the_same() -> None:
+    """Python drops what a destructor raises, and says so on stderr alone."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_DESTRUCTOR],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.stdout.splitlines() == ["goes on", "SIGINT 130"], done.stderr
+
+
 STARTS = """
 import time
 from deploy.supervise.children import Stopped, stop_on_signals
