@@ -216,6 +216,8 @@ def on_logged_responses(
     config: TrainConfig, context: JobContext, lake: Lake, begun: Begun, reward: RewardFunction
 ) -> None:
     """Try the reward on a few logged responses, and say what came out by component. Raises as ``try_reward``."""
+    if config.data.prompts and config.data.traffic_weight == 0:  # traffic may lack what the reward reads
+        return
     rows = logged_responses(lake, begun.start.lake_versions)
     if not rows.num_rows:  # all prompts are one's own
         return

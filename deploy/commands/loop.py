@@ -109,12 +109,16 @@ def train(settings: Settings, name: str | None, parent: int | None, reward_model
     Exit code 3 if there was nothing to learn from (too few prompts, or rewards that do not differ), or what it learned
     from was erased meanwhile, 1 if the run was stopped for its health or failed; nothing is then published.
     """
+    from deploy.loop.cycle import training_parent
     from deploy.loop.preflight import reward_of, training_problems
 
     if problems := [] if reward_model else training_problems(settings):
         raise ConfigError("\n".join(problems))
     resolved = settings.resolved()
     name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    store = settings.policy_store()
+    if parent is None and (pointer := store.serving()) and store.get(pointer.version).marked:
+        parent = training_parent(store, pointer.version, click.echo)
     with no_leftovers(), stop_on_signals():
         from train.context import JobContext
         from train.launch import run_job

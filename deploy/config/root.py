@@ -134,6 +134,14 @@ class Settings(Section):
         needs = {"rlhf": scoring.human.weight, "rlaif": scoring.judge and scoring.judge.weight}
         if recipe == "rlvr" and self.train.reward is None and not any(r.weight for r in scoring.rules.values()):
             raise ValueError("cycle.recipe=rlvr: there is no rule: set feedback.scoring.rules, or train.reward")
+        if recipe in needs and self.train.reward is not None:
+            raise ValueError(
+                f"cycle.recipe={recipe} and train.reward={self.train.reward} both say what rewards responses: take one "
+                "out"
+            )
+        component = {"rlhf": "human", "rlaif": "judge"}.get(recipe)
+        if component is not None and self.train.reward_weights.get(component) == 0:
+            raise ValueError(f"cycle.recipe={recipe} rewards by {component}, and train.reward_weights.{component} is 0")
         if recipe in needs and not needs[recipe]:
             source = {"rlhf": "feedback.scoring.human.weight", "rlaif": "feedback.scoring.judge"}[recipe]
             raise ValueError(f"cycle.recipe={recipe}: {source} is not set, or has no weight")
@@ -176,14 +184,17 @@ class Settings(Section):
         )
 
     def _with_reward_model(self, scoring: ScoringConfig) -> ScoringConfig:
-        """With the folder of the version that rewards for ``trained``; without a model, if none does yet."""
+        """With the folder of the version that rewards for ``trained``; without a model, if none does yet.
+
+        One that an erasure has marked for retraining does not.
+        """
         store = self.stores().reward_models
         pointer = store.serving()
 
         def found(model: Classifier | None) -> Classifier | None:
             if model is None or model.name != TRAINED:
                 return model
-            if pointer is None:
+            if pointer is None or store.get(pointer.version).marked:
                 return None
             return model.model_copy(update={"name": str(store.get(pointer.version).path)})
 

@@ -110,12 +110,13 @@ class _Cycle:
         if reason := self._nothing_new():
             return self._end("skipped", reason)
 
-        if self.settings.cycle.recipe == "rlhf" and (reason := self._reward_model(pointer.version)):
+        parent = training_parent(self.store, pointer.version, self.say)
+        killed = killed_training(self.settings, self.record.number, pointer.version, parent)
+        if self.settings.cycle.recipe == "rlhf" and (reason := self._reward_model(parent, go_on=killed is not None)):
             return self._end("skipped", reason)
 
         self.record.run = f"cycle-{self.record.number:06d}"
-        parent = training_parent(self.store, pointer.version, self.say)
-        if killed := killed_training(self.settings, self.record.number, pointer.version, parent):
+        if killed:
             self.record.run, self.record.rewards, self.record.feedback = killed.run, killed.rewards, killed.feedback
             self.say(f"goes on with run {killed.run}: the training of cycle {killed.number} was killed")
         trained = self._run(
@@ -141,28 +142,40 @@ class _Cycle:
 
     def _nothing_new(self) -> str | None:
         """Why there is nothing to train on, compared with the last cycle whose candidate was judged."""
-        what = "feedback" if self.settings.train.algorithm.is_offline else "rewards"
+        offline = self.settings.cycle.recipe == "offline" or self.settings.train.algorithm.is_offline
+        what = "feedback" if offline else "rewards"
         judged = [getattr(record, what) for record in load_all(self.settings) if record.verdict is not None]
-        before = next((count for count in reversed(judged) if count is not None), 0)
-        count, least = getattr(self.record, what), self.settings.cycle.min_new_rewards
-        new = count - before if count >= before else count  # fewer than before: old rows were retired
+        new, least = _new(getattr(self.record, what), judged), self.settings.cycle.min_new_rewards
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
 
-    def _reward_model(self, policy: int) -> str | None:
-        """Train another reward model, if enough was said since the last; why there is none yet, or None if there is."""
+    def _reward_model(self, policy: int, *, go_on: bool) -> str | None:
+        """Train another reward model, if enough was said since the last, or an erasure has marked that for retraining.
+
+        Why there is none to reward by, or None if there is one. ``go_on``: with a run that was killed, and rewarded by
+        the one that there is.
+        """
         store = self.settings.stores().reward_models
-        trained = [one.feedback for one in load_all(self.settings) if "reward-model" in one.seconds and one.feedback]
-        new, why = (self.record.feedback or 0) - max(trained, default=0), ""
-        if (least := self.settings.train.reward_model.min_new_feedback) <= new:
+
+        def rewards() -> int | None:
+            pointer = store.serving()
+            return None if pointer is None or store.get(pointer.version).marked else pointer.version
+
+        trained = [
+            record.feedback
+            for record in load_all(self.settings)
+            if any(stage.name == "reward-model" and stage.ok for stage in record.stages)
+        ]
+        marked = rewards() is None and store.serving() is not None
+        new, why, least = _new(self.record.feedback, trained), "", self.settings.train.reward_model.min_new_feedback
+        if not go_on and (new >= least or marked):
             name = f"cycle-{self.record.number:06d}-reward-model"
             arguments = ("--reward-model", "--run", name, "--parent", str(policy))
             timeout = self.settings.cycle.train_timeout_s
             why = self._run("train", timeout, *arguments, stage="reward-model")["reason"]
             self.say(why)
-        pointer = store.serving()
-        if pointer is None:
+        self.record.reward_model = rewards()
+        if self.record.reward_model is None:
             return f"there is no reward model yet: {why or f'{new} feedbacks, {least} are needed'}"
-        self.record.reward_model = pointer.version
         return None
 
     def _run(self, name: str, timeout: float, *arguments: str, stage: str | None = None) -> dict[str, Any]:
@@ -233,6 +246,13 @@ class _Cycle:
 
     def _save(self) -> None:
         write(self.settings, self.record)
+
+
+def _new(count: int | None, before: list[int | None]) -> int:
+    """How many rows are new since the last count before; all, if there are fewer than then: old ones were removed."""
+    last = next((known for known in reversed(before) if known is not None), 0)
+    count = count or 0
+    return count - last if count >= last else count
 
 
 def _last_error(output: str) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Final
 
 from deploy.config.root import Settings
+from feedback.events import EARLIER_TURN
+from feedback.schema import IMPORTED
 
 _LEARNT_BY: Final = {"preference": "dpo", "thumb": "kto", "correction": "sft"}
 """By kind of feedback, the algorithm that learns from it; of kinds that there is as much of, the first."""
 
-_RESPONSES: Final = """
-SELECT kind, count(DISTINCT (tenant, response_id)) FROM feedback WHERE kind IN ('preference', 'thumb', 'correction')
+_RESPONSES: Final = f"""
+SELECT kind, count(DISTINCT (tenant, response_id))
+FROM feedback SEMI JOIN (FROM interactions WHERE status IN ('complete', '{IMPORTED}')) USING (tenant, response_id)
+WHERE kind IN ('preference', 'thumb', 'correction') AND feedback_id NOT LIKE '{EARLIER_TURN}'
 GROUP BY kind
 """
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from serve.config import RetentionConfig
 from serve.policies.records import read_json
-from serve.policies.store import Policy, PolicyStore
+from serve.policies.store import Policy, PolicyError, PolicyStore
 
 Needed = Callable[[], Mapping[int, str]]
 """Version -> why it is needed by what this package does not know of, such as runs."""
@@ -73,14 +73,18 @@ def prune(store: PolicyStore, config: RetentionConfig, needed: Needed = dict) ->
 def unmarked_ancestor(store: PolicyStore, version: int) -> Policy | None:
     """A policy itself, or its nearest ancestor, that has its weights and neither is nor descends from a marked one.
 
-    None if there is none.
+    None if there is none. The line ends where a folder was removed or its manifest can't be read.
+
+    Raises PolicyError if the policy itself can't be had.
     """
+    policy: Policy | None = store.get(version)
     clean: list[Policy] = []
-    at: int | None = version
-    while at is not None:
-        policy = store.get(at)
+    while policy is not None:
         clean = [] if policy.marked else [*clean, policy]
-        at = policy.parent
+        try:
+            policy = None if policy.parent is None else store.get(policy.parent)
+        except PolicyError:
+            break
     return next((policy for policy in clean if policy.pruned is None), None)
 
 

@@ -63,7 +63,7 @@ def publish_reward_model(
     read_as_trained(folder)
     judged = ask(folder, data.held_out_rows)
     pointer = store.serving()
-    before = None if pointer is None else pointer.version
+    before = None if pointer is None or store.get(pointer.version).marked else pointer.version
     agreed = [] if before is None else agreement(ask(store.get(before).path, data.held_out_rows))
     configuration = json.loads((folder / "config.json").read_text())
     line = configuration[CALIBRATION] = calibrate(judged, config.algorithm.vote_noise)
@@ -108,6 +108,7 @@ def verdict(agrees: Sequence[float], before: int | None, agreed: Sequence[float]
         return found
     _, low, high = wilson(round(sum(agrees)), len(agrees), confidence=_CONFIDENCE)
     mean = sum(agrees) / len(agrees)
+    found["keep"] = before is None and high >= 0.5
     found["agreement"] = {"value": mean, "low": low, "high": high, "judgements": len(agrees)}
     found["why"] = f"agrees with {mean:.1%} [{low:.1%}, {high:.1%}] of {len(agrees)} held-out judgements"
     if agreed:

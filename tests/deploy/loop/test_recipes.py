@@ -10,8 +10,8 @@ import pytest
 
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings
-from deploy.loop import recipes
-from deploy.loop.cycle import run_cycle
+from deploy.loop import recipes, records
+from deploy.loop.cycle import _new, run_cycle
 from feedback.config import TRAINED
 from tests.feedback.feedback_rows import interaction, put, said
 
@@ -44,6 +44,14 @@ def test_rlhf_has_the_trained_reward_model_stand_in_for_people() -> None:
             r"cycle\.recipe=rlhf: feedback\.scoring\.human\.weight is not set, or has no weight",
         ),
         ([("cycle.recipe", "magic")], r"rlvr"),
+        (
+            [("cycle.recipe", "rlhf"), ("train.reward", "a:b")],
+            r"cycle\.recipe=rlhf and train\.reward=a:b both say what rewards",
+        ),
+        (
+            [("cycle.recipe", "rlhf"), ("train.reward_weights", '{"human": 0}')],
+            r"cycle\.recipe=rlhf rewards by human, and train\.reward_weights\.human is 0",
+        ),
     ],
 )
 def test_what_a_recipe_can_not_work_with_is_refused_by_name(options: list[tuple[str, str]], named: str) -> None:
@@ -108,6 +116,44 @@ def test_a_cycle_without_enough_feedback_for_a_reward_model_says_so_and_trains_n
     assert record.reason == "there is no reward model yet: 1 feedbacks, 64 are needed"
     assert [stage.name for stage in record.stages] == ["score"]
     assert nothing_left() == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "new"),
+    [([], 5, 5), ([100], 160, 60), ([100_000], 40_000, 40_000), ([100, None], 130, 30), ([100, 50], 60, 10)],
+)
+def test_what_is_new_is_counted_from_the_last_time_also_where_rows_have_been_removed(
+    before: list[int | None], now: int, new: int
+) -> None:
+    assert _new(now, before) == new
+
+
+def test_a_reward_model_that_failed_to_be_trained_is_tried_again_with_the_same_feedback(
+    home_with_policy: Settings,
+) -> None:
+    settings = changed(home_with_policy, ("cycle.recipe", "rlhf"), ("train.reward_model.min_new_feedback", "1"))
+    lake = settings.lake()
+    lake.create()
+    put(lake, "interactions", [interaction("r1")])
+    put(lake, "feedback", [said("f1", "r1", "thumb", value=1)])
+    stage = records.Stage(name="reward-model", started_at=records.now(), seconds=1.0, ok=False)
+    failed = records.CycleRecord(number=1, status="failed", started_at=records.now(), feedback=1, stages=[stage])
+    settings.path("cycles").mkdir()
+    records.write(settings, failed)
+    record = run_cycle(settings)
+    assert [stage.name for stage in record.stages] == ["score", "reward-model"]
+    assert record.reason is not None
+    assert "there is no reward model yet: 1 usable items of feedback" in record.reason
+
+
+def test_a_reward_model_that_is_marked_for_retraining_rewards_nothing(home_with_policy: Settings, model: Path) -> None:
+    settings = changed(home_with_policy, ("cycle.recipe", "rlhf"))
+    store = settings.stores().reward_models
+    store.publish(model, parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="test")
+    assert settings.resolved().feedback.scoring.human.model is not None
+    store.record_erasure(1, certainty="yes", why="w", retrain=True)
+    assert settings.resolved().feedback.scoring.human.model is None
 
 
 def changed(settings: Settings, *options: tuple[str, str]) -> Settings:

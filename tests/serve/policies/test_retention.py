@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -248,3 +249,19 @@ def test_of_a_promotion_and_a_prune_at_once_the_pointer_never_names_what_is_gone
         assert promoted == (results["pruned"] is not None)
         outcomes.add(promoted)
     assert outcomes  # which of the two came first is nobody's promise
+
+
+def test_an_ancestor_whose_folder_was_removed_ends_the_line_and_no_cycle(store: PolicyStore) -> None:
+    filled(store, 3)
+    serve(store, 3)
+    shutil.rmtree(store.get(1).path)
+    clean = unmarked_ancestor(store, 3)
+    assert clean is not None
+    assert clean.version == 3
+    assert sorted(kept(store, LAST)) == [3]
+    store.record_erasure(3, certainty="yes", why="w", retrain=True)
+    clean = unmarked_ancestor(store, 3)
+    assert clean is not None
+    assert clean.version == 2
+    with pytest.raises(PolicyNotFound):
+        unmarked_ancestor(store, 1)

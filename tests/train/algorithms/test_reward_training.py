@@ -203,6 +203,8 @@ def test_a_version_rewards_if_it_is_not_worse_than_the_one_before_on_the_same_it
     assert verdict([1.0] * 40, 1, [1.0] * 30 + [0.0] * 10)["keep"] is True
     assert verdict([], 1, [])["keep"] is False, "nothing says that it is no worse"
     assert verdict([], None, [])["keep"] is True
+    assert verdict([0.0] * 40, None, [])["keep"] is False, "worse than a coin"
+    assert verdict([1.0] * 6 + [0.0] * 6, None, [])["keep"] is True
 
 
 def test_the_loss_is_bradley_and_terrys() -> None:
