@@ -383,6 +383,7 @@ async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
     processes = psutil.Process(fleet.process.pid).children(recursive=True)
     at_work = [asyncio.create_task(ask(fleet_client, max_tokens=240, n=4, user="last")) for _ in range(4)]
     await asyncio.sleep(0.3)
+    await asyncio.gather(*(ask(fleet_client, max_tokens=1) for _ in range(8)))  # sent later, so those have come in
     code = await asyncio.to_thread(stop_server, fleet)
     answers = [await task for task in at_work]
     assert code == 0, fleet.log.read_text()[-3000:]
