@@ -73,7 +73,7 @@ SELECT kind, feedback_id, pairs.tenant, chosen_id AS chosen_response_id, rejecte
        {_sampled("c", "logprobs")} AS chosen_logprobs,
        r.response AS rejected, {_sampled("r", "response_token_ids")} AS rejected_token_ids,
        {_sampled("r", "logprobs")} AS rejected_logprobs,
-       pairs.created_at
+       r.status = '{IMPORTED}' OR coalesce(c.status = '{IMPORTED}', false) AS imported, pairs.created_at
 FROM pairs
 JOIN interactions r ON r.tenant = pairs.tenant AND r.response_id = rejected_id
 LEFT JOIN interactions c ON c.tenant = pairs.tenant AND c.response_id = chosen_id
@@ -83,7 +83,7 @@ ORDER BY pairs.created_at, kind, rejected_id, chosen_id, feedback_id
 _THUMBS: Final = f"""
 SELECT response_id, tenant, prompt, messages, prompt_token_ids, response,
        {_sampled("i", "response_token_ids")} AS response_token_ids, {_sampled("i", "logprobs")} AS logprobs,
-       up > down AS desirable, up, down, voted_at AS created_at
+       up > down AS desirable, up, down, i.status = '{IMPORTED}' AS imported, voted_at AS created_at
 FROM thumbs JOIN interactions i USING (tenant, response_id)
 WHERE up <> down
 ORDER BY voted_at, response_id
@@ -101,8 +101,9 @@ WHERE status = 'complete' AND len(prompt_token_ids) > 0 AND components['human'] 
 ORDER BY created_at, response_id
 """
 
-_DEMONSTRATIONS: Final = """
-SELECT feedback_id, c.response_id, c.tenant, prompt, messages, prompt_token_ids, c.text, c.source, c.created_at
+_DEMONSTRATIONS: Final = f"""
+SELECT feedback_id, c.response_id, c.tenant, prompt, messages, prompt_token_ids, c.text, c.source,
+       i.status = '{IMPORTED}' AS imported, c.created_at
 FROM corrections c JOIN interactions i USING (tenant, response_id)
 ORDER BY c.created_at, c.feedback_id
 """
@@ -135,6 +136,7 @@ PAIRS: Final = pa.schema(
         pa.field("rejected", _TEXT, nullable=False),
         pa.field("rejected_token_ids", _TOKENS),  # null for what was imported, as are all tokens and logprobs of it
         pa.field("rejected_logprobs", _LOGPROBS),
+        pa.field("imported", pa.bool_(), nullable=False),  # either response
         pa.field("created_at", TIMESTAMP, nullable=False),  # of the last feedback that it comes from
     ]
 )
@@ -151,6 +153,7 @@ THUMBS: Final = pa.schema(
         pa.field("desirable", pa.bool_(), nullable=False),
         pa.field("up", pa.int32(), nullable=False),  # sources
         pa.field("down", pa.int32(), nullable=False),
+        pa.field("imported", pa.bool_(), nullable=False),
         pa.field("created_at", TIMESTAMP, nullable=False),  # of the last vote
     ]
 )
@@ -177,6 +180,7 @@ DEMONSTRATIONS: Final = pa.schema(
         *_PROMPT,
         pa.field("text", _TEXT, nullable=False),  # what somebody wrote in its place
         pa.field("source", _TEXT, nullable=False),
+        pa.field("imported", pa.bool_(), nullable=False),
         pa.field("created_at", TIMESTAMP, nullable=False),
     ]
 )

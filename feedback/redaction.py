@@ -1,23 +1,24 @@
 """Texts without what must not be kept: the functions of ``feedback.capture.redact``, applied before the journal.
 
 They run in a process of their own. A regular expression that never ends holds the interpreter, so that no thread could
-stop it; the kernel ends the process that takes too long (setitimer), and the next text starts another. A row any of
+stop it; the process that takes too long is killed, and the next text starts another. A row any of
 whose texts changed keeps no token ids and no logprobs: they would say what was taken out, and nothing untrue is to be
 learned from. If it was complete, its status is ``redacted``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -31,6 +32,7 @@ REDACTED: Final = "redacted"
 """The status of a complete response any of whose texts were changed."""
 
 _START_TIMEOUT_S: Final = 60.0
+_READ_BYTES: Final = 1 << 16
 
 Redact = Callable[[str], str]
 Decode = Callable[[list[int]], str]
@@ -51,9 +53,10 @@ class Redactor:
         self._config = config
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
+        self._pipe: socket.socket | None = None
 
     def start(self) -> None:
-        """Load the functions. Raises RedactionError if one can't be, OSError if no process can be started."""
+        """Load the functions. Raises RedactionError if one can't be, or no process can be started."""
         with self._lock:
             self._started()
 
@@ -68,8 +71,7 @@ class Redactor:
         if not different:
             return {"": ""}
         with self._lock:
-            child = self._started()
-            answer = self._ask(child, different)
+            answer = self._ask(self._started(), different, self._config.redact_timeout_s)
             if answer is None:
                 self._end()
                 limit = f"{self._config.redact_timeout_s:g} s (feedback.capture.redact_timeout_s)"
@@ -106,47 +108,57 @@ class Redactor:
             return row
         return row | {"text": text, "kind": "comment" if row["kind"] == "correction" else row["kind"]}
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._child is not None and self._child.poll() is None:
-            return self._child
+    def _started(self) -> socket.socket:
+        """The pipe to the process, which is started if there is none."""
+        if self._pipe is not None and self._child is not None and self._child.poll() is None:
+            return self._pipe
         self._end()
-        with stop_signals_blocked():
-            self._child = child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "feedback.redaction"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=os.environ | search_path(),
-                start_new_session=True,
-            )
-        answer = self._ask(child, {"functions": self._config.redact, "timeout_s": self._config.redact_timeout_s})
+        try:
+            self._pipe, of_child = socket.socketpair()
+            with of_child, stop_signals_blocked():
+                self._child = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "feedback.redaction"],
+                    stdin=of_child,
+                    stdout=of_child,
+                    env=os.environ | search_path(),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._end()
+            raise RedactionError(f"the redact functions' process could not be started: {error.strerror}") from error
+        task = {"functions": self._config.redact, "timeout_s": self._config.redact_timeout_s}
+        answer = self._ask(self._pipe, task, _START_TIMEOUT_S)
         if answer is None or "error" in answer:
             self._end()
             reason = f"could not be loaded in {_START_TIMEOUT_S:g} s, or ended the process"
             raise RedactionError((answer or {}).get("error", f"feedback.capture.redact: the functions {reason}"))
-        return child
+        return self._pipe
 
-    def _ask(self, child: subprocess.Popen[bytes], message: Any) -> Any:
-        """The child's answer; None if it has died."""
-        assert child.stdin is not None
-        assert child.stdout is not None
+    def _ask(self, pipe: socket.socket, message: Any, limit_s: float) -> Any:
+        """The child's answer; None if it has died, or has not answered in time."""
+        deadline = time.monotonic() + limit_s
+        line = bytearray()
         try:
-            child.stdin.write(json.dumps(message).encode() + b"\n")
-            child.stdin.flush()
-        except OSError:
+            pipe.settimeout(limit_s)
+            pipe.sendall(json.dumps(message).encode() + b"\n")
+            while not line.endswith(b"\n"):
+                pipe.settimeout(max(0.0, deadline - time.monotonic()))
+                part = pipe.recv(_READ_BYTES)
+                if not part:
+                    return None
+                line += part
+        except OSError:  # TimeoutError is one
             return None
-        line = child.stdout.readline()
-        return json.loads(line) if line.endswith(b"\n") else None
+        return json.loads(line)
 
     def _end(self) -> None:
-        if self._child is None:
-            return
         child, self._child = self._child, None
-        child.kill()
-        child.wait()
-        for pipe in (child.stdin, child.stdout):
-            assert pipe is not None
-            with contextlib.suppress(OSError):  # of what was not written any more
-                pipe.close()
+        pipe, self._pipe = self._pipe, None
+        if child is not None:
+            child.kill()
+            child.wait()
+        if pipe is not None:
+            pipe.close()
 
 
 def withheld(row: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +286,7 @@ def main() -> None:
     """The child: which functions, then texts, each as a line of JSON, until the pipe ends."""
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a function prints goes to the log
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends this process, whatever holds the interpreter
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # for when the parent is gone, which kills what takes too long
     task = json.loads(sys.stdin.readline())
     signal.setitimer(signal.ITIMER_REAL, _START_TIMEOUT_S)
     functions: list[tuple[str, Redact]] = []

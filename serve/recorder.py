@@ -160,7 +160,7 @@ class Redaction:
         self._thread = ThreadPoolExecutor(1, "redaction")
 
     async def start(self) -> None:
-        """Load the functions. Raises RedactionError, OSError."""
+        """Load the functions. Raises RedactionError."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._redactor.start)
 
     async def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -128,19 +129,32 @@ def import_(
     """Add preferences, thumbs or demonstrations that others collected to the lake, for offline algorithms.
 
     PATH is a JSONL, Parquet or Arrow file, or a folder as `datasets` saves it. A broken line is named, and nothing is
-    then imported. Repeated, it adds nothing twice. `millrace lake erase --user SOURCE` takes it out again.
+    then imported. Repeated, it adds nothing twice. What feedback.capture.redact changes is left out. `millrace lake erase
+    --user SOURCE` takes it out again.
 
     \b
     millrace data import ultrafeedback.parquet --format trl-preference --source ultrafeedback
     """
     from feedback.exchange.imports import import_set
+    from feedback.redaction import Redactor
 
     lake = settings.lake()
-    with stop_on_signals():
+    feedback = settings.resolved().feedback
+    with stop_on_signals(), closing(Redactor(feedback.capture)) as redactor:
+        if feedback.capture.redact:
+            redactor.start()
         lake.create()
-        journal = Path(settings.resolved().feedback.journal.folder)
-        tokenise = _tokenise(settings)
-        imported = import_set(lake, journal, path, form, source=source, tokenise=tokenise, tenant=tenant, split=split)
+        imported = import_set(
+            lake,
+            Path(feedback.journal.folder),
+            path,
+            form,
+            source=source,
+            tokenise=_tokenise(settings),
+            tenant=tenant,
+            split=split,
+            redactor=redactor if feedback.capture.redact else None,
+        )
     click.echo(
         f"{path}: {imported.rows} rows; added {imported.responses} responses and {imported.feedback} feedback of "
         f"{source}{_left_out(imported.left_out)}"

@@ -30,6 +30,7 @@ from feedback.ingest.deduplication import append_feedback
 from feedback.ingest.id_index import take_in_if_used
 from feedback.journal.codec import to_batch
 from feedback.lake.tables import Lake, LakeConflictError, LakeError
+from feedback.redaction import REDACTED, RedactionError, Redactor
 from feedback.schema import FEEDBACK, IMPORTED, INTERACTIONS
 
 ENDPOINT: Final = "import"
@@ -70,13 +71,16 @@ def import_set(
     tokenise: Tokenise,
     tenant: str = "default",
     split: str | None = None,
+    redactor: Redactor | None = None,
 ) -> Imported:
     """Add a set's responses and feedback to the lake; nothing of it, if a line or row is broken.
 
     Args:
         source: whose feedback it is; erasing this user erases the import.
+        redactor: a row any of whose texts it changes is left out; no policy is to learn from such a text.
 
     Raises:
+        feedback.redaction.RedactionError: a text can't be redacted; its line or row is named.
         RecordError: the set can't be read, or a line or row is not of the format; it is named.
         feedback.lake.tables.LakeError: the lake can't be read or written.
         feedback.files.LockTimeoutError: another process seals for too long.
@@ -97,6 +101,10 @@ def import_set(
                 raise trl.UnfitError(NO_TEMPLATE) from error
             if not prompt[2]:
                 raise trl.UnfitError(trl.EMPTY)
+            if redactor is not None and _changed(redactor, example, prompt[0]):
+                raise trl.UnfitError(REDACTED)
+        except RedactionError as error:
+            raise RedactionError(f"{record.where}: {error}") from error
         except trl.UnfitError as error:
             left_out[str(error)] += 1
             continue
@@ -116,6 +124,13 @@ def import_set(
     if known := len(feedback) - said_anew:
         left_out[KNOWN] += known
     return Imported(rows, added, said_anew, dict(sorted(left_out.items())))
+
+
+def _changed(redactor: Redactor, example: trl.Example, prompt: str) -> bool:
+    """Whether redaction changes any text of an example. ``prompt``: the text that is tokenised."""
+    messages = [] if isinstance(example.prompt, str) else example.prompt
+    contents = [text for message in messages for text in message.values()]
+    return any(text != kept for text, kept in redactor.texts([prompt, *contents, *example.responses]).items())
 
 
 def _id(*parts: str) -> str:

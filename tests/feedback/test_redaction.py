@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,10 @@ from feedback.events import FeedbackIn
 from feedback.redaction import READY, RedactionError, Redactor, card, email, luhn, phone, withheld
 
 OWN = """
+import os
 import re
+import signal
+import time
 
 def own(text):
     print("this must not end up among the answers")
@@ -27,10 +31,15 @@ def own(text):
         raise ValueError(text)
     if "hang" in text:
         re.match(r"(a+)+$", "a" * 64 + "b")  # holds the interpreter for longer than anybody waits
+    if "alarm" in text:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        signal.alarm(0)
+        time.sleep(60)
+    if "stop" in text:
+        os.kill(os.getpid(), signal.SIGSTOP)
     if "number" in text:
         return 5
     if "die" in text:
-        import os
         os._exit(3)
     return text.replace("swordfish", "[password]")
 
@@ -195,6 +204,8 @@ def test_a_number_that_is_written_as_json_number_is_redacted_too() -> None:
         ("raise swordfish", "own_redaction:own failed: ValueError"),
         ("number", "own failed: AttributeError"),
         ("hang", "longer than 1 s"),
+        ("alarm", "longer than 1 s"),  # a timer of its own, in place of any that would end it
+        ("stop", "longer than 1 s"),
         ("die", "died"),
     ],
 )
@@ -218,6 +229,22 @@ def test_a_failing_function_is_an_error_without_the_text_and_the_next_text_is_re
 def test_a_function_that_can_not_be_loaded_is_named_at_the_start(redactor: Redactor, function: str, says: str) -> None:
     with pytest.raises(RedactionError, match=says):
         Redactor(CaptureConfig(redact=[function])).start()
+
+
+def test_a_process_that_can_not_be_started_is_an_error_and_the_next_text_starts_another(
+    redactor: Redactor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as changed:
+        changed.setattr(sys, "executable", "/not/there")
+        with pytest.raises(RedactionError, match="could not be started: No such file"):
+            redactor.texts(["swordfish"])
+    assert redactor.texts(["swordfish"])["swordfish"] == "[password]"
+
+
+def test_a_text_and_an_answer_longer_than_any_pipe_come_through_whole() -> None:
+    text = "ä a@b.c " * 100_000
+    with Redaction(["email"]) as redactor:
+        assert redactor.texts([text]) == {"": "", text: "ä [email] " * 100_000}
 
 
 def test_the_process_ends_with_the_redactor(redactor: Redactor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,20 @@ async def test_an_end_that_can_not_be_redacted_is_an_error_without_any_text(home
     assert not home.on_disk("unbearable")
     [kept] = await home.sealed()
     assert (kept["status"], kept["response"], kept["prompt"], kept["user"]) == ("error", "", None, "bob@example.org")
+
+
+async def test_an_end_whose_functions_can_not_be_started_is_an_error_without_any_text(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = await home.recorder.begin(row("", prompt="", response_id="s"), lambda: row("un", response_id="s"))
+    monkeypatch.setattr(sys, "executable", "/not/there")
+    with pytest.raises(Problem) as raised:
+        await home.recorder.end([stream], [row("swordfish", response_id="s")])
+    assert (raised.value.status, raised.value.retry_after) == (503, 5.0)
+    monkeypatch.undo()
+    assert not home.on_disk("swordfish")
+    [kept] = await home.sealed()
+    assert (kept["status"], kept["response"], kept["user"]) == ("error", "", "bob@example.org")
 
 
 async def test_of_what_can_not_be_redacted_nothing_is_recorded_and_a_stream_does_not_begin(home: Home) -> None:

@@ -18,6 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import pyarrow as pa
+
 from feedback import datasets
 from feedback.lake.tables import Lake
 from feedback.scoring.aggregation import OVER_CAP
@@ -200,14 +202,14 @@ Rows = Iterator[tuple[str, dict[str, Any], list[Response]]]
 def pairs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
     for row in _newest(datasets.preference_pairs(lake, versions=versions), config, left_out):
         chosen = (row["chosen_token_ids"], row["chosen"], 1.0)
-        imported = "imported " if row["rejected_token_ids"] is None else ""
+        imported = "imported " if row["imported"] else ""
         yield f"{imported}pairs by {row['kind']}", row, [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]
 
 
 def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
     for row in _newest(datasets.thumbs(lake, versions=versions), config, left_out):
         up = bool(row["desirable"])
-        imported = "imported " if row["response_token_ids"] is None else ""
+        imported = "imported " if row["imported"] else ""
         yield (
             f"{imported}thumbs {'up' if up else 'down'}",
             row,
@@ -237,9 +239,7 @@ def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, lef
             known.add(row["response_id"])
             found.append(("votes", row, [(row["response_token_ids"], row["response"], row["vote"])]))
     found.sort(key=lambda item: item[1]["created_at"])
-    older = max(0, len(found) - config.data.max_prompts)
-    left_out[OLD] += older
-    yield from found[older:]
+    yield from itertools.compress(found, _kept([row.get("imported", False) for _, row, _ in found], config, left_out))
 
 
 def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
@@ -256,9 +256,7 @@ def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig,
         if item[1]["desirable"] and item[1]["response_id"] not in corrected
     )
     both = sorted([*corrections, *liked], key=lambda item: item[1]["created_at"])
-    older = max(0, len(both) - config.data.max_prompts)
-    left_out[OLD] += older
-    yield from both[older:]
+    yield from itertools.compress(both, _kept([row["imported"] for _, row, _ in both], config, left_out))
 
 
 DATASETS: Final[dict[str, Callable[[Lake, Mapping[str, int], TrainConfig, Counter[str]], Rows]]] = {
@@ -270,12 +268,23 @@ DATASETS: Final[dict[str, Callable[[Lake, Mapping[str, int], TrainConfig, Counte
 
 
 def _newest(found: datasets.Dataset, config: TrainConfig, left_out: Counter[str]) -> list[dict[str, Any]]:
-    """The newest ``train.data.max_prompts`` rows; what is not among them is counted."""
+    """At most ``train.data.max_prompts`` rows; what is not among them is counted."""
     left_out.update(found.left_out)
-    older = max(0, found.table.num_rows - config.data.max_prompts)
-    left_out[OLD] += older
-    rows: list[dict[str, Any]] = found.table.slice(older).to_pylist()
+    rows: list[dict[str, Any]] = found.table.filter(
+        pa.array(_kept(found.table["imported"].to_pylist(), config, left_out), pa.bool_())
+    ).to_pylist()
     return rows
+
+
+def _kept(imported: list[bool], config: TrainConfig, left_out: Counter[str]) -> list[bool]:
+    """Of rows, oldest first, which to keep: the newest of traffic, then as many of the newest imported as fit.
+
+    An import is as young as its day, so by age alone a large one would take the place of what users said.
+    """
+    ranked = sorted(range(len(imported)), key=lambda i: (imported[i], -i))
+    left = set(ranked[config.data.max_prompts :])
+    left_out[OLD] += len(left)
+    return [i not in left for i in range(len(imported))]
 
 
 def _hash(content: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 from feedback_rows import interaction, put, said
 
 from feedback import datasets
-from feedback.config import KindsConfig, LakeConfig, ScoringConfig
+from feedback.config import CaptureConfig, KindsConfig, LakeConfig, ScoringConfig
 from feedback.exchange import ImportForm, imports, trl
 from feedback.exchange.export import Filter, export
 from feedback.exchange.imports import Imported, import_set
 from feedback.exchange.record_files import RecordError
 from feedback.lake.tables import Lake
 from feedback.maintenance.erasure import Target, erase, find
+from feedback.redaction import RedactionError, Redactor
 from feedback.scoring.run import score
 
 ASKED = [{"role": "user", "content": "two and two"}]
@@ -124,6 +126,36 @@ def test_an_imported_response_meets_one_of_traffic_to_the_same_prompt(lake: Lake
     [pair] = datasets.preference_pairs(lake).table.to_pylist()
     assert (pair["kind"], pair["chosen"], pair["chosen_token_ids"]) == ("thumbs", "yes", None)
     assert (pair["rejected"], pair["rejected_token_ids"]) == ("no", [4, 0])
+
+
+def test_an_example_whose_texts_are_to_be_redacted_is_left_out_and_counted(lake: Lake, tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "mail a@b.c"}]
+    rows = [
+        preference("fine"),
+        preference("a@b.c"),
+        preference("p", chosen="a@b.c"),
+        preference("p", rejected="a@b.c"),
+        {"prompt": asked, "chosen": FOUR, "rejected": FIVE},
+    ]
+    path = write(tmp_path / "set.jsonl", *rows)
+    with closing(Redactor(CaptureConfig(redact=["email"], redact_timeout_s=60))) as redactor:
+        imported = bring(lake, path, "trl-preference", redactor=redactor)
+    assert imported == Imported(5, 2, 1, {"redacted": 4})
+    assert select(lake, "SELECT DISTINCT prompt FROM interactions") == [("fine",)]
+
+
+def test_a_redact_function_that_fails_stops_the_import_at_its_line_and_nothing_is_added(
+    lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fails_on_bad.py").write_text("def fails(text):\n    return None if 'bad' in text else text\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = write(tmp_path / "set.jsonl", preference("fine"), preference("bad"))
+    with (
+        closing(Redactor(CaptureConfig(redact=["fails_on_bad:fails"], redact_timeout_s=60))) as redactor,
+        pytest.raises(RedactionError, match=r"set\.jsonl, line 2: the redact function fails_on_bad:fails failed"),
+    ):
+        bring(lake, path, "trl-preference", redactor=redactor)
+    assert (lake.counts()["interactions"], lake.counts()["feedback"]) == (0, 0)
 
 
 def test_a_demonstration_is_no_pair(lake: Lake, tmp_path: Path) -> None:

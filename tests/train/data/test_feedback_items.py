@@ -24,6 +24,7 @@ from train.data.feedback_items import OfflineData, pack, split
 
 EOS = 1  # of the demo's tokenizer
 CONTEXT = 12
+UNFIT = ("longer than the model's context", "tokens that the model does not have", "no tokens")
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +144,38 @@ def test_only_the_newest_items_are_learned_from_and_older_ones_counted(lake: Lak
     data = read(lake, policy, "pairs", max_prompts=2)
     assert [item[1].response for item in data.learned.items] == [[8, EOS]]  # the other one of the two is the unfit text
     assert data.left_out["older than the newest train.data.max_prompts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("dataset", "thumbs_up", "own"), [("pairs", False, 3), ("thumbs", False, 2), ("demonstrations", True, 2)]
+)
+def test_imported_feedback_takes_no_place_of_what_users_said_however_new_it_is(
+    lake: Lake, policy: Path, tmp_path: Path, dataset: str, thumbs_up: bool, own: int
+) -> None:
+    shutil.copytree(lake.uri, tmp_path / "lake")
+    both = Lake(str(tmp_path / "lake"), LakeConfig())
+    tokenizer = make_tokenizer()
+    none = {"response_token_ids": [], "logprobs": [], "policy_spans": [], "finish_reason": None, "status": "imported"}
+    prompt = {"prompt": "odds cd>", "prompt_token_ids": tokenizer("odds cd>").input_ids}
+    letters = "abcdefgh"
+    put(both, "interactions", [interaction(f"import-{x}", response=x, **prompt, **none) for x in [*letters, "z"]])
+    for minute, x in enumerate(letters, 20):
+        rows = {
+            "pairs": said(f"i-{x}", f"import-{x}", "preference", rejected_response_id="import-z", minute=minute),
+            "thumbs": said(f"i-{x}", f"import-{x}", "thumb", value=1.0, minute=minute),
+            "demonstrations": said(f"i-{x}", f"import-{x}", "correction", text=x, minute=minute),
+        }
+        put(both, "feedback", [rows[dataset]])
+    before = read(lake, policy, dataset, thumbs_up=thumbs_up)
+    old = "older than the newest train.data.max_prompts"
+    rows_of_users = sum(before.kinds.values()) + before.left_out.get("text with special or unknown tokens", 0)
+    rows_of_users += sum(before.left_out.get(why, 0) for why in UNFIT)
+    data = read(both, policy, dataset, thumbs_up=thumbs_up, max_prompts=rows_of_users + 2)
+    newest = [[*tokenizer(letter).input_ids, EOS] for letter in "gh"]
+    assert [item[0].response for item in data.learned.items[-2:]] == newest
+    assert sequences(data)[:-2] == sequences(before)
+    assert len(sequences(before)) == own
+    assert data.left_out[old] == 6
 
 
 def test_reading_the_same_versions_again_gives_the_same_digest_and_other_feedback_another(
