@@ -314,7 +314,9 @@ def test_an_update_on_pairs_is_that_of_a_plain_loop_however_the_batch_is_cut(
     model = AutoModelForSequenceClassification.from_pretrained(folder / "scored", dtype=torch.float32)
     scores = [x[-1] for x in plain_values(model, some_pairs())]
     margins = [better - worse for worse, better in zip(scores[::2], scores[1::2], strict=True)]
-    loss = -sum((1 / (1 + (-m).exp())).log() for m in margins) / len(margins)
+    noise = AlgorithmConfig(name="reward_model").vote_noise
+    preferred = [1 / (1 + (-m).exp()) for m in margins]
+    loss = -sum(((1 - noise) * p + noise * (1 - p)).log() for p in preferred) / len(margins)
     loss.backward()
     for ranks_own in found:
         seen = ranks_own["pairs"][cut]
