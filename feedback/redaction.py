@@ -118,8 +118,8 @@ class Redactor:
             with of_child, stop_signals_blocked():
                 self._child = subprocess.Popen(
                     [sys.executable, "-P", "-m", "feedback.redaction"],
-                    stdin=of_child,
-                    stdout=of_child,
+                    stdin=of_child.fileno(),
+                    stdout=of_child.fileno(),
                     env=os.environ | search_path(),
                     start_new_session=True,
                 )

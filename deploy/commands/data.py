@@ -129,8 +129,8 @@ def import_(
     """Add preferences, thumbs or demonstrations that others collected to the lake, for offline algorithms.
 
     PATH is a JSONL, Parquet or Arrow file, or a folder as `datasets` saves it. A broken line is named, and nothing is
-    then imported. Repeated, it adds nothing twice. What feedback.capture.redact changes is left out. `millrace lake erase
-    --user SOURCE` takes it out again.
+    then imported. Repeated, it adds nothing twice. What feedback.capture.redact changes is left out. `millrace lake
+    erase --user SOURCE` takes it out again.
 
     \b
     millrace data import ultrafeedback.parquet --format trl-preference --source ultrafeedback

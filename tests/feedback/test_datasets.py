@@ -153,6 +153,7 @@ def test_a_preference_is_a_pair_of_two_responses_to_one_prompt(lake):
         "rejected": "text of b",
         "rejected_token_ids": [4, 0],
         "rejected_logprobs": [-0.25, -0.5],
+        "imported": False,
         "created_at": NOON + timedelta(minutes=1),
     }
     assert found.left_out == NOTHING_LEFT_OUT | NO_PAIR_LEFT_OUT | {"prompts differ": 1}

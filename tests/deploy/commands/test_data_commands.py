@@ -45,6 +45,26 @@ def test_a_set_goes_in_and_comes_out_as_it_was(
     assert pq.read_table(tmp_path / "out.parquet").to_pylist() == [ROW]
 
 
+def test_an_import_passes_the_redact_functions_of_the_settings(
+    lake: Lake,
+    home_with_policy: Settings,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "in.jsonl").write_text(json.dumps(ROW) + "\n" + json.dumps(ROW | {"chosen": "a@b.c"}) + "\n")
+    bring = ("import", tmp_path / "in.jsonl", "--format", "trl-preference", "--source", "team")
+    monkeypatch.setenv("MILLRACE__FEEDBACK__CAPTURE__REDACT", '["not_there:own"]')
+    code, printed = data(home_with_policy, capsys, *bring)
+    assert (code, "error: feedback.capture.redact: not_there:own: ModuleNotFoundError" in printed) == (1, True), printed
+    assert lake.counts()["interactions"] == 0
+    monkeypatch.setenv("MILLRACE__FEEDBACK__CAPTURE__REDACT", '["email"]')
+    monkeypatch.setenv("MILLRACE__FEEDBACK__CAPTURE__REDACT_TIMEOUT_S", "60")
+    code, printed = data(home_with_policy, capsys, *bring, "--json-out", tmp_path / "out.json")
+    assert (code, "added 2 responses and 1 feedback of team (left out: 1 redacted)" in printed) == (0, True), printed
+    assert json.loads((tmp_path / "out.json").read_text())["left_out"] == {"redacted": 1}
+
+
 def test_prompts_have_the_token_ids_that_the_policys_tokenizer_gives_them(
     lake: Lake, home_with_policy: Settings, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
