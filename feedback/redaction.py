@@ -256,11 +256,12 @@ def _without_cards(run: str) -> str:
     groups = [(found.start(), found.end()) for found in re.finditer(r"\d+", run)]
     kept, position, first = "", 0, 0
     while first < len(groups):
-        start = groups[first][0]
-        last = None
-        for other in range(first, min(first + _MOST_CARD, len(groups))):
-            digits = re.sub(r"\D", "", run[start : groups[other][1]])
-            if _LEAST_CARD <= len(digits) <= _MOST_CARD and luhn(digits):
+        start, last, digits = groups[first][0], None, ""
+        for other in range(first, len(groups)):
+            digits += run[slice(*groups[other])]
+            if len(digits) > _MOST_CARD:
+                break
+            if len(digits) >= _LEAST_CARD and luhn(digits):
                 last = other
         if last is None:
             first += 1
@@ -270,10 +271,14 @@ def _without_cards(run: str) -> str:
     return kept + run[position:]
 
 
+_DOUBLED: Final = bytes(sum(divmod(2 * digit, 10)) for digit in range(10)) + bytes(246)
+"""By digit, the sum of the digits of its double."""
+
+
 def luhn(digits: str) -> bool:
     """Whether the last digit is the checksum of the others (ISO/IEC 7812-1, annex B)."""
-    numbers = [int(digit) for digit in reversed(digits)]
-    return (sum(numbers[::2]) + sum(sum(divmod(2 * number, 10)) for number in numbers[1::2])) % 10 == 0
+    values = bytes(map(int, digits))
+    return (sum(values[::-2]) + sum(values[-2::-2].translate(_DOUBLED))) % 10 == 0
 
 
 READY: Final[dict[str, Redact]] = {"email": email, "phone": phone, "card": card}
