@@ -34,27 +34,12 @@ def publish(
 
     ``erased``: rows by table that the run had read and that were erased meanwhile, where that is only to be marked.
     """
-    folder = context.folder / "candidate"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    actor.export(folder)
-    copy_missing_files(parent, folder)
-    lineage: dict[str, Any] = {
-        **context.lineage,
-        "run": context.run,
-        "run_id": start.id,
-        "lake_versions": start.lake_versions,
-        "prompts": data.usable,
-        "data": str(data),
-        "reward": start.reward,
-        "scorer": start.scorer,
-        "train": config.model_dump(mode="json"),
-    }
+    folder = export_aside(actor, parent, context)
+    lineage = lineage_of(config, context, start, data, erased)
+    lineage |= {"prompts": data.usable, "reward": start.reward, "scorer": start.scorer}
     if isinstance(data, TrainingData) and data.own:
         lineage["prompt_files"] = [of.lineage() for of in data.own]
-    if erased:
-        lineage["erased_rows"] = dict(erased)
-    metrics = {"first": history[0], "last": history[-1], "steps": len(history)}
+    metrics = metrics_of(history)
     policy = store.publish(
         lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True),
         parent=parent.version,
@@ -64,6 +49,36 @@ def publish(
     )
     shutil.rmtree(folder)
     return policy
+
+
+def export_aside(trained: WorkerGroup, parent: Policy, context: JobContext, leave_out: Collection[str] = ()) -> Path:
+    """Write a group's weights to the run's folder ``candidate``, and beside them what ``copy_missing_files`` copies."""
+    folder = context.folder / "candidate"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    trained.export(folder)
+    copy_missing_files(parent, folder, leave_out)
+    return folder
+
+
+def lineage_of(
+    config: TrainConfig, context: JobContext, start: RunStart, data: Data, erased: Mapping[str, int]
+) -> dict[str, Any]:
+    """What the lineage of a policy and that of a reward model share."""
+    return {
+        **context.lineage,
+        "run": context.run,
+        "run_id": start.id,
+        "lake_versions": start.lake_versions,
+        "data": str(data),
+        "train": config.model_dump(mode="json"),
+        **({"erased_rows": dict(erased)} if erased else {}),
+    }
+
+
+def metrics_of(history: list[dict[str, float]]) -> dict[str, Any]:
+    """What a manifest keeps of a run's metrics."""
+    return {"first": history[0], "last": history[-1], "steps": len(history)}
 
 
 def copy_missing_files(parent: Policy, folder: Path, leave_out: Collection[str] = ()) -> None:

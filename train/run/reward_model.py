@@ -28,7 +28,7 @@ from train.controller.worker_group import WorkerGroup
 from train.data.feedback_items import JudgedRow, OfflineData
 from train.observe.progress import say
 from train.run.calibration import Judged, agreement, calibrate
-from train.run.publish import copy_missing_files
+from train.run.publish import export_aside, lineage_of, metrics_of
 
 _OF_A_POLICY: Final = ("config.json", "generation_config.json", "policy.json")
 _CONFIDENCE: Final = 0.95
@@ -55,11 +55,7 @@ def publish_reward_model(
     Raises:
         OSError: the disk refuses.
     """
-    folder = context.folder / "candidate"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    scorer.export(folder)
-    copy_missing_files(parent, folder, _OF_A_POLICY)
+    folder = export_aside(scorer, parent, context, _OF_A_POLICY)
     read_as_trained(folder)
     judged = ask(folder, data.held_out_rows)
     pointer = store.serving()
@@ -68,27 +64,11 @@ def publish_reward_model(
     configuration = json.loads((folder / "config.json").read_text())
     line = configuration[CALIBRATION] = calibrate(judged, config.algorithm.vote_noise)
     (folder / "config.json").write_text(json.dumps(configuration, indent=2))
-    lineage: dict[str, Any] = {
-        **context.lineage,
-        "run": context.run,
-        "run_id": start.id,
-        "policy": parent.version,
-        "lake_versions": start.lake_versions,
-        "data": str(data),
-        "train": config.model_dump(mode="json"),
-    }
-    if erased:
-        lineage["erased_rows"] = dict(erased)
     version = store.publish(
         lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True),
         parent=before,
-        lineage=lineage,
-        metrics={
-            "first": history[0],
-            "last": history[-1],
-            "steps": len(history),
-            **verdict(agreement(judged, line), before, agreed),
-        },
+        lineage=lineage_of(config, context, start, data, erased) | {"policy": parent.version},
+        metrics=metrics_of(history) | verdict(agreement(judged, line), before, agreed),
     )
     shutil.rmtree(folder)
     return version
