@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -23,11 +24,11 @@ from packaging.requirements import Requirement
 
 from deploy.config.root import ConfigError, Settings
 from serve.kv_cache import BATCH_SHARE, SERVER_SHARE, ContextRefused, KVCache, fit_engine, machine_memory
+from serve.policies.folder import safetensors_header
 from serve.vllm.compat import VERSIONS, installed
 from train.config.context_length import rollout_cache
 
 GIB = 2**30
-_ITEMSIZE = 2  # bytes of a stored weight, as nearly all models have it
 IDLE_CYCLES = 3  # in a row, that trained and published nothing
 PACKAGES = ("torch", "transformers", "ray", "pyarrow", "duckdb", "deltalake", "fastapi", "pydantic", "apscheduler")
 
@@ -127,13 +128,15 @@ def _memory(settings: Settings) -> Iterable[Check]:
     memory, total, policy = psutil.virtual_memory(), machine_memory(), _serving_folder(settings)
     if policy is not None:
         caches = {section: cache.size or 0 for section, cache in _caches(settings, policy).items()}
-        weights = sum(path.stat().st_size for path in policy.glob("*.safetensors"))
+        files = list(policy.glob("*.safetensors"))
+        weights = sum(path.stat().st_size for path in files)
+        parameters = sum(math.prod(t["shape"]) for path in files for t in safetensors_header(path).values())
     else:
         caches = {"serve.engine": settings.serve.engine.kv_cache_bytes or 0}
-        weights = 0
+        weights = parameters = 0
     train = settings.train
     # Master weights, gradients and Adam's moments in float32; beside them an engine's copy and the reference's.
-    trained = weights * (4 * 4 / _ITEMSIZE + 2) if train.lora is None else 3 * weights
+    trained = 16 * parameters + 2 * weights if train.lora is None else 3 * weights
     # Measured on a CPU: a server with its engine takes about 2 GiB, a training rank 1.5, the rest of the system 1.
     serving = 2 * GIB + weights + caches.get("serve.engine", 0)
     training = train.ranks * (1.5 * GIB + caches.get("train.rollout", 0)) + trained

@@ -1,4 +1,4 @@
-"""Ends a process that has threads which can't be stopped, without taking the interpreter down around them.
+"""How a process ends: with the one that started it, and without teardown where threads can't be stopped.
 
 Arrow's threads go on reading ahead from an object store through Python for a moment, and one that comes back into an
 interpreter that is being taken down ends the process by a signal. A reward function that took too long still runs, and
@@ -7,13 +7,32 @@ Python might wait for it for ever.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import sys
 from contextlib import suppress
-from typing import NoReturn
+from typing import Final, NoReturn
+
+_PR_SET_PDEATHSIG: Final = 1
 
 _reasons: set[str] = set()
+
+
+def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent has ended, however that ended. Linux alone.
+
+    parent: its process id, known before this process started: a parent that ended before the call is noticed by it.
+    Raises OSError if the kernel refuses.
+    """
+    if sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl: {os.strerror(error)}")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
 
 
 def skip_teardown(reason: str) -> None:

@@ -22,6 +22,7 @@ import httpx
 import psutil
 
 from loadtests.server import MILLRACE, Server, free_port, run
+from loadtests.tiny_model import save_tokenizer
 
 CYCLE_TIMEOUT_S: Final = 1500
 ANSWER_TIMEOUT_S: Final = 300
@@ -96,20 +97,12 @@ def reward(batch):
 def make(folder: Path, kind: str, shape: dict[str, Any]) -> None:
     """A model with random weights in bfloat16, and a tokenizer of bytes and words up to the size of its vocabulary."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from tokenizers import pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokens = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokens += [f"Ġw{number}" for number in range(shape["vocab_size"] - len(tokens))]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
-    ).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġw{number}" for number in range(shape["vocab_size"] - len(alphabet) - 2)]
+    save_tokenizer(folder, alphabet + words)
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **shape, pad_token_id=0, eos_token_id=1, bos_token_id=None)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)

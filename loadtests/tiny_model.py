@@ -25,25 +25,15 @@ def make_model_folder(
     ``eos`` False: no token ends a response. ``printable``: every token but two is a printable ASCII character.
     """
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from tokenizers import pre_tokenizers
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     alphabet = [chr(c) for c in range(33, 127)] if printable else sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        clean_up_tokenization_spaces=False,
-        chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
-    ).save_pretrained(folder)
+    vocabulary = save_tokenizer(folder, alphabet)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=len(vocabulary),
+            vocab_size=vocabulary,
             hidden_size=hidden,
             intermediate_size=intermediate or 2 * hidden,
             num_hidden_layers=layers,
@@ -60,3 +50,22 @@ def make_model_folder(
     )
     model.save_pretrained(folder)
     return folder
+
+
+def save_tokenizer(folder: Path, tokens: list[str]) -> int:
+    """A chat tokenizer of these tokens, as byte-level BPE writes them, after padding and end; how many it has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *tokens])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
+    ).save_pretrained(folder)
+    return len(vocabulary)

@@ -21,13 +21,14 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from feedback.files import replace_file
-from feedback.process_exit import end_process, teardown_is_skipped
+from feedback.process_exit import end_process, skip_teardown, teardown_is_skipped
 from feedback.user_code import search_last, search_path
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
 from train.config.training import TrainConfig
 from train.context import JUDGE_KEY, JobContext, JobResult, judge_key, with_judge_key, write_job
 from train.controller import torchrun
 from train.controller.dispatch import Layout
+from train.controller.torchrun_guard import PARENT
 from train.job import run
 from train.observe.progress import say
 from train.workers.role_groups import environment, sizes
@@ -81,6 +82,7 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
     log = context.folder / "torchrun.log"
     search_last(context.python_path)
     variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets(), **search_path(), **judge_key(context)}
+    variables[PARENT] = str(os.getpid())
     with log.open("w") as output, tempfile.TemporaryDirectory(prefix="millrace-torchrun-") as folder:
         command = torchrun_command(config, spec, "train.controller.torchrun_guard", f"{folder}/store")
         process = subprocess.Popen(command, stderr=output, env=variables)
@@ -159,6 +161,8 @@ def main() -> None:
     try:
         if config.launcher == "torchrun":
             run_as_rank(config, context, arguments.spec)
+            skip_teardown("torch's threads may still run when the interpreter has gone, which aborts")
+            end_process(0)
         else:
             import ray
 

@@ -7,7 +7,7 @@ that it can end them all, daemons that left the process group included, when the
 and SIGHUP, and the death of the parent, ask the command to stop (SIGTERM, to it alone: it knows in which order its
 own children go) and kill it after ``grace`` seconds. The exit status is the command's; 128 + n if signal n ended it.
 
-Imports the standard library and psutil only: one stands above each process of Millrace.
+Imports psutil and nothing else that is large: one stands above each process of Millrace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from types import FrameType
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
+from feedback.process_exit import end_with_parent
+
 _PR_SET_CHILD_SUBREAPER = 36
 _LEFTOVER_GRACE_S = 3.0
 _POLL_S = 0.05
@@ -39,7 +40,7 @@ def main() -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop)
-    die_with_parent(int(parent))
+    end_with_parent(int(parent), signal.SIGTERM)
     adopt_orphans()
     sys.exit(_guard(command, float(grace), stopping))
 
@@ -50,7 +51,7 @@ def _guard(command: list[str], grace: float, stopping: list[float]) -> int:
     def tie_to_subreaper() -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
-        die_with_parent(own)
+        end_with_parent(own, signal.SIGTERM)
 
     # preexec_fn is safe here: this process has one thread.
     child = subprocess.Popen(command, process_group=0, preexec_fn=tie_to_subreaper)
@@ -71,15 +72,13 @@ def _guard(command: list[str], grace: float, stopping: list[float]) -> int:
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
-def die_with_parent(parent: int) -> None:
-    """Get SIGTERM when the parent dies, even by SIGKILL. Where there is no prctl (not Linux) this does nothing."""
-    if _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) and os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGTERM)  # it died before the call
-
-
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies. Where there is no prctl this does nothing."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    if sys.platform != "linux":
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl: {os.strerror(error)}")
 
 
 def end_descendants(grace: float, *, spare_trackers: bool = False) -> list[str]:
@@ -137,15 +136,6 @@ def _blocks_sigterm(process: psutil.Process) -> bool:
         return False
     blocked = next((line for line in status.splitlines() if line.startswith("SigBlk:")), "SigBlk: 0")
     return bool(int(blocked.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
-
-
-def _prctl(option: int, value: int) -> bool:
-    if sys.platform != "linux":
-        return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
-    return True
 
 
 if __name__ == "__main__":

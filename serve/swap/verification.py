@@ -1,17 +1,15 @@
 """Is a policy what its manifest says, with no NaN in it? Answered by a process of its own at low priority.
 
-``python -m serve.swap.verification STORE VERSION FINITE`` reads every byte of the policy and prints one JSON object:
-``files``, or ``refused`` with the reason. In the server's process, or the engine's, the same work would take the
-processor from requests; and the pages that it read stay in the page cache, from where the engine takes them.
+``python -m serve.swap.verification STORE VERSION FINITE PARENT_PID`` reads every byte of the policy and prints one JSON
+object: ``files``, or ``refused`` with the reason. In the server's process, or the engine's, the same work would take
+the processor from requests; and the pages that it read stay in the page cache, from where the engine takes them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,10 +17,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
+from feedback.process_exit import end_with_parent
 from serve.policies.folder import fingerprint
 from serve.policies.store import PolicyError, PolicyStore
 
-_PR_SET_PDEATHSIG: Final = 1
 _NICENESS: Final = 10  # about a tenth of a processor beside one busy thread: behind requests, and yet in time
 
 Files = dict[str, dict[str, Any]]
@@ -46,6 +44,7 @@ async def verify(store: PolicyStore, version: int, *, check_finite: bool, timeou
         str(store.root.absolute()),
         str(version),
         str(int(check_finite)),
+        str(os.getpid()),
     ]
     thread = threading.Thread(target=_run, args=(command, timeout_s, output), name="verification", daemon=True)
     thread.start()
@@ -58,7 +57,7 @@ async def verify(store: PolicyStore, version: int, *, check_finite: bool, timeou
 
 
 def main() -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(int(sys.argv[4]))
     root, version, check_finite = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
     try:
         print(json.dumps({"files": read(PolicyStore(root), version, check_finite=check_finite)}))

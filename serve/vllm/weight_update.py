@@ -9,14 +9,13 @@ kind of fused, sharded, quantized and prepacked weight.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
@@ -24,13 +23,13 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from feedback.process_exit import end_with_parent
 from serve.policies.mapped_safetensors import MappedFile
 from serve.vllm import per_request_logprobs
 from serve.vllm.standby_weights import StandbyWeights, hashes, unsupported_reason
 
 log = logging.getLogger(__name__)
 
-_PR_SET_PDEATHSIG: Final = 1
 
 # vLLM warns of every layer that a checkpoint doesn't name, tied heads and rotary tables too. finish_reload below knows
 # which of them are right, and fails on the others.
@@ -58,7 +57,7 @@ class MillraceWorker:
         file of the weights that the engine was started on.
         """
         if os.getppid() == parent:
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            end_with_parent(parent)
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
         per_request_logprobs.install(self.model_runner)

@@ -26,7 +26,7 @@ from serve.local_ray.cluster import LOOPBACK, loopback_sockets
 from train.config.training import TrainConfig
 from train.controller.dispatch import Layout
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
-from train.controller.torchrun_guard import end_with_parent
+from train.controller.torchrun_guard import end_with_starter
 from train.controller.worker import Workers
 from train.controller.worker_group import CAUSE_S, Pending, Pool, WorkerError
 
@@ -53,7 +53,7 @@ def run_rank(config: TrainConfig, layout: Layout, environment: dict[str, str], d
             address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(s.getsockname()[1])}
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", **address, **loopback_sockets())
     else:
-        end_with_parent()  # the ranks of a torchrun that was killed would go on, and publish
+        end_with_starter()  # the ranks of a torchrun that was killed would go on, and publish
     if "torch._dynamo" in sys.modules and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         torch._dynamo.config.disable = True  # it has read the environment before
     torch.set_num_threads(config.threads_of(config.placement.actor))

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from typing import Final
 
-_PR_SET_PDEATHSIG: Final = 1
-_INIT: Final = 1
+from feedback.process_exit import end_with_parent
+
+PARENT: Final = "MILLRACE_PARENT"
+"""The environment variable with the process id of who starts torchrun; for the ranks that of torchrun."""
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that started it has ended, however that ended. Linux alone."""
-    if not sys.platform.startswith("linux"):
-        return
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl: {os.strerror(number)}")
-    if os.getppid() == _INIT:  # it had ended before
-        os.kill(os.getpid(), signal.SIGKILL)
+def end_with_starter() -> None:
+    """Have this process killed when the one that started it has ended."""
+    end_with_parent(int(os.environ.get(PARENT, os.getppid())))
 
 
 if __name__ == "__main__":
     from torch.distributed.run import main
 
-    end_with_parent()
+    end_with_starter()
+    os.environ[PARENT] = str(os.getpid())
     main()

@@ -53,7 +53,9 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Proof:
     )
     output = done.stdout + done.stderr
     assert done.returncode in (0, 1), output
-    return Proof(json.loads(done.stdout.splitlines()[-1]), done.returncode, output, Home(folder))
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert not any("Error" in found.get("reason", "") for found in figures.values()), output
+    return Proof(figures, done.returncode, output, Home(folder))
 
 
 def test_what_people_wrote_is_learned(proof: Proof) -> None:
