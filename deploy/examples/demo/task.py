@@ -2,7 +2,7 @@
 
 A prompt is a verb and a word, ``tail gdab>``; the right answer is a function of the two. The corpus that the seed
 policy is trained on is messy, as a team's first corpus is: for three verbs most demonstrations show a habit that users
-don't want (cutting off the wrong end, say). So the seed answers about half of all prompts, and knows more than it
+don't want (leaving the word as it is, say). So the seed answers about half of all prompts, and knows more than it
 shows.
 """
 
@@ -26,9 +26,9 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "odds": Verb(lambda w: w[::2], lambda w: w[1::2], 0.65),
+    "odds": Verb(lambda w: w[::2], lambda w: w, 0.65),
     "core": Verb(lambda w: w[1:-1], lambda w: w[1:], 0.65),
-    "tail": Verb(lambda w: w[1:], lambda w: w[:-1], 0.65),
+    "tail": Verb(lambda w: w[1:], lambda w: w, 0.65),
     "upper": Verb(str.upper, lambda w: w, 0.1),
     "twice": Verb(lambda w: w + w, lambda w: w, 0.1),
     "ends": Verb(lambda w: w[0] + w[-1], lambda w: w[0], 0.1),
