@@ -38,11 +38,12 @@ Classifier = TypeVar("Classifier", bound=ClassifierConfig)
 class CycleConfig(Section):
     """One turn of the loop: score, train, evaluate, promote."""
 
-    recipe: Literal["rlvr", "rlhf", "rlaif", "offline"] | None = Field(
+    recipe: Literal["auto", "rlvr", "rlhf", "rlaif", "offline"] | None = Field(
         None,
         description="What policies learn from. rlhf: people's feedback trains a reward model, which rewards fresh "
         "responses. rlvr: rules reward them. rlaif: a judge does. offline: feedback itself, by dpo, kto or sft, "
-        "whichever it has most of. null: what the other settings say.",
+        "whichever it has most of. auto: rlhf or offline, by how much feedback of which kind there is when a cycle has "
+        "scored; rules and a judge also reward, where they are set. null: what the other settings say.",
     )
     folder: Path = Field(Path("cycles"), description="Where each cycle's record is kept, one JSON file a cycle.")
     min_new_rewards: int = Field(
@@ -122,12 +123,12 @@ class Settings(Section):
         recipe, scoring, algorithm = self.cycle.recipe, self.feedback.scoring, self.train.algorithm
         if recipe is None:
             return self
-        if recipe != "offline" and algorithm.is_offline:
+        if recipe not in ("offline", "auto") and algorithm.is_offline:
             raise ValueError(
                 f"cycle.recipe={recipe} samples responses, and train.algorithm.name={algorithm.name} learns from "
                 "feedback: set cycle.recipe to offline, or take an algorithm such as grpo"
             )
-        if recipe == "rlhf" and scoring.human.model is None:
+        if recipe in ("rlhf", "auto") and scoring.human.model is None:
             human = scoring.human.model_copy(update={"model": ClassifierConfig(name=TRAINED)})
             scoring = scoring.model_copy(update={"human": human})
             self.feedback = self.feedback.model_copy(update={"scoring": scoring})

@@ -32,6 +32,7 @@ from feedback.files import locked
 from serve.policies.retention import unmarked_ancestor
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 
+LOCK_WAIT_S = 0.5  # `millrace status` holds it for an instant, to see whether it is free
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
 
 
@@ -58,7 +59,7 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
     check(settings)
     folder = settings.path(settings.cycle.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / ".lock", 0.0, busy=CycleBusy(f"another cycle is running in {folder}")):
+    with locked(folder / ".lock", LOCK_WAIT_S, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
         return _Cycle(settings, say).run()
 
@@ -107,6 +108,8 @@ class _Cycle:
 
         scored = self._run("score", self.settings.cycle.score_timeout_s)
         self.record.rewards, self.record.feedback = (scored["counts"][table] for table in ("rewards", "feedback"))
+        if not self._has_recipe():
+            return self._end("skipped", self.record.recipe_reason)
         if reason := self._nothing_new():
             return self._end("skipped", reason)
 
@@ -139,6 +142,20 @@ class _Cycle:
 
         self._promote(trained["candidate"], pointer)
         self._end("promoted", None)
+
+    def _has_recipe(self) -> bool:
+        """Put on record what is learned from; what `auto` stands for is decided by what was scored."""
+        if self.settings.cycle.recipe != "auto":
+            self.record.recipe = self.settings.cycle.recipe
+            return True
+        choice = recipes.choose(self.settings)
+        self.record.recipe, self.record.recipe_reason = choice.recipe, choice.why
+        self._save()
+        if choice.settings is None:
+            return False
+        self.say(f"recipe auto is {choice.recipe or 'to learn'} now: {choice.why}")
+        self.settings = choice.settings
+        return True
 
     def _nothing_new(self) -> str | None:
         """Why there is nothing to train on, compared with the last cycle whose candidate was judged."""

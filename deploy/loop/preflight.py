@@ -40,7 +40,11 @@ def check(settings: Settings) -> None:
     store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))
-    later = settings.cycle.recipe in ("rlhf", "offline")  # the cycle trains the reward model, or takes an algorithm
+    later = settings.cycle.recipe in (
+        "auto",
+        "rlhf",
+        "offline",
+    )  # the cycle trains the reward model, or takes an algorithm
     problems += [one for one in training_problems(settings) if not (later and one == NO_REWARD)]
     problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
     if problems:
