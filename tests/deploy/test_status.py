@@ -166,7 +166,8 @@ def test_looking_whether_a_lock_is_held_sees_shares_too_and_makes_no_file(tmp_pa
 def test_it_imports_neither_torch_nor_vllm(home_with_policy: Settings) -> None:
     code = (
         "import sys; from deploy import cli; code = cli.run(sys.argv[1:]);"
-        "loaded = {'torch', 'vllm', 'ray', 'transformers'} & sys.modules.keys(); sys.exit(str(loaded) if loaded else code)"
+        "loaded = {'torch', 'vllm', 'ray', 'transformers'} & sys.modules.keys();"
+        "sys.exit(str(loaded) if loaded else code)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, "status", "--config", str(home_with_policy.snapshot())],
