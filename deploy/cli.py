@@ -50,6 +50,7 @@ COMMANDS: Final = {
     "keys": "deploy.commands.keys:keys",
     "lake": "deploy.commands.lake:lake",
     "data": "deploy.commands.data:data",
+    "suite": "deploy.commands.suite:suite",
     "report": "deploy.commands.inspect:report",
     "doctor": "deploy.commands.inspect:doctor",
     "bench": "deploy.examples.bench.command:bench",
