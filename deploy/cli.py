@@ -49,6 +49,7 @@ COMMANDS: Final = {
     "keys": "deploy.commands.keys:keys",
     "lake": "deploy.commands.lake:lake",
     "data": "deploy.commands.data:data",
+    "suite": "deploy.commands.suite:suite",
     "status": "deploy.commands.inspect:status",
     "report": "deploy.commands.inspect:report",
     "doctor": "deploy.commands.inspect:doctor",
@@ -63,7 +64,7 @@ GROUPS: Final = {
     "Run": ("up", "status", "doctor", "init", "serve", "schedule", "demo"),
     "Turn the loop by hand": ("score", "train", "evaluate", "cycle"),
     "Policies": ("policies", "promote", "rollback", "history"),
-    "Data": ("lake", "data", "report"),
+    "Data": ("lake", "data", "suite", "report"),
     "Settings": ("help", "config", "keys"),
 }
 """The commands as `--help` lists them; all others follow."""

@@ -75,6 +75,19 @@ class EvaluationConfig(Section):
         Path("suite.jsonl"),
         description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata.",
     )
+    suite_items: int = Field(
+        200,
+        ge=1,
+        description="Items that a suite drawn from traffic has, or fewer, as many as gate.min_items, while there are "
+        "no more prompts.",
+    )
+    holdout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of all prompts, by hash, that no policy ever learns from: a conversation is held out whole, "
+        "by how it opens. A cycle that finds no suite draws one from them.",
+    )
     scorer: str = Field(
         "exact_match",
         description="What scores responses: a function, as module:name, or a built-in rule (exact_match or "

@@ -135,7 +135,7 @@ def train(settings: Settings, name: str | None, parent: int | None, reward_model
             python_path=[str(Path.cwd())],
             lineage=lineage.current(settings),
         )
-        if not resolved.evaluation.suite.is_file():
+        if not resolved.evaluation.suite.is_file() and not resolved.evaluation.holdout:
             click.echo(f"there is no evaluation.suite {resolved.evaluation.suite}: no prompts are kept out of training")
         if resolved.train.data.prompts:
             settings.lake().create()  # with prompts of one's own there need not have been any traffic

@@ -205,11 +205,10 @@ class Settings(Section):
     def training(self, *, reward_model: bool = False) -> TrainConfig:
         """The settings of a run that trains a policy, or the reward model.
 
-        The prompts of the suite that policies are judged by are left out.
+        The prompts of the suite that policies are judged by, and those of the held-out slice, are left out.
         """
         suite = self.path(self.evaluation.suite)
-        train = self.resolved().train
-        train = train.excluding(suite) if suite.is_file() else train
+        train = self.resolved().train.excluding(suite if suite.is_file() else None, self.evaluation.holdout)
         return train.of_reward_model() if reward_model else train
 
     def policy_store(self) -> PolicyStore:

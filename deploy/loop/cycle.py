@@ -110,7 +110,7 @@ class _Cycle:
         self.record.rewards, self.record.feedback = (scored["counts"][table] for table in ("rewards", "feedback"))
         if not self._has_recipe():
             return self._end("skipped", self.record.recipe_reason)
-        if reason := self._nothing_new():
+        if reason := self._nothing_new() or self._suite():
             return self._end("skipped", reason)
 
         parent = training_parent(self.store, pointer.version, self.say)
@@ -165,6 +165,13 @@ class _Cycle:
         new, least = _new(getattr(self.record, what), judged), self.settings.cycle.min_new_rewards
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
 
+    def _suite(self) -> str | None:
+        """Draw a suite from the held-out slice of traffic, if there is none; why there can't be one yet."""
+        if self.settings.path(self.settings.evaluation.suite).exists():
+            return None
+        drawn = self._run("suite", self.settings.cycle.score_timeout_s, "sample")
+        return None if drawn["reason"] is None else f"there is no suite yet: {drawn['reason']}"
+
     def _reward_model(self, policy: int, *, go_on: bool) -> str | None:
         """Train another reward model, if enough was said since the last, or an erasure has marked that for retraining.
 
@@ -212,8 +219,9 @@ class _Cycle:
             try:
                 code = child.finish(timeout)
             except TimeoutError:
-                raise StageFailed(f"{called} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
-            if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
+                setting = f"cycle.{'score' if name == 'suite' else name}_timeout_s"
+                raise StageFailed(f"{called} took longer than {setting}={timeout:g} s") from None
+            if code != 0 and not (name in ("train", "suite") and code == NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
                 raise failed(f"{called} ended with code {code}: {_last_error(child.tail())} (log: {child.log})")
             result: dict[str, Any] = json.loads(out.read_bytes())

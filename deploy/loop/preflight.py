@@ -33,8 +33,11 @@ def check(settings: Settings) -> None:
 
     problems = []
     suite = settings.path(settings.evaluation.suite)
-    if not suite.is_file():
-        problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
+    if not suite.is_file() and not settings.evaluation.holdout:
+        problems.append(
+            f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by: write it, or set "
+            "evaluation.holdout, and the cycle draws one from traffic"
+        )
     if not settings.train.algorithm.trains_policy:
         problems.append(NO_POLICY)
     store = settings.policy_store()

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from deploy.config.root import Settings
 from deploy.loop.preflight import reward_of
+from evaluation.suites.held_out import HeldOut
 from feedback.events import EARLIER_TURN
 from feedback.schema import IMPORTED
 from train.config.training import TrainConfig
@@ -27,7 +28,7 @@ ANY: Final = "judged"
 _KIND_OF: Final = {algorithm: kind for kind, algorithm in _LEARNT_BY.items()}
 
 _JUDGED: Final = f"""
-SELECT kind, prompt, messages, prompt_token_ids, count(DISTINCT (tenant, response_id))
+SELECT kind, prompt, messages, prompt_token_ids, count(DISTINCT (tenant, response_id)) AS responses
 FROM (
     FROM feedback SELECT tenant, response_id, kind WHERE kind <> 'comment' AND feedback_id NOT LIKE '{EARLIER_TURN}'
     UNION ALL FROM feedback SELECT tenant, response_id, '{ANY}' WHERE kind <> 'comment'
@@ -91,11 +92,19 @@ def choose(settings: Settings) -> Choice:
 
 
 def judged(settings: Settings) -> Counter[str]:
-    """How many responses that training may learn from have feedback, by its kind, and of any (``ANY``)."""
+    """How many responses have feedback, by its kind, and of any (``ANY``).
+
+    Those to prompts of a suite, and of the held-out slice, don't count: nothing is learned from them.
+    """
     counts: Counter[str] = Counter()
+    data, store = settings.training().data, settings.policy_store()
+    pointer = store.serving()
+    assert pointer is not None, "a cycle has a policy that serves"
+    held_out = HeldOut.load(data.exclude_suites, store.get(pointer.version).path, data.holdout)
     with settings.lake().connect() as connection:
-        for kind, _prompt, _messages, _tokens, count in connection.execute(_JUDGED).fetchall():
-            counts[kind] += count
+        for row in connection.sql(_JUDGED).to_arrow_table().to_pylist():
+            if held_out.reason(row) is None:
+                counts[row["kind"]] += row["responses"]
     return counts
 
 

@@ -12,6 +12,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import recipes, records
 from deploy.loop.cycle import _new, run_cycle
+from evaluation.suites.held_out import position
 from feedback.config import TRAINED
 from tests.feedback.feedback_rows import interaction, put, said
 
@@ -160,7 +161,8 @@ def fill(settings: Settings, *kinds: str) -> None:
     """A lake with a response for each of these kinds of feedback, and that feedback."""
     lake = settings.lake()
     lake.create()
-    put(lake, "interactions", [interaction(f"r{i}", prompt_token_ids=[2, 5 + i]) for i in range(len(kinds) + 1)])
+    rows = [interaction(f"r{i}", prompt=f"add {i}", prompt_token_ids=[2, 5 + i]) for i in range(len(kinds) + 1)]
+    put(lake, "interactions", rows)
     of_kind: dict[str, dict[str, Any]] = {
         "thumb": {"value": 1},
         "rating": {"value": 4, "name": "stars"},
@@ -219,6 +221,17 @@ def test_auto_goes_on_by_the_reward_model_that_there_is_however_little_is_left_o
     assert recipes.choose(settings).recipe == "rlhf"
     store.record_erasure(1, certainty="yes", why="w", retrain=True)
     assert recipes.choose(settings).recipe is None
+
+
+def test_feedback_on_prompts_that_are_held_out_does_not_count(home_with_policy: Settings) -> None:
+    settings = changed(home_with_policy, *SMALL)
+    fill(settings, *["thumb"] * 40)
+    assert recipes.judged(settings) == {"thumb": 40, recipes.ANY: 40}
+    held_out = sum(position(f"add {i}") < 0.3 for i in range(40))
+    assert 0 < held_out < 40
+    assert recipes.judged(changed(settings, ("evaluation.holdout", "0.3")))["thumb"] == 40 - held_out
+    settings.path("suite.jsonl").write_text('{"id": "1", "prompt": "add 7"}\n')
+    assert recipes.judged(settings)[recipes.ANY] == 39
 
 
 def test_auto_learns_by_a_rule_while_people_have_said_too_little_and_offline_by_an_algorithm_that_is_named(
