@@ -117,6 +117,10 @@ class _Cycle:
         killed = killed_training(self.settings, self.record.number, pointer.version, parent)
         if self.settings.cycle.recipe == "rlhf" and (reason := self._reward_model(parent, go_on=killed is not None)):
             return self._end("skipped", reason)
+        if self.settings.trains_reward_model_to_evaluate and (
+            reason := self._reward_model(parent, go_on=False, held_out=True)
+        ):
+            return self._end("skipped", reason)
 
         self.record.run = f"cycle-{self.record.number:06d}"
         if killed:
@@ -172,13 +176,14 @@ class _Cycle:
         drawn = self._run("suite", self.settings.cycle.score_timeout_s, "sample")
         return None if drawn["reason"] is None else f"there is no suite yet: {drawn['reason']}"
 
-    def _reward_model(self, policy: int, *, go_on: bool) -> str | None:
+    def _reward_model(self, policy: int, *, go_on: bool, held_out: bool = False) -> str | None:
         """Train another reward model, if enough was said since the last, or an erasure has marked that for retraining.
 
         Why there is none to reward by, or None if there is one. ``go_on``: with a run that was killed, and rewarded by
-        the one that there is.
+        the one that there is. ``held_out``: the one to evaluate by, of feedback on held-out prompts.
         """
-        store = self.settings.stores().reward_models
+        stores, called = self.settings.stores(), "evaluation-reward-model" if held_out else "reward-model"
+        store = stores.evaluation_reward_models if held_out else stores.reward_models
 
         def rewards() -> int | None:
             pointer = store.serving()
@@ -187,19 +192,29 @@ class _Cycle:
         trained = [
             record.feedback
             for record in load_all(self.settings)
-            if any(stage.name == "reward-model" and stage.ok for stage in record.stages)
+            if any(stage.name == called and stage.ok for stage in record.stages)
         ]
         marked = rewards() is None and store.serving() is not None
         new, why, least = _new(self.record.feedback, trained), "", self.settings.train.reward_model.min_new_feedback
         if not go_on and (new >= least or marked):
-            name = f"cycle-{self.record.number:06d}-reward-model"
-            arguments = ("--reward-model", "--run", name, "--parent", str(policy))
+            name = f"cycle-{self.record.number:06d}-{called}"
+            arguments = (
+                "--reward-model",
+                *(["--held-out"] if held_out else []),
+                "--run",
+                name,
+                "--parent",
+                str(policy),
+            )
             timeout = self.settings.cycle.train_timeout_s
-            why = self._run("train", timeout, *arguments, stage="reward-model")["reason"]
+            why = self._run("train", timeout, *arguments, stage=called)["reason"]
             self.say(why)
-        self.record.reward_model = rewards()
-        if self.record.reward_model is None:
-            return f"there is no reward model yet: {why or f'{new} feedbacks, {least} are needed'}"
+        version = rewards()
+        if not held_out:
+            self.record.reward_model = version
+        if version is None:
+            which = "reward model to evaluate by" if held_out else "reward model"
+            return f"there is no {which} yet: {why or f'{new} feedbacks, {least} are needed'}"
         return None
 
     def _run(self, name: str, timeout: float, *arguments: str, stage: str | None = None) -> dict[str, Any]:

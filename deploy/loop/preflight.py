@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from deploy.config.root import ConfigError, Settings
+from evaluation.config import JUDGING
 from feedback.config import ScoringConfig
 from feedback.exchange.record_files import RecordError, files_of
 from feedback.scoring.sources.rules import RuleError, configured, load_rule
@@ -49,7 +50,8 @@ def check(settings: Settings) -> None:
         "offline",
     )  # the cycle trains the reward model, or takes an algorithm
     problems += [one for one in training_problems(settings) if not (later and one == NO_REWARD)]
-    problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
+    if settings.evaluation.scorer not in JUDGING:
+        problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
     if problems:
         raise ConfigError("\n".join(problems))
 
