@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-from pydantic.fields import FieldInfo
 
 from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
@@ -50,12 +49,25 @@ COMMANDS: Final = {
     "keys": "deploy.commands.keys:keys",
     "lake": "deploy.commands.lake:lake",
     "data": "deploy.commands.data:data",
+    "suite": "deploy.commands.suite:suite",
+    "status": "deploy.commands.inspect:status",
     "report": "deploy.commands.inspect:report",
     "doctor": "deploy.commands.inspect:doctor",
+    "help": "deploy.commands.settings:help_",
+    "config": "deploy.commands.settings:config",
     "bench": "deploy.examples.bench.command:bench",
     "demo": "deploy.examples.demo.command:demo",
 }
 """Where each command is."""
+
+GROUPS: Final = {
+    "Run": ("up", "status", "doctor", "init", "serve", "schedule", "demo"),
+    "Turn the loop by hand": ("score", "train", "evaluate", "cycle"),
+    "Policies": ("policies", "promote", "rollback", "history"),
+    "Data": ("lake", "data", "suite", "report"),
+    "Settings": ("help", "config", "keys"),
+}
+"""The commands as `--help` lists them; all others follow."""
 
 
 class Millrace(click.Group):
@@ -66,11 +78,12 @@ class Millrace(click.Group):
         ctx.meta["millrace.options"] = options
         return super().parse_args(ctx, general + rest)
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        super().format_options(ctx, formatter)
-        for title, rows in _settings_by_section():
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        listed = {name for names in GROUPS.values() for name in names}
+        for title, names in {**GROUPS, "More": tuple(name for name in COMMANDS if name not in listed)}.items():
             with formatter.section(title):
-                formatter.write_dl(rows, col_max=44)
+                width = formatter.width - 2 - max(map(len, COMMANDS))
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of a newcomer's use, not of the alphabet
@@ -97,15 +110,18 @@ def millrace(ctx: click.Context, file: Path | None, print_config: bool, debug: b
     """Serve a language model, learn from its users, prove the new policy better, swap it in.
 
     \b
-    millrace init --model NAME_OR_FOLDER    make it policy 1
-    millrace up                             serve it, and turn the loop on a schedule
+    millrace up NAME_OR_FOLDER    serve a model and turn the loop, in this folder
+    millrace status               what serves, what the loop does, what is wrong
 
-    The settings below can be options anywhere on the line (--serve.port 8001), in the environment
+    Every setting can be an option anywhere on the line (--serve.port 8001), stand in the environment
     (MILLRACE__SERVE__PORT=8001) or in a YAML file (serve: {port: 8001}); this is also their order, highest first.
+    `millrace help TOPIC` explains a group of them, `millrace config reference` prints all.
     """
     if ctx.invoked_subcommand is None and not print_config:
         click.echo(ctx.get_help())
         return
+    if ctx.invoked_subcommand in ("help", "config") and not print_config:
+        return  # they explain settings, and work where the file can't be read
     settings = root.load(file, ctx.meta["millrace.options"])
     if print_config:
         click.echo(describe.to_yaml(settings, comments=True), nl=False)
@@ -189,22 +205,6 @@ def _split(args: list[str]) -> tuple[list[str], list[str], list[tuple[str, str]]
 def _plain_settings() -> set[str]:
     """Settings at the top, which have no dot in their name: ``--home``."""
     return {name for name, field in Settings.model_fields.items() if not describe.section_of(field.annotation)}
-
-
-def _settings_by_section() -> list[tuple[str, list[tuple[str, str]]]]:
-    """(title, [(option, meaning and default)]) for each top-level section, generated from the models."""
-    sections: dict[str, list[tuple[str, str]]] = {}
-    for setting in describe.settings_of(Settings):
-        top = setting.key.split(".")[0] if "." in setting.key else ""
-        default = "required" if setting.required else f"default: {describe.show(setting.default)}"
-        text = setting.description.replace("`", "")
-        sections.setdefault(top, []).append((f"--{setting.key}", f"{text} [{default}]"))
-    return [(_title(top, Settings.model_fields.get(top)), rows) for top, rows in sections.items()]
-
-
-def _title(name: str, field: FieldInfo | None) -> str:
-    meaning: Any = field.description if field else None
-    return f"Settings: {name} — {describe.meaning(meaning).rstrip('.')}" if meaning else "Settings"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from serve.vllm.compat import VERSIONS, installed
 from train.config.context_length import rollout_cache
 
 GIB = 2**30
-IDLE_CYCLES = 3  # in a row, that trained and published nothing
 PACKAGES = ("torch", "transformers", "ray", "pyarrow", "duckdb", "deltalake", "fastapi", "pydantic", "apscheduler")
 
 
@@ -311,7 +310,7 @@ def _loop(settings: Settings) -> Iterable[Check]:
     else:
         yield Check("loop", "ok", "reward, held-out suite and schedule can be used")
     idle = records.without_candidate(settings)
-    if len(idle) >= IDLE_CYCLES:
+    if len(idle) >= records.IDLE_CYCLES:
         found = f"the last {len(idle)} cycles that trained published nothing; the last one: {idle[-1].reason}"
         yield Check("training", "warn", found, "fix what it says: until then nothing is learned")
 

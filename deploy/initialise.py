@@ -13,6 +13,41 @@ from serve.policies import probe
 from serve.policies.store import Pointer
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
+_CONFIG = """\
+# Settings of Millrace: those that matter most. `millrace config reference` prints all others, with their defaults;
+# `millrace help TOPIC` explains a group of them. To switch on what is commented out, take the # away.
+
+home: {home}   # all that Millrace keeps; paths below are relative to it
+
+serve:
+  port: {port}   # on this machine only, until `millrace keys create` has made a key and serve.host is set
+
+cycle:
+  # What policies learn from. auto: people's feedback, by a reward model as soon as there is enough of it (rlhf), until
+  # then from the thumbs, choices and corrections themselves (offline).
+  recipe: auto
+
+evaluation:
+  # This share of all prompts is never trained on. What proves a new policy better comes from it alone: the prompts that
+  # the gate asks, and the feedback that the gate's own reward model learns from. That model needs examples as much as
+  # training does, so a small share is no saving: with little feedback the gate would be the one to wait. Lower it once
+  # there are thousands of judgements.
+  holdout: 0.3
+  scorer: reward_model   # or a function of your own, module:name, with evaluation.suite: a file of held-out prompts
+
+schedule:
+  interval_seconds: 3600   # a cycle every hour, if there is enough new feedback; or cron: "0 3 * * *"
+
+# What else may reward responses, beside people. In training these are weighed together.
+# feedback:
+#   scoring:
+#     rules:
+#       polite: {{function: my_rewards:reward}}   # your own Python function, one number per response
+#     judge:                                    # any OpenAI-compatible endpoint
+#       url: http://127.0.0.1:8001/v1
+#       model: NAME
+#       rubric: "Question: {{prompt}}\\nAnswer: {{response}}\\nHow helpful is the answer, from 0 to 10?"
+"""
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
@@ -31,8 +66,7 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
             f"{settings.home} is initialised already: policy {pointer.version} serves; for another model take another "
             "--home"
         )
-    folder = Path(model).expanduser()
-    is_local = folder.is_dir()
+    folder, is_local = _local(model)
     if not is_local:
         folder = _download(model, revision)
     architecture = _architecture(folder)
@@ -41,7 +75,7 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
         folder if has_safetensors else lambda aside: _convert(folder, aside),
         parent=None,
         lineage={
-            "source": str(folder.absolute()) if is_local else model,
+            "source": source(model),
             "revision": revision,
             "architecture": architecture,
             "converted": not has_safetensors,
@@ -53,16 +87,45 @@ def initialise(settings: Settings, model: str, *, revision: str | None, who: str
     return store.promote(policy.version, expected=None, who=who, why=f"init from {model}")
 
 
+def source(model: str) -> str:
+    """What a model is called in the lineage of policy 1: the absolute path of a folder, or the name on the hub."""
+    folder, is_local = _local(model)
+    return str(folder.absolute()) if is_local else model
+
+
+def require_made_from(settings: Settings, model: str) -> None:
+    """Raise NotAModel unless the home's first policy was made from ``model``, whichever path leads to it."""
+    first = settings.policy_store().get(1).lineage.get("source")
+    if first is None or Path(source(model)).resolve() != Path(str(first)).resolve():
+        raise NotAModel(
+            f"the home {settings.home} was made from {first}, not from {model}: `millrace up` without a model goes on "
+            "with it; for another model take another folder, or another --home"
+        )
+
+
+def has_chat_template(policy: Path) -> bool:
+    """Whether a model's folder has a chat template, by the files that transformers reads one from."""
+    if (policy / "chat_template.jinja").is_file() or (policy / "chat_template.json").is_file():
+        return True
+    try:
+        return bool(json.loads((policy / "tokenizer_config.json").read_bytes()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def write_config(settings: Settings, file: Path) -> bool:
-    """Write every setting, commented out but for ``home``, unless there is such a file; whether it was written."""
+    """Write the few settings that matter most, unless there is such a file; whether it was written."""
     if file.exists():
         return False
-    lines = ["# Settings of Millrace. To change one, uncomment it and the sections that it is in.", ""]
-    for line in describe.to_yaml(settings, comments=True).splitlines():
-        lines.append(line if not line or line.startswith(("home:", "#")) else f"# {line}")
     with open(file, "x", opener=private) as output:  # keys will be put into it
-        output.write("\n".join(lines) + "\n")
+        output.write(_CONFIG.format(home=describe.scalar(str(settings.home)), port=settings.serve.port))
     return True
+
+
+def _local(model: str) -> tuple[Path, bool]:
+    """The folder that a name may mean, and whether there is one."""
+    folder = Path(model).expanduser()
+    return folder, folder.is_dir()
 
 
 def _architecture(folder: Path) -> str:

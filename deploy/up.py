@@ -1,12 +1,17 @@
-"""``millrace up``: the server and the scheduler, watched together, started and stopped in order."""
+"""``millrace up``: the server and the scheduler, watched together, started and stopped in order.
+
+With a model it makes the home first, and opens the loop as far as the settings let it.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from deploy.config.root import Settings
+from deploy import initialise
+from deploy.config.root import ConfigError, Settings
 from deploy.loop import preflight
+from deploy.loop.cycle import LOCK_WAIT_S
 from deploy.loop.schedule import trigger
 from deploy.supervise.children import Child, start
 from feedback.files import locked
@@ -26,24 +31,36 @@ def up(
     settings: Settings,
     *,
     schedule: bool = True,
+    open_loop: bool = False,
     say: Callable[[str, str], None],
     ready: Callable[[], None] | None = None,
 ) -> None:
     """Run the server, and the scheduler with it unless ``schedule`` is off, until a signal raises or one of them ends.
 
+    open_loop: say what is off, and how to switch it on; if no cycle can work, serve alone and say why.
     say: gets (process, line) for each line that a process writes; its whole output is in ``up.logs`` too.
     ready: called once everything runs.
     Raises UpFailed when a process ends by itself; nothing is restarted in silence. However this ends, the scheduler
     is stopped first and then the server, so that no cycle promotes into a server that is going.
     """
     if settings.policy_store().serving() is None:
-        raise UpFailed(f"no policy serves in {settings.home}: run `millrace init --model NAME_OR_FOLDER` first")
+        raise UpFailed(f"no policy serves in {settings.home}: name a model, `millrace up NAME_OR_FOLDER`")
+    if open_loop:
+        for line in switches(settings):
+            say("up", line)
     if schedule:
-        preflight.check(settings)
-        trigger(settings.schedule)
+        try:
+            preflight.check(settings)
+            trigger(settings.schedule)
+        except ConfigError as error:
+            if not open_loop:
+                raise
+            for line in str(error).splitlines():
+                say("up", f"loop: off, until this is mended: {line}")
+            schedule = False
     lock = settings.path(".up.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with locked(lock, 0.0, busy=UpFailed(f"another `millrace up` runs in {settings.home}")):
+    with locked(lock, LOCK_WAIT_S, busy=UpFailed(f"another `millrace up` runs in {settings.home}")):
         children: list[Child] = []
         try:
             server = _start("serve", settings, say)
@@ -60,6 +77,34 @@ def up(
                 if child.poll() is None:
                     say("up", f"stopping {child.name}")
                     child.stop()
+
+
+def switches(settings: Settings) -> list[str]:
+    """What of the loop is on and off, one line each, with how to change it."""
+    store, scoring, evaluation = settings.policy_store(), settings.feedback.scoring, settings.evaluation
+    pointer, judge, suite = store.serving(), scoring.judge, settings.path(settings.evaluation.suite)
+    schedule = settings.schedule
+    due = f"by cron {schedule.cron!r}" if schedule.cron else f"every {schedule.interval_seconds:g} s"
+    found = [f"learning: cycle.recipe is {settings.cycle.recipe or 'not set'}; a cycle {due}"]
+    if suite.is_file():
+        found.append(f"gate: {suite}, scored by {evaluation.scorer}")
+    elif evaluation.holdout:
+        share = f"{evaluation.holdout:.0%} of the prompts are never trained on"
+        found.append(f"gate: a suite drawn from traffic ({share}), scored by {evaluation.scorer}")
+    else:
+        found.append(f"gate: off; write held-out prompts to {suite} (evaluation.suite), or set evaluation.holdout")
+    if not any(rule.weight for rule in scoring.rules.values()):
+        found.append("rules: off; set feedback.scoring.rules, to your own Python function for one")
+    if judge is None or not judge.weight:
+        found.append("judge: off; set feedback.scoring.judge.url, .model and .rubric")
+    if pointer and not initialise.has_chat_template(store.get(pointer.version).path):
+        found.append(
+            "chat: off, the model has no chat template: /generate with a prompt and /v1/completions work, messages get "
+            "400; to switch it on, make a home from the model with a chat_template in tokenizer_config.json"
+        )
+    if not settings.path(settings.serve.keys).is_file():
+        found.append("keys: off, so that only this machine is served; `millrace keys create`, and set serve.host")
+    return found
 
 
 def _start(name: str, settings: Settings, say: Callable[[str, str], None]) -> Child:

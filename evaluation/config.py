@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from feedback.settings_base import Section
 
 MIB = 1024 * 1024
+
+JUDGING: Final = ("judge", "reward_model", "pairwise")
+"""Scorers that need no right answer, and that a policy is not simply right by."""
+
+COMPARISON: Final = """\
+Two answers to the same request are below. Which of them helps better: is right, does what is wanted, and is clear? \
+Neither their order nor their length says anything.
+
+Request:
+{prompt}
+
+Answer A:
+{first}
+
+Answer B:
+{second}"""
 
 
 class EngineConfig(Section):
@@ -75,10 +91,34 @@ class EvaluationConfig(Section):
         Path("suite.jsonl"),
         description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata.",
     )
+    suite_items: int = Field(
+        200,
+        ge=1,
+        description="Items that a suite drawn from traffic has, or fewer, as many as gate.min_items, while there are "
+        "no more prompts.",
+    )
+    holdout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of all prompts, by hash, that no policy ever learns from: a conversation is held out whole, "
+        "by how it opens. A cycle that finds no suite draws one from them.",
+    )
     scorer: str = Field(
         "exact_match",
-        description="What scores responses: a function, as module:name, or a built-in rule (exact_match or "
-        "numeric_equality with each item's answer, repetition_penalty).",
+        description="What scores responses: a function, as module:name; a built-in rule (exact_match or "
+        "numeric_equality with each item's answer, repetition_penalty); judge: feedback.scoring.judge scores each; "
+        "pairwise: that judge compares both policies' answers, in both orders; reward_model: feedback.scoring.model, "
+        "or else a reward model of feedback on held-out prompts.",
+    )
+    comparison: str = Field(
+        COMPARISON,
+        description="scorer pairwise: the question to the judge. {prompt}, {first} and {second} stand for the item's.",
+    )
+    reward_model_folder: Path = Field(
+        Path("evaluation_reward_models"),
+        description="scorer reward_model: folder of the reward models that are trained on feedback on held-out prompts "
+        "alone, so that they are not what training optimises.",
     )
     max_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
     kl_samples: int = Field(
@@ -90,6 +130,22 @@ class EvaluationConfig(Section):
     samples: int = Field(20, ge=0, description="Items kept with both responses in an evaluation, for people to read.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description=EngineConfig.__doc__)
     gate: GateConfig = Field(default_factory=GateConfig, description=GateConfig.__doc__)
+
+    @field_validator("comparison")
+    @classmethod
+    def _asks_about_both(cls, value: str) -> str:
+        if missing := [name for name in ("first", "second") if f"{{{name}}}" not in value]:
+            raise ValueError(f"a comparison needs {{{missing[0]}}} where that answer is to stand")
+        return value
+
+    @model_validator(mode="after")
+    def _a_judge_says_nothing_of_accuracy(self) -> Self:
+        if self.scorer in JUDGING and self.gate.metric == "accuracy":
+            raise ValueError(
+                f"gate.metric=accuracy is the share of answers that are right, which scorer={self.scorer} can't say: "
+                "set gate.metric to reward"
+            )
+        return self
 
     @model_validator(mode="after")
     def _a_bound_on_kl_needs_samples(self) -> Self:

@@ -14,7 +14,8 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from evaluation import statistics
-from evaluation.config import EvaluationConfig
+from evaluation.config import JUDGING, EvaluationConfig
+from evaluation.judging import Judged, Judging, Scores, Sources
 from evaluation.results import Evaluation, Interval, KlEstimate, PolicyResult, Sample
 from evaluation.suites import answers, text_metrics
 from evaluation.suites.suite import Suite
@@ -27,24 +28,40 @@ from serve.policies.store import Policy
 Scorer = Callable[[pa.Table], Sequence[float | None]]
 """Scores responses; takes a batch with columns prompt, messages, response, response_token_ids, metadata."""
 
-Scores = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-
-def evaluate(candidate: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Evaluation:
+def evaluate(
+    candidate: Policy,
+    incumbent: Policy,
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    sources: Sources | None = None,
+) -> Evaluation:
     """Answer the suite greedily with both policies, score the answers, compare them item by item.
 
-    ``folder`` is where evaluations are kept (answers are cached under it).
-    Raises EngineError, ValueError if no item has a score for both, and what the scorer raises.
+    ``folder`` is where evaluations are kept (answers are cached under it); ``sources`` a judge or a reward model for
+    the scorers that need one. Raises EngineError, ValueError if no item has a score for both, and what the scorer
+    raises.
     """
-    scorer = load_scorer(config)
+    judging = Judging(config, sources or Sources()) if config.scorer in JUDGING else None
+    scorer = load_scorer(config) if judging is None else None
     before = answers.answer(incumbent, suite, config, folder)
     after = answers.answer(candidate, suite, config, folder, incumbent=incumbent)
     started = time.monotonic()
     kl, kl_missing = _kl(after, len(suite.items), config)
-    old, new = score(suite, before.table, scorer), score(suite, after.table, scorer)
+    if judging is not None:
+        name, judged = judging.name, judging(scorer_batch(suite, after.table), scorer_batch(suite, before.table))
+    else:
+        assert scorer is not None
+        name, judged = (
+            scorer_name(scorer),
+            Judged(score(suite, after.table, scorer), score(suite, before.table, scorer)),
+        )
+    new, old = judged.candidate, judged.incumbent
     both = ~np.isnan(old) & ~np.isnan(new)
     if not both.any():
-        raise ValueError(f"{scorer_name(scorer)} scored no item of {suite.path} for both policies: nothing to compare")
+        whys = "".join(f"; {count} × {why}" for why, count in judged.missing.items())
+        raise ValueError(f"{name} scored no item of {suite.path} for both policies: nothing to compare{whys}")
     return Evaluation(
         candidate=_policy_result(candidate, after.table, new, config),
         incumbent=_policy_result(incumbent, before.table, old, config),
@@ -60,7 +77,10 @@ def evaluate(candidate: Policy, incumbent: Policy, suite: Suite, config: Evaluat
         suite=suite.path.name,
         suite_sha256=suite.sha256,
         suite_items=len(suite.items),
-        scorer=scorer_name(scorer),
+        scorer=name,
+        scorer_details={} if judging is None else judging.details,
+        missing_reasons=judged.missing,
+        position_consistency=judged.consistency,
         settings=answers.settings_hash(candidate, config),
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         seconds={
@@ -75,7 +95,12 @@ def evaluate(candidate: Policy, incumbent: Policy, suite: Suite, config: Evaluat
 def compare_samples(
     candidate: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path
 ) -> list[Sample]:
-    """Every item with both policies' answers, in the suite's order; empty unless both have been answered before."""
+    """Every item with both policies' answers, in the suite's order; empty unless both have been answered before.
+
+    And where a judge or a reward model scores: it is asked by an evaluation alone.
+    """
+    if config.scorer in JUDGING:
+        return []
     after, before = (answers.cached(policy, suite, config, folder) for policy in (candidate, incumbent))
     if after is None or before is None:
         return []

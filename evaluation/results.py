@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -68,6 +69,8 @@ class Evaluation(_Record):
 
     ``reward`` and ``accuracy`` are differences, candidate less incumbent, with paired bootstrap intervals. ``missing``
     counts items without a score for one or both. ``kl`` is None for the reason in ``kl_missing``.
+    ``scorer_details``: what scores, in words, where it is a judge or a reward model. ``missing_reasons``: the commonest
+    of why answers have no score. ``position_consistency``: see ``evaluation.judging.Judged``.
     ``settings`` is the hash of what decides the responses; ``seconds`` the wall time a stage (a stage that the cache
     answered takes none).
     """
@@ -87,6 +90,9 @@ class Evaluation(_Record):
     suite_sha256: str
     suite_items: int
     scorer: str
+    scorer_details: dict[str, Any] = {}
+    missing_reasons: dict[str, int] = {}
+    position_consistency: float | None = None
     settings: str
     created_at: str
     seconds: dict[str, float]

@@ -231,6 +231,9 @@ RESERVED_NAMES: Final = ("human", "model", "judge")
 PLACEHOLDER: Final = re.compile(r"\{(prompt|response|metadata\.[^{}\s]+)\}")
 """What a rubric may leave open."""
 
+COMPARED: Final = re.compile(r"\{(prompt|first|second)\}")
+"""The same in a question about two answers."""
+
 _WORD_IN_BRACES: Final = re.compile(r"\{[A-Za-z_][\w.\-]*\}")
 _RULE_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -443,7 +446,8 @@ class JudgeConfig(Section):
     deadline_s: float = Field(
         default=1800.0,
         gt=0,
-        description="Longest time that one scoring run, or one step of training, may spend on the judge, in seconds.",
+        description="Longest time that one scoring run, one step of training, or one evaluation may spend on the "
+        "judge, in seconds.",
     )
     runs: int = Field(
         default=3, ge=1, description="Scoring runs that ask for a response before its verdict is given up."

@@ -163,6 +163,18 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock on a file, or a share in it. It is held for an instant to find out."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(fd)
+    finally:
+        os.close(fd)
+
+
 @contextmanager
 def locked(
     path: Path, timeout_s: float, *, shared: bool = False, create: bool = True, busy: Exception | None = None

@@ -1,4 +1,4 @@
-"""report, doctor."""
+"""status, report, doctor."""
 
 from __future__ import annotations
 
@@ -29,6 +29,26 @@ def report(settings: Settings, out: Path | None, title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     build(gather(settings, title=title), path)
     click.echo(f"wrote {path}")
+
+
+@click.command()
+@as_json_option
+@pass_settings
+def status(settings: Settings, as_json: bool) -> int:
+    """Show what serves and why, what the loop does, and what is wrong.
+
+    Exit code 1 if something is wrong: there is no policy, `millrace up` runs and its server does not answer, the last
+    cycle failed, and the like. A home in which nothing runs is not wrong.
+    """
+    from deploy.status import lines, look
+
+    found = look(settings)
+    if as_json:
+        click.echo(json.dumps(asdict(found), indent=2))
+    else:
+        for title, text in lines(found):
+            click.echo(f"{title:<14}{text}")
+    return 1 if found.problems else 0
 
 
 @click.command()

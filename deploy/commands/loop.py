@@ -99,9 +99,21 @@ def run_name(_: click.Context, __: click.Parameter, name: str | None) -> str | N
 )
 @click.option("--parent", type=int, metavar="VERSION", help="Policy to start from; the serving one by default.")
 @click.option("--reward-model", is_flag=True, help="Train the reward model, on what people said, in place of a policy.")
+@click.option(
+    "--held-out",
+    is_flag=True,
+    help="With --reward-model: the one that evaluation scores by, on what people said of held-out prompts alone.",
+)
 @json_out
 @pass_settings
-def train(settings: Settings, name: str | None, parent: int | None, reward_model: bool, json_out: Path | None) -> int:
+def train(
+    settings: Settings,
+    name: str | None,
+    parent: int | None,
+    reward_model: bool,
+    held_out: bool,
+    json_out: Path | None,
+) -> int:
     """Train a candidate from what traffic brought, or prompts of your own, and publish it.
 
     It serves only once it is promoted.
@@ -112,6 +124,10 @@ def train(settings: Settings, name: str | None, parent: int | None, reward_model
     from deploy.loop.cycle import training_parent
     from deploy.loop.preflight import reward_of, training_problems
 
+    if held_out and not reward_model:
+        raise click.UsageError("--held-out is of a reward model: no policy learns from held-out prompts")
+    if held_out and not settings.evaluation.holdout:
+        raise ConfigError("evaluation.holdout is 0: there are no held-out prompts; set it, such as to 0.1")
     if problems := [] if reward_model else training_problems(settings):
         raise ConfigError("\n".join(problems))
     resolved = settings.resolved()
@@ -127,7 +143,7 @@ def train(settings: Settings, name: str | None, parent: int | None, reward_model
             run=name,
             runs=resolved.train.runs,
             policies=Path(resolved.serve.policies),
-            reward_models=resolved.train.reward_model.folder,
+            reward_models=resolved.evaluation.reward_model_folder if held_out else resolved.train.reward_model.folder,
             lake_uri=resolved.feedback.lake.uri,
             lake=resolved.feedback.lake,
             reward=None if reward_model else reward_of(settings),
@@ -135,11 +151,11 @@ def train(settings: Settings, name: str | None, parent: int | None, reward_model
             python_path=[str(Path.cwd())],
             lineage=lineage.current(settings),
         )
-        if not resolved.evaluation.suite.is_file():
+        if not resolved.evaluation.suite.is_file() and not resolved.evaluation.holdout:
             click.echo(f"there is no evaluation.suite {resolved.evaluation.suite}: no prompts are kept out of training")
         if resolved.train.data.prompts:
             settings.lake().create()  # with prompts of one's own there need not have been any traffic
-        result = run_job(settings.training(reward_model=reward_model), context)
+        result = run_job(settings.training(reward_model=reward_model, held_out=held_out), context)
     write_result(result.model_dump(mode="json"), json_out)
     return print_result(result)
 
@@ -186,7 +202,8 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     suite = Suite.load(config.suite)
     with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent):
         click.echo(f"policy {candidate} against policy {incumbent} on {len(suite.items)} items of {config.suite}")
-        evaluation = compare(store.verify(candidate), store.verify(incumbent), suite, config, config.folder)
+        sources = settings.evaluation_sources()
+        evaluation = compare(store.verify(candidate), store.verify(incumbent), suite, config, config.folder, sources)
     file = evaluation.save(config.folder)
     verdict = decide(evaluation, config.gate)
     store.record_gate(candidate, verdict.model_dump(mode="json"))
@@ -196,6 +213,10 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             f"policy {result.version}: accuracy {result.accuracy.value:.3f}, reward {result.reward.value:.3f} "
             f"[{result.reward.low:.3f}, {result.reward.high:.3f}], {result.length_mean:.1f} tokens"
         )
+    if evaluation.position_consistency is not None:
+        click.echo(f"judged alike in both orders: {evaluation.position_consistency:.1%} of the pairs")
+    for reason, count in evaluation.missing_reasons.items():
+        click.echo(f"no score: {count} × {reason}")
     click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
     write_result(
         {

@@ -172,13 +172,13 @@ def erase(
         click.echo(f"removed {done.damaged} damaged journal segments that had been put aside")
     for path in done.left:
         click.echo(f"left until it is lake.orphan_hours old, as a writer may be about to commit it: {path}")
-    result = asdict(done) | {"policies": [], "reward_models": [], "runs": []}
+    result = asdict(done) | {"policies": [], "reward_models": [], "evaluation_reward_models": [], "runs": []}
     for one in (*reached, *late, *reading):
         how = {"certainty": one.certainty, "why": one.why}
         if one.kind == "policy":
             result["policies"].append({"version": int(one.name), **how})
-        elif one.kind == "reward model":
-            result["reward_models"].append({"version": int(one.name), **how})
+        elif one.kind != "unfinished run":
+            result[f"{one.kind}s".replace(" ", "_")].append({"version": int(one.name), **how})
         else:
             result["runs"].append({"name": one.name, "holder": one.holder, **how})
     write_result(result, json_out)
@@ -200,7 +200,7 @@ def _marks(stores: Stores, erasure: str) -> bool:
     """Whether a killed erasure has marked for retraining what it had recorded with policies and reward models."""
     from serve.policies.records import read_json
 
-    files = [file for store in (stores.policies, stores.reward_models) for file in store.root.glob("v*/erasures.json")]
+    files = [file for store in vars(stores).values() for file in store.root.glob("v*/erasures.json")]
     records = (record for file in files for record in (read_json(file) or {}).get("erasures", ()))
     return any(record.get("erasure") == erasure and record.get("retrain") for record in records)
 
@@ -210,13 +210,14 @@ def _record(stores: Stores, erasure: str, reached: Iterable[Trained], *, retrain
 
     Raises PolicyError, when the others are recorded, for those that could not be.
     """
+    from deploy.loop.lineage import stores_by_kind
     from serve.policies.store import PolicyError, PolicyNotFound
 
     failed = []
     for one in reached:
         how = {"certainty": one.certainty, "why": one.why}
         try:
-            store = stores.policies if one.kind == "policy" else stores.reward_models
+            store = stores_by_kind(stores)[one.kind]
             store.record_erasure(int(one.name), retrain=retrain, erasure=erasure, **how)
         except PolicyNotFound:
             continue
@@ -230,9 +231,9 @@ def _record(stores: Stores, erasure: str, reached: Iterable[Trained], *, retrain
 
 def _print_reached(reached: Iterable[Trained], *, none: bool = False) -> None:
     """The policies and reward models; with ``none`` also that there is no such thing."""
-    for kind in ("policy", "reward model"):
+    for kind in ("policy", "reward model", "evaluation reward model"):
         rows = [[one.name, one.certainty, one.why] for one in reached if one.kind == kind]
-        if rows or none:
+        if rows or (none and kind != "evaluation reward model"):
             _list(kind, rows)
 
 

@@ -22,17 +22,15 @@ from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, Reco
 @click.command()
 @click.option("--model", required=True, metavar="NAME_OR_FOLDER", help="A folder, or a name on the Hugging Face hub.")
 @click.option("--revision", metavar="REVISION", help="Branch, tag or commit on the hub.")
-@click.option(
-    "--write-config/--no-write-config", default=True, help="Write a commented millrace.yaml if there is none."
-)
+@click.option("--write-config/--no-write-config", default=True, help="Write a short millrace.yaml if there is none.")
 @pass_settings
 def init(settings: Settings, model: str, revision: str | None, write_config: bool) -> None:
     """Make a Hugging Face causal LM policy 1, in a new home."""
     pointer = initialise.initialise(settings, model, revision=revision, who=promotion.person())
     click.echo(f"policy {pointer.version} of {settings.home} is {model}")
     if write_config and initialise.write_config(settings, DEFAULT_FILE):
-        click.echo(f"wrote {DEFAULT_FILE}: every setting, with its meaning; change what you need")
-    click.echo("serve it with: millrace serve; with the whole loop, once reward and suite are set: millrace up")
+        click.echo(f"wrote {DEFAULT_FILE}: the settings that matter most; `millrace config reference` prints all")
+    click.echo("serve it and turn the loop with: millrace up; serve it alone with: millrace serve")
 
 
 wait = click.option(

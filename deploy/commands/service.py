@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import click
 from pydantic import ValidationError
 
 from deploy.commands.common import pass_settings
+from deploy.config import root
 from deploy.config.root import ConfigError, Settings
+from deploy.config.sources import DEFAULT_FILE
 from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
 from serve.config import FleetConfig
 
@@ -22,13 +26,19 @@ COLOURS = {"up": "green", "serve": "cyan", "schedule": "yellow"}
 
 
 @click.command()
+@click.argument("model", required=False, metavar="[NAME_OR_FOLDER]")
 @click.option(
     "--schedule/--no-schedule", "with_schedule", default=True, help="Turn the loop on a schedule, or only serve."
 )
 @replicas
 @pass_settings
-def up(settings: Settings, with_schedule: bool, replicas: int | None) -> None:
-    """Serve, record, and turn the loop on a schedule, until Ctrl-C."""
+@click.pass_context
+def up(ctx: click.Context, settings: Settings, model: str | None, with_schedule: bool, replicas: int | None) -> None:
+    """Serve, record, and turn the loop on a schedule, until Ctrl-C.
+
+    With a model, a folder or a name on the Hugging Face hub: where there is no home, make one with the model as policy
+    1, and a short millrace.yaml. The loop is then opened as far as the settings let it; what is off is listed.
+    """
     from deploy import up as supervisor
 
     printing = threading.Lock()
@@ -40,9 +50,31 @@ def up(settings: Settings, with_schedule: bool, replicas: int | None) -> None:
     with no_leftovers():
         try:
             with stop_on_signals():
-                supervisor.up(_with_replicas(settings, replicas), schedule=with_schedule, say=say)
+                if model is not None:
+                    settings = _home_of(model, settings, ctx, partial(say, "up"))
+                settings = _with_replicas(settings, replicas)
+                supervisor.up(settings, schedule=with_schedule, open_loop=model is not None, say=say)
         except Stopped as stopped:
             say("up", f"stopped by {stopped}")
+
+
+def _home_of(model: str, settings: Settings, ctx: click.Context, say: Callable[[str], None]) -> Settings:
+    """Make a home of a model, and its millrace.yaml, where they are missing; the settings with that file's.
+
+    Raises deploy.initialise.NotAModel if there is a home of another model.
+    """
+    from deploy import initialise
+    from deploy.loop import promotion
+
+    if settings.policy_store().serving() is None:
+        initialise.initialise(settings, model, revision=None, who=promotion.person())
+        say(f"made {settings.home}: policy 1 is {model}")
+    else:
+        initialise.require_made_from(settings, model)
+    if ctx.find_root().params["file"] is None and initialise.write_config(settings, DEFAULT_FILE):
+        say(f"wrote {DEFAULT_FILE}: the settings that matter most; `millrace config reference` prints all")
+        settings = root.load(None, ctx.meta["millrace.options"])
+    return settings
 
 
 @click.command()

@@ -111,7 +111,7 @@ def takes_none(annotation: Any) -> bool:
 def unknown_message(key: str, model: type[BaseModel], where: str) -> str:
     """``unknown setting serve.prot (in millrace.yaml); did you mean serve.port?``"""
     near = nearest(key, model)
-    remedy = f"did you mean {near}?" if near else "`millrace --help` lists all settings"
+    remedy = f"did you mean {near}?" if near else "`millrace config reference` lists all settings"
     return f"unknown setting {key} (in {where}); {remedy}"
 
 
@@ -189,10 +189,11 @@ def _commented(model: type[BaseModel], values: Any, indent: str) -> Iterator[str
             same = default is PydanticUndefined or default == value or show(default) == show(value)
             note = "" if same else f" (default: {show(default)})"
             yield f"{indent}# {meaning(field.description or name)}{note}"
-            yield f"{indent}{name}: {_scalar(value)}"
+            yield f"{indent}{name}: {scalar(value)}"
 
 
-def _scalar(value: Any) -> str:
+def scalar(value: Any) -> str:
+    """A value of JSON on one line of YAML."""
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6).strip()
     return text.removesuffix("...").strip()
 

@@ -25,6 +25,7 @@ from serve.middleware.api_keys import local_file
 from train.config.training import TrainConfig
 
 if TYPE_CHECKING:
+    from evaluation.judging import Sources
     from feedback.lake.tables import Lake
     from serve.policies.store import PolicyStore
     from train.run.unfinished import Stores
@@ -38,11 +39,12 @@ Classifier = TypeVar("Classifier", bound=ClassifierConfig)
 class CycleConfig(Section):
     """One turn of the loop: score, train, evaluate, promote."""
 
-    recipe: Literal["rlvr", "rlhf", "rlaif", "offline"] | None = Field(
+    recipe: Literal["auto", "rlvr", "rlhf", "rlaif", "offline"] | None = Field(
         None,
         description="What policies learn from. rlhf: people's feedback trains a reward model, which rewards fresh "
         "responses. rlvr: rules reward them. rlaif: a judge does. offline: feedback itself, by dpo, kto or sft, "
-        "whichever it has most of. null: what the other settings say.",
+        "whichever it has most of. auto: rlhf or offline, by how much feedback of which kind there is when a cycle has "
+        "scored; rules and a judge also reward, where they are set. null: what the other settings say.",
     )
     folder: Path = Field(Path("cycles"), description="Where each cycle's record is kept, one JSON file a cycle.")
     min_new_rewards: int = Field(
@@ -122,12 +124,12 @@ class Settings(Section):
         recipe, scoring, algorithm = self.cycle.recipe, self.feedback.scoring, self.train.algorithm
         if recipe is None:
             return self
-        if recipe != "offline" and algorithm.is_offline:
+        if recipe not in ("offline", "auto") and algorithm.is_offline:
             raise ValueError(
                 f"cycle.recipe={recipe} samples responses, and train.algorithm.name={algorithm.name} learns from "
                 "feedback: set cycle.recipe to offline, or take an algorithm such as grpo"
             )
-        if recipe == "rlhf" and scoring.human.model is None:
+        if recipe in ("rlhf", "auto") and scoring.human.model is None:
             human = scoring.human.model_copy(update={"model": ClassifierConfig(name=TRAINED)})
             scoring = scoring.model_copy(update={"human": human})
             self.feedback = self.feedback.model_copy(update={"scoring": scoring})
@@ -146,6 +148,46 @@ class Settings(Section):
             source = {"rlhf": "feedback.scoring.human.weight", "rlaif": "feedback.scoring.judge"}[recipe]
             raise ValueError(f"cycle.recipe={recipe}: {source} is not set, or has no weight")
         return self
+
+    @model_validator(mode="after")
+    def _has_what_the_scorer_needs(self) -> Settings:
+        scorer, scoring = self.evaluation.scorer, self.feedback.scoring
+        if scorer in ("judge", "pairwise") and scoring.judge is None:
+            raise ValueError(f"evaluation.scorer={scorer} needs a judge: set feedback.scoring.judge")
+        if scorer == "reward_model" and not self._fixed_reward_model and not self.evaluation.holdout:
+            raise ValueError(
+                "evaluation.scorer=reward_model scores by a reward model of feedback on prompts that no policy learned "
+                "from, and evaluation.holdout is 0: set it, such as to 0.1, or set feedback.scoring.model"
+            )
+        return self
+
+    @property
+    def _fixed_reward_model(self) -> bool:
+        """Whether evaluation scores by a model that Millrace does not train."""
+        model = self.feedback.scoring.model
+        return model is not None and model.name != TRAINED
+
+    @property
+    def trains_reward_model_to_evaluate(self) -> bool:
+        """Whether a cycle trains a reward model on the held-out slice, which evaluation scores by."""
+        return self.evaluation.scorer == "reward_model" and not self._fixed_reward_model
+
+    def evaluation_sources(self) -> Sources:
+        """The judge or reward model that evaluation scores by."""
+        from evaluation.judging import Sources
+
+        scoring, store = self.resolved().feedback.scoring, self.stores().evaluation_reward_models
+        if self.evaluation.scorer != "reward_model":
+            return Sources(judge=scoring.judge)
+        if self._fixed_reward_model:
+            return Sources(reward_model=scoring.model)
+        pointer = store.serving()
+        if pointer is None or store.get(pointer.version).marked:
+            return Sources(none_yet="train it: millrace train --reward-model --held-out")
+        trained = scoring.human.model or ClassifierConfig(name=TRAINED)
+        folder = str(store.get(pointer.version).path)
+        model = ClassifierConfig(**trained.model_dump(exclude={"name", "revision", "label"}), name=folder)
+        return Sources(reward_model=model, version=pointer.version)
 
     def path(self, relative: Path | str) -> Path:
         """The absolute path of a configured one: relative to home unless it is absolute."""
@@ -169,6 +211,7 @@ class Settings(Section):
         }
         judged = {
             "suite": self.path(evaluation.suite),
+            "reward_model_folder": self.path(evaluation.reward_model_folder),
             "folder": self.path(evaluation.folder),
             "engine": evaluation.engine.model_copy(update=computing),
         }
@@ -201,14 +244,18 @@ class Settings(Section):
         human = scoring.human.model_copy(update={"model": found(scoring.human.model)})
         return scoring.model_copy(update={"human": human, "model": found(scoring.model)})
 
-    def training(self, *, reward_model: bool = False) -> TrainConfig:
+    def training(self, *, reward_model: bool = False, held_out: bool = False) -> TrainConfig:
         """The settings of a run that trains a policy, or the reward model.
 
-        The prompts of the suite that policies are judged by are left out.
+        The prompts of the suite that policies are judged by, and those of the held-out slice, are left out. With
+        ``held_out``, a reward model to evaluate by: it learns from that slice alone, the suite's prompts included.
         """
         suite = self.path(self.evaluation.suite)
-        train = self.resolved().train
-        train = train.excluding(suite) if suite.is_file() else train
+        left_out = suite if suite.is_file() and not held_out else None
+        train = self.resolved().train.excluding(left_out, self.evaluation.holdout)
+        if held_out:
+            train = train.of_reward_model()
+            return train.model_copy(update={"data": train.data.model_copy(update={"holdout_side": "slice"})})
         return train.of_reward_model() if reward_model else train
 
     def policy_store(self) -> PolicyStore:
@@ -217,11 +264,12 @@ class Settings(Section):
         return PolicyStore(self.path(self.serve.policies))
 
     def stores(self) -> Stores:
-        """Of policies and of reward models."""
+        """Of policies, of reward models, and of those that evaluation scores by."""
         from serve.policies.store import PolicyStore
         from train.run.unfinished import Stores
 
-        return Stores(self.policy_store(), PolicyStore(self.path(self.train.reward_model.folder)))
+        folders = (self.serve.policies, self.train.reward_model.folder, self.evaluation.reward_model_folder)
+        return Stores(*(PolicyStore(self.path(folder)) for folder in folders))
 
     def lake(self) -> Lake:
         from feedback.lake.tables import Lake

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from deploy.config.root import Settings
+from evaluation.config import JUDGING
 from evaluation.evaluate import load_scorer, score, scorer_batch
 from evaluation.results import Interval
 from evaluation.statistics import wilson
@@ -23,7 +24,8 @@ class ProxyReward:
     """``means``: by policy, the mean over the suite of the probability that people find its answer good.
 
     ``agreement``: the share of all those answers on which the reward model (above or below one half) and the scorer of
-    the evaluation say the same, with its Wilson interval; None if the scorer has no score for any.
+    the evaluation say the same, with its Wilson interval; None if the scorer has no score for any, or knows
+    no right answers.
     """
 
     version: int
@@ -47,7 +49,8 @@ def measure(settings: Settings) -> ProxyReward | None:
         return None
     trained = resolved.feedback.scoring.human.model or ClassifierConfig(name=TRAINED)
     folder = str(stores.reward_models.get(pointer.version).path)
-    model, scorer = RewardModel(trained.model_copy(update={"name": folder})), load_scorer(config)
+    model = RewardModel(trained.model_copy(update={"name": folder}))
+    scorer = None if config.scorer in JUDGING else load_scorer(config)
     means: dict[int, float] = {}
     same = []
     for version in stores.policies.versions():
@@ -57,6 +60,8 @@ def measure(settings: Settings) -> ProxyReward | None:
         good = model.by_row(scorer_batch(suite, table))[0]
         if known := [value for value in good if value is not None]:
             means[version] = sum(known) / len(known)
+        if scorer is None:
+            continue
         pairs = zip(good, score(suite, table, scorer), strict=True)
         same += [(value > 0.5) == (truth > 0.5) for value, truth in pairs if value is not None and truth == truth]
     agreement = Interval.of(wilson(sum(same), len(same), confidence=config.gate.confidence)) if same else None

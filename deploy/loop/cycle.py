@@ -32,6 +32,7 @@ from feedback.files import locked
 from serve.policies.retention import unmarked_ancestor
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 
+LOCK_WAIT_S = 0.5  # `millrace status` holds it for an instant, to see whether it is free
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
 
 
@@ -58,7 +59,7 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
     check(settings)
     folder = settings.path(settings.cycle.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / ".lock", 0.0, busy=CycleBusy(f"another cycle is running in {folder}")):
+    with locked(folder / ".lock", LOCK_WAIT_S, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
         return _Cycle(settings, say).run()
 
@@ -107,12 +108,18 @@ class _Cycle:
 
         scored = self._run("score", self.settings.cycle.score_timeout_s)
         self.record.rewards, self.record.feedback = (scored["counts"][table] for table in ("rewards", "feedback"))
-        if reason := self._nothing_new():
+        if not self._has_recipe():
+            return self._end("skipped", self.record.recipe_reason)
+        if reason := self._nothing_new() or self._suite():
             return self._end("skipped", reason)
 
         parent = training_parent(self.store, pointer.version, self.say)
         killed = killed_training(self.settings, self.record.number, pointer.version, parent)
         if self.settings.cycle.recipe == "rlhf" and (reason := self._reward_model(parent, go_on=killed is not None)):
+            return self._end("skipped", reason)
+        if self.settings.trains_reward_model_to_evaluate and (
+            reason := self._reward_model(parent, go_on=False, held_out=True)
+        ):
             return self._end("skipped", reason)
 
         self.record.run = f"cycle-{self.record.number:06d}"
@@ -140,6 +147,20 @@ class _Cycle:
         self._promote(trained["candidate"], pointer)
         self._end("promoted", None)
 
+    def _has_recipe(self) -> bool:
+        """Put on record what is learned from; what `auto` stands for is decided by what was scored."""
+        if self.settings.cycle.recipe != "auto":
+            self.record.recipe = self.settings.cycle.recipe
+            return True
+        choice = recipes.choose(self.settings)
+        self.record.recipe, self.record.recipe_reason = choice.recipe, choice.why
+        self._save()
+        if choice.settings is None:
+            return False
+        self.say(f"recipe auto is {choice.recipe or 'to learn'} now: {choice.why}")
+        self.settings = choice.settings
+        return True
+
     def _nothing_new(self) -> str | None:
         """Why there is nothing to train on, compared with the last cycle whose candidate was judged."""
         offline = self.settings.cycle.recipe == "offline" or self.settings.train.algorithm.is_offline
@@ -148,13 +169,21 @@ class _Cycle:
         new, least = _new(getattr(self.record, what), judged), self.settings.cycle.min_new_rewards
         return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
 
-    def _reward_model(self, policy: int, *, go_on: bool) -> str | None:
+    def _suite(self) -> str | None:
+        """Draw a suite from the held-out slice of traffic, if there is none; why there can't be one yet."""
+        if self.settings.path(self.settings.evaluation.suite).exists():
+            return None
+        drawn = self._run("suite", self.settings.cycle.score_timeout_s, "sample")
+        return None if drawn["reason"] is None else f"there is no suite yet: {drawn['reason']}"
+
+    def _reward_model(self, policy: int, *, go_on: bool, held_out: bool = False) -> str | None:
         """Train another reward model, if enough was said since the last, or an erasure has marked that for retraining.
 
         Why there is none to reward by, or None if there is one. ``go_on``: with a run that was killed, and rewarded by
-        the one that there is.
+        the one that there is. ``held_out``: the one to evaluate by, of feedback on held-out prompts.
         """
-        store = self.settings.stores().reward_models
+        stores, called = self.settings.stores(), "evaluation-reward-model" if held_out else "reward-model"
+        store = stores.evaluation_reward_models if held_out else stores.reward_models
 
         def rewards() -> int | None:
             pointer = store.serving()
@@ -163,19 +192,29 @@ class _Cycle:
         trained = [
             record.feedback
             for record in load_all(self.settings)
-            if any(stage.name == "reward-model" and stage.ok for stage in record.stages)
+            if any(stage.name == called and stage.ok for stage in record.stages)
         ]
         marked = rewards() is None and store.serving() is not None
         new, why, least = _new(self.record.feedback, trained), "", self.settings.train.reward_model.min_new_feedback
         if not go_on and (new >= least or marked):
-            name = f"cycle-{self.record.number:06d}-reward-model"
-            arguments = ("--reward-model", "--run", name, "--parent", str(policy))
+            name = f"cycle-{self.record.number:06d}-{called}"
+            arguments = (
+                "--reward-model",
+                *(["--held-out"] if held_out else []),
+                "--run",
+                name,
+                "--parent",
+                str(policy),
+            )
             timeout = self.settings.cycle.train_timeout_s
-            why = self._run("train", timeout, *arguments, stage="reward-model")["reason"]
+            why = self._run("train", timeout, *arguments, stage=called)["reason"]
             self.say(why)
-        self.record.reward_model = rewards()
-        if self.record.reward_model is None:
-            return f"there is no reward model yet: {why or f'{new} feedbacks, {least} are needed'}"
+        version = rewards()
+        if not held_out:
+            self.record.reward_model = version
+        if version is None:
+            which = "reward model to evaluate by" if held_out else "reward model"
+            return f"there is no {which} yet: {why or f'{new} feedbacks, {least} are needed'}"
         return None
 
     def _run(self, name: str, timeout: float, *arguments: str, stage: str | None = None) -> dict[str, Any]:
@@ -195,8 +234,9 @@ class _Cycle:
             try:
                 code = child.finish(timeout)
             except TimeoutError:
-                raise StageFailed(f"{called} took longer than cycle.{name}_timeout_s={timeout:g} s") from None
-            if code != 0 and (name, code) != ("train", NOTHING_TO_LEARN):
+                setting = f"cycle.{'score' if name == 'suite' else name}_timeout_s"
+                raise StageFailed(f"{called} took longer than {setting}={timeout:g} s") from None
+            if code != 0 and not (name in ("train", "suite") and code == NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
                 raise failed(f"{called} ended with code {code}: {_last_error(child.tail())} (log: {child.log})")
             result: dict[str, Any] = json.loads(out.read_bytes())

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from train.run.unfinished import Stores
 
 
-Kind = Literal["policy", "reward model", "unfinished run"]
+Kind = Literal["policy", "reward model", "evaluation reward model", "unfinished run"]
 Certainty = Literal["yes", "possibly"]
 
 
@@ -61,7 +61,16 @@ class Artifact:
 
 def artifacts(stores: Stores) -> list[Artifact]:
     """The policies, rising, and the reward models."""
-    return [*_artifacts("policy", stores.policies), *_artifacts("reward model", stores.reward_models)]
+    return [one for kind, store in stores_by_kind(stores).items() for one in _artifacts(kind, store)]
+
+
+def stores_by_kind(stores: Stores) -> dict[Kind, PolicyStore]:
+    """The stores by what they hold, policies first."""
+    return {
+        "policy": stores.policies,
+        "reward model": stores.reward_models,
+        "evaluation reward model": stores.evaluation_reward_models,
+    }
 
 
 def trained_on(stores: Stores, lake: Lake, found: Found) -> list[Trained]:

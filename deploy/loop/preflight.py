@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from deploy.config.root import ConfigError, Settings
+from evaluation.config import JUDGING
 from feedback.config import ScoringConfig
 from feedback.exchange.record_files import RecordError, files_of
 from feedback.scoring.sources.rules import RuleError, configured, load_rule
@@ -33,16 +34,24 @@ def check(settings: Settings) -> None:
 
     problems = []
     suite = settings.path(settings.evaluation.suite)
-    if not suite.is_file():
-        problems.append(f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by")
+    if not suite.is_file() and not settings.evaluation.holdout:
+        problems.append(
+            f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by: write it, or set "
+            "evaluation.holdout, and the cycle draws one from traffic"
+        )
     if not settings.train.algorithm.trains_policy:
         problems.append(NO_POLICY)
     store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))
-    later = settings.cycle.recipe in ("rlhf", "offline")  # the cycle trains the reward model, or takes an algorithm
+    later = settings.cycle.recipe in (
+        "auto",
+        "rlhf",
+        "offline",
+    )  # the cycle trains the reward model, or takes an algorithm
     problems += [one for one in training_problems(settings) if not (later and one == NO_REWARD)]
-    problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
+    if settings.evaluation.scorer not in JUDGING:
+        problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
     if problems:
         raise ConfigError("\n".join(problems))
 

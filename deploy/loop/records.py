@@ -13,6 +13,7 @@ from deploy.config.root import Settings
 from feedback.files import replace_file
 from train.run.resume_settings import goes_on
 
+IDLE_CYCLES = 3  # in a row that trained and published nothing: from then on it is worth a warning
 TRAINING_ATTEMPTS = 3  # of cycles at one training run, of which all but the last were killed
 
 
@@ -37,6 +38,8 @@ class CycleRecord(BaseModel):
     started_at: datetime
     finished_at: datetime | None = None
     incumbent: int | None = None
+    recipe: str | None = Field(None, description="What the training learned from; where it was `auto`, what that was.")
+    recipe_reason: str | None = Field(None, description="Why the recipe `auto` took that one, or none.")
     run: str | None = Field(None, description="The training run; an earlier cycle's, if its training was killed.")
     reward_model: int | None = Field(None, description="The version that rewarded the training's responses.")
     candidate: int | None = None

@@ -21,8 +21,12 @@ from apscheduler.triggers.interval import IntervalTrigger
 
 from deploy.config.root import ConfigError, ScheduleConfig, Settings
 from deploy.loop import preflight, records
-from deploy.loop.cycle import CycleBusy
+from deploy.loop.cycle import LOCK_WAIT_S, CycleBusy
 from deploy.supervise.children import Child, start
+from feedback.files import locked
+
+LOCK = ".schedule.lock"
+"""In the home: schedulers that run share it."""
 
 _CYCLE, _MAINTENANCE = "cycle", "maintenance"
 _FIRST_MAINTENANCE_S = 300.0  # a scheduler that is often started again does maintenance too
@@ -72,8 +76,12 @@ class Scheduler:
         every = f"cron {schedule.cron!r}" if schedule.cron else f"every {schedule.interval_seconds:g} s"
         self._say(f"schedule: {every}, first cycle in {wait:.0f} s")
         threading.Thread(target=self._shut_down_on_request, name="schedule stop", daemon=True).start()
+        lock = self._settings.path(LOCK)
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock.touch()  # its age is the scheduler's, for `millrace status`
         try:
-            self._scheduler.start()
+            with locked(lock, LOCK_WAIT_S, shared=True):
+                self._scheduler.start()
         finally:
             self._ended = True
             self.stop()
@@ -180,6 +188,18 @@ def first_run(settings: Settings, due: CronTrigger | IntervalTrigger) -> datetim
     if not history:
         return _next(due, at)
     return max(at, _next(due, history[-1].started_at))
+
+
+def next_cycle(settings: Settings, began: datetime) -> datetime:
+    """When the scheduler that began at that time starts its next cycle, as far as its jitter lets that be known."""
+    due, history = trigger(settings.schedule), records.load_all(settings)
+    since = [record.started_at for record in history if record.started_at >= began]
+    if since:
+        return max(datetime.now(UTC), _next(due, since[-1]))
+    first = settings.schedule.first_after_seconds
+    if first is not None:
+        return began + timedelta(seconds=first)
+    return max(began, _next(due, history[-1].started_at if history else began))
 
 
 def _next(due: CronTrigger | IntervalTrigger, after: datetime) -> datetime:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from feedback.files import replace_file
 from feedback.scoring.sources.builtin import DEFAULT_REFERENCE
 
 
@@ -48,6 +49,11 @@ class Item(BaseModel):
             return self.prompt
         return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in self.messages or ())
 
+    def as_row(self) -> dict[str, Any]:
+        """The columns by which a prompt of traffic is compared with it."""
+        messages = None if self.messages is None else json.dumps(self.messages)
+        return {"prompt": self.prompt, "messages": messages, "prompt_token_ids": ()}
+
     def scorer_metadata(self) -> dict[str, str]:
         """``metadata``, with ``answer`` under that key."""
         return self.metadata if self.answer is None else {**self.metadata, DEFAULT_REFERENCE: self.answer}
@@ -55,11 +61,12 @@ class Item(BaseModel):
 
 @dataclass(frozen=True)
 class Suite:
-    """Held-out items; ``sha256`` is that of the file's content."""
+    """Held-out items; ``sha256`` is that of the file's content, ``lines`` the number of each item's line, by its id."""
 
     path: Path
     items: tuple[Item, ...]
     sha256: str = field(repr=False)
+    lines: dict[str, int] = field(default_factory=dict, repr=False)
 
     @classmethod
     def load(cls, path: Path) -> Suite:
@@ -82,7 +89,24 @@ class Suite:
             items[item.id], lines[item.id] = item, number
         if not items:
             raise SuiteError(f"{path} has no item")
-        return cls(path, tuple(items.values()), hashlib.sha256(content).hexdigest())
+        return cls(path, tuple(items.values()), hashlib.sha256(content).hexdigest(), lines)
+
+
+def extend(path: Path, file: Path) -> Suite:
+    """Add the items of a file to the suite at ``path``, which is made if it is missing; all of them, or none.
+
+    Raises SuiteError naming file and line, also of an id that the suite has.
+    """
+    more = Suite.load(file)
+    before = Suite.load(path) if path.exists() else None
+    for item in more.items if before else ():
+        if before and item.id in before.lines:
+            raise SuiteError(
+                f"{file}, line {more.lines[item.id]}: id {item.id!r} is that of line {before.lines[item.id]} of {path}"
+            )
+    parts = [source.read_bytes().rstrip() + b"\n" for source in (path, file) if source == file or before]
+    replace_file(path, b"".join(parts))
+    return Suite.load(path)
 
 
 def _parse(line: bytes, where: str) -> Item:

@@ -189,10 +189,15 @@ def without_erased(lake: Lake, journal_folder: Path, table: str, rows: pa.Table)
     return rows.filter(pc.invert(matching(table, rows, relevant))) if relevant else rows
 
 
+def meant_by_pending(lake: Lake, table: str, rows: pa.RecordBatch | pa.Table) -> pa.ChunkedArray | pa.Array:
+    """Of each row whether an erasure that has not gone through means it, whatever its time."""
+    pending = [replace(erasure, at=ALL_TIMES) for erasure in erasures(lake, since=ALL_TIMES, pending=True)]
+    return matching(table, rows, pending)
+
+
 def is_being_erased(lake: Lake, table: str, rows: pa.RecordBatch) -> bool:
     """Whether an erasure that has not gone through means one of these rows, whatever their time."""
-    pending = [replace(erasure, at=ALL_TIMES) for erasure in erasures(lake, since=ALL_TIMES, pending=True)]
-    return bool(pending) and pc.any(matching(table, rows, pending)).as_py() is True
+    return pc.any(meant_by_pending(lake, table, rows)).as_py() is True
 
 
 def registered(lake: Lake) -> frozenset[str]:

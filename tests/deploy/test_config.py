@@ -210,3 +210,63 @@ def test_every_setting_says_what_it_means() -> None:
 def test_any_text_given_for_a_text_setting_stays_itself(text: str) -> None:
     expected = None if text in ("null", "none") else text
     assert root.load(None, [("train.reward", text)], {}).train.reward == expected
+
+
+JUDGE = [
+    (f"feedback.scoring.judge.{name}", value)
+    for name, value in {"url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "{response}?"}.items()
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([("evaluation.scorer", "judge")], r"evaluation\.scorer=judge needs a judge: set feedback\.scoring\.judge"),
+        ([("evaluation.scorer", "pairwise")], r"evaluation\.scorer=pairwise needs a judge"),
+        (
+            [("evaluation.scorer", "reward_model")],
+            r"evaluation\.holdout is 0: set it, such as to 0\.1, or set feedback",
+        ),
+        (
+            [("evaluation.scorer", "reward_model"), ("feedback.scoring.model.name", "trained")],
+            r"evaluation\.holdout is 0",
+        ),
+        ([*JUDGE, ("evaluation.scorer", "judge"), ("evaluation.gate.metric", "accuracy")], "set gate.metric to reward"),
+        ([("evaluation.holdout", "1")], r"evaluation\.holdout"),
+    ],
+)
+def test_a_scorer_that_lacks_what_it_needs_is_refused_by_name(options: list[tuple[str, str]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        root.load(None, options, {})
+
+
+def test_a_scorer_with_what_it_needs_is_taken(tmp_path: Path) -> None:
+    home = ("home", str(tmp_path))
+    for scorer in ("judge", "pairwise"):
+        settings = root.load(None, [home, *JUDGE, ("evaluation.scorer", scorer)], {})
+        judge = settings.evaluation_sources().judge
+        assert judge is not None
+        assert judge.cache == str(tmp_path / "judge")
+    held_out = root.load(None, [home, ("evaluation.scorer", "reward_model"), ("evaluation.holdout", "0.1")], {})
+    assert held_out.trains_reward_model_to_evaluate
+    assert held_out.evaluation_sources().none_yet == "train it: millrace train --reward-model --held-out"
+    own = [("evaluation.scorer", "reward_model"), ("feedback.scoring.model.name", "some/model")]
+    fixed = root.load(None, [home, *own], {})
+    assert not fixed.trains_reward_model_to_evaluate
+    model = fixed.evaluation_sources().reward_model
+    assert model is not None
+    assert (model.name, fixed.evaluation_sources().version) == ("some/model", None)
+
+
+def test_the_reward_model_to_evaluate_by_learns_from_the_slice_and_no_other_run_does(tmp_path: Path) -> None:
+    (tmp_path / "suite.jsonl").write_text('{"id": "1", "prompt": "x"}\n')
+    settings = root.load(None, [("home", str(tmp_path)), ("evaluation.holdout", "0.25")], {})
+    policy, proxy = settings.training(), settings.training(reward_model=True)
+    judge = settings.training(reward_model=True, held_out=True)
+    assert [(c.data.holdout, c.data.holdout_side) for c in (policy, proxy, judge)] == [
+        (0.25, "rest"),
+        (0.25, "rest"),
+        (0.25, "slice"),
+    ]
+    assert [c.data.exclude_suites for c in (policy, proxy, judge)] == [[tmp_path / "suite.jsonl"]] * 2 + [[]]
+    assert judge.algorithm.name == "reward_model"

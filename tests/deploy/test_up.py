@@ -13,13 +13,16 @@ import httpx
 import psutil
 import pytest
 
+from deploy import initialise, status
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
-from deploy.loop import promotion, wait_for_serving
+from deploy.loop import promotion, records, wait_for_serving
 from deploy.loop.wait_for_serving import NotServed
 from deploy.supervise.children import millrace
+from deploy.up import switches
 from feedback.files import locked
 from feedback.lake.tables import Lake
+from loadtests.server import free_port
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
 
@@ -49,6 +52,94 @@ def start(settings: Settings, log: Path, *arguments: str) -> subprocess.Popen[by
             stderr=output,
             env=child_environment({"PYTHONPATH": str(ROOT)}),
         )
+
+
+def test_a_model_is_all_that_an_empty_folder_needs_to_be_served_with_the_loop_open(
+    model: Path, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    (tmp_path / "mine").symlink_to(model)
+    port, log = free_port(), tmp_path / "up.log"
+    small = {"kv_cache_bytes": 16 << 20, "threads": 1, "dtype": "float32"}
+    options = [f"--serve.engine.{name}={value}" for name, value in small.items()]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            millrace("up", "./mine", "--serve.port", str(port), *options),
+            stdout=output,
+            stderr=output,
+            env=child_environment({"PYTHONPATH": str(ROOT)}),
+        )
+    try:
+        _until(lambda: "first cycle in" in log.read_text(), process, log)
+        settings = root.load(Path("millrace.yaml"), [], {})
+        assert (settings.cycle.recipe, settings.serve.port) == ("auto", port)
+        with httpx.Client(base_url=settings.server_url, timeout=30) as client:
+            # The model has no chat template: prompts are answered, messages are refused in one line.
+            answer = client.post("/generate", json={"prompt": "1+1=", "max_tokens": 4})
+            assert answer.status_code == 200, answer.text
+            messages = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+            for path in ("/generate", "/v1/chat/completions"):
+                refused = client.post(path, json={"model": "millrace"} | messages if "/v1" in path else messages)
+                assert refused.status_code in (400, 422), refused.text
+                assert "chat template" in refused.text
+                assert "Traceback" not in refused.text
+        found = status.look(settings)
+        assert found.problems == []
+        assert found.runs == {"up": True, "schedule": True, "cycle": False}
+        assert found.server is not None
+        assert (found.server["version"], found.server["ready"]) == (1, True)
+        assert found.next_cycle is not None
+        assert found.next_cycle > records.now().isoformat()
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0, log.read_text()
+    finally:
+        process.kill()
+    assert nothing_left() == []
+    printed = log.read_text()
+    assert "policy 1 is ./mine" in printed
+    assert "wrote millrace.yaml" in printed
+    assert (
+        "gate: a suite drawn from traffic (30% of the prompts are never trained on), scored by reward_model" in printed
+    )
+    for off in ("rules: off; ", "judge: off; ", "chat: off, ", "keys: off, "):
+        assert printed.count(off) == 1
+    assert "Traceback" not in printed
+    # Another model is refused in one line; the same one, by another path to it, is not.
+    other = subprocess.run(millrace("up", str(tmp_path)), capture_output=True, text=True, timeout=60)
+    assert (other.returncode, other.stdout) == (1, "")
+    assert f"was made from {tmp_path / 'mine'}, not from {tmp_path}" in other.stderr
+    assert len(other.stderr.splitlines()) == 1
+    initialise.require_made_from(settings, str(model))
+
+
+def test_what_is_off_is_listed_with_how_to_switch_it_on_and_what_is_on_is_not(home_with_policy: Settings) -> None:
+    rule = ("feedback.scoring.rules.exact.weight", "0")
+    off = root.load(home_with_policy.snapshot(), [("evaluation.suite", "none.jsonl"), rule], {})
+    lines = dict(line.split(":", 1) for line in switches(off))
+    assert list(lines) == ["learning", "gate", "rules", "judge", "chat", "keys"]
+    assert "evaluation.holdout" in lines["gate"]
+    assert "feedback.scoring.judge.url" in lines["judge"]
+    judge = '{"url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "{prompt}{response}"}'
+    on = root.load(home_with_policy.snapshot(), [("feedback.scoring.judge", judge)], {})
+    (on.path("policies") / "v000001" / "chat_template.jinja").write_text("{{ messages }}")
+    on.path("keys.json").write_text("{}")
+    assert [line.split(":")[0] for line in switches(on)] == ["learning", "gate"]
+
+
+def test_with_a_model_it_serves_alone_where_no_cycle_can_work_and_says_why(
+    small: Settings, model: Path, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    (small.path("suite.jsonl")).unlink()
+    log = tmp_path / "up.log"
+    assert start(small, log).wait(60) == 2
+    assert "error: evaluation.suite: there is no file" in log.read_text()
+    process = start(small, log, str(model))
+    try:
+        _until(lambda: "Waiting for application startup" in log.read_text(), process, log)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+    assert "loop: off, until this is mended: evaluation.suite: there is no file" in log.read_text()
+    assert "starting schedule" not in log.read_text()
 
 
 def test_it_serves_records_swaps_and_stops_without_a_trace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -11,10 +12,14 @@ import pytest
 from evaluation.config import EvaluationConfig
 from evaluation.engine import EngineError, OfflineEngine
 from evaluation.evaluate import compare_samples, evaluate
+from evaluation.gate import decide
+from evaluation.judging import Sources
 from evaluation.results import Evaluation
 from evaluation.suites import answers
 from evaluation.suites.suite import Suite
+from feedback.config import JudgeConfig
 from serve.policies.store import Policy
+from tests.feedback.judge_server import Answer, Asked, judge_server, says
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +188,63 @@ def test_samples_come_from_the_same_answers(
     assert tuple(samples[: config.samples]) == evaluation.samples
     other = config.model_copy(update={"max_tokens": 3})
     assert compare_samples(policies[1], policies[0], suite, other, folder) == []
+
+
+def test_a_judge_s_scores_and_comparisons_are_those_of_an_evaluation(
+    evaluation: Evaluation,
+    policies: list[Policy],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    no_engine,
+    tmp_path: Path,
+):
+    """Both by one judge, which counts letters; but for four items, of which it says nothing."""
+
+    def answer(asked: Asked, _: int) -> Answer:
+        if any(f"ask {a}+5=" in asked.text for a in range(4)):
+            return says("?")
+        if "Answer A" not in asked.text:
+            return says(json.dumps({"score": len(asked.text.split("[")[1].split("]")[0])}))
+        first, second = (part.split("]")[0] for part in asked.text.split("[")[1:3])
+        return says(json.dumps({"better": "A" if len(first) > len(second) else "B"}))
+
+    judged = {"gate": config.gate.model_copy(update={"metric": "reward"})}
+    texts = {
+        sample.id: (sample.candidate, sample.incumbent)
+        for sample in compare_samples(policies[1], policies[0], suite, config, folder)
+    }
+    silent = {f"sum-{a}-5" for a in range(4)}
+    with judge_server(answer) as server:
+        judge = JudgeConfig(
+            url=server.url, model="m", rubric="ask {prompt} [{response}]", cache=str(tmp_path / "judge"), high=6
+        )
+        alone = config.model_copy(update={**judged, "scorer": "judge"})
+        found = evaluate(policies[1], policies[0], suite, alone, folder, Sources(judge=judge))
+        template = "ask {prompt} Answer A [{first}] Answer B [{second}]"
+        both = config.model_copy(update={**judged, "scorer": "pairwise", "comparison": template})
+        pairs = evaluate(policies[1], policies[0], suite, both, folder, Sources(judge=judge))
+    known = [(len(a), len(b)) for name, (a, b) in texts.items() if name not in silent]
+    assert (found.n, found.missing) == (56, 4)
+    assert found.candidate.reward.value == pytest.approx(np.mean([candidate / 6 for candidate, _ in known]))
+    assert found.reward.value == pytest.approx(np.mean([(a - b) / 6 for a, b in known]))
+    assert found.missing_reasons == {"no score in the judge's answer '?'": 8}
+    assert found.scorer.startswith("judge@")
+    assert found.scorer_details["rubric"] == "ask {prompt} [{response}]"
+    refused = decide(found, alone.gate)
+    assert "4 of 60 items (6.7%) have no score" in "; ".join(refused.reasons)
+
+    # Where both are as long the judge says B, whatever stands there: a tie, which is not alike in both orders.
+    asked = [(len(a), len(b)) for name, (a, b) in texts.items() if a != b and name not in silent]
+    ties = sum(a == b for a, b in texts.values())
+    wins = sum(1.0 if a > b else 0.0 if a < b else 0.5 for a, b in asked) + 0.5 * ties
+    assert pairs.n == len(asked) + ties
+    assert pairs.candidate.reward.value == pytest.approx(wins / pairs.n)
+    assert pairs.position_consistency == pytest.approx(sum(a != b for a, b in asked) / len(asked))
+    assert pairs.reward.value == pytest.approx(2 * pairs.candidate.reward.value - 1)
+    assert pairs.incumbent.reward.value == pytest.approx(1 - pairs.candidate.reward.value)
+    assert Evaluation.load(pairs.save(tmp_path)) == pairs
+    assert compare_samples(policies[1], policies[0], suite, both, folder) == []
 
 
 def test_a_damaged_cache_is_answered_anew(

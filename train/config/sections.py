@@ -179,6 +179,17 @@ class DataConfig(Section):
         description="Suites, as evaluation.suite, whose prompts nothing is learned from, also in traffic; "
         "evaluation.suite is always one.",
     )
+    holdout: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="Share of all prompts, by hash, that nothing is learned from; at least evaluation.holdout.",
+    )
+    holdout_side: Literal["rest", "slice"] = Field(
+        "rest",
+        description="Which prompts are learned from: all but the held-out slice, or that slice alone, as the reward "
+        "model does that evaluation scores by.",
+    )
     held_out_share: float = Field(
         0.1,
         ge=0,

@@ -156,6 +156,8 @@ class TrainConfig(Section):
             "min_prompts": own.min_items,
             "max_prompts": self.data.max_prompts,
             "exclude_suites": self.data.exclude_suites,
+            "holdout": self.data.holdout,
+            "holdout_side": self.data.holdout_side,
             "held_out_share": own.held_out_share,
         }
         return TrainConfig.model_validate(
@@ -166,11 +168,12 @@ class TrainConfig(Section):
             | {"rollout": {"max_model_len": self.rollout.max_model_len}}
         )
 
-    def excluding(self, suite: Path) -> TrainConfig:
-        """The same, with one more suite whose prompts nothing is learned from."""
+    def excluding(self, suite: Path | None, holdout: float) -> TrainConfig:
+        """The same, with one more suite, and the held-out slice, whose prompts nothing is learned from."""
         suites = self.data.exclude_suites
-        data = self.data.model_copy(update={"exclude_suites": suites if suite in suites else [*suites, suite]})
-        return self.model_copy(update={"data": data})
+        more = [] if suite is None or suite in suites else [suite]
+        data = {"exclude_suites": [*suites, *more], "holdout": max(holdout, self.data.holdout)}
+        return self.model_copy(update={"data": self.data.model_copy(update=data)})
 
     def ranks_of(self, pool: str) -> int:
         """The ranks of the named pool."""
@@ -230,6 +233,11 @@ class TrainConfig(Section):
         _critic_suits(self)
         if not self.algorithm.trains_policy:
             _no_policy_is_trained(self)
+        elif self.data.holdout_side == "slice":
+            raise ValueError(
+                f"train.data.holdout_side=slice: {name} trains a policy, which learns nothing of the held-out slice; "
+                "take it out"
+            )
         if self.reward is not None and self.reward_weights:
             raise ValueError(
                 f"train.reward={self.reward} rewards responses by itself, and train.reward_weights weighs the "

@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 import pyarrow as pa
 
+from evaluation.suites.held_out import HeldOut
 from feedback import datasets
 from feedback.lake.tables import Lake
 from feedback.scoring.aggregation import OVER_CAP
@@ -27,7 +28,6 @@ from train.batch.packed import PackedBatch, Rollout
 from train.config.context_length import longest_context
 from train.config.training import TrainConfig
 from train.data.demonstrations import DemonstrationTokenizer, UnfitTextError
-from train.data.held_out import HELD_OUT, HeldOut
 from train.data.prompts import Cycled
 
 T = TypeVar("T")
@@ -84,13 +84,13 @@ class OfflineData:
             ValueError: what people wrote can't be ended (see train/data/demonstrations.py).
         """
         left_out: Counter[str] = Counter()
-        suites = HeldOut.load(config.data.exclude_suites, policy)
+        judged_by = HeldOut.load(config.data.exclude_suites, policy, config.data.holdout, config.data.holdout_side)
         read, kinds = (reader or Reader)(policy, config), Counter[str]()
         items: list[Item] = []
         rows: list[JudgedRow] = []
         for kind, row, responses in DATASETS[dataset](lake, versions, config, left_out):
-            if suites.contains(row):
-                left_out[HELD_OUT] += 1
+            if reason := judged_by.reason(row):
+                left_out[reason] += 1
                 continue
             try:
                 items.append(read.item(row, responses))

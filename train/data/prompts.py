@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -13,13 +14,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from evaluation.suites.held_out import HELD_OUT, IN_SLICE, HeldOut
 from feedback.datasets import Prompt, prompts, redacted, rollouts
 from feedback.lake.tables import Lake
 from serve.policies.store import MANIFEST
 from train.config.context_length import longest_context, longest_prompt
 from train.config.training import TrainConfig
 from train.data import own_prompts, pass_rates
-from train.data.held_out import HELD_OUT, HeldOut
 from train.data.own_prompts import DUPLICATE, OwnPrompts
 from train.data.traffic import Traffic
 
@@ -57,19 +58,21 @@ class TrainingData:
             ValueError: train.rollout leaves no room for a prompt in the model's context; or
                 ``feedback.exchange.record_files.RecordError``, a file of train.data.prompts can't be read.
         """
-        data, held_out = config.data, HeldOut.load(config.data.exclude_suites, policy)
+        data = config.data
+        held_out = HeldOut.load(data.exclude_suites, policy, data.holdout, data.holdout_side)
         own: list[OwnPrompts] = []
         if data.prompts:
             own = _own_prompts(config, policy, held_out)
         in_files = {tuple(prompt.prompt_token_ids) for of in own for prompt in of.prompts}
         found: list[Prompt] = []
         from_traffic = data.fresh_prompts_per_step > 0 and data.traffic_weight > 0
-        if from_traffic:  # more, in place of those that are items of a suite or in the files
-            limit = data.max_prompts + len(held_out.items) + len(in_files)
+        if from_traffic:  # more, in place of those that are held out or in the files
+            limit = math.ceil((data.max_prompts + len(held_out.items) + len(in_files)) / (1 - data.holdout))
             found = prompts(lake, versions=versions, limit=limit)
-        kept = [p for p in found if not held_out.contains(vars(p))]
+        reasons = [held_out.reason(vars(p)) for p in found]
+        kept = [p for p, reason in zip(found, reasons, strict=True) if reason is None]
         asked = [p for p in kept if tuple(p.prompt_token_ids) not in in_files]
-        allowed, judged, repeated = asked[: data.max_prompts], len(found) - len(kept), len(kept) - len(asked)
+        allowed, repeated = asked[: data.max_prompts], len(kept) - len(asked)
         longest = longest_prompt(config.rollout, policy) if allowed else 0
         usable = [p for p in allowed if len(p.prompt_token_ids) <= longest]
         traffic = Traffic()
@@ -86,7 +89,9 @@ class TrainingData:
         fresh = ""
         if from_traffic:
             fresh = f"{len(usable)} prompts{' of traffic' if own else ''} ({len(allowed) - len(usable)} too long, "
-            fresh += f"{judged} {HELD_OUT}" + (f", {repeated} {DUPLICATE}" if own else "") + ")"
+            fresh += f"{reasons.count(HELD_OUT)} {HELD_OUT}"
+            fresh += f", {reasons.count(IN_SLICE)} {IN_SLICE}" if data.holdout else ""
+            fresh += (f", {repeated} {DUPLICATE}" if own else "") + ")"
         out = redacted(lake, versions=versions)
         without = f"{out} redacted responses and their prompts left out" if out else ""
         content = repr([p.prompt_token_ids for p in usable]) + repr(traffic.groups)
@@ -128,8 +133,8 @@ def _own_prompts(config: TrainConfig, policy: Path, held_out: HeldOut) -> list[O
     counts = pass_rates.of_lineage(window, policy, config.runs) if window else {}
 
     def unfit(prompt: Prompt) -> str | None:
-        if held_out.contains(vars(prompt)):
-            return HELD_OUT
+        if reason := held_out.reason(vars(prompt)):
+            return reason
         return pass_rates.left_out(window, counts, prompt.prompt_token_ids) if window else None
 
     return own_prompts.read_all(config.data.prompts, policy, longest_prompt(config.rollout, policy), unfit)

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import pyarrow as pa
 
+from evaluation.suites.held_out import HeldOut
 from train.batch.packed import Rollout
-from train.data.held_out import HELD_OUT, HeldOut
 
 BELOW_FULL_SUPPORT: Final = "sampled below full support"
 STALE: Final = "of a policy too far from the parent"
@@ -60,8 +60,8 @@ class Traffic:
         for row in rows.to_pylist():
             if row["reward"] is None or not row["response_token_ids"]:
                 continue
-            judged = held_out is not None and held_out.contains(row)
-            if problem := HELD_OUT if judged else _unusable(row, parent, max_staleness, longest):
+            judged = held_out.reason(row) if held_out is not None else None
+            if problem := judged or _unusable(row, parent, max_staleness, longest):
                 left_out[problem] += 1
                 continue
             prompt = list(row["prompt_token_ids"])

@@ -57,7 +57,8 @@ class Dataflow:
     def read(cls, lake: Lake, versions: Mapping[str, int], config: TrainConfig, policy: Path, seed: int) -> Data:
         """What the lake held at these versions, and the run learns from.
 
-        A ``read`` of your own that does not build on Millrace's leaves out what ``train.data.held_out.HeldOut`` names.
+        A ``read`` of your own that does not build on Millrace's leaves out what ``evaluation.suites.held_out.HeldOut``
+        names.
 
         Raises:
             feedback.lake.tables.LakeError: it can't be read any more.

@@ -29,14 +29,24 @@ _KEPT: Final = ("checkpoints/*", "checkpoints/.step-*", "candidate")
 
 @dataclass(frozen=True)
 class Stores:
-    """What runs publish into: policies, and reward models, whose store is as that of policies."""
+    """What runs publish into: policies, and reward models, whose stores are as that of policies.
+
+    ``evaluation_reward_models``: those that evaluation scores by; the same as the others if there is no such store.
+    """
 
     policies: PolicyStore
     reward_models: PolicyStore
+    evaluation_reward_models: PolicyStore = None  # type: ignore[assignment]  # __post_init__ sets it
 
-    def of(self, algorithm: str) -> PolicyStore:
-        """The one that a run with this algorithm publishes into."""
-        return self.reward_models if algorithm == REWARD_MODEL else self.policies
+    def __post_init__(self) -> None:
+        if self.evaluation_reward_models is None:
+            object.__setattr__(self, "evaluation_reward_models", self.reward_models)
+
+    def of(self, algorithm: str, side: str = "rest") -> PolicyStore:
+        """The one that a run with this algorithm and ``train.data.holdout_side`` publishes into."""
+        if algorithm != REWARD_MODEL:
+            return self.policies
+        return self.evaluation_reward_models if side == "slice" else self.reward_models
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,8 @@ def forget_erased(lake: Lake, runs: Path, stores: Stores) -> list[str]:
             if not alone or not start.exists():
                 continue
             started = json.loads(start.read_text())
-            store = stores.of(started["config"]["algorithm"]["name"])
+            config = started["config"]
+            store = stores.of(config["algorithm"]["name"], config.get("data", {}).get("holdout_side", "rest"))
             published = published_by(store, started.get("id")) if (folder / "checkpoints").exists() else None
             if (published is None and not any(kept(folder))) or not was_erased(lake, started["lake_versions"]):
                 continue

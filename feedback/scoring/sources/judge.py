@@ -81,7 +81,7 @@ class Judge:
         questions: dict[str, list[int]] = {}
         for index, row in enumerate(rows):
             try:
-                questions.setdefault(question(self.config, row), []).append(index)
+                questions.setdefault(self._question(row), []).append(index)
             except NoScoreError as error:
                 reasons[index] = str(error)
         answers = asyncio.run(self._ask_all(list(questions)))
@@ -95,6 +95,9 @@ class Judge:
                 else:
                     reasons[index] = retry.reason((rows[index].get("tries") or 0) + 1, self.config.runs, str(answer))
         return values, reasons
+
+    def _question(self, row: Mapping[str, Any]) -> str:
+        return question(self.config, row)
 
     async def _ask_all(self, questions: list[str]) -> dict[str, float | Exception]:
         """A score, or why there is none, for every question; the cache is read first."""
@@ -190,10 +193,7 @@ class Judge:
             raise _FailedError(f"{type(error).__name__}: {error}") from error
 
     def _request(self, text: str, structured: bool) -> dict[str, Any]:
-        low, high = self.config.low, self.config.high
-        whole = low.is_integer() and high.is_integer()
-        low, high = (int(low), int(high)) if whole else (low, high)
-        instruction = f'Give a score from {low} (worst) to {high} (best), as JSON: {{"score": <number>}}'
+        instruction, properties = self._form()
         request: dict[str, Any] = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": f"{text}\n\n{instruction}"}],
@@ -201,17 +201,24 @@ class Judge:
             "max_tokens": self.config.max_tokens,
         }
         if structured:
-            score = {"type": "integer" if whole else "number", "minimum": low, "maximum": high}
             schema = {
                 "type": "object",
-                "properties": {"score": score},
-                "required": ["score"],
+                "properties": properties,
+                "required": list(properties),
                 "additionalProperties": False,
             }
             form = {"name": "verdict", "strict": True, "schema": schema}
             request["response_format"] = {"type": "json_schema", "json_schema": form}
         request |= self.config.extra
         return {key: value for key, value in request.items() if value is not None}
+
+    def _form(self) -> tuple[str, dict[str, Any]]:
+        """What the answer is to be: in words, and as properties of a JSON Schema."""
+        low, high = self.config.low, self.config.high
+        whole = low.is_integer() and high.is_integer()
+        low, high = (int(low), int(high)) if whole else (low, high)
+        score = {"type": "integer" if whole else "number", "minimum": low, "maximum": high}
+        return f'Give a score from {low} (worst) to {high} (best), as JSON: {{"score": <number>}}', {"score": score}
 
     def _refused(self, status: int, headers: httpx.Headers, body: bytes) -> Exception:
         why = f"HTTP {status}{_error_in(body)}"
@@ -233,6 +240,9 @@ class Judge:
             raise _FailedError(f"an answer that is no chat completion{_error_in(body)}") from None
         if not isinstance(content, str):
             raise NoScoreError(f"the judge answered no text (finish_reason {choice.get('finish_reason')})")
+        return self._verdict(content)
+
+    def _verdict(self, content: str) -> float:
         score = parse_score(content, self.config.high)
         if score is None:
             raise NoScoreError(f"no score in the judge's answer {content[:_MOST_QUOTED]!r}")
@@ -260,7 +270,7 @@ def question(config: JudgeConfig, row: Mapping[str, Any]) -> str:
         if name == "response":
             return str(row["response"])
         if name == "prompt":
-            return _prompt(row)
+            return prompt_text(row)
         key = name.removeprefix("metadata.")
         metadata = dict(row["metadata"] or ())
         if key not in metadata:
@@ -291,7 +301,7 @@ def parse_score(content: str, high: float) -> float | None:
     return float(found[0]) if len(found) == 1 else None
 
 
-def _prompt(row: Mapping[str, Any]) -> str:
+def prompt_text(row: Mapping[str, Any]) -> str:
     if row["prompt"] is not None and row["messages"] is None:
         return str(row["prompt"])
     if row["messages"] is None:

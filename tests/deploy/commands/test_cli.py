@@ -2,22 +2,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import yaml
 
 from deploy import cli
-from deploy.config import describe
+from deploy.config import describe, reference, root
 from deploy.config.root import Settings
 from serve.policies.store import PolicyStore
 from tests.paths import ROOT
-
-COMMANDS = (
-    "init up serve schedule score train evaluate cycle policies promote rollback history keys report doctor".split()  # noqa: SIM905
-)
 
 
 def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -26,17 +24,59 @@ def run(*arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, 
     return code, output.out, output.err
 
 
-def test_help_lists_every_setting_with_its_meaning_and_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_command_once_by_group_and_no_settings(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run("--help", capsys=capsys)
     assert code == 0
-    words = " ".join(out.split())
-    for setting in describe.settings_of(Settings):
-        assert f"--{setting.key} " in words
-        assert setting.description.replace("`", "").split()[0] in words
-    assert "[default: 8000]" in words
+    first_words = [line.split()[0] for line in out.splitlines() if re.match(r"  [a-z]+  ", line)]
+    assert [first_words.count(name) for name in cli.COMMANDS] == [1] * len(cli.COMMANDS)
+    assert {name for names in cli.GROUPS.values() for name in names} <= cli.COMMANDS.keys()
+    assert len(out.splitlines()) < 80
+    assert "--serve.host" not in out
+    assert "millrace config reference" in " ".join(out.split())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def test_the_topics_of_help_explain_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run("help", capsys=capsys)
+    assert code == 0
+    listed = [line.split()[0] for line in out.splitlines() if re.match(r"  [a-z]", line)]
+    assert {"serve", "serve.engine", "feedback.scoring", "train.algorithm", "evaluation", "cycle"} <= set(listed)
+    explained = set()
+    for topic in [*reference.topics(), "home"]:
+        code, out, _ = run("help", topic, capsys=capsys)
+        assert code == 0
+        explained |= {line.split()[0] for line in out.splitlines() if line.startswith("  --")}
+    assert explained == {f"--{setting.key}" for setting in describe.settings_of(Settings)}
+    _, out, _ = run("help", "serve", capsys=capsys)
+    assert "[integer, 0 to 65535; default: 8000]" in " ".join(out.split())
+    assert "serve.engine" in out
+    assert "millrace serve --help" in out
+
+
+def test_help_of_a_command_is_its_own_and_works_beside_a_file_that_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("millrace.yaml").write_text("serve: {prot: 1}")
+    code, out, _ = run("help", "promote", capsys=capsys)
+    assert (code, out.splitlines()[0]) == (0, "Usage: millrace promote [OPTIONS] VERSION")
+    code, out, _ = run("config", "reference", "schedule", capsys=capsys)
+    assert (code, list(yaml.safe_load(out))) == (0, ["schedule"])
+
+
+def test_the_reference_of_settings_loads_as_the_defaults_and_has_what_is_below_a_name_as_comments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run("config", "reference", capsys=capsys)
+    assert code == 0
+    file = tmp_path / "reference.yaml"
+    file.write_text(out)
+    assert root.load(file, [], {}) == root.load(None, [], {})
+    names = re.findall(r"^ *#?([a-z_A-Z]+):(?= |$)", out, re.MULTILINE)
+    settings = [setting.key.rsplit(".", 1)[-1] for setting in describe.settings_of(Settings)]
+    assert Counter(settings) <= Counter(names)
+    assert re.search(r"^      #rubric:$", out, re.MULTILINE)  # required, below a section that is not there
+    _, one, _ = run("config", "reference", "serve.port", capsys=capsys)
+    assert one == "serve:\n  # Port to listen on. (integer, 0 to 65535)\n  port: 8000\n"
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(command, "--help", capsys=capsys)
     assert code == 0
@@ -70,6 +110,9 @@ def test_settings_may_stand_before_and_after_the_command(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "says"),
     [
+        (["help", "sevre.engine"], "there is no topic sevre.engine; did you mean serve.engine?"),
+        (["help", "polices"], "did you mean policies?"),
+        (["config", "reference", "shedule"], "there is no section or setting shedule; did you mean schedule?"),
         (["policies", "--serve.prot", "1"], "did you mean serve.port?"),
         (["policies", "--serve.port"], "--serve.port needs a value"),
         (["--config", "nowhere.yaml", "policies"], "nowhere.yaml"),
@@ -93,7 +136,8 @@ def test_a_wrong_command_line_is_one_clear_message_and_code_2(
     [
         (["promote", "7"], "no policy 7"),
         (["rollback"], "nothing to roll back"),
-        (["up"], "millrace init"),
+        (["up"], "no policy serves in"),
+        (["up", "./nowhere"], "no folder ./nowhere"),
         (["init", "--model", "./nowhere"], "no folder ./nowhere"),
     ],
 )
@@ -119,7 +163,18 @@ def test_init_makes_policy_1_and_a_config_file_that_loads(model: Path, capsys: p
     assert (policy["version"], policy["serves"], policy["parent"]) == (1, True, None)
     assert policy["lineage"]["architecture"] == "Qwen3ForCausalLM"
     _, out, _ = run("--print-config", capsys=capsys)  # reads the millrace.yaml that init wrote
-    assert yaml.safe_load(out)["home"] == str(Path("h").absolute())
+    loaded = yaml.safe_load(out)
+    assert loaded["home"] == str(Path("h").absolute())
+    assert (loaded["cycle"]["recipe"], loaded["evaluation"]["scorer"]) == ("auto", "reward_model")
+    assert 0 < loaded["evaluation"]["holdout"] < 1
+    written = Path("millrace.yaml").read_text()
+    assert len(re.findall(r"^ *[a-z]", written, re.MULTILINE)) <= 12
+    rest = written[written.index("# feedback:") :]  # what is commented out can be switched on
+    Path("on.yaml").write_text(re.sub("^# ?", "", rest, flags=re.MULTILINE))
+    scoring = root.load(Path("on.yaml"), [], {}).feedback.scoring
+    assert scoring.judge is not None
+    assert "{prompt}\nAnswer: {response}\n" in scoring.judge.rubric
+    assert scoring.rules["polite"].function == "my_rewards:reward"
     code, _, err = run("init", "--model", str(model), "--home", "h", capsys=capsys)
     assert code == 1
     assert "initialised already" in err

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from deploy import cli
 from deploy.commands.loop import print_result
@@ -25,7 +26,10 @@ from deploy.loop.cycle import CycleBusy, run_cycle
 from deploy.loop.preflight import check
 from deploy.loop.records import CycleRecord
 from deploy.supervise.children import millrace
+from evaluation.suites.held_out import position
+from evaluation.suites.suite import Suite
 from serve.policies.store import PolicyStore
+from tests.feedback.feedback_rows import interaction, put
 from tests.paths import ROOT
 from train.context import JobResult
 
@@ -87,6 +91,45 @@ def test_a_training_that_finds_nothing_to_learn_from_is_skipped_and_counted(home
     assert str(record.reason).endswith(" (2 cycles in a row have trained and published nothing)")
     assert [stage.ok for stage in record.stages] == [True, True]
     assert [r.number for r in records.without_candidate(home_with_policy)] == [2, 4]
+
+
+def test_a_cycle_without_a_suite_draws_one_of_the_held_out_slice_as_soon_as_there_are_enough_prompts(
+    home_with_policy: Settings, nothing_left: Callable[[], list[str]]
+) -> None:
+    """And then trains, which finds too few prompts beside those."""
+    home_with_policy.path("suite.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"there is no file .*suite\.jsonl.*set evaluation\.holdout"):
+        check(home_with_policy)
+    settings = changed(
+        home_with_policy,
+        ("evaluation.holdout", "0.5"),
+        ("evaluation.suite_items", "70"),
+        ("cycle.min_new_rewards", "0"),
+        ("train.data.min_prompts", "1000"),
+    )
+    asked = [f"{a}{b}=" for a in "abcdefghijklmnopqrst" for b in "0123456789"]
+    tokenizer = AutoTokenizer.from_pretrained(settings.policy_store().get(1).path)
+    rows = [interaction(p, prompt=p, prompt_token_ids=tokenizer(p).input_ids) for p in asked]
+    lake = settings.lake()
+    lake.create()
+    put(lake, "interactions", rows[:20])
+    record = run_cycle(settings)
+    assert (record.status, [stage.name for stage in record.stages]) == ("skipped", ["score", "suite"])
+    assert re.match(r"there is no suite yet: \d+ conversations .*, and a suite needs 50$", str(record.reason))
+    assert not settings.path("suite.jsonl").exists()
+
+    put(lake, "interactions", rows[20:])
+    record = run_cycle(settings)
+    assert [(stage.name, stage.ok) for stage in record.stages] == [("score", True), ("suite", True), ("train", True)]
+    items = Suite.load(settings.path("suite.jsonl")).items
+    held_out = [prompt for prompt in asked if position(prompt) < 0.5]
+    assert len(items) == 70
+    assert {item.prompt for item in items} < set(held_out)
+    counted = f"{200 - len(held_out)} prompts (0 too long, 70 of a held-out suite, {len(held_out) - 70} of the held-out"
+    assert counted in str(record.reason)
+    drawn = settings.path("suite.jsonl").read_bytes()
+    assert [stage.name for stage in run_cycle(settings).stages] == ["score", "train"]
+    assert settings.path("suite.jsonl").read_bytes() == drawn
 
 
 def test_without_a_policy_the_cycle_fails_and_says_what_to_do(settings: Settings) -> None:

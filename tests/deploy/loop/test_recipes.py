@@ -12,6 +12,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import recipes, records
 from deploy.loop.cycle import _new, run_cycle
+from evaluation.suites.held_out import position
 from feedback.config import TRAINED
 from tests.feedback.feedback_rows import interaction, put, said
 
@@ -154,6 +155,124 @@ def test_a_reward_model_that_is_marked_for_retraining_rewards_nothing(home_with_
     assert settings.resolved().feedback.scoring.human.model is not None
     store.record_erasure(1, certainty="yes", why="w", retrain=True)
     assert settings.resolved().feedback.scoring.human.model is None
+
+
+def fill(settings: Settings, *kinds: str) -> None:
+    """A lake with a response for each of these kinds of feedback, and that feedback."""
+    lake = settings.lake()
+    lake.create()
+    rows = [interaction(f"r{i}", prompt=f"add {i}", prompt_token_ids=[2, 5 + i]) for i in range(len(kinds) + 1)]
+    put(lake, "interactions", rows)
+    of_kind: dict[str, dict[str, Any]] = {
+        "thumb": {"value": 1},
+        "rating": {"value": 4, "name": "stars"},
+        "preference": {"rejected_response_id": f"r{len(kinds)}"},
+        "correction": {"text": "better"},
+        "comment": {"text": "hm"},
+    }
+    put(lake, "feedback", [said(f"f{i}", f"r{i}", kind, **of_kind[kind]) for i, kind in enumerate(kinds)])
+
+
+SMALL = (
+    ("cycle.recipe", "auto"),
+    ("train.data.min_prompts", "9"),  # and a tenth is held out: 10 are needed
+    ("train.data.prompts_per_step", "4"),
+    ("train.reward_model.min_items", "16"),  # and a fifth is held out: 20 are needed
+    ("train.reward_model.min_new_feedback", "20"),
+)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "recipe", "algorithm", "says"),
+    [
+        (["thumb"] * 20, "rlhf", "grpo", "20 judged responses are enough for a reward model (20 thumb)"),
+        (["thumb"] * 12 + ["rating"] * 8, "rlhf", "grpo", "(12 thumb, 8 rating)"),
+        (["thumb"] * 19, "offline", "kto", "kto on 19 of a kind"),
+        (["preference"] * 10 + ["thumb"] * 4, "offline", "dpo", "dpo on 10 of a kind"),
+        (["correction"] * 10, "offline", "sft", "sft on 10 of a kind"),
+        (["thumb"] * 9 + ["comment"] * 20, None, None, "too little feedback to learn from: 9 thumb. 10 thumbs, "),
+        ([], None, None, "too little feedback to learn from: none"),
+    ],
+)
+def test_auto_is_rlhf_or_offline_by_how_much_feedback_of_which_kind_there_is(
+    home_with_policy: Settings, kinds: list[str], recipe: str | None, algorithm: str | None, says: str
+) -> None:
+    settings = changed(home_with_policy, *SMALL, ("feedback.scoring.rules.exact.weight", "0"))
+    fill(settings, *kinds)
+    choice = recipes.choose(settings)
+    assert choice.recipe == recipe
+    assert says in choice.why
+    if choice.settings is None:
+        assert recipe is None
+        return
+    assert choice.settings.cycle.recipe == recipe
+    assert choice.settings.train.algorithm.name == algorithm
+    changed(choice.settings)  # the stages' processes read it
+
+
+def test_auto_goes_on_by_the_reward_model_that_there_is_however_little_is_left_of_the_feedback(
+    home_with_policy: Settings, model: Path
+) -> None:
+    settings = changed(home_with_policy, *SMALL, ("feedback.scoring.rules.exact.weight", "0"))
+    fill(settings, "thumb")
+    store = settings.stores().reward_models
+    store.publish(model, parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="test")
+    assert recipes.choose(settings).recipe == "rlhf"
+    store.record_erasure(1, certainty="yes", why="w", retrain=True)
+    assert recipes.choose(settings).recipe is None
+
+
+def test_feedback_on_prompts_that_are_held_out_does_not_count(home_with_policy: Settings) -> None:
+    settings = changed(home_with_policy, *SMALL)
+    fill(settings, *["thumb"] * 40)
+    assert recipes.judged(settings) == {"thumb": 40, recipes.ANY: 40}
+    held_out = sum(position(f"add {i}") < 0.3 for i in range(40))
+    assert 0 < held_out < 40
+    assert recipes.judged(changed(settings, ("evaluation.holdout", "0.3")))["thumb"] == 40 - held_out
+    settings.path("suite.jsonl").write_text('{"id": "1", "prompt": "add 7"}\n')
+    assert recipes.judged(settings)[recipes.ANY] == 39
+
+
+def test_auto_learns_by_a_rule_while_people_have_said_too_little_and_offline_by_an_algorithm_that_is_named(
+    home_with_policy: Settings,
+) -> None:
+    settings = changed(home_with_policy, *SMALL)  # whose scoring has a rule
+    fill(settings, *["thumb"] * 19)
+    choice = recipes.choose(settings)
+    assert (choice.recipe, "there is no reward model" in choice.why) == ("rlvr", True)
+    choice = recipes.choose(changed(settings, ("train.algorithm.name", "dpo")))
+    assert choice.recipe == "offline"
+    assert choice.settings is not None
+    assert choice.settings.train.algorithm.name == "dpo"
+
+
+def test_auto_takes_settings_of_sampling_back_where_it_learns_offline(home_with_policy: Settings) -> None:
+    of_sampling = [("train.algorithm.group_size", "4"), ("train.rollout.temperature", "0.9"), ("train.epochs", "2")]
+    own = ("train.data.prompts", '[{"path": "own.jsonl"}]')
+    rule = ("feedback.scoring.rules.exact.weight", "0")
+    settings = changed(home_with_policy, *SMALL, rule, own, *of_sampling)
+    fill(settings, *["thumb"] * 19)
+    choice = recipes.choose(settings)
+    assert choice.recipe == "offline"
+    assert choice.settings is not None
+    assert (choice.settings.train.algorithm.name, choice.settings.train.data.prompts) == ("kto", [])
+
+
+def test_a_cycle_of_auto_with_too_little_feedback_is_skipped_with_the_counts_and_what_is_missing(
+    home_with_policy: Settings, nothing_left: Callable[[], list[str]]
+) -> None:
+    settings = changed(home_with_policy, *SMALL, ("feedback.scoring.rules.exact.weight", "0"))
+    fill(settings, "thumb", "correction")
+    record = run_cycle(settings)
+    assert (record.status, record.recipe) == ("skipped", None)
+    assert record.reason == record.recipe_reason
+    assert record.reason == (
+        "too little feedback to learn from: 1 thumb, 1 correction. 10 thumbs, preferences or corrections are needed, "
+        "or 20 judged responses of any kind for a reward model"
+    )
+    assert records.load_all(settings)[-1].recipe_reason == record.reason
+    assert nothing_left() == []
 
 
 def changed(settings: Settings, *options: tuple[str, str]) -> Settings:

@@ -7,35 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import Qwen3Config
 
+from evaluation.suites.held_out import HELD_OUT, HeldOut, conversation
 from evaluation.suites.suite import SuiteError
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
 from serve.policies.store import MANIFEST
+from tests.evaluation.suites.chat_rows import chat, make_tokenizer, rendered, text, token_ids, turns
 from tests.feedback.feedback_rows import interaction, put, reward, said
 from train import dataflows
 from train.config.training import TrainConfig
-from train.data.held_out import HELD_OUT, HeldOut, conversation
 
-START, END = "<|im_start|>", "<|im_end|>"
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 ITEM, TALK = "What is 2 + 2?", [("user", "Hello"), ("assistant", "Hi"), ("user", "yes")]
-
-
-def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token a character, but for those that a chat template writes."""
-    words = ["<pad>", "<eos>", START, END, "\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.add_special_tokens([START, END])
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<pad>"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **special)
 
 
 @pytest.fixture(scope="module")
@@ -60,28 +44,6 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
     return path
-
-
-def turns(*said: tuple[str, str]) -> list[dict[str, str]]:
-    return [{"role": role, "content": content} for role, content in said]
-
-
-def text(prompt: str) -> dict[str, Any]:
-    """The columns of a request that came as text."""
-    return {"prompt": prompt, "prompt_token_ids": make_tokenizer()(prompt).input_ids, "messages": None}
-
-
-def token_ids(prompt: str) -> dict[str, Any]:
-    return {**text(prompt), "prompt": None}
-
-
-def chat(*said: tuple[str, str]) -> dict[str, Any]:
-    """The columns of a request that came as messages: their template's text is the prompt."""
-    return {**text(rendered(*said)), "messages": json.dumps(turns(*said))}
-
-
-def rendered(*said: tuple[str, str]) -> str:
-    return str(make_tokenizer().apply_chat_template(turns(*said), tokenize=False, add_generation_prompt=True))
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": " 2 + 2?"}]}]

@@ -1,53 +1,96 @@
 """The prompts that policies are judged by, which nothing is learned from, even if traffic has them too.
 
-A prompt of traffic is that of a suite's item if its token ids are, or its text in normal form (case, white space,
-invisible characters and compatibility forms of Unicode don't count), whichever way either came: as text, as messages,
-or rendered by the chat template already. Of messages, the system's don't count; a conversation with an item in any
-of its turns has that prompt.
+**Of a suite.** A prompt of traffic is that of a suite's item if its token ids are, or its text in normal form (case,
+white space, invisible characters and compatibility forms of Unicode don't count), whichever way either came: as text,
+as messages, or rendered by the chat template already. Of messages, the system's don't count; a conversation with an
+item in any of its turns has that prompt.
+
+**Of the held-out slice.** A hash puts a share of all prompts into it. What is hashed is how a conversation opens: the
+first message of its user, in normal form, or the text of a prompt that is no conversation. A later turn's prompt
+repeats it, so that all turns of a conversation are on one side. Neither tenant nor system prompt nor the way it came
+changes the side, and a larger share only adds to the slice. Texts that a client joins to a conversation by itself,
+otherwise than by the chat template, are prompts of their own.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from evaluation.suites.suite import Item, Suite
 
 HELD_OUT: Final = "of a held-out suite"
+IN_SLICE: Final = "of the held-out slice"
+NOT_IN_SLICE: Final = "not of the held-out slice"
 """Why something is left out."""
+
+Side = Literal["rest", "slice"]
+"""Of the held-out slice: all other prompts, or those in it."""
 
 _SYSTEM: Final = ("system", "developer")
 _SENTINEL: Final = "millrace"
+_ANSWER: Final = "ecarllim"
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The items of some suites as a policy's tokenizer and chat template write them."""
+    """The items of some suites as a policy's tokenizer and chat template write them, and the held-out slice.
+
+    ``share``: of the prompts that are in the slice. ``learned``: the side that is learned from. Without a policy, texts
+    stand for themselves, and there are no token ids.
+    """
 
     items: tuple[Item, ...] = ()
     policy: Path | None = None
+    share: float = 0.0
+    learned: Side = "rest"
 
     @classmethod
-    def load(cls, suites: Iterable[Path], policy: Path) -> HeldOut:
+    def load(cls, suites: Iterable[Path], policy: Path, share: float = 0.0, learned: Side = "rest") -> HeldOut:
         """Raises SuiteError if a suite can't be read."""
-        return cls(tuple(item for path in suites for item in Suite.load(path).items), policy)
+        return cls(tuple(item for path in suites for item in Suite.load(path).items), policy, share, learned)
 
-    def contains(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row's prompt is that of an item.
+    def reason(self, row: Mapping[str, Any]) -> str | None:
+        """Why nothing is learned from a row's prompt; None if it may be.
 
         Args:
             row: prompt_token_ids; prompt, the text that they came of, or None; messages, JSON, or None.
         """
+        if self.contains(row):
+            return HELD_OUT
+        if self.learned == "slice":
+            return None if self.in_slice(row) else NOT_IN_SLICE
+        return IN_SLICE if self.in_slice(row) else None
+
+    def contains(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row's prompt is that of an item of a suite. ``row``: as of ``reason``."""
         if not self.items:
             return False
         if tuple(row["prompt_token_ids"]) in self._token_ids:
             return True
         return not self._texts.isdisjoint(self._forms(row))
+
+    def in_slice(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row's prompt is of the held-out slice. ``row``: as of ``reason``."""
+        return self.share > 0 and position(self.opening(row)) < self.share
+
+    def opening(self, row: Mapping[str, Any]) -> str:
+        """What puts a row's prompt on its side, in normal form. ``row``: as of ``reason``."""
+        if row.get("messages") is not None:
+            messages = json.loads(row["messages"])
+            users = [message for message in messages if message.get("role") == "user"]
+            return normal(text_of(users[0])) if users else conversation(messages)
+        if row["prompt"] is not None:
+            return normal(self._first_turn(row["prompt"]) or row["prompt"])
+        ids = row["prompt_token_ids"]
+        first = self._first_turn(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return normal(first or self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _forms(self, row: Mapping[str, Any]) -> Iterable[str]:
         """The texts that a row's prompt may be known by, in normal form."""
@@ -88,7 +131,7 @@ class HeldOut:
         return self._render(_messages(item))
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
-        if not self._tokenizer.chat_template:
+        if self.policy is None or not self._tokenizer.chat_template:
             return None
         try:
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
@@ -102,6 +145,25 @@ class HeldOut:
             return None
         _, found, last = text.removesuffix(after).rpartition(before)
         return last if found else None
+
+    def _first_turn(self, text: str) -> str | None:
+        """The user's first message in a prompt that the client has rendered; None if it has not."""
+        before, after = self._turn
+        if not before or not self._answered:
+            return None
+        _, _, rest = text.partition(before)
+        first, answered, _ = rest.partition(self._answered)
+        if answered:
+            return first
+        return rest.removesuffix(after) if rest and after and rest.endswith(after) else None
+
+    @cached_property
+    def _answered(self) -> str:
+        """What the chat template puts between a user's message and the answer to it; empty if that can't be said."""
+        talk = [{"role": "user", "content": _SENTINEL}, {"role": "assistant", "content": _ANSWER}]
+        _, _, rest = (self._render([*talk, {"role": "user", "content": "a"}]) or "").partition(_SENTINEL)
+        between, found, _ = rest.partition(_ANSWER)
+        return between if found else ""
 
     @cached_property
     def _turn(self) -> tuple[str, str]:
@@ -123,6 +185,12 @@ class HeldOut:
 
         assert self.policy is not None
         return AutoTokenizer.from_pretrained(self.policy)
+
+
+def position(opening: str) -> float:
+    """Where a prompt lies from 0 to 1, by a hash of what ``HeldOut.opening`` gives; below the share is the slice."""
+    digest = hashlib.sha256(opening.encode("utf-8", "surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def normal(text: str) -> str:

@@ -1,0 +1,123 @@
+"""Scores of answers that nobody has the right ones to: by a judge, by a reward model, or by comparing two answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from evaluation.config import JUDGING, EvaluationConfig
+from feedback.config import ClassifierConfig, HumanConfig, JudgeConfig, ModelConfig, ScoringConfig
+from feedback.scoring.scorer import Source, load_rollout_sources, scorer_name
+
+Scores = NDArray[np.float64]
+
+_MOST_REASONS: Final = 5
+_MOST_QUOTED: Final = 160
+
+
+class JudgingError(RuntimeError):
+    """Answers can't be judged as the settings say; the text says why."""
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What of the other settings scores answers: the judge of scoring, and a reward model.
+
+    ``version``: the reward model's in its store, None of one that is not from there. ``none_yet``: why there is none.
+    """
+
+    judge: JudgeConfig | None = None
+    reward_model: ClassifierConfig | None = None
+    version: int | None = None
+    none_yet: str | None = None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Scores [items] of both policies' answers, NaN where there is none.
+
+    ``missing``: why, by how often. ``consistency``: the share of pairs that were judged alike in both orders.
+    """
+
+    candidate: Scores
+    incumbent: Scores
+    missing: dict[str, int] = field(default_factory=dict)
+    consistency: float | None = None
+
+
+class Judging:
+    """The scorer ``judge``, ``reward_model`` or ``pairwise`` of an evaluation.
+
+    ``name`` identifies all that decides its scores; ``details`` says it in words.
+    """
+
+    def __init__(self, config: EvaluationConfig, sources: Sources) -> None:
+        """Raises JudgingError for want of a judge or a reward model, and what a source raises that can't be loaded."""
+        self.kind = cast(Literal["judge", "reward_model", "pairwise"], config.scorer)
+        assert self.kind in JUDGING
+        judge, model = sources.judge, sources.reward_model
+        if self.kind == "reward_model":
+            if model is None:
+                why = sources.none_yet or "there is none"
+                raise JudgingError(f"evaluation.scorer=reward_model: there is no reward model to score by ({why})")
+            self.source = _source(ScoringConfig(human=_NO_VOTES, model=ModelConfig(**model.model_dump())), self.kind)
+            self.details: dict[str, Any] = {"model": model.name, "version": sources.version}
+            self.name = scorer_name([self.source])
+            return
+        if judge is None:
+            raise JudgingError(f"evaluation.scorer={self.kind}: feedback.scoring.judge is not set")
+        judge = judge.model_copy(update={"weight": 1.0})
+        shown = ("url", "model", "temperature")
+        self.details = {name: getattr(judge, name) for name in shown}
+        if self.kind == "judge":
+            self.source = _source(ScoringConfig(human=_NO_VOTES, judge=judge), self.kind)
+            self.details |= {name: getattr(judge, name) for name in ("rubric", "low", "high")}
+            self.name = scorer_name([self.source])
+        else:
+            from feedback.scoring.sources.comparison import Comparison
+
+            self.comparison = Comparison(judge, config.comparison)
+            self.details |= {"comparison": config.comparison}
+            self.name = scorer_name([Source(self.kind, 1.0, self.comparison.identity)])
+
+    def __call__(self, candidate: pa.Table, incumbent: pa.Table) -> Judged:
+        """Score the answers of two policies to the same items.
+
+        Args:
+            candidate: the columns that a scorer sees; so has ``incumbent``.
+
+        Raises:
+            feedback.scoring.sources.reward_model.RewardModelError, JudgeCacheError: the source can't be used at all.
+        """
+        n = len(candidate)
+        if self.kind == "pairwise":
+            values, reasons, consistency = self.comparison.in_both_orders(candidate, incumbent)
+            scores = _scores(values)
+            return Judged(scores, 1 - scores, _counted(reasons), consistency)
+        assert self.source.by_row is not None
+        values, reasons = self.source.by_row(pa.concat_tables([candidate, incumbent]))
+        scores = _scores(values)
+        return Judged(scores[:n], scores[n:], _counted(reasons))
+
+
+_NO_VOTES: Final = HumanConfig(weight=0.0)
+
+
+def _source(config: ScoringConfig, name: str) -> Source:
+    (source,) = load_rollout_sources(config)
+    return replace(source, name=name)
+
+
+def _scores(values: Sequence[float | None]) -> Scores:
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _counted(reasons: Sequence[str | None]) -> dict[str, int]:
+    counted = Counter(" ".join(why.split())[:_MOST_QUOTED] for why in reasons if why)
+    return dict(counted.most_common(_MOST_REASONS))
