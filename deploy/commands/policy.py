@@ -68,13 +68,13 @@ def policies(ctx: click.Context, settings: Settings, as_json: bool) -> None:
             str(policy.parent or "-"),
             policy.created_at[:19].replace("T", " "),
             f"{sum(file['size'] for file in policy.files.values()) / 2**20:.1f} MiB",
-            "pruned" if policy.pruned else "pinned" if policy.pinned else "",
+            ", ".join(_state(policy)),
             _gate(policy),
         ]
         for policy in found
     ]
     empty = "" if damaged else f"no policies in {store.root}: run `millrace init --model NAME_OR_FOLDER`"
-    print_table(["serves", "version", "parent", "created (UTC)", "size", "weights", "gate"], rows, empty)
+    print_table(["serves", "version", "parent", "created (UTC)", "size", "state", "gate"], rows, empty)
     for policy in found:
         for erasure in policy.erasures:
             click.echo(
@@ -86,6 +86,10 @@ def policies(ctx: click.Context, settings: Settings, as_json: bool) -> None:
             click.echo(f"policy {policy.version}: rows were erased while it was trained: {lost}")
     if pointer:
         click.echo(f"\npolicy {pointer.version} serves since {pointer.at} ({pointer.who}: {pointer.why})")
+        if any(policy.marked for policy in found if policy.version == pointer.version):
+            click.echo(
+                "it is marked for retraining: cycles train from one that is not, until a candidate passes the gate"
+            )
 
 
 @policies.command()
@@ -231,6 +235,11 @@ def _wait(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: boo
         )
     wait_until_served(settings, store, pointer, say=partial(click.echo, err=True))
     click.echo(f"policy {pointer.version} serves{before}")
+
+
+def _state(policy: Policy) -> list[str]:
+    states = {"pruned": policy.pruned, "pinned": policy.pinned, "marked": policy.marked}
+    return [name for name, holds in states.items() if holds]
 
 
 def _gate(policy: Policy) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any, Final
@@ -30,13 +31,18 @@ def kept(store: PolicyStore, config: RetentionConfig, needed: Needed = dict) -> 
     newest = {policy.version for policy in policies[-config.keep_last :]}
     pointer, served = store.serving(), _served_since(store, timedelta(days=config.served_days))
     fleet = _versions_in(read_json(store.root / _FLEET))
-    clean = unmarked_ancestor(store, pointer.version) if pointer else None
+    clean = retraining_parent(store, pointer.version) if pointer else None
+    untouched = untouched_ancestor(store, pointer.version) if pointer else None
     for policy in policies:
         version = policy.version
         for holds, reason in (
             (pointer is not None and version == pointer.version, "it serves"),
             (pointer is not None and version == pointer.previous, "it served before what serves now"),
             (clean is not None and version == clean.version, "the next training starts from it"),
+            (
+                untouched is not None and version == untouched.version,
+                "no erasure can mark it",
+            ),
             (version in fleet, "the fleet serves it or is moved to it"),
             (policy.pinned is not None, f"pinned: {(policy.pinned or {}).get('why')}"),
             (_waits(policy, pointer.version if pointer else 0), "a candidate"),
@@ -70,22 +76,53 @@ def prune(store: PolicyStore, config: RetentionConfig, needed: Needed = dict) ->
     return removed, left
 
 
-def unmarked_ancestor(store: PolicyStore, version: int) -> Policy | None:
-    """A policy itself, or its nearest ancestor, that has its weights and neither is nor descends from a marked one.
+def retraining_parent(store: PolicyStore, version: int) -> Policy | None:
+    """What to train from where a policy serves: that, unless it or one that it descends from is marked for retraining.
 
-    None if there is none. The line ends where a folder was removed or its manifest can't be read.
+    Then it is the nearest ancestor that has its weights and no mark in its line; or, better, the last of those that
+    were trained from that one since, each of which has passed the gate against the one before. None if there is none.
 
     Raises PolicyError if the policy itself can't be had.
+    """
+    clean = _line_without(store, version, lambda policy: policy.marked)
+    for ancestor in clean:
+        line = [ancestor]
+        for later in store.versions() if clean[0].version != version else ():
+            with suppress(PolicyError):  # withdrawn meanwhile, or damaged
+                policy, last = store.get(later), line[-1].version
+                gate = policy.gate or {}
+                if policy.parent == gate.get("incumbent") == last and gate["verdict"] == "pass" and not policy.marked:
+                    line.append(policy)
+        for policy in reversed(line):
+            if policy.pruned is None:
+                return policy
+    return None
+
+
+def untouched_ancestor(store: PolicyStore, version: int) -> Policy | None:
+    """A policy itself or its nearest ancestor, with its weights, in whose line nobody was trained on rows of the lake.
+
+    No erasure can ever mark it: that is the model which the line began with. While its weights are there, an erasure
+    that marks all else leaves something to train from, whatever was pruned before.
+    """
+    line = _line_without(store, version, lambda policy: policy.lineage.get("lake_versions") is not None)
+    return next((policy for policy in line if policy.pruned is None), None)
+
+
+def _line_without(store: PolicyStore, version: int, touched: Callable[[Policy], bool]) -> list[Policy]:
+    """Of a policy and its ancestors, newest first, those that neither are ``touched`` nor descend from one that is.
+
+    The line ends where a folder was removed or its manifest can't be read.
     """
     policy: Policy | None = store.get(version)
     clean: list[Policy] = []
     while policy is not None:
-        clean = [] if policy.marked else [*clean, policy]
+        clean = [] if touched(policy) else [*clean, policy]
         try:
             policy = None if policy.parent is None else store.get(policy.parent)
         except PolicyError:
             break
-    return next((policy for policy in clean if policy.pruned is None), None)
+    return clean
 
 
 def weights_bytes(policy: Policy) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -130,6 +130,23 @@ def forget(folder: Path) -> None:
     for path in kept(folder):
         shutil.rmtree(path)
     (folder / START).unlink(missing_ok=True)
+
+
+def give_up(folders: Iterable[Path]) -> list[str]:
+    """Remove what idle runs have kept, so that they can't go on; the names of those that had something.
+
+    What they were started with, their metrics and their results stay.
+    """
+    removed = []
+    for folder in folders:
+        if not any(kept(folder)):
+            continue
+        with _alone(folder) as alone:
+            if alone:
+                for path in kept(folder):
+                    shutil.rmtree(path)
+                removed.append(folder.name)
+    return removed
 
 
 def kept(folder: Path) -> Iterator[Path]:

@@ -385,10 +385,16 @@ def test_an_erasure_marks_for_retraining_on_request_and_the_next_cycle_starts_fr
     marks = [record.get("retrain") for record in erasures_of(home_with_policy, judge)]
     assert marks == [None, True]
     assert cli.run(["--config", str(home_with_policy.snapshot()), "policies"]) == 0
-    assert capsys.readouterr().out.count("; marked for retraining") == 2
+    out = capsys.readouterr().out
+    assert out.count("; marked for retraining") == 2
+    assert [line.split()[-2:] for line in out.splitlines() if " MiB " in line] == [["MiB", "-"], *[["marked", "-"]] * 2]
+    assert "it is marked for retraining: cycles train from one that is not, until a candidate passes the gate" in out
 
     assert training_parent(store, heir, said.append) == 1
-    assert said == [f"policy {heir} is marked for retraining: training starts from policy 1"]
+    assert said == [
+        f"policy {heir} is marked for retraining, and serves until another passes the gate: training starts from "
+        "policy 1"
+    ]
     store.record_erasure(1, certainty="yes", why="w", retrain=True)
     assert training_parent(store, heir, said.append) == heir
     assert "training goes on from it" in said[-1]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from serve.config import RetentionConfig
-from serve.policies.retention import kept, prune, unmarked_ancestor
+from serve.policies.retention import kept, prune, retraining_parent
 from serve.policies.store import PolicyNotFound, PolicyPruned, PolicyStore, StalePointer
 from tests.serve.policies.test_store import publish
 
@@ -111,16 +111,62 @@ def test_the_last_ancestor_that_no_mark_reaches_is_kept_and_trained_from(store: 
     serve(store, 5)
     mark = {"certainty": "yes", "why": "w", "erasure": "e"}
     store.record_erasure(5, **mark)  # without a mark
-    assert unmarked_ancestor(store, 5) == store.get(5)
+    assert retraining_parent(store, 5) == store.get(5)
     store.record_erasure(3, **{**mark, "erasure": "f"}, retrain=True)
-    clean = unmarked_ancestor(store, 5)  # 4 and 5 descend from 3
+    clean = retraining_parent(store, 5)  # 4 and 5 descend from 3
     assert clean is not None
     assert clean.version == 2
     prune(store, LAST)
     assert whole(store) == [2, 5]
     store.record_erasure(1, **mark, retrain=True)
-    assert unmarked_ancestor(store, 5) is None
+    assert retraining_parent(store, 5) is None
     assert [store.get(version).marked for version in (1, 2, 3, 4, 5)] == [True, False, True, False, False]
+
+
+def test_something_that_no_erasure_can_mark_is_kept_however_often_the_rest_was_pruned(store: PolicyStore) -> None:
+    publish(store)
+    for version in range(2, 7):
+        lineage = {"lake_versions": {"interactions": version}}
+        store.publish(store.get(1).path, parent=version - 1, lineage=lineage, metrics={})
+        store.record_gate(version, {"verdict": "fail"})
+        serve(store, version)
+        prune(store, LAST)
+    assert whole(store) == [1, 5, 6]
+    assert kept(store, LAST)[1] == "no erasure can mark it"
+    for version in range(2, 7):  # all that was trained on anybody's rows
+        store.record_erasure(version, certainty="possibly", why="w", retrain=True)
+    prune(store, LAST)
+    parent = retraining_parent(store, 6)
+    assert parent is not None
+    assert (parent.version, whole(store)) == (1, [1, 5, 6])
+
+
+def test_while_a_marked_policy_serves_training_goes_on_from_what_is_better_than_its_own_parent(
+    store: PolicyStore,
+) -> None:
+    """All were refused against policy 3, and all but 6 were then judged against what they were trained from."""
+    filled(store, 3)
+    serve(store, 3)
+    store.record_erasure(3, certainty="yes", why="w", retrain=True)
+
+    def trained(parent: int, verdict: str, against: int) -> tuple[int, int]:
+        version = publish(store, float(store.versions()[-1]), parent=parent)
+        store.record_gate(version, {"verdict": verdict, "incumbent": against})
+        next_parent = retraining_parent(store, 3)
+        assert next_parent is not None
+        return version, next_parent.version
+
+    assert trained(2, "fail", 2) == (4, 2)
+    assert trained(2, "pass", 2) == (5, 5)
+    assert trained(5, "fail", 3) == (6, 5)
+    assert trained(2, "pass", 2) == (7, 5)  # better than 2, and not known to be better than 5
+    assert trained(5, "pass", 5) == (8, 8)
+    prune(store, LAST)
+    assert retraining_parent(store, 3) == store.get(8)
+    store.record_erasure(8, certainty="yes", why="w", retrain=True)
+    assert retraining_parent(store, 3) == store.get(5)
+    store.record_erasure(5, certainty="yes", why="w", retrain=True)
+    assert retraining_parent(store, 3) == store.get(7)
 
 
 def test_what_a_fleet_is_moved_to_is_kept(store: PolicyStore) -> None:
@@ -255,13 +301,13 @@ def test_an_ancestor_whose_folder_was_removed_ends_the_line_and_no_cycle(store: 
     filled(store, 3)
     serve(store, 3)
     shutil.rmtree(store.get(1).path)
-    clean = unmarked_ancestor(store, 3)
+    clean = retraining_parent(store, 3)
     assert clean is not None
     assert clean.version == 3
     assert sorted(kept(store, LAST)) == [3]
     store.record_erasure(3, certainty="yes", why="w", retrain=True)
-    clean = unmarked_ancestor(store, 3)
+    clean = retraining_parent(store, 3)
     assert clean is not None
     assert clean.version == 2
     with pytest.raises(PolicyNotFound):
-        unmarked_ancestor(store, 1)
+        retraining_parent(store, 1)
