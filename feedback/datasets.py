@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 import duckdb
 import pyarrow as pa
 
+from feedback.events import EARLIER_TURN
 from feedback.lake.tables import Lake
 from feedback.schema import IMPORTED, INTERACTIONS, TIMESTAMP, conform
 from feedback.scoring.aggregation import TIE, make_pairs, resolve
@@ -235,6 +236,13 @@ def redacted(lake: Lake, *, versions: Mapping[str, int] | None = None) -> int:
     """How many responses are left out of all datasets because they, or their prompts, were redacted."""
     query = "SELECT count(*) FROM interactions WHERE status = 'redacted'"
     [[count]], _ = _read(lake, versions, ("interactions",), lambda connection: connection.sql(query).fetchall())
+    return int(count)
+
+
+def count_given(lake: Lake, *, versions: Mapping[str, int] | None = None) -> int:
+    """How many feedbacks were given: one on a session counts once, however many responses that has."""
+    query = f"SELECT count(*) FROM feedback WHERE feedback_id NOT LIKE '{EARLIER_TURN}'"
+    [[count]], _ = _read(lake, versions, ("feedback",), lambda connection: connection.sql(query).fetchall())
     return int(count)
 
 

@@ -34,8 +34,10 @@ def killed_training(
     going_on = None if found else last
     runs = sorted(settings.path(settings.train.runs).glob("cycle-*"))
     left = {run.name: "no cycle goes on with it" for run in runs if _OF_A_CYCLE.fullmatch(run.name) and any(kept(run))}
-    if last is not None and left.pop(str(last.run), None) and found:
+    if last is not None and str(last.run) in left:
         left[str(last.run)] = "; ".join(found)
+    if going_on is not None:
+        left.pop(str(going_on.run), None)
     return going_on, left
 
 

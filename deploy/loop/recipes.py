@@ -31,7 +31,7 @@ def arguments(settings: Settings, run: Path | None = None) -> list[str]:
     if settings.cycle.recipe != "offline" or settings.train.algorithm.is_offline:
         return []
     start = {} if run is None else started(run)
-    name = str(start["config"]["algorithm"]["name"]) if start else None
+    name = str(start["config"]["algorithm"]["name"]) if start else ""
     if name not in _LEARNT_BY.values():
         with settings.lake().connect() as connection:
             counts = dict(connection.execute(_RESPONSES).fetchall())

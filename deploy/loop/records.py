@@ -38,7 +38,7 @@ class CycleRecord(BaseModel):
     candidate: int | None = None
     verdict: dict[str, Any] | None = None
     rewards: int | None = Field(None, description="Rows of the rewards table that the training could learn from.")
-    feedback: int | None = Field(None, description="Rows of the feedback table that it could learn from.")
+    feedback: int | None = Field(None, description="Feedbacks that it could learn from; one on a session counts once.")
     stages: list[Stage] = []
 
     @property
