@@ -209,7 +209,12 @@ class Settings(Section):
         suite = self.path(self.evaluation.suite)
         train = self.resolved().train
         train = train.excluding(suite) if suite.is_file() else train
-        return train.of_reward_model() if reward_model else train
+        if not reward_model:
+            return train
+        human = self.feedback.scoring.human.model_dump(mode="json", exclude={"model"}, exclude_defaults=True)
+        votes = {"human": human, "kinds": self.feedback.kinds.model_dump(mode="json", exclude_defaults=True)}
+        own = train.reward_model.model_copy(update={"votes": votes})
+        return train.model_copy(update={"reward_model": own}).of_reward_model()
 
     def policy_store(self) -> PolicyStore:
         from serve.policies.store import PolicyStore

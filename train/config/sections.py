@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from feedback.config import Weight
 from feedback.settings_base import Section
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -202,6 +203,22 @@ class DataConfig(Section):
         return self.prompts_per_step - self.traffic_prompts_per_step
 
 
+class JudgementWeights(Section):
+    """Weights of kinds of feedback in the reward model's likelihood; only their ratios matter."""
+
+    preference: Weight = Field(1.0, description="Weight of a choice between two responses; 0 leaves them out.")
+    correction: Weight = Field(1.0, description="Weight of a correction against what it corrects.")
+    thumb: Weight = Field(1.0, description="Weight of thumbs, times feedback.scoring.human.thumbs.")
+    rating: Weight = Field(1.0, description="Weight of ratings, times feedback.scoring.human.ratings.")
+    metric: Weight = Field(1.0, description="Weight of metrics, times feedback.scoring.human.metrics.")
+
+    @model_validator(mode="after")
+    def _some_kind_counts(self) -> JudgementWeights:
+        if not any(dict(self).values()):
+            raise ValueError("train.reward_model.weights are all 0: there would be nothing to learn from")
+        return self
+
+
 class RewardModelConfig(Section):
     """Training of the reward model on people's feedback, in what else the settings of training say."""
 
@@ -218,6 +235,12 @@ class RewardModelConfig(Section):
     )
     held_out_share: float = Field(
         0.2, gt=0, lt=1, description="Share of the prompts whose judgements it is compared and calibrated by."
+    )
+    weights: JudgementWeights = Field(
+        default_factory=JudgementWeights, description="What each kind of feedback weighs in its likelihood."
+    )
+    votes: dict[str, Any] | None = Field(
+        None, description="What votes are: feedback.scoring.human and feedback.kinds, which `millrace train` fills in."
     )
 
 

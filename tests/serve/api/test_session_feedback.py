@@ -76,8 +76,9 @@ def test_a_sessions_feedback_that_is_sent_again_is_the_same_when_its_response_is
     first = turn(server, session)
     turn(server, other)
     assert give(server, session_id=session, feedback_id=mine).status_code == 201
-    for _ in range(2):
-        post(server, "/generate", {"prompt": "go on", "session_id": session, "n": MOST_RESPONSES // 2, "max_tokens": 1})
+    for _ in range(10):
+        body = {"prompt": "go on", "session_id": session, "n": MOST_RESPONSES // 10, "max_tokens": 1}
+        assert post(server, "/generate", body).status_code == 200
     assert give(server, session_id=session, feedback_id=mine).status_code == 200
     assert recorded(server, mine) == {first: "~turn:0"}
     assert give(server, session_id=session, feedback_id=mine, value=0).status_code == 409
