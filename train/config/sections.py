@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from feedback.config import Weight
 from feedback.settings_base import Section
+from serve.config import RetentionConfig
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -239,9 +240,24 @@ class RewardModelConfig(Section):
     weights: JudgementWeights = Field(
         default_factory=JudgementWeights, description="What each kind of feedback weighs in its likelihood."
     )
+    retention: RetentionConfig = Field(
+        default_factory=RetentionConfig, description="Which reward models keep their weights."
+    )
     votes: dict[str, Any] | None = Field(
         None, description="What votes are: feedback.scoring.human and feedback.kinds, which `millrace train` fills in."
     )
+
+
+class RunRetentionConfig(Section):
+    """Which runs keep what they would go on from. What a run was started with, its metrics and its result stay."""
+
+    keep_last: int | None = Field(
+        None,
+        ge=1,
+        description="Checkpoints of this many of the newest runs that were killed or stopped are kept; null: of all. "
+        "Those of runs at work, and of a cycle's last one, stay too.",
+    )
+    days: float = Field(7, ge=0, description="So do those of runs that were at work in the last so many days.")
 
 
 class CheckpointConfig(Section):

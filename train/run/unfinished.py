@@ -7,6 +7,7 @@ some of those are erased the run can't publish any more (train/job.py), and what
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -57,7 +58,7 @@ def unfinished_runs(runs: Path) -> list[UnfinishedRun]:
     """Those under a folder, by name; of other machines that share it as well."""
     found = []
     for start in sorted(runs.glob(f"*/{START}")):
-        folder, holder = start.parent, _holder(start.parent)
+        folder, holder = start.parent, holder_of(start.parent)
         if holder is None and not any(kept(folder)):
             continue
         try:
@@ -94,6 +95,16 @@ def forget_erased(lake: Lake, runs: Path, stores: Stores) -> list[str]:
             forget(folder)
             forgotten.append(folder.name)
     return forgotten
+
+
+def reward_models_needed(runs: Path, store: PolicyStore) -> dict[int, str]:
+    """Version -> why it is needed, of the reward models by which runs are rewarded that are at work or may go on."""
+    needed = {}
+    for run in unfinished_runs(runs):
+        start = run.folder / START
+        for version in re.findall(rf"{re.escape(str(store.root))}/v(\d+)", start.read_text() if start.exists() else ""):
+            needed[int(version)] = f"run {run.name} is rewarded by it"
+    return needed
 
 
 def mark(store: PolicyStore, published: int, why: str) -> None:
@@ -160,6 +171,7 @@ def _alone(folder: Path) -> Iterator[bool]:
         yield try_lock(lock.fileno())
 
 
-def _holder(folder: Path) -> str | None:
+def holder_of(folder: Path) -> str | None:
+    """The process at work on a run, as its lock names it; None if there is none."""
     with _alone(folder) as alone:
         return None if alone else (folder / LOCK).read_text().strip() or "a process"
