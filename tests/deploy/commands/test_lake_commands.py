@@ -22,6 +22,7 @@ from deploy import cli
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
 from deploy.loop.cycle import training_parent
+from deploy.loop.schedule import Scheduler
 from deploy.supervise.children import millrace
 from feedback.config import JournalConfig
 from feedback.events import FeedbackIn
@@ -260,6 +261,33 @@ def test_a_maintenance_that_fails_is_reported_and_the_schedule_goes_on(
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0, log.read_text()
     assert "maintenance.log; the next run tries again" in log.read_text()
+
+
+def test_the_schedules_maintenance_prunes_policies_reward_models_and_runs(
+    home_with_policy: Settings, model: Path
+) -> None:
+    options = {
+        "serve.retention": "{keep_last: 1, served_days: 0}",
+        "train.reward_model.retention": "{keep_last: 1, served_days: 0}",
+        "train.retention": "{keep_last: 1, days: 0}",
+    }
+    settings = root.load(home_with_policy.snapshot(), list(options.items()), {})
+    stores = settings.stores()
+    for number in (1, 2, 3):
+        policy = stores.policies.publish(model, parent=1, lineage={}, metrics={})
+        stores.policies.record_gate(policy.version, {"verdict": "fail"})
+        stores.reward_models.publish(model, parent=None, lineage={}, metrics={})
+        checkpoint = settings.path("runs") / f"run-{number}" / "checkpoints" / "step-1"
+        checkpoint.mkdir(parents=True)
+        (settings.path("runs") / f"run-{number}" / "job.json").write_text("{}")
+    Scheduler(settings)._maintenance()
+    log = (settings.path("logs") / "maintenance.log").read_text()
+    for line in (
+        "removed the weights of policies: 2, 3 ",
+        "removed the weights of reward models: 1, 2 ",
+        "removed the checkpoints of runs: run-1, run-2 ",
+    ):
+        assert line in log
 
 
 def test_without_an_interval_there_is_no_maintenance(settings: Settings, tmp_path: Path) -> None:

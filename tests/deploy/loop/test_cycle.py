@@ -28,6 +28,7 @@ from deploy.loop.records import CycleRecord
 from deploy.supervise.children import millrace
 from feedback.config import ScoringConfig
 from serve.policies.store import PolicyStore
+from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
 from train.context import JobResult
 from train.data.rewards import Reward
@@ -294,6 +295,51 @@ def test_a_cycle_removes_the_checkpoints_of_runs_that_no_cycle_goes_on_with_and_
         "cycle 4: run cycle-000001-reward-model can't go on (no cycle goes on with it): its checkpoints are removed"
         in said
     )
+
+
+def test_while_a_marked_policy_serves_what_the_gate_refuses_is_judged_against_its_own_parent_too(
+    home_with_policy: Settings, model: Path
+) -> None:
+    """By a real training, from thumbs, and two real evaluations; the suite can't tell these policies apart."""
+    options = {
+        "cycle.recipe": "offline",
+        "train.steps": "1",
+        "train.launcher": "torchrun",
+        "train.dtype": "float32",
+        "train.data.prompts_per_step": "8",
+        "evaluation.kl_samples": "0",
+        "evaluation.engine.kv_cache_bytes": str(2**25),
+    }
+    settings = changed(home_with_policy, *options.items())
+    lake = settings.lake()
+    lake.create()
+    made = [
+        interaction(f"r{i}", prompt=str(i), prompt_token_ids=[28 + i // 10, 28 + i % 10], response_token_ids=[5, 1])
+        for i in range(60)
+    ]
+    put(lake, "interactions", made)
+    put(lake, "feedback", [said(f"f{i}", f"r{i}", "thumb", value=i % 2) for i in range(60)])
+    store = settings.policy_store()
+    store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={})
+    store.promote(2, expected=1, who="t", why="t")
+    store.record_erasure(2, certainty="yes", why="w", retrain=True)
+    said_lines: list[str] = []
+    record = run_cycle(settings, say=said_lines.append)
+    assert [(stage.name, stage.ok) for stage in record.stages] == [
+        ("score", True),
+        ("train", True),
+        ("evaluate", True),
+        ("evaluate-parent", True),
+    ], said_lines
+    assert (record.status, record.incumbent, record.candidate) == ("refused", 2, 3)
+    assert str(record.reason).endswith("; policy 2 is marked for retraining, and serves on")
+    candidate = store.get(3)
+    assert (candidate.parent, record.verdict and record.verdict["incumbent"]) == (1, 2)
+    assert (candidate.gate or {})["incumbent"] == 1
+    pointer = store.serving()
+    assert pointer is not None
+    assert pointer.version == 2
+    assert any("policy 2 is marked for retraining, and serves until another passes the gate" in x for x in said_lines)
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:
