@@ -43,6 +43,8 @@ COMMANDS: Final = {
     "evaluate": "deploy.commands.loop:evaluate",
     "cycle": "deploy.commands.loop:cycle",
     "policies": "deploy.commands.policy:policies",
+    "reward-models": "deploy.commands.policy:reward_models",
+    "runs": "deploy.commands.policy:runs",
     "promote": "deploy.commands.policy:promote",
     "rollback": "deploy.commands.policy:rollback",
     "history": "deploy.commands.policy:history",

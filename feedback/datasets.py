@@ -14,9 +14,12 @@ from typing import Any, Final, TypeVar
 import duckdb
 import pyarrow as pa
 
+from feedback.config import HumanConfig, KindsConfig
+from feedback.events import EARLIER_TURN
 from feedback.lake.tables import Lake
 from feedback.schema import IMPORTED, INTERACTIONS, TIMESTAMP, conform
 from feedback.scoring.aggregation import TIE, make_pairs, resolve
+from feedback.scoring.sources.human import votes_sql
 
 _T = TypeVar("_T")
 
@@ -89,15 +92,12 @@ WHERE up <> down
 ORDER BY voted_at, response_id
 """
 
-_VOTES: Final = """
-SELECT response_id, tenant, prompt, messages, prompt_token_ids, response, response_token_ids,
-       components['human'] AS vote, created_at
-FROM interactions JOIN current_rewards USING (response_id)
-WHERE status = 'complete' AND len(prompt_token_ids) > 0 AND components['human'] IS NOT NULL
-  AND NOT EXISTS (
-    FROM feedback WHERE kind = 'preference' AND feedback.tenant = interactions.tenant
-      AND interactions.response_id IN (feedback.response_id, feedback.rejected_response_id)
-  )
+_VOTES: Final = f"""
+SELECT response_id, tenant, prompt, messages, prompt_token_ids, response,
+       {_sampled("i", "response_token_ids")} AS response_token_ids, human AS vote, weight,
+       i.status = '{IMPORTED}' AS imported, created_at
+FROM interactions i JOIN ({{votes}}) USING (tenant, response_id)
+WHERE i.status IN ('complete', '{IMPORTED}') AND len(prompt_token_ids) > 0
 ORDER BY created_at, response_id
 """
 
@@ -165,8 +165,10 @@ VOTES: Final = pa.schema(
         pa.field("tenant", _TEXT, nullable=False),
         *_PROMPT,
         pa.field("response", _TEXT, nullable=False),
-        pa.field("response_token_ids", _TOKENS, nullable=False),
-        pa.field("vote", pa.float64(), nullable=False),  # the component human: from 0 (bad) to 1 (good)
+        pa.field("response_token_ids", _TOKENS),  # null for what was imported
+        pa.field("vote", pa.float64(), nullable=False),  # from 0 (bad) to 1 (good), as the component human
+        pa.field("weight", pa.float64(), nullable=False),  # the mean of the sources' weights
+        pa.field("imported", pa.bool_(), nullable=False),
         pa.field("created_at", TIMESTAMP, nullable=False),  # of the response
     ]
 )
@@ -238,6 +240,13 @@ def redacted(lake: Lake, *, versions: Mapping[str, int] | None = None) -> int:
     return int(count)
 
 
+def count_given(lake: Lake, *, versions: Mapping[str, int] | None = None) -> int:
+    """How many feedbacks were given: one on a session counts once, however many responses that has."""
+    query = f"SELECT count(*) FROM feedback WHERE feedback_id NOT LIKE '{EARLIER_TURN}'"
+    [[count]], _ = _read(lake, versions, ("feedback",), lambda connection: connection.sql(query).fetchall())
+    return int(count)
+
+
 def rollouts(lake: Lake, *, versions: Mapping[str, int] | None = None) -> pa.Table:
     """Logged responses that have a reward, oldest first, with the columns of ``ROLLOUTS``."""
     table, _ = _read(
@@ -281,16 +290,10 @@ def thumbs(lake: Lake, *, versions: Mapping[str, int] | None = None) -> Dataset:
     return _dataset(lake, versions, read)
 
 
-def votes(lake: Lake, *, versions: Mapping[str, int] | None = None) -> Dataset:
-    """Responses and what scoring made of people's thumbs, ratings and metrics, with the columns of ``VOTES``.
-
-    Those that a preference compares are in ``preference_pairs`` instead. Scoring must have run with
-    ``feedback.scoring.human.weight`` above 0.
-    """
-    table, read_at = _read(
-        lake, versions, ("interactions", "feedback", "rewards"), lambda connection: _table(connection, _VOTES, VOTES)
-    )
-    return Dataset(table, read_at, {})
+def votes(lake: Lake, human: HumanConfig, kinds: KindsConfig, *, versions: Mapping[str, int] | None = None) -> Dataset:
+    """Responses and what people's votes on each come to, as in the component human, with the columns of ``VOTES``."""
+    query = _VOTES.format(votes=votes_sql("feedback", human, kinds, weighed=True))
+    return _dataset(lake, versions, lambda connection: (_table(connection, query, VOTES), {}))
 
 
 def demonstrations(lake: Lake, *, versions: Mapping[str, int] | None = None) -> Dataset:

@@ -17,6 +17,8 @@ from feedback.settings_base import Identifier
 TURN: Final = "~turn:"
 """In the id of a session's feedback on a response: ID~turn:0 on the last one, ID~turn:K~RESPONSE before it."""
 
+LAST_TURN: Final = f"{TURN}0"
+
 EARLIER_TURN: Final = f"%{TURN}%~%"
 """SQL pattern of the ids of a session's feedback on any response but its last."""
 
@@ -161,7 +163,7 @@ def session_rows(row: dict[str, Any], response_ids: Sequence[str]) -> list[dict[
     """
     rows = []
     for turns, response_id in zip(reversed(range(len(response_ids))), response_ids, strict=True):
-        suffix = f"{TURN}{turns}~{response_id}" if turns else f"{TURN}0"
+        suffix = f"{TURN}{turns}~{response_id}" if turns else LAST_TURN
         rows.append(row | {"feedback_id": row["feedback_id"] + suffix, "response_id": response_id})
     return rows
 

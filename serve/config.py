@@ -240,16 +240,18 @@ class FleetConfig(Section):
 
 
 class RetentionConfig(Section):
-    """Which policies keep their weights. Manifests always stay."""
+    """Which versions keep their weights. Manifests always stay."""
 
     keep_last: int | None = Field(
         None,
         ge=1,
-        description="Weights of this many of the newest policies are kept; null: of all. What serves or served before "
-        "it, what is pinned, candidates that wait for a verdict or a promotion, and parents of unfinished runs stay "
-        "too.",
+        description="Weights of this many of the newest versions are kept; null: of all. What serves (of reward "
+        "models, rewards) or did before it, what is pinned, what waits for a verdict or a promotion, what unfinished "
+        "runs need, and the policy that training can start from whatever is erased stay too.",
     )
-    served_days: float = Field(30, ge=0, description="So do policies that served in the last so many days.")
+    served_days: float = Field(
+        30, ge=0, description="So do versions that served (of reward models: rewarded) in the last so many days."
+    )
 
 
 class ServeConfig(Section):
@@ -288,7 +290,9 @@ class ServeConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig, description="vLLM.")
     swap: SwapConfig = Field(default_factory=SwapConfig, description="Following the serving pointer.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="What one request may ask for.")
-    retention: RetentionConfig = Field(default_factory=RetentionConfig, description="Which weights are kept.")
+    retention: RetentionConfig = Field(
+        default_factory=RetentionConfig, description="Which policies keep their weights."
+    )
     fleet: FleetConfig = Field(
         default_factory=FleetConfig, description="Several replicas, and how they go from one policy to another."
     )

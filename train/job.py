@@ -207,7 +207,8 @@ def read_data(
     )
     if data.usable < config.data.min_prompts:
         unit = "items of feedback" if config.algorithm.is_offline else "prompts"
-        least = f"fewer than train.data.min_prompts={config.data.min_prompts}"
+        setting = "train.data.min_prompts" if config.algorithm.trains_policy else "train.reward_model.min_items"
+        least = f"fewer than {setting}={config.data.min_prompts}"
         raise NothingToLearn(f"{data.usable} usable {unit}, {least} ({data})")
     return data
 

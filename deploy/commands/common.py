@@ -17,6 +17,7 @@ json_out = click.option(
 )
 
 
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

@@ -34,6 +34,7 @@ _REASONS_KEPT: Final = 20
 @pass_settings
 def score(settings: Settings, json_out: Path | None) -> None:
     """Turn new interactions and feedback into rewards."""
+    from feedback.datasets import count_given
     from feedback.ingest.seal import seal
     from feedback.scoring.run import score as score_lake
 
@@ -56,7 +57,8 @@ def score(settings: Settings, json_out: Path | None) -> None:
     if result.retried:
         click.echo(f"  the next run retries {result.retried}")
     reasons = {name: dict(list(why.items())[:_REASONS_KEPT]) for name, why in result.reasons.items()}
-    write_result(asdict(result) | {"reasons": reasons, "counts": lake.counts()}, json_out)
+    counts = lake.counts() | {"feedback": count_given(lake)}
+    write_result(asdict(result) | {"reasons": reasons, "counts": counts}, json_out)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands.common import json_out, pass_settings, write_result
+from deploy.commands.common import dry_run_option, json_out, pass_settings, write_result
 from deploy.config.root import Settings
 from deploy.display.tables import table
 from deploy.supervise.children import stop_on_signals
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from deploy.loop.lineage import Trained
     from feedback.maintenance.maintain import Compacted, Retained, Vacuumed
     from train.run.unfinished import Stores
-
-dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 
 
 @click.command()

@@ -1,8 +1,9 @@
-"""init, policies (prune, pin, unpin), promote, rollback, history: the policy store."""
+"""init, promote, rollback, history: the policy store; policies, reward-models, runs: what is kept of them."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,13 +11,18 @@ from pathlib import Path
 import click
 
 from deploy import initialise
-from deploy.commands.common import as_json_option, json_out, pass_settings, write_result
+from deploy.commands.common import as_json_option, dry_run_option, json_out, pass_settings, write_result
 from deploy.config.root import Settings
 from deploy.config.sources import DEFAULT_FILE
 from deploy.display.tables import print_table
 from deploy.loop import promotion
 from deploy.loop.lineage import parents_of_runs
+from serve.policies.retention import Kept, weights_bytes
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, RecordDamaged
+from train.run.unfinished import reward_models_needed
+
+Stores = Callable[[Settings], dict[str, Kept]]
+"""What each store of a kind keeps, by what it is for."""
 
 
 @click.command()
@@ -62,17 +68,13 @@ def policies(ctx: click.Context, settings: Settings, as_json: bool) -> None:
     rows = [
         [
             "*" if pointer and pointer.version == policy.version else "",
-            str(policy.version),
-            str(policy.parent or "-"),
-            policy.created_at[:19].replace("T", " "),
-            f"{sum(file['size'] for file in policy.files.values()) / 2**20:.1f} MiB",
-            "pruned" if policy.pruned else "pinned" if policy.pinned else "",
+            *_columns(policy, str(policy.parent or "-")),
             _gate(policy),
         ]
         for policy in found
     ]
     empty = "" if damaged else f"no policies in {store.root}: run `millrace init --model NAME_OR_FOLDER`"
-    print_table(["serves", "version", "parent", "created (UTC)", "size", "weights", "gate"], rows, empty)
+    print_table(["serves", "version", "parent", "created (UTC)", "size", "state", "gate"], rows, empty)
     for policy in found:
         for erasure in policy.erasures:
             click.echo(
@@ -84,55 +86,156 @@ def policies(ctx: click.Context, settings: Settings, as_json: bool) -> None:
             click.echo(f"policy {policy.version}: rows were erased while it was trained: {lost}")
     if pointer:
         click.echo(f"\npolicy {pointer.version} serves since {pointer.at} ({pointer.who}: {pointer.why})")
+        if any(policy.marked for policy in found if policy.version == pointer.version):
+            click.echo(
+                "it is marked for retraining: cycles train from one that is not, until a candidate passes the gate"
+            )
 
 
-@policies.command()
-@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.group("reward-models", invoke_without_command=True)
+@as_json_option
+@pass_settings
+@click.pass_context
+def reward_models(ctx: click.Context, settings: Settings, as_json: bool) -> None:
+    """List the reward models that were trained, and show which one rewards."""
+    if ctx.invoked_subcommand is not None:
+        return
+    rows, listed = [], []
+    for of, kept in _reward_models(settings).items():
+        pointer = kept.store.serving()
+        for model in map(kept.store.get, kept.store.versions()):
+            agreement = model.metrics.get("agreement") or {}
+            shown = "{value:.1%} [{low:.1%}, {high:.1%}] of {judgements}".format(**agreement) if agreement else "-"
+            rewards = "*" if pointer and pointer.version == model.version else ""
+            policy = str(model.lineage.get("policy", "-"))
+            rows.append([rewards, of, *_columns(model, policy), shown])
+            listed.append({"of": of, **_as_json(model, pointer), "policy": model.lineage.get("policy")})
+    if as_json:
+        click.echo(json.dumps(listed, indent=2))
+        return
+    columns = ["rewards", "of", "version", "policy", "created (UTC)", "size", "state", "agreement"]
+    print_table(columns, rows, "no reward model was trained yet: cycle.recipe rlhf trains one")
+
+
+@click.group(invoke_without_command=True)
+@as_json_option
+@pass_settings
+@click.pass_context
+def runs(ctx: click.Context, settings: Settings, as_json: bool) -> None:
+    """List the training runs, and what each came to."""
+    from train.run.retention import run_folders
+
+    if ctx.invoked_subcommand is not None:
+        return
+    folder = settings.resolved().train.runs
+    rows = []
+    for run in run_folders(folder):
+        result = run.result
+        ended = "-" if result is None else result.reason or result.published
+        rows.append([run.name, f"{run.at:%Y-%m-%d %H:%M:%S}", run.state, f"{run.bytes / 2**20:.1f} MiB", ended])
+    columns = ["run", "last at work (UTC)", "state", "checkpoints", "result"]
+    if as_json:
+        click.echo(json.dumps([dict(zip(columns, row, strict=True)) for row in rows], indent=2))
+        return
+    print_table(columns, rows, f"no runs in {folder}")
+
+
+def _policies(settings: Settings) -> dict[str, Kept]:
+    needed = partial(parents_of_runs, settings.resolved().train.runs)
+    return {"": Kept(settings.policy_store(), settings.serve.retention, needed)}
+
+
+def _reward_models(settings: Settings) -> dict[str, Kept]:
+    """By what they are for."""
+    train, store = settings.resolved().train, settings.stores().reward_models
+    needed = partial(reward_models_needed, train.runs, store)
+    return {"train": Kept(store, train.reward_model.retention, needed, rewards=True)}
+
+
+def _with_retention(group: click.Group, what: str, plural: str, setting: str, stores: Stores) -> None:
+    """Add the commands ``prune``, ``pin`` and ``unpin`` to a group."""
+    of = click.option("--of", default="", help="Of which store, where there are several.", hidden=what == "policy")
+
+    def chosen(settings: Settings, of: str) -> PolicyStore:
+        found = stores(settings)
+        if of and of not in found:
+            raise click.UsageError(f"--of {of}: there is no such store; there are: {', '.join(found)}")
+        return found[of or next(iter(found))].store
+
+    @group.command(
+        help=f"Remove the weights of {plural} that {setting} doesn't keep; their manifests stay.\n\n"
+        "The schedule does it after the lake's maintenance."
+    )
+    @dry_run_option
+    @json_out
+    @pass_settings
+    def prune(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
+        results = {}
+        for of, kept in stores(settings).items():
+            stay, left = kept.reasons(), dict[int, str]()
+            if dry_run:
+                found = map(kept.store.get, kept.store.versions())
+                gone = [one for one in found if not one.pruned and one.version not in stay]
+            else:
+                gone, left = kept.prune()
+            named = f" of {of}" if of and len(stores(settings)) > 1 else ""
+            for version, reason in sorted((stay | left).items()):
+                click.echo(f"{what} {version}{named}: kept ({reason})")
+            size = sum(map(weights_bytes, gone)) / 2**20
+            listed = ", ".join(str(one.version) for one in gone) or "none"
+            verb = "would remove" if dry_run else "removed"
+            click.echo(f"{verb} the weights of {plural}{named}: {listed} ({size:.1f} MiB)")
+            versions = [one.version for one in gone]
+            results[of] = {"removed": versions, "kept": stay | left, "bytes": int(size * 2**20), "dry_run": dry_run}
+        write_result(results.get("", results), json_out)
+
+    @group.command(help=f"Keep the weights of {what} VERSION until it is unpinned.")
+    @click.argument("version", type=int)
+    @click.option("--why", required=True, help="For the record.")
+    @of
+    @pass_settings
+    def pin(settings: Settings, version: int, why: str, of: str) -> None:
+        chosen(settings, of).pin(version, who=promotion.person(), why=why)
+        click.echo(f"{what} {version} is pinned")
+
+    @group.command(help=f"Leave {what} VERSION to retention again.")
+    @click.argument("version", type=int)
+    @of
+    @pass_settings
+    def unpin(settings: Settings, version: int, of: str) -> None:
+        chosen(settings, of).unpin(version)
+        click.echo(f"{what} {version} is not pinned")
+
+
+_with_retention(policies, "policy", "policies", "serve.retention", _policies)
+_with_retention(reward_models, "reward model", "reward models", "train.reward_model.retention", _reward_models)
+
+
+@runs.command("prune")
+@dry_run_option
 @json_out
 @pass_settings
-def prune(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
-    """Remove the weights of policies that serve.retention doesn't keep; their manifests stay.
+def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
+    """Remove the checkpoints of runs that train.retention doesn't keep; all else of a run stays.
 
     The schedule does it after the lake's maintenance.
     """
-    from serve.policies import retention
+    from deploy.loop.records import load_all
+    from train.run.retention import kept_runs, run_folders
+    from train.run.unfinished import give_up
 
-    config, store = settings.serve.retention, settings.policy_store()
-    needed = partial(parents_of_runs, settings.resolved().train.runs)
-    stay = retention.kept(store, config, needed)
-    if dry_run:
-        gone = [
-            policy for policy in map(store.get, store.versions()) if not policy.pruned and policy.version not in stay
-        ]
-        left: dict[int, str] = {}
-    else:
-        gone, left = retention.prune(store, config, needed)
-    for version, reason in sorted((stay | left).items()):
-        click.echo(f"policy {version}: kept ({reason})")
-    size = sum(map(retention.weights_bytes, gone)) / 2**20
-    listed = ", ".join(str(policy.version) for policy in gone) or "none"
-    click.echo(f"{'would remove' if dry_run else 'removed'} the weights of policies: {listed} ({size:.1f} MiB)")
-    versions = [policy.version for policy in gone]
-    write_result({"removed": versions, "kept": stay | left, "bytes": int(size * 2**20), "dry_run": dry_run}, json_out)
-
-
-@policies.command()
-@click.argument("version", type=int)
-@click.option("--why", required=True, help="For the record.")
-@pass_settings
-def pin(settings: Settings, version: int, why: str) -> None:
-    """Keep the weights of policy VERSION until it is unpinned."""
-    settings.policy_store().pin(version, who=promotion.person(), why=why)
-    click.echo(f"policy {version} is pinned")
-
-
-@policies.command()
-@click.argument("version", type=int)
-@pass_settings
-def unpin(settings: Settings, version: int) -> None:
-    """Leave policy VERSION to retention again."""
-    settings.policy_store().unpin(version)
-    click.echo(f"policy {version} is not pinned")
+    train = settings.resolved().train
+    last = [record.run for record in load_all(settings) if record.run is not None][-1:]
+    found = run_folders(train.runs)
+    stay = kept_runs(found, train.retention, last)
+    gone = [run for run in found if run.state == "unfinished" and run.name not in stay]
+    removed = [run.name for run in gone] if dry_run else give_up(run.folder for run in gone)
+    for name, reason in sorted((stay | {run.name: "at work" for run in gone if run.name not in removed}).items()):
+        click.echo(f"run {name}: kept ({reason})")
+    size = sum(run.bytes for run in gone if run.name in removed)
+    verb = "would remove" if dry_run else "removed"
+    click.echo(f"{verb} the checkpoints of runs: {', '.join(removed) or 'none'} ({size / 2**20:.1f} MiB)")
+    write_result({"removed": removed, "kept": stay, "bytes": size, "dry_run": dry_run}, json_out)
 
 
 @click.command()
@@ -229,6 +332,14 @@ def _wait(settings: Settings, store: PolicyStore, pointer: Pointer, *, wait: boo
         )
     wait_until_served(settings, store, pointer, say=partial(click.echo, err=True))
     click.echo(f"policy {pointer.version} serves{before}")
+
+
+def _columns(policy: Policy, parent: str) -> list[str]:
+    """Version, parent, created, size and state."""
+    states = {"pruned": policy.pruned, "pinned": policy.pinned, "marked": policy.marked}
+    size = sum(file["size"] for file in policy.files.values()) / 2**20
+    state = ", ".join(name for name, holds in states.items() if holds)
+    return [str(policy.version), parent, policy.created_at[:19].replace("T", " "), f"{size:.1f} MiB", state]
 
 
 def _gate(policy: Policy) -> str:

@@ -253,10 +253,15 @@ class Settings(Section):
         suite = self.path(self.evaluation.suite)
         left_out = suite if suite.is_file() and not held_out else None
         train = self.resolved().train.excluding(left_out, self.evaluation.holdout)
+        if not reward_model and not held_out:
+            return train
+        human = self.feedback.scoring.human.model_dump(mode="json", exclude={"model"}, exclude_defaults=True)
+        votes = {"human": human, "kinds": self.feedback.kinds.model_dump(mode="json", exclude_defaults=True)}
+        own = train.reward_model.model_copy(update={"votes": votes})
+        train = train.model_copy(update={"reward_model": own}).of_reward_model()
         if held_out:
-            train = train.of_reward_model()
-            return train.model_copy(update={"data": train.data.model_copy(update={"holdout_side": "slice"})})
-        return train.of_reward_model() if reward_model else train
+            train = train.model_copy(update={"data": train.data.model_copy(update={"holdout_side": "slice"})})
+        return train
 
     def policy_store(self) -> PolicyStore:
         from serve.policies.store import PolicyStore

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from deploy.config.root import Settings
 from deploy.loop import promotion, recipes
+from deploy.loop.killed_runs import killed_training
 from deploy.loop.preflight import check
 from deploy.loop.records import (
     CycleRecord,
     Stage,
     close_dead,
-    killed_training,
     load_all,
     next_number,
     now,
@@ -29,8 +29,9 @@ from deploy.loop.records import (
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
 from feedback.files import locked
-from serve.policies.retention import unmarked_ancestor
+from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
+from train.run.unfinished import give_up
 
 LOCK_WAIT_S = 0.5  # `millrace status` holds it for an instant, to see whether it is free
 SIGNALLED = 128  # a process that signal n ended has the code 128 + n
@@ -65,8 +66,8 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
 
 
 def training_parent(store: PolicyStore, serving: int, say: Callable[[str], None]) -> int:
-    """What training starts from: what serves, or, if an erasure has marked that, its last unmarked ancestor."""
-    clean = unmarked_ancestor(store, serving)
+    """What training starts from: what serves, or, if an erasure has marked that, as ``retraining_parent`` says."""
+    clean = retraining_parent(store, serving)
     if clean is None:
         say(
             f"policy {serving} is marked for retraining, and no policy that it descends from has weights and no mark: "
@@ -74,7 +75,10 @@ def training_parent(store: PolicyStore, serving: int, say: Callable[[str], None]
         )
         return serving
     if clean.version != serving:
-        say(f"policy {serving} is marked for retraining: training starts from policy {clean.version}")
+        say(
+            f"policy {serving} is marked for retraining, and serves until another passes the gate: training starts "
+            f"from policy {clean.version}"
+        )
     return clean.version
 
 
@@ -114,7 +118,9 @@ class _Cycle:
             return self._end("skipped", reason)
 
         parent = training_parent(self.store, pointer.version, self.say)
-        killed = killed_training(self.settings, self.record.number, pointer.version, parent)
+        killed, left = killed_training(self.settings, self.record.number, pointer.version, parent)
+        for name in give_up(self.settings.path(self.settings.train.runs) / name for name in left):
+            self.say(f"run {name} can't go on ({left[name]}): its checkpoints are removed")
         if self.settings.cycle.recipe == "rlhf" and (reason := self._reward_model(parent, go_on=killed is not None)):
             return self._end("skipped", reason)
         if self.settings.trains_reward_model_to_evaluate and (
@@ -130,7 +136,7 @@ class _Cycle:
             "train",
             self.settings.cycle.train_timeout_s,
             *("--run", str(self.record.run), "--parent", str(parent)),
-            *recipes.arguments(self.settings),
+            *recipes.arguments(self.settings, self.settings.path(self.settings.train.runs) / str(self.record.run)),
         )
         self.record.candidate = trained["candidate"]
         if trained["candidate"] is None:
@@ -139,10 +145,15 @@ class _Cycle:
             return self._end("skipped", trained["reason"] + more)
 
         candidate, incumbent = str(trained["candidate"]), str(pointer.version)
-        judged = self._run("evaluate", self.settings.cycle.evaluate_timeout_s, candidate, "--incumbent", incumbent)
+        timeout = self.settings.cycle.evaluate_timeout_s
+        judged = self._run("evaluate", timeout, candidate, "--incumbent", incumbent)
         self.record.verdict = judged["verdict"]
         if judged["verdict"]["verdict"] != "pass":
-            return self._end("refused", "; ".join(judged["verdict"]["reasons"]) or "the gate refused it")
+            why = "; ".join(judged["verdict"]["reasons"]) or "the gate refused it"
+            if parent != pointer.version:  # what serves is marked: a better parent is where the next cycle starts from
+                self._run("evaluate", timeout, candidate, "--incumbent", str(parent), stage="evaluate-parent")
+                why += f"; policy {incumbent} is marked for retraining, and serves on"
+            return self._end("refused", why)
 
         self._promote(trained["candidate"], pointer)
         self._end("promoted", None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -11,10 +10,8 @@ from pydantic import BaseModel, Field
 
 from deploy.config.root import Settings
 from feedback.files import replace_file
-from train.run.resume_settings import goes_on
 
 IDLE_CYCLES = 3  # in a row that trained and published nothing: from then on it is worth a warning
-TRAINING_ATTEMPTS = 3  # of cycles at one training run, of which all but the last were killed
 
 
 class Stage(BaseModel):
@@ -45,7 +42,7 @@ class CycleRecord(BaseModel):
     candidate: int | None = None
     verdict: dict[str, Any] | None = None
     rewards: int | None = Field(None, description="Rows of the rewards table that the training could learn from.")
-    feedback: int | None = Field(None, description="Rows of the feedback table that it could learn from.")
+    feedback: int | None = Field(None, description="Feedbacks that it could learn from; one on a session counts once.")
     stages: list[Stage] = []
 
     @property
@@ -64,27 +61,6 @@ def without_candidate(settings: Settings) -> list[CycleRecord]:
     trained = [record for record in load_all(settings) if any(stage.name == "train" for stage in record.stages)]
     last = max((i for i, record in enumerate(trained) if record.candidate is not None), default=-1)
     return trained[last + 1 :]
-
-
-def killed_training(settings: Settings, number: int, incumbent: int, parent: int) -> CycleRecord | None:
-    """The last cycle before ``number`` that trained, if its training was killed and going on with it is safe.
-
-    Safe: what serves now did so, it started from ``parent``, has a checkpoint, has the settings of now, and was not
-    tried too often (what kills it may be the run itself). Training checks all this again, and more.
-    """
-    before = [record for record in load_all(settings) if record.run is not None and record.number < number]
-    if not before:
-        return None
-    last = before[-1]
-    stage = next((stage for stage in reversed(last.stages) if stage.name == "train"), None)
-    if stage is None or not stage.killed or last.incumbent != incumbent:
-        return None
-    if sum(record.run == last.run for record in before) >= TRAINING_ATTEMPTS:
-        return None
-    folder = settings.path(settings.train.runs) / str(last.run)
-    if not goes_on(folder, settings.training()):
-        return None
-    return last if json.loads((folder / "start.json").read_bytes())["parent"] == parent else None
 
 
 def close_dead(settings: Settings, say: Callable[[str], None]) -> None:

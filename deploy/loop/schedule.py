@@ -1,7 +1,7 @@
 """The scheduler: starts a cycle when it is due, by cron or interval, one at a time, missed ones as one.
 
-Beside the cycles it runs the lake's maintenance at an interval, and behind it the policies' retention. One that fails
-is reported, and tried again when the next one is due.
+Beside the cycles it runs the lake's maintenance at an interval, and behind it the retention of policies, reward models
+and runs. One that fails is reported, and tried again when the next one is due.
 """
 
 from __future__ import annotations
@@ -119,8 +119,14 @@ class Scheduler:
     def _maintenance(self) -> None:
         grace, most = self._settings.cycle.stop_grace_s, self._settings.schedule.maintenance_timeout_s
         work = {"maintenance of the lake": ["lake", "maintain"]}
-        if self._settings.serve.retention.keep_last is not None:
-            work["pruning of the policies"] = ["policies", "prune"]
+        train = self._settings.train
+        for what, kept in (
+            ("policies", self._settings.serve.retention),
+            ("reward-models", train.reward_model.retention),
+            ("runs", train.retention),
+        ):
+            if kept.keep_last is not None:
+                work[f"pruning of the {what}"] = [what, "prune"]
         for what, command in work.items():
             code = self._run_child(_MAINTENANCE, command, log="maintenance.log", grace=grace, most=most)
             if code and not self._stopping:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from feedback import events
 from feedback.events import FeedbackError, Kind
+from feedback.ingest.idempotency import Verdict
 from feedback.settings_base import Identifier
 from serve.api.bounds import aside, check, parse_body
 from serve.http import FieldError, Problem, body_of, field_problem, invalid, json_response, parse, problems
@@ -179,8 +180,7 @@ async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, s
         if body.session_id is None:
             verdict = await server.recorder.record_feedback(row, generated_id=generated)
         else:
-            found = await server.sessions.responses(tenant, body.session_id)
-            verdict = await server.recorder.record_session_feedback(row, found, generated_id=generated)
+            verdict = await _record_on_session(server, tenant, body.session_id, row, generated_id=generated)
     except FeedbackError as error:
         counted.labels(kind=body.kind, verdict="invalid").inc()
         raise field_problem(422, error.field, error.reason) from None
@@ -191,6 +191,24 @@ async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, s
     if verdict == "conflict":
         raise field_problem(409, "feedback_id", f"{row['feedback_id']} is recorded already, with other content")
     return 201 if verdict == "new" else 200, row["feedback_id"]
+
+
+async def _record_on_session(
+    server: Server, tenant: str, session_id: str, row: dict[str, Any], *, generated_id: bool
+) -> Verdict:
+    """As ``Recorder.record_session_feedback``. Raises Problem 404 if the session has no responses."""
+    found = await server.sessions.responses(tenant, session_id)
+    verdict: Verdict = "conflict"
+    if found:
+        verdict = await server.recorder.record_session_feedback(row, found, generated_id=generated_id)
+    if verdict == "conflict" and not generated_id:
+        # Sent again when what was the session's last response then is too long ago: then it is the same.
+        earlier = await server.sessions.recorded_on(tenant, session_id, row["feedback_id"])
+        if earlier is not None:
+            return await server.recorder.record_session_feedback(row, [earlier], generated_id=False)
+    if not found:
+        raise server.sessions.unknown()
+    return verdict
 
 
 async def _result(server: Server, tenant: str, item: Any, understood: FeedbackIn | Problem) -> dict[str, Any]:

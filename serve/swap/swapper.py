@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -113,6 +114,7 @@ class Swapper:
         self._observe = observe
         self._serving: Weights  # from start on
         self._spare: Weights | None = None  # the standby weights
+        self._held = ExitStack()  # the policy that serves, so that nobody prunes it
         self._logged_reason: str | None = None  # why weights are loaded in place
         self._pointer: Pointer | None = None
         self._seen = 0  # the newest generation that was acted upon, well or not
@@ -128,6 +130,7 @@ class Swapper:
         pointer = self._desired().serve
         if pointer is None:
             raise PolicyError(f"{self.store.root} has no serving policy yet: promote one first (millrace init)")
+        await asyncio.to_thread(self._held.enter_context, self.store.hold(pointer.version))
         files = await asyncio.to_thread(read, self.store, pointer.version, check_finite=False)
         self._serving = Weights(self.store.get(pointer.version), files)
         await self.engine.start(self._serving.policy)
@@ -140,15 +143,16 @@ class Swapper:
 
     async def close(self) -> None:
         """Stop following. A swap under way is brought to its end first, by its own timeouts."""
-        if self._task is None:
-            return
         task, self._task = self._task, None
-        task.cancel()
         try:
-            await task
+            if task is not None:
+                task.cancel()
+                await task
         except asyncio.CancelledError:
-            if not task.cancelled():  # it is this call that was cancelled
+            if task is None or not task.cancelled():  # it is this call that was cancelled
                 raise
+        finally:
+            self._held.close()
 
     @property
     def healthy(self) -> bool:
@@ -251,22 +255,28 @@ class Swapper:
         """Serve another policy from the next token on, or keep the old one; which it was is in the result."""
         started = time.monotonic()
         ready, self._ready = self._ready, None
-        try:
-            if ready is not None and ready[0] == pointer.generation:
-                prepared = ready[1]
-            else:
-                prepared = await self.prepare(pointer.version)
-        except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
-            return Swap(
-                at=now(),
-                from_version=self.policy.version,
-                to_version=pointer.version,
-                generation=pointer.generation,
-                ok=False,
-                error=_describe(failure),
-                prepare_ms=_since_ms(started),
-            )
-        return await self.commit(prepared, pointer.generation, prepare_ms=_since_ms(started))
+        with ExitStack() as held:
+            try:
+                await asyncio.to_thread(held.enter_context, self.store.hold(pointer.version))
+                if ready is not None and ready[0] == pointer.generation:
+                    prepared = ready[1]
+                else:
+                    prepared = await self.prepare(pointer.version)
+            except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
+                return Swap(
+                    at=now(),
+                    from_version=self.policy.version,
+                    to_version=pointer.version,
+                    generation=pointer.generation,
+                    ok=False,
+                    error=_describe(failure),
+                    prepare_ms=_since_ms(started),
+                )
+            swap = await self.commit(prepared, pointer.generation, prepare_ms=_since_ms(started))
+            if swap.ok:
+                self._held.close()
+                self._held = held.pop_all()
+            return swap
 
     @property
     def prepared(self) -> tuple[int, Policy] | None:

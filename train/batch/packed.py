@@ -35,7 +35,8 @@ class Rollout:
 
     ``log_probs``: nats, of the behaviour policy, one per response token. ``truncated``: it ended at the longest length.
     ``fresh``: sampled by this run. ``baseline``: reward of the greedy response to its prompt, where that is asked for.
-    ``token_rewards``: what came with each response token, where that is known; they add up to ``reward``.
+    ``token_rewards``: what came with each response token, where that is known; they add up to ``reward``. ``weight``:
+    of what was judged, in the likelihood of a reward model.
     """
 
     prompt: list[int]
@@ -48,13 +49,14 @@ class Rollout:
     fresh: bool = True
     baseline: float = 0.0
     token_rewards: list[float] | None = None
+    weight: float = 1.0
 
 
 _EVEN: Final = 1.02
 """The most that one rank computes over the mean of all with which more even is not looked for."""
 
 PER_SEQUENCE: Final = frozenset(
-    ("prompt_lengths", "temperatures", "rewards", "groups", "truncated", "fresh", "baselines")
+    ("prompt_lengths", "temperatures", "rewards", "groups", "truncated", "fresh", "baselines", "weights")
 )
 """Fields of a batch with one value per sequence."""
 
@@ -75,6 +77,7 @@ class PackedBatch:
     truncated: Tensor  # bool [S]
     fresh: Tensor  # bool [S]
     baselines: Tensor  # float32 [S]
+    weights: Tensor  # float32 [S]
     behaviour_log_probs: Tensor  # float32 [T]
     token_rewards: Tensor | None = None  # float32 [T], 0 at prompts; None: all rewards come with the last token
     advantages: Tensor | None = None  # float32 [T]
@@ -114,6 +117,7 @@ class PackedBatch:
             truncated=torch.tensor([r.truncated for r in rollouts]),
             fresh=torch.tensor([r.fresh for r in rollouts]),
             baselines=torch.tensor([r.baseline for r in rollouts], dtype=torch.float32),
+            weights=torch.tensor([r.weight for r in rollouts], dtype=torch.float32),
             behaviour_log_probs=torch.tensor(
                 [p for r in rollouts for p in (*([0.0] * len(r.prompt)), *r.log_probs)], dtype=torch.float32
             ),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from feedback.config import Weight
 from feedback.settings_base import Section
+from serve.config import RetentionConfig
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 
@@ -213,6 +215,22 @@ class DataConfig(Section):
         return self.prompts_per_step - self.traffic_prompts_per_step
 
 
+class JudgementWeights(Section):
+    """Weights of kinds of feedback in the reward model's likelihood; only their ratios matter."""
+
+    preference: Weight = Field(1.0, description="Weight of a choice between two responses; 0 leaves them out.")
+    correction: Weight = Field(1.0, description="Weight of a correction against what it corrects.")
+    thumb: Weight = Field(1.0, description="Weight of thumbs, times feedback.scoring.human.thumbs.")
+    rating: Weight = Field(1.0, description="Weight of ratings, times feedback.scoring.human.ratings.")
+    metric: Weight = Field(1.0, description="Weight of metrics, times feedback.scoring.human.metrics.")
+
+    @model_validator(mode="after")
+    def _some_kind_counts(self) -> JudgementWeights:
+        if not any(dict(self).values()):
+            raise ValueError("train.reward_model.weights are all 0: there would be nothing to learn from")
+        return self
+
+
 class RewardModelConfig(Section):
     """Training of the reward model on people's feedback, in what else the settings of training say."""
 
@@ -230,6 +248,27 @@ class RewardModelConfig(Section):
     held_out_share: float = Field(
         0.2, gt=0, lt=1, description="Share of the prompts whose judgements it is compared and calibrated by."
     )
+    weights: JudgementWeights = Field(
+        default_factory=JudgementWeights, description="What each kind of feedback weighs in its likelihood."
+    )
+    retention: RetentionConfig = Field(
+        default_factory=RetentionConfig, description="Which reward models keep their weights."
+    )
+    votes: dict[str, Any] | None = Field(
+        None, description="What votes are: feedback.scoring.human and feedback.kinds, which `millrace train` fills in."
+    )
+
+
+class RunRetentionConfig(Section):
+    """Which runs keep what they would go on from. What a run was started with, its metrics and its result stay."""
+
+    keep_last: int | None = Field(
+        None,
+        ge=1,
+        description="Checkpoints of this many of the newest runs that were killed or stopped are kept; null: of all. "
+        "Those of runs at work, and of a cycle's last one, stay too.",
+    )
+    days: float = Field(7, ge=0, description="So do those of runs that were at work in the last so many days.")
 
 
 class CheckpointConfig(Section):

@@ -20,6 +20,7 @@ from train.config.sections import (
     OptimizerConfig,
     RewardModelConfig,
     RolloutConfig,
+    RunRetentionConfig,
 )
 
 _OF_ANY_RUN: Final = (
@@ -123,6 +124,9 @@ class TrainConfig(Section):
     )
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="What a killed run goes on from."
+    )
+    retention: RunRetentionConfig = Field(
+        default_factory=RunRetentionConfig, description="Which runs keep their checkpoints."
     )
     trackers: list[str] = Field(
         [],

@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from evaluation.suites.held_out import HeldOut
 from feedback import datasets
+from feedback.config import HumanConfig, KindsConfig
 from feedback.lake.tables import Lake
 from feedback.scoring.aggregation import OVER_CAP
 from train.batch.packed import PackedBatch, Rollout
@@ -44,7 +45,8 @@ Response = tuple[list[int] | None, str, float]
 TOO_LONG: Final = "longer than the model's context"
 FOREIGN_TOKENS: Final = "tokens that the model does not have"
 EMPTY: Final = "no tokens"
-OLD: Final = "older than the newest train.data.max_prompts"
+NO_WEIGHT: Final = "without a weight in train.reward_model.weights"
+OVER_MOST: Final = "over train.data.max_prompts (users' newest come first, then imported ones)"
 
 
 @dataclass(frozen=True)
@@ -218,28 +220,37 @@ def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_ou
 
 
 def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
-    """Preferences and corrections as pairs; of responses in no pair what people's votes on each came to.
+    """Preferences and corrections as pairs; of responses in no pair what people's votes on each come to.
 
-    That is the component ``human`` of their rewards, or their thumbs alone where scoring leaves people out.
+    Each with its weight, by ``train.reward_model.weights``; what has none is no judgement.
     """
+    weights, votes = config.reward_model.weights, config.reward_model.votes or {}
     compared = datasets.preference_pairs(lake, versions=versions, max_thumb_pairs_per_prompt=0)
     left_out.update({why: count for why, count in compared.left_out.items() if why != OVER_CAP})
     found: list[tuple[str, dict[str, Any], list[Response]]] = []
     known: set[str] = set()
     for row in compared.table.to_pylist():
+        weight = getattr(weights, row["kind"])
+        if weight == 0:
+            left_out[NO_WEIGHT] += 1
+            continue
         chosen = (row["chosen_token_ids"], row["chosen"], 1.0)
-        found.append((f"pairs by {row['kind']}", row, [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]))
+        responses = [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]
+        found.append((f"pairs by {row['kind']}", row | {"weight": weight}, responses))
         known |= {row["chosen_response_id"], row["rejected_response_id"]}
-    thumbs = (
-        row | {"vote": row["up"] / (row["up"] + row["down"])}
-        for row in datasets.thumbs(lake, versions=versions).table.to_pylist()
+    human, kinds = (
+        HumanConfig.model_validate(votes.get("human", {})),
+        KindsConfig.model_validate(votes.get("kinds", {})),
     )
-    for row in itertools.chain(datasets.votes(lake, versions=versions).table.to_pylist(), thumbs):
-        if row["response_id"] not in known:
-            known.add(row["response_id"])
-            found.append(("votes", row, [(row["response_token_ids"], row["response"], row["vote"])]))
+    of_kinds = {"thumbs": weights.thumb, "ratings": weights.rating, "metrics": weights.metric}
+    weighed = {name: weight * getattr(human, name) for name, weight in of_kinds.items()}
+    if any(weighed.values()):
+        human = human.model_copy(update={**weighed, "preferences": 0.0})
+        for row in datasets.votes(lake, human, kinds, versions=versions).table.to_pylist():
+            if row["response_id"] not in known:
+                found.append(("votes", row, [(row["response_token_ids"], row["response"], row["vote"])]))
     found.sort(key=lambda item: item[1]["created_at"])
-    yield from itertools.compress(found, _kept([row.get("imported", False) for _, row, _ in found], config, left_out))
+    yield from itertools.compress(found, _kept([row["imported"] for _, row, _ in found], config, left_out))
 
 
 def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
@@ -283,7 +294,7 @@ def _kept(imported: list[bool], config: TrainConfig, left_out: Counter[str]) -> 
     """
     ranked = sorted(range(len(imported)), key=lambda i: (imported[i], -i))
     left = set(ranked[config.data.max_prompts :])
-    left_out[OLD] += len(left)
+    left_out[OVER_MOST] += len(left)
     return [i not in left for i in range(len(imported))]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from threading import Thread
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
@@ -20,7 +20,9 @@ from feedback.scoring.sources.judge_cache import JudgeCacheError
 from feedback.scoring.sources.reward_model import RewardModelError
 from feedback.scoring.sources.rules import COLUMNS, PerToken, Reasons, RuleError, Values, load_rule
 from train.context import TrainingStopped
-from train.controller.worker_group import WorkerGroup
+
+if TYPE_CHECKING:
+    from train.controller.worker_group import WorkerGroup
 
 RewardSettings = str | ScoringConfig
 """What rewards rollouts: module:function, or the sources of feedback.scoring that can."""

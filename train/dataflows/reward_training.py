@@ -37,7 +37,7 @@ class ScoringReader(Reader):
         if len({tuple(ids) for ids in read}) < len(read):
             raise UnfitTextError("the model reads the same of both responses")
         return [
-            Rollout(ids[:-1], ids[-1:], [0.0], reward, group=0, fresh=False)
+            Rollout(ids[:-1], ids[-1:], [0.0], reward, group=0, fresh=False, weight=row.get("weight", 1.0))
             for ids, (_, _, reward) in zip(read, responses, strict=True)
         ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,16 +56,27 @@ def changed_files(before: Mapping[str, str], config: TrainConfig) -> list[str]:
     return found
 
 
-def goes_on(run: Path, config: TrainConfig) -> bool:
-    """Whether the run of this folder has a checkpoint, and would be gone on with under these settings and files."""
+def started(run: Path) -> dict[str, Any]:
+    """What the run of this folder was started with; empty if that is not there, or can't be read."""
     try:
         start = json.loads((run / "start.json").read_text())
-        before, files = start["config"], start.get("prompt_files", {})
-    except (OSError, ValueError, KeyError):
-        return False
-    if not checkpoints(run / "checkpoints") or differing_settings(before, config):
-        return False
-    return not changed_files(files, config)
+    except (OSError, ValueError):
+        return {}
+    return start if isinstance(start, dict) and "config" in start else {}
+
+
+def hindrances(run: Path, config: TrainConfig, scorer: Callable[[], str | None]) -> list[str]:
+    """Why the run of this folder would not be gone on with under these settings and files; none if it would.
+
+    ``scorer``: what identifies the reward now, as of ``train.run.resume.begin``; called if nothing else differs.
+    """
+    start = started(run)
+    if not start or not checkpoints(run / "checkpoints"):
+        return ["it has no checkpoint"]
+    found = differing_settings(start["config"], config) or changed_files(start.get("prompt_files", {}), config)
+    if not found and None not in (before := start.get("scorer"), now := scorer()) and before != now:
+        found = [f"the reward is {now}, it was {before}"]
+    return found
 
 
 def _get(dump: Mapping[str, Any], dotted: str) -> Any:

@@ -7,8 +7,9 @@ some of those are erased the run can't publish any more (train/job.py), and what
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -67,7 +68,7 @@ def unfinished_runs(runs: Path) -> list[UnfinishedRun]:
     """Those under a folder, by name; of other machines that share it as well."""
     found = []
     for start in sorted(runs.glob(f"*/{START}")):
-        folder, holder = start.parent, _holder(start.parent)
+        folder, holder = start.parent, holder_of(start.parent)
         if holder is None and not any(kept(folder)):
             continue
         try:
@@ -107,6 +108,16 @@ def forget_erased(lake: Lake, runs: Path, stores: Stores) -> list[str]:
     return forgotten
 
 
+def reward_models_needed(runs: Path, store: PolicyStore) -> dict[int, str]:
+    """Version -> why it is needed, of the reward models by which runs are rewarded that are at work or may go on."""
+    needed = {}
+    for run in unfinished_runs(runs):
+        start = run.folder / START
+        for version in re.findall(rf"{re.escape(str(store.root))}/v(\d+)", start.read_text() if start.exists() else ""):
+            needed[int(version)] = f"run {run.name} is rewarded by it"
+    return needed
+
+
 def mark(store: PolicyStore, published: int, why: str) -> None:
     """Record with a version that its run had read what was erased; once."""
     store.record_erasure(published, certainty="yes", why=why, erasure="in training")
@@ -143,6 +154,23 @@ def forget(folder: Path) -> None:
     (folder / START).unlink(missing_ok=True)
 
 
+def give_up(folders: Iterable[Path]) -> list[str]:
+    """Remove what idle runs have kept, so that they can't go on; the names of those that had something.
+
+    What they were started with, their metrics and their results stay.
+    """
+    removed = []
+    for folder in folders:
+        if not any(kept(folder)):
+            continue
+        with _alone(folder) as alone:
+            if alone:
+                for path in kept(folder):
+                    shutil.rmtree(path)
+                removed.append(folder.name)
+    return removed
+
+
 def kept(folder: Path) -> Iterator[Path]:
     return (path for pattern in _KEPT for path in sorted(folder.glob(pattern)))
 
@@ -154,6 +182,7 @@ def _alone(folder: Path) -> Iterator[bool]:
         yield try_lock(lock.fileno())
 
 
-def _holder(folder: Path) -> str | None:
+def holder_of(folder: Path) -> str | None:
+    """The process at work on a run, as its lock names it; None if there is none."""
     with _alone(folder) as alone:
         return None if alone else (folder / LOCK).read_text().strip() or "a process"

@@ -53,10 +53,13 @@ def counts_sql(config: HumanConfig, kinds: KindsConfig) -> str:
     return f"(({_vote(config, kinds)}) IS NOT NULL)"
 
 
-def votes_sql(feedback: str, config: HumanConfig, kinds: KindsConfig, *, among: str | None = None) -> str:
+def votes_sql(
+    feedback: str, config: HumanConfig, kinds: KindsConfig, *, among: str | None = None, weighed: bool = False
+) -> str:
     """SQL for (tenant, response_id, human), one row for each response that has a vote, from a feedback relation.
 
-    ``among``: a relation with tenant and response_id; votes on other responses are left out.
+    ``among``: a relation with tenant and response_id; votes on other responses are left out. ``weighed``: with a
+    further column ``weight``, the mean of the sources' weights.
     """
     weights = " ".join(f"WHEN '{kind}' THEN {weight!r}" for kind, weight in _weights(config).items())
     item = (
@@ -87,7 +90,7 @@ def votes_sql(feedback: str, config: HumanConfig, kinds: KindsConfig, *, among: 
             FROM last_votes
             GROUP BY tenant, response_id, source
         )
-        SELECT tenant, response_id, sum(weight * opinion) / sum(weight) AS {NAME}
+        SELECT tenant, response_id, sum(weight * opinion) / sum(weight) AS {NAME} {", avg(weight) AS weight" * weighed}
         FROM opinions
         GROUP BY tenant, response_id
     """

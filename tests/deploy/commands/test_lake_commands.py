@@ -22,6 +22,7 @@ from deploy import cli
 from deploy.config import root
 from deploy.config.root import Settings, child_environment
 from deploy.loop.cycle import training_parent
+from deploy.loop.schedule import Scheduler
 from deploy.supervise.children import millrace
 from feedback.config import JournalConfig
 from feedback.events import FeedbackIn
@@ -262,6 +263,33 @@ def test_a_maintenance_that_fails_is_reported_and_the_schedule_goes_on(
     assert "maintenance.log; the next run tries again" in log.read_text()
 
 
+def test_the_schedules_maintenance_prunes_policies_reward_models_and_runs(
+    home_with_policy: Settings, model: Path
+) -> None:
+    options = {
+        "serve.retention": "{keep_last: 1, served_days: 0}",
+        "train.reward_model.retention": "{keep_last: 1, served_days: 0}",
+        "train.retention": "{keep_last: 1, days: 0}",
+    }
+    settings = root.load(home_with_policy.snapshot(), list(options.items()), {})
+    stores = settings.stores()
+    for number in (1, 2, 3):
+        policy = stores.policies.publish(model, parent=1, lineage={}, metrics={})
+        stores.policies.record_gate(policy.version, {"verdict": "fail"})
+        stores.reward_models.publish(model, parent=None, lineage={}, metrics={})
+        checkpoint = settings.path("runs") / f"run-{number}" / "checkpoints" / "step-1"
+        checkpoint.mkdir(parents=True)
+        (settings.path("runs") / f"run-{number}" / "job.json").write_text("{}")
+    Scheduler(settings)._maintenance()
+    log = (settings.path("logs") / "maintenance.log").read_text()
+    for line in (
+        "removed the weights of policies: 2, 3 ",
+        "removed the weights of reward models: 1, 2 ",
+        "removed the checkpoints of runs: run-1, run-2 ",
+    ):
+        assert line in log
+
+
 def test_without_an_interval_there_is_no_maintenance(settings: Settings, tmp_path: Path) -> None:
     # Without a policy a cycle fails at once, which counts.
     never = root.load(
@@ -389,10 +417,16 @@ def test_an_erasure_marks_for_retraining_on_request_and_the_next_cycle_starts_fr
     marks = [record.get("retrain") for record in erasures_of(home_with_policy, judge)]
     assert marks == [None, True]
     assert cli.run(["--config", str(home_with_policy.snapshot()), "policies"]) == 0
-    assert capsys.readouterr().out.count("; marked for retraining") == 2
+    out = capsys.readouterr().out
+    assert out.count("; marked for retraining") == 2
+    assert [line.split()[-2:] for line in out.splitlines() if " MiB " in line] == [["MiB", "-"], *[["marked", "-"]] * 2]
+    assert "it is marked for retraining: cycles train from one that is not, until a candidate passes the gate" in out
 
     assert training_parent(store, heir, said.append) == 1
-    assert said == [f"policy {heir} is marked for retraining: training starts from policy 1"]
+    assert said == [
+        f"policy {heir} is marked for retraining, and serves until another passes the gate: training starts from "
+        "policy 1"
+    ]
     store.record_erasure(1, certainty="yes", why="w", retrain=True)
     assert training_parent(store, heir, said.append) == heir
     assert "training goes on from it" in said[-1]

@@ -1,8 +1,12 @@
-"""``millrace policies``: listing, pinning and pruning from the command line."""
+"""``millrace policies``, ``reward-models``, ``runs``: listing, pinning and pruning from the command line."""
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -77,3 +81,122 @@ def test_what_would_use_a_pruned_policy_is_refused_in_one_line(
 def test_a_number_below_one_is_refused(store: PolicyStore, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["policies", "prune", "--serve.retention.keep_last", "0"]) == 2
     assert "serve.retention.keep_last" in capsys.readouterr().err
+
+
+KEEP_ONE_MODEL = [
+    *("--train.reward_model.retention.keep_last", "1"),
+    *("--train.reward_model.retention.served_days", "0"),
+]
+
+
+@pytest.fixture
+def models(store: PolicyStore, tmp_path: Path) -> PolicyStore:
+    """Six reward models: 1, 2 and 4 rewarded in turn, 5 was found worse, 6 is to reward as soon as its run goes on.
+
+    Run ``killed`` is rewarded by 1.
+    """
+    made = PolicyStore(tmp_path / "home" / "reward_models")
+    for version in range(1, 7):
+        agreement = {"value": 0.7, "low": 0.6, "high": 0.8, "judgements": 90}
+        metrics = {"keep": version != 5, "agreement": agreement, "why": "w"}
+        lineage = {"policy": 5, "lake_versions": {"interactions": 0}}
+        made.publish(store.get(1).path, parent=None, lineage=lineage, metrics=metrics)
+    for before, version in ((None, 1), (1, 2), (2, 4)):
+        made.promote(version, expected=before, who="train", why="agrees")
+    start = {"parent": 3, "lake_versions": {}, "reward": {"human": {"model": {"name": str(made.get(1).path)}}}}
+    (tmp_path / "home" / "runs" / "killed" / "start.json").write_text(json.dumps(start))
+    return made
+
+
+def test_reward_models_are_listed_pinned_and_pruned_as_policies_are(
+    models: PolicyStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["reward-models", "prune", "--dry-run"]) == 0
+    assert "would remove the weights of reward models: none" in capsys.readouterr().out
+    assert run(["reward-models", "pin", "3", "--why", "for the report"]) == 0
+    assert run(["reward-models", "prune", *KEEP_ONE_MODEL]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:] == [
+        "reward model 1: kept (run killed is rewarded by it)",
+        "reward model 2: kept (it rewarded before what rewards now)",
+        "reward model 3: kept (pinned: for the report)",
+        "reward model 4: kept (it rewards)",
+        "reward model 6: kept (a candidate)",
+        "removed the weights of reward models: 5 (0.0 MiB)",
+    ]
+    assert run(["reward-models", "unpin", "3"]) == 0
+    shutil.rmtree("home/runs/killed")
+    assert run(["reward-models", "prune", *KEEP_ONE_MODEL, "--json-out", "result.json"]) == 0
+    result = json.loads(Path("result.json").read_text())["train"]
+    assert (result["removed"], sorted(result["kept"])) == ([1, 3], ["2", "4", "6"])
+    for version in (2, 4, 6):
+        models.verify(version)
+    assert models.get(1).metrics["agreement"]["judgements"] == 90, "a manifest stays"
+    capsys.readouterr()
+    assert run(["reward-models"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "MiB" in line]
+    assert [line[-6] for line in lines] == ["pruned", "MiB", "pruned", "MiB", "pruned", "MiB"]
+    assert [line[0] for line in lines].index("*") == 3
+    assert all(line[-5:] == ["70.0%", "[60.0%,", "80.0%]", "of", "90"] for line in lines)
+    assert run(["reward-models", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [model["version"] for model in listed if model["serves"]] == [4]
+    assert run(["reward-models", "pin", "3", "--why", "late"]) == 1
+    assert run(["reward-models", "pin", "4", "--why", "w", "--of", "nobody"]) == 2
+    assert "--of nobody: there is no such store; there are: train" in capsys.readouterr().err
+    assert run(["reward-models", "prune", "--train.reward_model.retention.keep_last", "0"]) == 2
+
+
+def test_checkpoints_of_old_runs_go_and_their_records_stay(
+    store: PolicyStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = Path("home/runs")
+    for days, name in ((60, "old"), (50, "cycle-000001"), (40, "busy"), (3, "new")):
+        (runs / name / "checkpoints" / "step-1").mkdir(parents=True)
+        (runs / name / "checkpoints" / "step-1" / "part").write_bytes(b"x" * 2**20)
+        (runs / name / "start.json").write_text('{"parent": 1, "lake_versions": {}}')
+        (runs / name / "metrics.jsonl").write_text("{}")
+        for file in (runs / name).rglob("*"):
+            os.utime(file, (time.time() - days * 86400,) * 2)
+    (runs / "done").mkdir()
+    result = {"run": "done", "candidate": 2, "parent": 1, "steps": 3, "reason": None, "metrics": {}, "seconds": 9.0}
+    (runs / "done" / "result.json").write_text(json.dumps(result))
+    (runs / "done" / "job.json").write_text("{}")
+    cycles = Path("home/cycles")
+    cycles.mkdir()
+    record = {"number": 1, "status": "failed", "run": "cycle-000001", "started_at": "2026-01-01T00:00:00Z"}
+    (cycles / "000001.json").write_text(json.dumps(record))
+    keep = ["--train.retention.keep_last", "1", "--train.retention.days", "7"]
+    with (runs / "busy" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert run(["runs", "prune"]) == 0
+        assert "removed the checkpoints of runs: none" in capsys.readouterr().out  # by default all are kept
+        assert run(["runs", "prune", "--dry-run", *keep]) == 0
+        assert "would remove the checkpoints of runs: old (1.0 MiB)" in capsys.readouterr().out
+        assert (runs / "old" / "checkpoints" / "step-1").exists()
+        assert run(["runs", "prune", *keep]) == 0
+        assert capsys.readouterr().out.splitlines() == [
+            "run busy: kept (it is at work)",
+            "run cycle-000001: kept (a cycle may go on with it)",
+            "run killed: kept (one of the last 1)",
+            "run new: kept (it was at work in the last 7 days)",
+            "removed the checkpoints of runs: old (1.0 MiB)",
+        ]
+        assert run(["runs"]) == 0
+    listed = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    assert sorted(path.name for path in (runs / "old").iterdir()) == [
+        ".lock",
+        "checkpoints",
+        "metrics.jsonl",
+        "start.json",
+    ]
+    assert not any((runs / "old" / "checkpoints").iterdir())
+    for name, words in {"old": "ended", "busy": "at work", "new": "unfinished", "done": "policy 2"}.items():
+        assert words in listed[name]
+    assert run(["runs", "prune", *keep]) == 0
+    assert "removed the checkpoints of runs: busy (1.0 MiB)" in capsys.readouterr().out
+    assert run(["runs", "--json"]) == 0
+    assert [one["run"] for one in json.loads(capsys.readouterr().out) if one["checkpoints"] == "1.0 MiB"] == [
+        "cycle-000001",
+        "new",
+    ]

@@ -7,13 +7,14 @@ import stat
 from pathlib import Path
 
 import pytest
-from feedback_rows import interaction, put, table_of, thumb
+from feedback_rows import interaction, put, said, table_of, thumb
 
 from deploy import cli
 from deploy.config import describe, root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop.preflight import check, reward_of
 from feedback.config import ScoringConfig
+from feedback.events import session_rows
 from feedback.lake.tables import Lake
 
 JUDGE = {"url": "http://x/v1", "model": "m", "rubric": "{response}"}
@@ -49,6 +50,17 @@ def test_score_says_what_each_source_gave_and_why_the_rest_is_missing(
     assert result["reasons"]["human"] == {"no vote": 2}
     assert result["counts"]["rewards"] == 3
     assert run(settings, capsys=capsys)[1].startswith("scored 0 responses")
+
+
+def test_feedback_on_a_session_counts_once_however_many_responses_it_is_on(
+    settings: Settings, lake: Lake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    click = said("click", "", "thumb", value=1)
+    put(lake, "feedback", [*session_rows(click, ["r1", "r2", "r3"]), said("single~turn", "r1", "thumb", value=1)])
+    assert lake.counts()["feedback"] == 5
+    out = tmp_path / "out.json"
+    assert run(settings, "--json-out", str(out), capsys=capsys)[0] == 0
+    assert json.loads(out.read_text())["counts"]["feedback"] == 3
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,20 @@ from deploy import cli
 from deploy.commands.loop import print_result
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings, child_environment
-from deploy.loop import records
+from deploy.loop import recipes, records
 from deploy.loop.cycle import CycleBusy, run_cycle
-from deploy.loop.preflight import check
+from deploy.loop.killed_runs import killed_training
+from deploy.loop.preflight import check, reward_of
 from deploy.loop.records import CycleRecord
 from deploy.supervise.children import millrace
 from evaluation.suites.held_out import position
 from evaluation.suites.suite import Suite
+from feedback.config import ScoringConfig
 from serve.policies.store import PolicyStore
-from tests.feedback.feedback_rows import interaction, put
+from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
 from train.context import JobResult
+from train.data.rewards import Reward
 
 
 def changed(settings: Settings, *options: tuple[str, str]) -> Settings:
@@ -246,36 +249,139 @@ def test_a_cycle_that_died_is_closed_as_failed_by_the_next(home_with_policy: Set
     assert (closed.status, closed.reason) == ("failed", "its process died in train")
 
 
-def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings) -> None:
-    run = settings.path("runs") / "cycle-000001"
+def begun(settings: Settings, name: str, config: dict[str, Any], **fields: Any) -> Path:
+    """A run with a checkpoint that was started with this configuration."""
+    run = settings.path("runs") / name
     (run / "checkpoints" / "step-00000010").mkdir(parents=True)
-    (run / "start.json").write_text(json.dumps({"config": settings.training().model_dump(mode="json"), "parent": 1}))
-    settings.path("cycles").mkdir()
+    (run / "start.json").write_text(json.dumps({"config": config, "parent": 1, **fields}))
+    return run
 
-    def killed(number: int, **columns: Any) -> None:
-        stage = records.Stage(name="train", started_at=datetime.now(UTC), ok=False, killed=columns.pop("killed", True))
-        fields = {"incumbent": 1, "run": "cycle-000001", "status": "failed", "rewards": 7, **columns}
-        record = CycleRecord(number=number, started_at=datetime.now(UTC), stages=[stage], **fields)
-        (settings.path("cycles") / f"{number:06d}.json").write_text(record.model_dump_json())
 
-    assert records.killed_training(settings, 1, 1, 1) is None
-    killed(1)
-    found = records.killed_training(settings, 2, 1, 1)
-    assert found is not None
-    assert (found.run, found.rewards) == ("cycle-000001", 7)
-    assert records.killed_training(settings, 2, 3, 1) is None, "another policy serves"
-    assert records.killed_training(settings, 2, 1, 2) is None, "it started from another policy"
+def killed(settings: Settings, number: int, **columns: Any) -> None:
+    """A cycle whose training was killed."""
+    stage = records.Stage(name="train", started_at=datetime.now(UTC), ok=False, killed=columns.pop("killed", True))
+    fields = {"incumbent": 1, "run": "cycle-000001", "status": "failed", "rewards": 7, **columns}
+    settings.path("cycles").mkdir(exist_ok=True)
+    records.write(settings, CycleRecord(number=number, started_at=datetime.now(UTC), stages=[stage], **fields))
+
+
+def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings) -> None:
+    run = begun(settings, "cycle-000001", settings.training().model_dump(mode="json"))
+
+    def goes_on(settings: Settings, *place: int) -> str | None:
+        """The run, or else why not."""
+        found, left = killed_training(settings, *place)
+        assert found is None or (left, found.rewards) == ({}, 7)
+        return found.run if found else left.get("cycle-000001")
+
+    assert goes_on(settings, 1, 1, 1) == "no cycle goes on with it"
+    killed(settings, 1)
+    assert goes_on(settings, 2, 1, 1) == "cycle-000001"
+    assert goes_on(settings, 2, 3, 1) == "policy 3 serves, it was 1"
+    assert goes_on(settings, 2, 1, 2) == "training starts from policy 2, it was 1"
     other = changed(settings, ("train.optimizer.learning_rate", "0.5"))
-    assert records.killed_training(other, 2, 1, 1) is None, "other settings"
-    killed(2)
-    assert records.killed_training(settings, 3, 1, 1) is not None
-    killed(3)
-    assert records.killed_training(settings, 4, 1, 1) is None, "three attempts"
-    killed(1, killed=False)
-    assert records.killed_training(settings, 2, 1, 1) is None, "it failed by itself"
-    killed(1)
+    assert str(goes_on(other, 2, 1, 1)).startswith("train.optimizer.learning_rate is 0.5, it was ")
+    killed(settings, 2)
+    assert goes_on(settings, 3, 1, 1) == "cycle-000001"
+    killed(settings, 3)
+    assert goes_on(settings, 4, 1, 1) == "it was killed 3 times"
+    killed(settings, 1, killed=False)
+    assert goes_on(settings, 2, 1, 1) == "it was not killed"
+    killed(settings, 1)
     (run / "checkpoints" / "step-00000010").rmdir()
-    assert records.killed_training(settings, 2, 1, 1) is None, "no checkpoint"
+    assert goes_on(settings, 2, 1, 1) is None, "no checkpoint"
+
+
+def test_a_killed_training_is_not_gone_on_with_once_the_reward_is_another(settings: Settings) -> None:
+    scorer = Reward(reward_of(settings) or ScoringConfig(), 1800.0).scorer
+    begun(settings, "cycle-000001", settings.training().model_dump(mode="json"), scorer=scorer)
+    killed(settings, 1)
+    assert killed_training(settings, 2, 1, 1)[0] is not None
+    other = changed(settings, ("feedback.scoring.rules.exact.weight", "0.5"))
+    found, left = killed_training(other, 2, 1, 1)
+    assert found is None
+    assert re.fullmatch(rf"the reward is exact@[0-9a-f]+, it was {scorer}", left["cycle-000001"])
+
+
+def test_a_killed_training_of_the_recipe_offline_goes_on_by_its_own_algorithm(
+    home_with_policy: Settings,
+) -> None:
+    settings = changed(home_with_policy, ("cycle.recipe", "offline"))
+    settings.lake().create()
+    config = changed(settings, ("train.algorithm.name", "kto")).training().model_dump(mode="json")
+    run = begun(settings, "cycle-000001", config)
+    killed(settings, 1)
+    assert recipes.arguments(settings) == ["--train.algorithm.name", "dpo"]  # by what feedback there is now: none
+    assert recipes.arguments(settings, run) == ["--train.algorithm.name", "kto"]
+    assert killed_training(settings, 2, 1, 1)[0] is not None
+    found, left = killed_training(changed(settings, ("train.seed", "9")), 2, 1, 1)
+    assert (found, left) == (None, {"cycle-000001": "train.seed is 9, it was 0"})
+
+
+def test_a_cycle_removes_the_checkpoints_of_runs_that_no_cycle_goes_on_with_and_says_so(
+    home_with_policy: Settings,
+) -> None:
+    settings = changed(home_with_policy, ("cycle.min_new_rewards", "0"))
+    others = [
+        begun(settings, name, {}, lake_versions={}, id=name)
+        for name in ("cycle-000001-reward-model", "cycle-000002", "cycles", "manual")
+    ]
+    killed(settings, 3, run="cycle-000002")
+    said: list[str] = []
+    run_cycle(settings, say=said.append)
+    assert [any((run / "checkpoints").iterdir()) for run in others] == [False, False, True, True]
+    assert all((run / "start.json").exists() for run in others)
+    (changes,) = [line for line in said if "cycle-000002 can't go on" in line]
+    assert changes.startswith("cycle 4: run cycle-000002 can't go on (train.algorithm")
+    assert (
+        "cycle 4: run cycle-000001-reward-model can't go on (no cycle goes on with it): its checkpoints are removed"
+        in said
+    )
+
+
+def test_while_a_marked_policy_serves_what_the_gate_refuses_is_judged_against_its_own_parent_too(
+    home_with_policy: Settings, model: Path
+) -> None:
+    """By a real training, from thumbs, and two real evaluations; the suite can't tell these policies apart."""
+    options = {
+        "cycle.recipe": "offline",
+        "train.steps": "1",
+        "train.launcher": "torchrun",
+        "train.dtype": "float32",
+        "train.data.prompts_per_step": "8",
+        "evaluation.kl_samples": "0",
+        "evaluation.engine.kv_cache_bytes": str(2**25),
+    }
+    settings = changed(home_with_policy, *options.items())
+    lake = settings.lake()
+    lake.create()
+    made = [
+        interaction(f"r{i}", prompt=str(i), prompt_token_ids=[28 + i // 10, 28 + i % 10], response_token_ids=[5, 1])
+        for i in range(60)
+    ]
+    put(lake, "interactions", made)
+    put(lake, "feedback", [said(f"f{i}", f"r{i}", "thumb", value=i % 2) for i in range(60)])
+    store = settings.policy_store()
+    store.publish(model, parent=1, lineage={"lake_versions": lake.versions()}, metrics={})
+    store.promote(2, expected=1, who="t", why="t")
+    store.record_erasure(2, certainty="yes", why="w", retrain=True)
+    said_lines: list[str] = []
+    record = run_cycle(settings, say=said_lines.append)
+    assert [(stage.name, stage.ok) for stage in record.stages] == [
+        ("score", True),
+        ("train", True),
+        ("evaluate", True),
+        ("evaluate-parent", True),
+    ], said_lines
+    assert (record.status, record.incumbent, record.candidate) == ("refused", 2, 3)
+    assert str(record.reason).endswith("; policy 2 is marked for retraining, and serves on")
+    candidate = store.get(3)
+    assert (candidate.parent, record.verdict and record.verdict["incumbent"]) == (1, 2)
+    assert (candidate.gate or {})["incumbent"] == 1
+    pointer = store.serving()
+    assert pointer is not None
+    assert pointer.version == 2
+    assert any("policy 2 is marked for retraining, and serves until another passes the gate" in x for x in said_lines)
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:

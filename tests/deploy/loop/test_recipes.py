@@ -14,6 +14,7 @@ from deploy.loop import recipes, records
 from deploy.loop.cycle import _new, run_cycle
 from evaluation.suites.held_out import position
 from feedback.config import TRAINED
+from feedback.events import session_rows
 from tests.feedback.feedback_rows import interaction, put, said
 
 
@@ -102,6 +103,27 @@ def test_offline_learns_by_the_feedback_that_most_responses_have(
     assert recipes.arguments(settings) == ["--train.algorithm.name", algorithm]
     assert recipes.arguments(changed(settings, ("train.algorithm.name", "sft"))) == []
     assert recipes.arguments(home_with_policy) == []
+
+
+def test_offline_counts_responses_that_it_could_learn_from_and_a_session_once(home_with_policy: Settings) -> None:
+    settings = changed(home_with_policy, ("cycle.recipe", "offline"))
+    lake = settings.lake()
+    lake.create()
+    of_status = {"a": "complete", "b": "imported", "cut": "aborted", "hidden": "redacted"}
+    put(lake, "interactions", [interaction(name, status=status) for name, status in of_status.items()])
+    kto, sft = ["--train.algorithm.name", "kto"], ["--train.algorithm.name", "sft"]
+    of_session = session_rows(said("talk", "", "thumb", value=1), ["gone", "a", "b"])  # two of the three are there
+    put(lake, "feedback", [said("c", "b", "correction", text="x"), *of_session])
+    assert recipes.arguments(settings) == kto, "a thumb on the session's last response, and one correction"
+    put(lake, "feedback", [said(f"t{i}", name, "thumb", value=1) for i, name in enumerate(("cut", "hidden"))])
+    put(lake, "feedback", [said("d", "a", "correction", text="x"), said("d2", "a", "correction", text="y")])
+    assert recipes.arguments(settings) == sft, "corrections of two responses"
+    put(lake, "feedback", [said(f"r{i}", "a", "rating", value=1, name="stars") for i in range(9)])
+    put(lake, "interactions", [interaction("a", tenant="other")])
+    put(lake, "feedback", [said(f"o{i}", "b", "thumb", value=1, tenant="other") for i in range(3)])
+    assert recipes.arguments(settings) == sft, (
+        "ratings teach none of the three, and another tenant has no such response"
+    )
 
 
 def test_a_cycle_without_enough_feedback_for_a_reward_model_says_so_and_trains_nothing(

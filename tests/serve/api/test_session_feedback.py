@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from serve.sessions import MOST_RESPONSES
 from tests.serve.api.test_both_apis import HI, post
 from tests.serve.api.test_unstored import ids
 from tests.serve.conftest import LiveServer
@@ -66,6 +67,23 @@ def test_a_sessions_feedback_that_is_sent_again_is_recorded_once_also_when_the_s
     assert give(server, session_id=session, feedback_id=mine, value=0).status_code == 409
     batch = {"feedback": [{"session_id": session, "kind": "thumb", "value": 1, "feedback_id": mine}]}
     assert httpx.post(f"{server.url}/feedback/batch", json=batch, timeout=60).json()["results"][0]["status"] == 200
+
+
+def test_a_sessions_feedback_that_is_sent_again_is_the_same_when_its_response_is_not_looked_for_any_more(
+    server: LiveServer,
+) -> None:
+    session, other, mine = (str(uuid.uuid4()) for _ in range(3))
+    first = turn(server, session)
+    turn(server, other)
+    assert give(server, session_id=session, feedback_id=mine).status_code == 201
+    for _ in range(10):
+        body = {"prompt": "go on", "session_id": session, "n": MOST_RESPONSES // 10, "max_tokens": 1}
+        assert post(server, "/generate", body).status_code == 200
+    assert give(server, session_id=session, feedback_id=mine).status_code == 200
+    assert recorded(server, mine) == {first: "~turn:0"}
+    assert give(server, session_id=session, feedback_id=mine, value=0).status_code == 409
+    assert give(server, session_id=other, feedback_id=mine).status_code == 409
+    assert len(recorded(server, give(server, session_id=session).json()["feedback_id"])) == MOST_RESPONSES
 
 
 def test_a_session_without_a_recorded_response_is_refused_with_404(server: LiveServer) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from serve.config import RetentionConfig
-from serve.policies.retention import kept, prune, unmarked_ancestor
+from serve.policies.retention import Kept, retraining_parent
 from serve.policies.store import PolicyNotFound, PolicyPruned, PolicyStore, StalePointer
 from tests.serve.policies.test_store import publish
 
@@ -52,14 +52,14 @@ def dated(store: PolicyStore, days_ago: list[float]) -> None:
 
 def test_by_default_all_weights_stay(store: PolicyStore) -> None:
     filled(store, 3)
-    assert prune(store, RetentionConfig()) == ([], {})
+    assert Kept(store, RetentionConfig()).prune() == ([], {})
     assert whole(store) == [1, 2, 3]
 
 
 def test_weights_go_and_the_manifest_lineage_config_and_tokenizer_stay(store: PolicyStore) -> None:
     filled(store, 3)
     before = store.get(1)
-    removed, left = prune(store, LAST)
+    removed, left = Kept(store, LAST).prune()
     assert ([policy.version for policy in removed], left) == ([1, 2], {})
     after = store.get(1)
     assert (after.lineage, after.metrics, after.files, after.sha256) == (
@@ -77,7 +77,7 @@ def test_weights_go_and_the_manifest_lineage_config_and_tokenizer_stay(store: Po
     }
     assert store.get(2).parent == 1
     assert whole(store) == [3]
-    assert prune(store, LAST) == ([], {})  # once
+    assert Kept(store, LAST).prune() == ([], {})  # once
 
 
 def test_what_serves_served_before_it_or_lately_is_pinned_or_waits_is_kept_and_why(store: PolicyStore) -> None:
@@ -89,7 +89,7 @@ def test_what_serves_served_before_it_or_lately_is_pinned_or_waits_is_kept_and_w
     store.record_gate(6, {"verdict": "pass"})
     for number in (9, 10):
         store.record_gate(publish(store, float(number), parent=5), {"verdict": "fail"})
-    assert kept(store, RetentionConfig(keep_last=1, served_days=15), lambda: {7: "the parent of run r"}) == {
+    assert Kept(store, RetentionConfig(keep_last=1, served_days=15), lambda: {7: "the parent of run r"}).reasons() == {
         2: "it served in the last 15 days",  # until 12 days ago
         3: "it served before what serves now",
         4: "pinned: for the report",
@@ -99,10 +99,10 @@ def test_what_serves_served_before_it_or_lately_is_pinned_or_waits_is_kept_and_w
         8: "a candidate",
         10: "one of the last 1",
     }
-    prune(store, RetentionConfig(keep_last=1, served_days=10), lambda: {7: "the parent of run r"})
+    Kept(store, RetentionConfig(keep_last=1, served_days=10), lambda: {7: "the parent of run r"}).prune()
     assert whole(store) == [3, 4, 5, 6, 7, 8, 10]
     store.unpin(4)
-    prune(store, LAST)
+    Kept(store, LAST).prune()
     assert whole(store) == [3, 5, 6, 8, 10]
 
 
@@ -111,16 +111,62 @@ def test_the_last_ancestor_that_no_mark_reaches_is_kept_and_trained_from(store: 
     serve(store, 5)
     mark = {"certainty": "yes", "why": "w", "erasure": "e"}
     store.record_erasure(5, **mark)  # without a mark
-    assert unmarked_ancestor(store, 5) == store.get(5)
+    assert retraining_parent(store, 5) == store.get(5)
     store.record_erasure(3, **{**mark, "erasure": "f"}, retrain=True)
-    clean = unmarked_ancestor(store, 5)  # 4 and 5 descend from 3
+    clean = retraining_parent(store, 5)  # 4 and 5 descend from 3
     assert clean is not None
     assert clean.version == 2
-    prune(store, LAST)
+    Kept(store, LAST).prune()
     assert whole(store) == [2, 5]
     store.record_erasure(1, **mark, retrain=True)
-    assert unmarked_ancestor(store, 5) is None
+    assert retraining_parent(store, 5) is None
     assert [store.get(version).marked for version in (1, 2, 3, 4, 5)] == [True, False, True, False, False]
+
+
+def test_something_that_no_erasure_can_mark_is_kept_however_often_the_rest_was_pruned(store: PolicyStore) -> None:
+    publish(store)
+    for version in range(2, 7):
+        lineage = {"lake_versions": {"interactions": version}}
+        store.publish(store.get(1).path, parent=version - 1, lineage=lineage, metrics={})
+        store.record_gate(version, {"verdict": "fail"})
+        serve(store, version)
+        Kept(store, LAST).prune()
+    assert whole(store) == [1, 5, 6]
+    assert Kept(store, LAST).reasons()[1] == "no erasure can mark it"
+    for version in range(2, 7):  # all that was trained on anybody's rows
+        store.record_erasure(version, certainty="possibly", why="w", retrain=True)
+    Kept(store, LAST).prune()
+    parent = retraining_parent(store, 6)
+    assert parent is not None
+    assert (parent.version, whole(store)) == (1, [1, 5, 6])
+
+
+def test_while_a_marked_policy_serves_training_goes_on_from_what_is_better_than_its_own_parent(
+    store: PolicyStore,
+) -> None:
+    """All were refused against policy 3, and all but 6 were then judged against what they were trained from."""
+    filled(store, 3)
+    serve(store, 3)
+    store.record_erasure(3, certainty="yes", why="w", retrain=True)
+
+    def trained(parent: int, verdict: str, against: int) -> tuple[int, int]:
+        version = publish(store, float(store.versions()[-1]), parent=parent)
+        store.record_gate(version, {"verdict": verdict, "incumbent": against})
+        next_parent = retraining_parent(store, 3)
+        assert next_parent is not None
+        return version, next_parent.version
+
+    assert trained(2, "fail", 2) == (4, 2)
+    assert trained(2, "pass", 2) == (5, 5)
+    assert trained(5, "fail", 3) == (6, 5)
+    assert trained(2, "pass", 2) == (7, 5)  # better than 2, and not known to be better than 5
+    assert trained(5, "pass", 5) == (8, 8)
+    Kept(store, LAST).prune()
+    assert retraining_parent(store, 3) == store.get(8)
+    store.record_erasure(8, certainty="yes", why="w", retrain=True)
+    assert retraining_parent(store, 3) == store.get(5)
+    store.record_erasure(5, certainty="yes", why="w", retrain=True)
+    assert retraining_parent(store, 3) == store.get(7)
 
 
 def test_what_a_fleet_is_moved_to_is_kept(store: PolicyStore) -> None:
@@ -132,14 +178,14 @@ def test_what_a_fleet_is_moved_to_is_kept(store: PolicyStore) -> None:
         "stopping": False,
     }
     (store.root / "fleet.json").write_text(json.dumps(record))
-    prune(store, LAST)
+    Kept(store, LAST).prune()
     assert whole(store) == [1, 3, 4]
 
 
 def test_a_policy_without_weights_is_refused_in_one_line_by_all_that_would_use_them(store: PolicyStore) -> None:
     filled(store, 2)
     serve(store, 2)
-    prune(store, LAST)
+    Kept(store, LAST).prune()
 
     def held() -> None:
         with store.hold(1):
@@ -163,10 +209,10 @@ def test_a_policy_without_weights_is_refused_in_one_line_by_all_that_would_use_t
 def test_a_policy_that_somebody_holds_is_left_until_it_is_let_go(store: PolicyStore) -> None:
     filled(store, 2)
     with store.hold(1), store.hold(1):
-        removed, left = prune(store, LAST)
+        removed, left = Kept(store, LAST).prune()
         assert (removed, left) == ([], {1: "in use"})
         store.verify(1)
-    assert [policy.version for policy in prune(store, LAST)[0]] == [1]
+    assert [policy.version for policy in Kept(store, LAST).prune()[0]] == [1]
 
 
 def _prune_and_die(root: Path, files: int) -> None:
@@ -213,7 +259,7 @@ def test_a_prune_that_is_killed_leaves_nothing_that_could_be_taken_for_whole_and
         store.verify(1)
     with pytest.raises(PolicyPruned):
         store.promote(1, expected=None, who="t", why="t")
-    assert [policy.version for policy in prune(store, LAST)[0]] == [1]
+    assert [policy.version for policy in Kept(store, LAST).prune()[0]] == [1]
     assert not any(path.exists() for path in store.get(1).weight_files)
 
 
@@ -240,7 +286,7 @@ def test_of_a_promotion_and_a_prune_at_once_the_pointer_never_names_what_is_gone
         thread = threading.Thread(target=promote)
         thread.start()
         barrier.wait()
-        results["pruned"] = store.prune(version, "t", lambda: kept(store, LAST))
+        results["pruned"] = store.prune(version, "t", lambda: Kept(store, LAST).reasons())
         thread.join()
         serving = store.serving()
         assert serving is not None
@@ -255,13 +301,13 @@ def test_an_ancestor_whose_folder_was_removed_ends_the_line_and_no_cycle(store: 
     filled(store, 3)
     serve(store, 3)
     shutil.rmtree(store.get(1).path)
-    clean = unmarked_ancestor(store, 3)
+    clean = retraining_parent(store, 3)
     assert clean is not None
     assert clean.version == 3
-    assert sorted(kept(store, LAST)) == [3]
+    assert sorted(Kept(store, LAST).reasons()) == [3]
     store.record_erasure(3, certainty="yes", why="w", retrain=True)
-    clean = unmarked_ancestor(store, 3)
+    clean = retraining_parent(store, 3)
     assert clean is not None
     assert clean.version == 2
     with pytest.raises(PolicyNotFound):
-        unmarked_ancestor(store, 1)
+        retraining_parent(store, 1)

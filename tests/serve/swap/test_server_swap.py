@@ -105,6 +105,18 @@ async def test_a_damaged_policy_is_refused_once_and_the_old_one_serves_on(
     assert (back["version"], back["failed"]) == (serving, None)
 
 
+async def test_what_a_server_serves_keeps_its_weights_wherever_the_pointer_has_gone_since(
+    client: httpx.AsyncClient, server: LiveServer, model_folders: list[Path]
+) -> None:
+    before = (await client.get("/policy")).json()["version"]
+    policy = server.store.publish(model_folders[1], parent=1, lineage={}, metrics={})
+    assert (await asyncio.to_thread(server.settle, server.promote(policy.version)))["version"] == policy.version
+    assert server.store.prune(policy.version, "retention", dict) == "in use"  # as if nothing else kept it
+    assert (await asyncio.to_thread(server.settle, server.promote(before)))["version"] == before
+    assert server.store.prune(before, "retention", dict) == "in use"
+    assert server.store.prune(policy.version, "retention", dict) is None
+
+
 def unlink(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 

@@ -17,10 +17,10 @@ from job_home import job_context, make_home, metrics_of, results_of, run_jobs
 from pydantic import ValidationError
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from feedback.config import LakeConfig, ModelConfig, ScoringConfig
+from deploy.config import root
+from feedback.config import LakeConfig, ModelConfig
 from feedback.datasets import preference_pairs
 from feedback.lake.tables import Lake
-from feedback.scoring.run import score
 from feedback.scoring.sources.reward_model import RewardModel
 from serve.policies.store import PolicyStore
 from tests.feedback.feedback_rows import interaction, put, said
@@ -246,6 +246,27 @@ def test_a_vote_on_one_response_is_its_binomial_likelihood_and_stands_beside_pai
     assert logged["reward_rejected"].tolist() == [1.0, -1.5]
 
 
+def test_the_loss_is_the_mean_over_judgements_by_their_weights() -> None:
+    rollouts = [(0, 1.0, 3.0), (0, 0.0, 3.0), (1, 0.75, 0.5), (2, 0.0, 1.0)]
+    packed = [Rollout([3], [5], [0.0], reward, group=group, weight=weight) for group, reward, weight in rollouts]
+    per_token = torch.full((8,), 9.0)
+    per_token[1::2] = torch.tensor([2.0, 1.0, 0.5, -1.5])
+    algorithm = load(AlgorithmConfig.model_validate({"name": "reward_model", "vote_noise": 0.0}))
+    batch = PackedBatch.pack(packed)
+    loss, _ = algorithm.loss(per_token, batch)
+
+    def log_sigmoid(x: float) -> float:
+        return -math.log(1 + math.exp(-x))
+
+    rating = 0.75 * log_sigmoid(0.5) + 0.25 * log_sigmoid(-0.5)
+    assert float(loss) == pytest.approx(-(3 * log_sigmoid(1.0) + 0.5 * rating + log_sigmoid(1.5)))
+    assert algorithm.count(batch) == 4.5
+    part = batch.select([3, 2])
+    assert float(algorithm.loss(per_token[4:], part)[0]) == pytest.approx(
+        -(log_sigmoid(-0.5) + 0.5 * (0.75 * log_sigmoid(-1.5) + 0.25 * log_sigmoid(1.5)))
+    ), "of a part, each judgement has its own weight"
+
+
 def test_a_vote_that_contradicts_all_others_pulls_with_a_bounded_weight() -> None:
     for noise, most in ((0.0, 1.0), (0.05, 0.1)):
         log_odds = torch.tensor([12.0], requires_grad=True)
@@ -306,12 +327,90 @@ def test_it_learns_from_pairs_votes_and_thumbs_each_response_once(tmp_path: Path
     ]
     put(lake, "feedback", feedback)
 
-    def found() -> dict[str, list[float]]:
-        config = TrainConfig.model_validate(CONFIG)
-        rows = DATASETS["judgements"](lake, lake.versions(), config, Counter())
-        return {kind + " " + row.get("response_id", ""): [vote for *_, vote in of] for kind, row, of in rows}
+    assert judged(lake) == {
+        "pairs by preference ": ([1.0, 0.0], 1.0),
+        "votes thumbed": ([1.0], 1.0),
+        "votes rated": ([0.75], 1.0),
+        "votes torn": ([0.5], 1.0),
+    }
 
-    thumbs_alone = found()
-    assert thumbs_alone == {"pairs by preference ": [1.0, 0.0], "votes thumbed": [1.0]}, "a tie decides nothing"
-    score(lake, ScoringConfig())
-    assert found() == {**thumbs_alone, "votes rated": [0.75], "votes torn": [0.5]}
+
+def judged(
+    lake: Lake, left_out: Counter[str] | None = None, **reward_model: Any
+) -> dict[str, tuple[list[float], float]]:
+    """What there is to learn a reward model from, and what each weighs."""
+    config = TrainConfig.model_validate({**CONFIG, "reward_model": reward_model})
+    rows = DATASETS["judgements"](lake, lake.versions(), config, Counter() if left_out is None else left_out)
+    found = {f"{kind} {row.get('response_id', '')}": ([one[2] for one in of], row["weight"]) for kind, row, of in rows}
+    return {name: ([round(vote, 12) for vote in votes], round(weight, 12)) for name, (votes, weight) in found.items()}
+
+
+def test_each_kind_of_feedback_weighs_what_the_settings_say_and_nothing_at_0(tmp_path: Path) -> None:
+    lake = Lake(str(tmp_path / "lake"), LakeConfig())
+    lake.create()
+    names = ("chosen", "rejected", "corrected", "both", "two", "clicked", "bought")
+    put(lake, "interactions", [interaction(name, prompt="q>", prompt_token_ids=[5], response=name) for name in names])
+    metric = {"type": "number", "low": 0, "high": 10, "direction": "lower"}
+    feedback = [
+        said("p", "chosen", "preference", rejected_response_id="rejected"),
+        said("c", "corrected", "correction", text="right"),
+        said("t", "chosen", "thumb", value=1),
+        said("b1", "both", "thumb", value=1, source="ann"),
+        said("b2", "both", "rating", value=2, name="stars", source="ann"),
+        said("w1", "two", "thumb", value=0, source="ann"),
+        said("w2", "two", "metric", value=2, name="seconds", source="timer"),
+        said("m", "clicked", "metric", value=5, name="seconds", source="timer"),
+        said("u", "bought", "metric", value=5, name="undeclared", source="timer"),
+    ]
+    put(lake, "feedback", feedback)
+    votes = {"kinds": {"metrics": {"seconds": metric}}}
+    # ann's thumb of 1 (4) and rating of a quarter (1) come to 4.25 / 5, and she weighs 4; the timer says 0.8 (0.5)
+    assert judged(lake, votes=votes, weights={"preference": 2, "thumb": 4, "metric": 0.5}) == {
+        "pairs by preference ": ([1.0, 0.0], 2.0),
+        "pairs by correction ": ([1.0, 0.0], 1.0),
+        "votes both": ([0.85], 4.0),
+        "votes two": ([round((4 * 0 + 0.5 * 0.8) / 4.5, 12)], 2.25),
+        "votes clicked": ([0.5], 0.5),
+    }
+    left_out: Counter[str] = Counter()
+    only = {"preference": 0, "correction": 0, "metric": 0, "rating": 0}
+    assert judged(lake, left_out, votes=votes, weights=only) == {
+        "votes chosen": ([1.0], 1.0),  # which is in no pair now
+        "votes both": ([1.0], 1.0),
+        "votes two": ([0.0], 1.0),
+    }
+    assert left_out["without a weight in train.reward_model.weights"] == 2
+    without = {**votes, "human": {"thumbs": 0.0}}  # scoring leaves them out
+    assert "votes both" not in judged(lake, votes=without, weights={"rating": 0})
+    assert judged(lake, votes=without, weights={"rating": 3})["votes both"] == ([0.25], 3.0)
+
+
+@pytest.mark.parametrize(
+    ("weights", "named"),
+    [
+        ({"thumbs": 1}, r"thumbs"),
+        ({"thumb": -1}, r"weights\.thumb"),
+        (dict.fromkeys(("preference", "correction", "thumb", "rating", "metric"), 0), r"weights are all 0"),
+    ],
+)
+def test_weights_that_can_not_be_are_refused_by_name(weights: dict[str, float], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        TrainConfig.model_validate({**CONFIG, "reward_model": {"weights": weights}})
+
+
+def test_the_scales_and_weights_of_votes_come_from_the_settings_of_scoring() -> None:
+    settings = root.load(
+        None,
+        [
+            ("feedback.scoring.human.ratings", "0.5"),
+            ("feedback.kinds.ratings", "{taste: {low: 0, high: 7}}"),
+            ("train.reward_model.weights.thumb", "2"),
+        ],
+        {},
+    )
+    own = settings.training(reward_model=True).reward_model
+    assert own.weights.thumb == 2
+    assert own.votes is not None
+    assert (own.votes["human"]["ratings"], own.votes["kinds"]["ratings"]["taste"]["high"]) == (0.5, 7)
+    with pytest.raises(root.ConfigError, match=r"train\.reward_model\.weights\.thumbs"):
+        root.load(None, [("train.reward_model.weights.thumbs", "2")], {})

@@ -20,7 +20,7 @@ from tests.feedback.feedback_rows import interaction, put, said
 from train.batch.packed import Rollout
 from train.config.training import TrainConfig
 from train.data.demonstrations import DemonstrationTokenizer, UnfitTextError
-from train.data.feedback_items import OfflineData, pack, split
+from train.data.feedback_items import OVER_MOST, OfflineData, pack, split
 
 EOS = 1  # of the demo's tokenizer
 CONTEXT = 12
@@ -143,7 +143,7 @@ def test_a_liked_response_is_a_demonstration_only_where_the_config_says_so_and_n
 def test_only_the_newest_items_are_learned_from_and_older_ones_counted(lake: Lake, policy: Path) -> None:
     data = read(lake, policy, "pairs", max_prompts=2)
     assert [item[1].response for item in data.learned.items] == [[8, EOS]]  # the other one of the two is the unfit text
-    assert data.left_out["older than the newest train.data.max_prompts"] == 2
+    assert data.left_out["over train.data.max_prompts (users' newest come first, then imported ones)"] == 2
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,6 @@ def test_imported_feedback_takes_no_place_of_what_users_said_however_new_it_is(
         }
         put(both, "feedback", [rows[dataset]])
     before = read(lake, policy, dataset, thumbs_up=thumbs_up)
-    old = "older than the newest train.data.max_prompts"
     rows_of_users = sum(before.kinds.values()) + before.left_out.get("text with special or unknown tokens", 0)
     rows_of_users += sum(before.left_out.get(why, 0) for why in UNFIT)
     data = read(both, policy, dataset, thumbs_up=thumbs_up, max_prompts=rows_of_users + 2)
@@ -175,7 +174,7 @@ def test_imported_feedback_takes_no_place_of_what_users_said_however_new_it_is(
     assert [item[0].response for item in data.learned.items[-2:]] == newest
     assert sequences(data)[:-2] == sequences(before)
     assert len(sequences(before)) == own
-    assert data.left_out[old] == 6
+    assert data.left_out[OVER_MOST] == 6
 
 
 def test_reading_the_same_versions_again_gives_the_same_digest_and_other_feedback_another(

@@ -22,16 +22,21 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from feedback.config import JudgeConfig, KindsConfig, ScoringConfig
+from feedback.config import JudgeConfig, KindsConfig, LakeConfig, ScoringConfig
 from feedback.datasets import Prompt
+from feedback.lake.tables import Lake
 from feedback.scoring.scorer import load_sources
 from feedback.scoring.sources.rules import PerToken, load_rule
+from serve.policies.store import Policy
+from tests.feedback.feedback_rows import interaction, put
 from tests.feedback.judge_server import Answer, judge_server, says
 from train.batch.packed import PackedBatch, Sample
 from train.config.training import TrainConfig
-from train.context import TrainingStopped
+from train.context import JobContext, RunStart, TrainingStopped
 from train.data.rewards import Reward, RewardError, Rewards, check_rewards, try_reward
 from train.data.samples import score, table_of
+from train.job import on_logged_responses
+from train.run.resume import Begun
 
 PROMPTS = [Prompt("a", None, [1], {"answer": "4"}), Prompt("b", None, [2, 3])]
 RUBRIC = "Q: {prompt}\nA: {response}"
@@ -376,3 +381,30 @@ def test_the_key_of_a_judge_is_in_no_text_of_a_reward(tmp_path: Path) -> None:
     config = scoring(judge=judged("http://x/v1", tmp_path / "judge", api_key="sk-12345678"))
     assert isinstance(config.judge, JudgeConfig)
     assert "sk-12345678" not in f"{Reward(config, 60).settings!r} {config.model_dump_json()}"
+
+
+# -------------------------------------------------------------------------------------------- before the first step
+
+
+@pytest.mark.parametrize(("traffic_weight", "tried"), [(0.0, False), (1.0, True)])
+def test_a_reward_is_not_tried_on_traffic_where_only_prompts_of_ones_own_are_drawn(
+    tmp_path: Path, traffic_weight: float, tried: bool
+) -> None:
+    lake = Lake(str(tmp_path / "lake"), LakeConfig())
+    lake.create()
+    put(lake, "interactions", [interaction("r1")])
+    start = RunStart(id="i", parent=1, parent_sha256="", lake_versions=lake.versions(), reward=None, config={})
+    parent = Policy(1, None, tmp_path, "", {}, {}, {}, None)
+    paths = {"runs": tmp_path, "policies": tmp_path, "reward_models": tmp_path}
+    context = JobContext(run="r", lake_uri=lake.uri, **paths)
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a"}\n')
+    data = {"prompts": [{"path": tmp_path / "own.jsonl"}], "traffic_weight": traffic_weight}
+    seen: list[int] = []
+
+    def reward(rows: pa.Table) -> Rewards:
+        seen.append(rows.num_rows)
+        return Rewards([1.0] * rows.num_rows)
+
+    config = TrainConfig.model_validate({"data": data})
+    on_logged_responses(config, context, lake, Begun(start, parent), reward)
+    assert seen == ([1] if tried else [])

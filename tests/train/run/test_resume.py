@@ -32,7 +32,7 @@ from train.checkpoint.folders import CheckpointError, checkpoints, torn
 from train.config.training import TrainConfig
 from train.context import JobContext
 from train.run.resume import begin, checkpoints_of, last_whole, only_run
-from train.run.resume_settings import goes_on
+from train.run.resume_settings import hindrances
 from train.run.unfinished import Stores
 
 HERE = ROOT / "tests" / "train"
@@ -183,10 +183,12 @@ def test_a_file_of_prompts_that_has_changed_is_refused_by_name(runs: Runs, tmp_p
         file.write_bytes(content + content)
         with pytest.raises(CheckpointError, match=r"own\.jsonl of train\.data\.prompts has changed"):
             begin_from_killed(runs, tmp_path, {})
-        assert not goes_on(runs.killed, TrainConfig.model_validate(settings(runs.root))), "a cycle begins another run"
+        config = TrainConfig.model_validate(settings(runs.root))
+        assert hindrances(runs.killed, config, lambda: None) == ["own.jsonl of train.data.prompts has changed"]
     finally:
         file.write_bytes(content)
-    assert goes_on(runs.killed, TrainConfig.model_validate(settings(runs.root)))
+    assert hindrances(runs.killed, config, lambda: None) == []
+    assert hindrances(runs.killed, config, lambda: "other@0")[0].startswith("the reward is other@0, it was users_code:")
 
 
 @pytest.mark.parametrize(

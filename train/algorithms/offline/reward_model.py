@@ -8,7 +8,7 @@ votes set it.
 
 People err: with ``vote_noise`` e, what was meant as good is given as bad with probability e and the other way round, so
 that a vote of good has probability (1 - e) sigmoid(r) + e sigmoid(-r). One that contradicts all others then pulls with
-a bounded weight.
+a bounded weight. The loss is the mean over judgements, by the weights of what they came from.
 
 Nothing is sampled and no policy is trained: what is trained is the policy's body with a head of one output.
 """
@@ -36,7 +36,8 @@ class RewardModel(Algorithm):
         log_odds = torch.cat([r[better] - r[worse], r[voted]])
         votes = torch.cat([torch.ones(len(better)), batch.rewards[voted]])
         right = torch.where(votes > 0.5, log_odds.sign(), -log_odds.sign())
-        return vote_loss(log_odds, votes, self.config.vote_noise).sum(), {
+        weights = torch.cat([batch.weights[better], batch.weights[voted]])
+        return (weights * vote_loss(log_odds, votes, self.config.vote_noise)).sum(), {
             "accuracy": ((right + 1) / 2)[votes != 0.5],  # equal scores are a guess; a vote of neither tells nothing
             "margin": r[better] - r[worse],
             "reward_chosen": torch.cat([r[better], r[voted][batch.rewards[voted] > 0.5]]),
@@ -44,7 +45,8 @@ class RewardModel(Algorithm):
         }
 
     def count(self, batch: PackedBatch) -> float:
-        return float(len(batch.groups.unique()))
+        better, _, voted = judgements(batch)
+        return float(batch.weights[better].sum() + batch.weights[voted].sum())
 
 
 def judgements(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
