@@ -1,10 +1,10 @@
-"""What a cycle's recipe says of its training run that is not known before the cycle has scored."""
+"""What of a cycle's recipe is not known before the cycle has scored."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from deploy.config.root import Settings
+from deploy.config.root import RecipeStage, Settings
 from feedback.events import EARLIER_TURN
 from feedback.schema import IMPORTED
 
@@ -19,14 +19,15 @@ GROUP BY kind
 """
 
 
-def arguments(settings: Settings) -> list[str]:
-    """Options of `millrace train` beyond the settings: with the recipe ``offline``, the algorithm.
+def stages(settings: Settings) -> list[RecipeStage]:
+    """What the cycle trains, in order; with the recipe ``offline``, by which algorithm.
 
     It is the one that the settings name, if that learns from feedback; else the one for the kind of feedback that most
     responses have.
     """
     if settings.cycle.recipe != "offline" or settings.train.algorithm.is_offline:
-        return []
+        return settings.cycle.stages
     with settings.lake().connect() as connection:
         counts = dict(connection.execute(_RESPONSES).fetchall())
-    return ["--train.algorithm.name", _LEARNT_BY[max(_LEARNT_BY, key=lambda kind: counts.get(kind, 0))]]
+    algorithm = _LEARNT_BY[max(_LEARNT_BY, key=lambda kind: counts.get(kind, 0))]
+    return [RecipeStage(stage="train", set={"algorithm": {"name": algorithm}})]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from deploy.config.root import Settings
+from deploy.config.root import RecipeStage, Settings
 from feedback.files import replace_file
-from train.run.resume_settings import goes_on
+from serve.policies.retention import unmarked_ancestor
+from train.run.resume_settings import differing_settings, goes_on
 
 TRAINING_ATTEMPTS = 3  # of cycles at one training run, of which all but the last were killed
 
@@ -26,6 +27,11 @@ class Stage(BaseModel):
     result: dict[str, Any] | None = None
     error: str | None = None
     killed: bool = Field(False, description="It was stopped or killed, rather than failing by itself.")
+    run: str | None = Field(None, description="The run of a stage that trains; an earlier cycle's, if that was killed.")
+
+    @property
+    def trains_policy(self) -> bool:
+        return self.name.partition("-")[0] == "train"
 
 
 class CycleRecord(BaseModel):
@@ -37,7 +43,7 @@ class CycleRecord(BaseModel):
     started_at: datetime
     finished_at: datetime | None = None
     incumbent: int | None = None
-    run: str | None = Field(None, description="The training run; an earlier cycle's, if its training was killed.")
+    run: str | None = Field(None, description="The last training run; an earlier cycle's, if its training was killed.")
     reward_model: int | None = Field(None, description="The version that rewarded the training's responses.")
     candidate: int | None = None
     verdict: dict[str, Any] | None = None
@@ -58,30 +64,52 @@ def load_all(settings: Settings) -> list[CycleRecord]:
 
 def without_candidate(settings: Settings) -> list[CycleRecord]:
     """The last cycles in a row that trained and published nothing, oldest first; what did not train is passed over."""
-    trained = [record for record in load_all(settings) if any(stage.name == "train" for stage in record.stages)]
+    trained = [record for record in load_all(settings) if any(stage.trains_policy for stage in record.stages)]
     last = max((i for i, record in enumerate(trained) if record.candidate is not None), default=-1)
     return trained[last + 1 :]
 
 
-def killed_training(settings: Settings, number: int, incumbent: int, parent: int) -> CycleRecord | None:
-    """The last cycle before ``number`` that trained, if its training was killed and going on with it is safe.
+def unfinished_training(
+    settings: Settings, recipe: Iterable[RecipeStage], number: int, incumbent: int, parent: int
+) -> CycleRecord | None:
+    """The last cycle before ``number`` that trained, if it failed before a verdict and some of it can be gone on with.
 
-    Safe: what serves now did so, it started from ``parent``, has a checkpoint, has the settings of now, and was not
-    tried too often (what kills it may be the run itself). Training checks all this again, and more.
+    Of its stages it has those to keep: the finished ones, and a killed one that has a checkpoint. They are safe to
+    keep: what serves now did so, each started from ``parent`` or the one before it and has the settings of now, and
+    they were not tried too often (what kills a run may be the run itself). Training checks all this again, and more.
     """
     before = [record for record in load_all(settings) if record.run is not None and record.number < number]
-    if not before:
-        return None
-    last = before[-1]
-    stage = next((stage for stage in reversed(last.stages) if stage.name == "train"), None)
-    if stage is None or not stage.killed or last.incumbent != incumbent:
+    last = before[-1] if before else None
+    if last is None or last.status != "failed" or last.verdict is not None or last.incumbent != incumbent:
         return None
     if sum(record.run == last.run for record in before) >= TRAINING_ATTEMPTS:
         return None
-    folder = settings.path(settings.train.runs) / str(last.run)
-    if not goes_on(folder, settings.training()):
-        return None
-    return last if json.loads((folder / "start.json").read_bytes())["parent"] == parent else None
+    kept: list[Stage] = []
+    store, ran = settings.policy_store(), {stage.name: stage for stage in last.stages if stage.run is not None}
+    for stage in recipe:
+        there = ran.get(stage.label)
+        if there is None and stage.stage == "reward-model":  # the one that there was rewarded
+            continue
+        if there is None or not _as_now(settings.of_stage(stage), there, parent, stage.stage == "reward-model"):
+            break  # what came behind it started from something else
+        kept.append(there)
+        if candidate := (there.result or {}).get("candidate"):
+            clean, parent = unmarked_ancestor(store, candidate), candidate
+            if clean is None or clean.version != candidate:
+                return None  # an erasure has reached it
+    return last.model_copy(update={"stages": kept}) if kept else None
+
+
+def _as_now(settings: Settings, stage: Stage, parent: int, reward_model: bool) -> bool:
+    """Whether a stage that ran would be the same now, from ``parent``; of a killed one, whether it can go on."""
+    folder, config = settings.path(settings.train.runs) / str(stage.run), settings.training(reward_model=reward_model)
+    try:
+        start = json.loads((folder / "start.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    if start["parent"] != parent or not stage.ok:
+        return start["parent"] == parent and stage.killed and goes_on(folder, config)
+    return start["config"]["steps"] == config.steps and not differing_settings(start["config"], config)
 
 
 def close_dead(settings: Settings, say: Callable[[str], None]) -> None:

@@ -203,36 +203,54 @@ def test_a_cycle_that_died_is_closed_as_failed_by_the_next(home_with_policy: Set
     assert (closed.status, closed.reason) == ("failed", "its process died in train")
 
 
-def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings) -> None:
+def test_a_training_that_did_not_come_to_a_verdict_is_gone_on_with_where_that_is_safe(
+    home_with_policy: Settings, model: Path
+) -> None:
+    settings = home_with_policy
     run = settings.path("runs") / "cycle-000001"
     (run / "checkpoints" / "step-00000010").mkdir(parents=True)
     (run / "start.json").write_text(json.dumps({"config": settings.training().model_dump(mode="json"), "parent": 1}))
     settings.path("cycles").mkdir()
+    store = settings.policy_store()
+    store.publish(model, parent=1, lineage={}, metrics={})
 
     def killed(number: int, **columns: Any) -> None:
-        stage = records.Stage(name="train", started_at=datetime.now(UTC), ok=False, killed=columns.pop("killed", True))
+        how = {"ok": columns.pop("ok", False), "killed": columns.pop("killed", True)}
+        stage = records.Stage(name="train", started_at=datetime.now(UTC), run="cycle-000001", **how)
+        if stage.ok:
+            stage.result = {"candidate": 2}
         fields = {"incumbent": 1, "run": "cycle-000001", "status": "failed", "rewards": 7, **columns}
         record = CycleRecord(number=number, started_at=datetime.now(UTC), stages=[stage], **fields)
         (settings.path("cycles") / f"{number:06d}.json").write_text(record.model_dump_json())
 
-    assert records.killed_training(settings, 1, 1, 1) is None
+    def found(number: int, incumbent: int = 1, parent: int = 1, with_: Settings = settings) -> CycleRecord | None:
+        return records.unfinished_training(with_, with_.cycle.stages, number, incumbent, parent)
+
+    assert found(1) is None
     killed(1)
-    found = records.killed_training(settings, 2, 1, 1)
-    assert found is not None
-    assert (found.run, found.rewards) == ("cycle-000001", 7)
-    assert records.killed_training(settings, 2, 3, 1) is None, "another policy serves"
-    assert records.killed_training(settings, 2, 1, 2) is None, "it started from another policy"
-    other = changed(settings, ("train.optimizer.learning_rate", "0.5"))
-    assert records.killed_training(other, 2, 1, 1) is None, "other settings"
+    last = found(2)
+    assert last is not None
+    assert (last.run, last.rewards, [stage.run for stage in last.stages]) == ("cycle-000001", 7, ["cycle-000001"])
+    assert found(2, incumbent=3) is None, "another policy serves"
+    assert found(2, parent=2) is None, "it started from another policy"
+    assert found(2, with_=changed(settings, ("train.optimizer.learning_rate", "0.5"))) is None, "other settings"
     killed(2)
-    assert records.killed_training(settings, 3, 1, 1) is not None
+    assert found(3) is not None
     killed(3)
-    assert records.killed_training(settings, 4, 1, 1) is None, "three attempts"
+    assert found(4) is None, "three attempts"
     killed(1, killed=False)
-    assert records.killed_training(settings, 2, 1, 1) is None, "it failed by itself"
+    assert found(2) is None, "it failed by itself"
+    killed(1, ok=True, killed=False)
+    assert found(2) is not None, "it had trained, and was not judged"
+    assert found(2, with_=changed(settings, ("train.steps", "21"))) is None, "it would be trained longer now"
+    killed(1, ok=True, killed=False, verdict={"verdict": "refuse"})
+    assert found(2) is None, "it was judged"
+    killed(1, ok=True, killed=False)
+    store.record_erasure(2, certainty="yes", why="w", retrain=True)
+    assert found(2) is None, "an erasure has reached what it trained"
     killed(1)
     (run / "checkpoints" / "step-00000010").rmdir()
-    assert records.killed_training(settings, 2, 1, 1) is None, "no checkpoint"
+    assert found(2) is None, "no checkpoint"
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:

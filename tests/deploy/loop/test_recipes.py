@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.config import root
-from deploy.config.root import ConfigError, Settings
+from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import recipes, records
 from deploy.loop.cycle import _new, run_cycle
 from feedback.config import TRAINED
@@ -43,7 +43,7 @@ def test_rlhf_has_the_trained_reward_model_stand_in_for_people() -> None:
             [("cycle.recipe", "rlhf"), ("feedback.scoring.human.weight", "0")],
             r"cycle\.recipe=rlhf: feedback\.scoring\.human\.weight is not set, or has no weight",
         ),
-        ([("cycle.recipe", "magic")], r"rlvr"),
+        ([("cycle.recipe", "magic")], r"^cycle\.recipe: Input should be 'rlvr'.*not 'magic'"),
         (
             [("cycle.recipe", "rlhf"), ("train.reward", "a:b")],
             r"cycle\.recipe=rlhf and train\.reward=a:b both say what rewards",
@@ -57,6 +57,76 @@ def test_rlhf_has_the_trained_reward_model_stand_in_for_people() -> None:
 def test_what_a_recipe_can_not_work_with_is_refused_by_name(options: list[tuple[str, str]], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load(*options)
+
+
+OWN = """
+- {stage: train, name: sft, set: {algorithm: {name: sft, thumbs_up: true}, steps: 7}}
+- {stage: reward-model, set: {reward_model: {steps: 9}}}
+- {stage: train, set: {optimizer: {learning_rate: 0.5}}}
+"""
+
+
+def test_each_stage_of_ones_own_has_its_settings_and_those_of_all(tmp_path: Path) -> None:
+    settings = load(("home", str(tmp_path)), ("train.algorithm.group_size", "16"), ("cycle.recipe", OWN))
+    sft, reward_model, rest = (settings.of_stage(stage).train for stage in settings.cycle.stages)
+    assert [stage.label for stage in settings.cycle.stages] == ["train-sft", "reward-model", "train"]
+    assert (sft.algorithm.name, sft.algorithm.thumbs_up, sft.steps, sft.algorithm.group_size) == ("sft", True, 7, 8)
+    assert reward_model.of_reward_model().steps == 9
+    assert (rest.algorithm.name, rest.algorithm.group_size, rest.steps) == ("grpo", 16, 20)
+    assert (rest.optimizer.learning_rate, sft.optimizer.learning_rate) == (0.5, settings.train.optimizer.learning_rate)
+    assert settings.feedback.scoring.human.model is not None
+    assert settings.feedback.scoring.human.model.name == TRAINED
+    for stage in (settings, *map(settings.of_stage, settings.cycle.stages)):  # as child processes read them
+        assert root.load(stage.snapshot(), environment={}) == stage
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ("[{stage: trian}]", r"^cycle\.recipe\.0\.stage: Input should be 'train' or 'reward-model', not 'trian'"),
+        ("[{stage: train, sett: {}}]", r"^unknown setting cycle\.recipe\.0\.sett "),
+        ("[{stage: train, name: 'A b'}]", r"^cycle\.recipe\.0\.name: .*'A b'"),
+        (
+            "[{stage: train, name: a}, {stage: train, set: {stepz: 3}}]",
+            r"unknown setting train\.stepz \(in cycle\.recipe\.1\.set\); did you mean train\.steps\?",
+        ),
+        ("[{stage: train, set: {steps: many}}]", r"train\.steps: .*, not 'many' \(from cycle\.recipe\.0\.set\)"),
+        (
+            "[{stage: train, set: {algorithm: {name: sft, group_size: 4}}}]",
+            r"train\.algorithm\.group_size=4: sft does not read it .*\(from cycle\.recipe\.0\.set\)",
+        ),
+        (
+            "[{stage: reward-model, set: {reward_model: {steps: 0}}}, {stage: train}]",
+            r"train\.reward_model\.steps: .*not 0 \(from cycle\.recipe\.0\.set\)",
+        ),
+        ("[{stage: train}, {stage: train}]", r"more than one stage train: give each a name"),
+        ("[{stage: reward-model}]", r"no stage that trains a policy"),
+        ("[]", r"no stage that trains a policy"),
+        (
+            "[{stage: train, set: {algorithm: {name: reward_model}}}]",
+            r"cycle\.recipe\.0\.set: train\.algorithm\.name=reward_model trains no policy: use stage: reward-model",
+        ),
+        ("[{stage: train, set: {runs: other}}]", r"cycle\.recipe\.0\.set: train\.runs and .* outside the recipe"),
+    ],
+)
+def test_a_stage_that_can_not_work_is_refused_with_its_place(own: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load(("cycle.recipe", own))
+
+
+@pytest.mark.parametrize(
+    ("own", "new"),
+    [
+        ("[{stage: train, set: {algorithm: {name: sft}}}]", "0 new feedback"),
+        (
+            "[{stage: train, name: a, set: {algorithm: {name: sft}}}, {stage: train}]",
+            "0 new rewards and 0 new feedback",
+        ),
+    ],
+)
+def test_a_cycle_waits_for_what_its_stages_learn_from(home_with_policy: Settings, own: str, new: str) -> None:
+    record = run_cycle(changed(home_with_policy, ("cycle.recipe", own)))
+    assert record.reason == f"{new} since the last training, cycle.min_new_rewards is 1"
 
 
 def test_trained_is_the_version_that_rewards_and_nothing_before_there_is_one(
@@ -98,9 +168,10 @@ def test_offline_learns_by_the_feedback_that_most_responses_have(
         "correction": {"text": "better"},
     }
     put(lake, "feedback", [said(f"f{i}", f"r{i}", kind, **of_kind[kind]) for i, kind in enumerate(kinds)])
-    assert recipes.arguments(settings) == ["--train.algorithm.name", algorithm]
-    assert recipes.arguments(changed(settings, ("train.algorithm.name", "sft"))) == []
-    assert recipes.arguments(home_with_policy) == []
+    (stage,) = recipes.stages(settings)
+    assert settings.of_stage(stage).train.algorithm.name == algorithm
+    named = changed(settings, ("train.algorithm.name", "sft"))
+    assert recipes.stages(named) == recipes.stages(home_with_policy) == [RecipeStage(stage="train")]
 
 
 def test_a_cycle_without_enough_feedback_for_a_reward_model_says_so_and_trains_nothing(
