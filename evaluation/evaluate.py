@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from evaluation import statistics
+from evaluation import best_of, statistics
 from evaluation.config import EvaluationConfig
-from evaluation.results import Evaluation, Interval, KlEstimate, PolicyResult, Sample
+from evaluation.results import BestOf, Evaluation, Interval, KlEstimate, PolicyResult, Sample
 from evaluation.suites import answers, text_metrics
 from evaluation.suites.suite import Suite
 from feedback.config import RuleConfig
@@ -30,10 +30,18 @@ Scorer = Callable[[pa.Table], Sequence[float | None]]
 Scores = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
-def evaluate(candidate: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Evaluation:
+def evaluate(
+    candidate: Policy,
+    incumbent: Policy,
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    *,
+    chooser: best_of.Chooser | None = None,
+) -> Evaluation:
     """Answer the suite greedily with both policies, score the answers, compare them item by item.
 
-    ``folder`` is where evaluations are kept (answers are cached under it).
+    ``folder`` is where evaluations are kept (answers are cached under it). ``chooser``: of best-of-n.
     Raises EngineError, ValueError if no item has a score for both, and what the scorer raises.
     """
     scorer = load_scorer(config)
@@ -41,6 +49,7 @@ def evaluate(candidate: Policy, incumbent: Policy, suite: Suite, config: Evaluat
     after = answers.answer(candidate, suite, config, folder, incumbent=incumbent)
     started = time.monotonic()
     kl, kl_missing = _kl(after, len(suite.items), config)
+    best, best_missing = _best_of(suite, before.table, scorer, config, chooser)
     old, new = score(suite, before.table, scorer), score(suite, after.table, scorer)
     both = ~np.isnan(old) & ~np.isnan(new)
     if not both.any():
@@ -54,6 +63,8 @@ def evaluate(candidate: Policy, incumbent: Policy, suite: Suite, config: Evaluat
         accuracy=Interval.of(statistics.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
         kl=kl,
         kl_missing=kl_missing,
+        best_of=best,
+        best_of_missing=best_missing,
         confidence=config.gate.confidence,
         resamples=config.resamples,
         seed=config.seed,
@@ -182,6 +193,22 @@ def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[K
         tokens=int(tokens.sum()),
     )
     return estimate, None
+
+
+def _best_of(
+    suite: Suite, table: pa.Table, scorer: Scorer, config: EvaluationConfig, chooser: best_of.Chooser | None
+) -> tuple[BestOf | None, str | None]:
+    """The incumbent's best of n, or None and why: a baseline that can't be had is no reason to judge nothing."""
+    if not config.best_of:
+        return None, None
+    if chooser is None:
+        return None, "nothing rewards responses, so none is the best"
+    repeated, samples = best_of.sampled(suite, table, config.best_of)
+    try:
+        rewards = chooser.rewards(scorer_batch(repeated, samples))
+    except RuntimeError as error:
+        return None, str(error)
+    return best_of.estimate(rewards, score(repeated, samples, scorer), config, chooser)
 
 
 def _samples(suite: Suite, after: pa.Table, before: pa.Table, new: Scores, old: Scores) -> list[Sample]:
