@@ -33,9 +33,10 @@ class Dies(Hook):
 
 
 @pytest.fixture
-def home(home_with_policy: Settings, tmp_path: Path) -> Settings:
+def home(home_with_policy: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """A home with preferences and corrections, and no thumb, whose training of pairs dies once there is a ``die``."""
     (tmp_path / "dies.py").write_text(DIES)
+    monkeypatch.syspath_prepend(tmp_path)
     options = {
         "cycle.recipe": RECIPE,
         "train.dtype": "float32",
