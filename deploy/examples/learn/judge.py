@@ -1,7 +1,7 @@
 """A judge at an OpenAI-compatible endpoint, for trials whose reward is its word: a small model that Millrace serves.
 
-It is a causal language model that was trained here to say 1 of a right answer and 0 of a wrong one. To the trial it is
-a black box: questions go to it by HTTP, as to any judge, and it errs as judges do.
+It is a causal language model that was trained here to say what is right and then 1 or 0 of an answer. To the trial it
+is a black box: questions go to it by HTTP, as to any judge, and it errs as judges do.
 """
 
 from __future__ import annotations

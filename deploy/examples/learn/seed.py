@@ -22,14 +22,13 @@ JUDGES_TEMPLATE = "{{ messages[-1]['content'].split('\\n')[0] }}"
 @click.option("--judge", is_flag=True, help="Train the judge in place of it.")
 def main(folder: Path, judge: bool) -> None:
     """Train the seed policy and write it to FOLDER."""
+    shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2}
+    how = {"seed": TASK_SEED, "threads": 1, "steps": 600, **shape}
     if judge:
-        shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3}
         tokenizer = make_tokenizer(f"{ALPHABET}01{ASK}", JUDGES_TEMPLATE)
-        size = {"steps": 1500, "batch": 64, **shape}
-        make_policy(folder, verdicts(), seed=TASK_SEED, threads=1, learning_rate=3e-3, tokenizer=tokenizer, **size)
+        make_policy(folder, verdicts(), batch=64, learning_rate=5e-3, tokenizer=tokenizer, **how)
     else:
-        shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2}
-        make_policy(folder, corpus(), seed=TASK_SEED, threads=1, steps=600, batch=32, learning_rate=5e-3, **shape)
+        make_policy(folder, corpus(), batch=32, learning_rate=5e-3, **how)
 
 
 if __name__ == "__main__":

@@ -65,11 +65,14 @@ def corpus() -> Iterator[tuple[str, str]]:
 
 
 def verdicts() -> Iterator[tuple[str, str]]:
-    """Questions to a judge and verdicts without end: a prompt, an answer and ``ASK``; 1 for a right answer, else 0."""
+    """Questions to a judge and verdicts without end: a prompt, an answer and ``ASK``; what is right, and 1 or 0 for it.
+
+    A model learns to say first what is right within hundreds of steps, and without that hardly at all.
+    """
     rng = random.Random(TASK_SEED)
     for item in itertools.islice(items(), HELD_OUT + TRAFFIC, None):
         answer = attempt(item, rng)
-        yield f"{item.prompt}{answer}{ASK}", str(int(answer == item.answer))
+        yield f"{item.prompt}{answer}{ASK}", f"{item.answer}{int(answer == item.answer)}"
 
 
 def attempt(item: Item, rng: random.Random) -> str:

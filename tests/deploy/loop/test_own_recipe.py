@@ -49,11 +49,14 @@ def home(home_with_policy: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyP
     settings = root.load(home_with_policy.snapshot(), list(options.items()), {})
     lake = settings.lake()
     lake.create()
-    ids = {"prompt_token_ids": [30, 38, 30], "response_token_ids": [31, 1]}
-    rows = [(f"r{i}", f"r{i}-other", f"{i}+1=") for i in range(12)]
-    put(lake, "interactions", [interaction(one, prompt=text, **ids) for *both, text in rows for one in both])
-    pairs = [said(f"p{r}", r, "preference", rejected_response_id=other) for r, other, _ in rows]
-    put(lake, "feedback", [*pairs, *(said(f"c{r}", r, "correction", text="2") for r, *_ in rows)])
+    rows = []
+    for i in range(10):
+        prompt = {"prompt": f"{i}+2=", "prompt_token_ids": [28 + i, 39, 30, 40]}
+        for name, token in ((f"r{i}", 31), (f"r{i}-other", 32)):
+            rows.append(interaction(name, response=str(token - 28), response_token_ids=[token, 1], **prompt))
+    put(lake, "interactions", rows)
+    put(lake, "feedback", [said(f"p{i}", f"r{i}", "preference", rejected_response_id=f"r{i}-other") for i in range(10)])
+    put(lake, "feedback", [said(f"c{i}", f"r{i}", "correction", text=str(i + 2)) for i in range(10)])
     return settings
 
 
