@@ -144,8 +144,8 @@ class _Cycle:
     def _learn(self, incumbent: int, parent: int) -> str:
         """Train what the recipe says, each stage from the policy of the one before; the last one is the candidate.
 
-        What the last cycle has trained before it failed is not trained again. A stage with nothing to learn from hands
-        its parent on. What it returns says why there is no candidate, if there is none.
+        What the last cycle has trained before it was killed is not trained again. A stage with nothing to learn from
+        hands its parent on. What it returns says why there is no candidate, if there is none.
         """
         recipe, reasons = recipes.stages(self.settings), []
         last = unfinished_training(self.settings, recipe, self.record.number, incumbent, parent)
@@ -153,7 +153,7 @@ class _Cycle:
         if last:
             self.record.rewards, self.record.feedback = last.rewards, last.feedback
             runs = ", ".join(str(stage.run) for stage in last.stages)
-            self.say(f"goes on with what cycle {last.number} has trained before it failed: {runs}")
+            self.say(f"goes on with what cycle {last.number} has trained: {runs}")
         for i, stage in enumerate(recipe):
             before = kept.get(stage.label)
             if stage.stage == "reward-model":

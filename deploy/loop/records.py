@@ -72,20 +72,25 @@ def without_candidate(settings: Settings) -> list[CycleRecord]:
 def unfinished_training(
     settings: Settings, recipe: Iterable[RecipeStage], number: int, incumbent: int, parent: int
 ) -> CycleRecord | None:
-    """The last cycle before ``number`` that trained, if it failed before a verdict and some of it can be gone on with.
+    """The last cycle before ``number`` that trained, if it was killed or not judged and some of it can be gone on with.
 
     Of its stages it has those to keep: the finished ones, and a killed one that has a checkpoint. They are safe to
-    keep: what serves now did so, each started from ``parent`` or the one before it and has the settings of now, and
-    they were not tried too often (what kills a run may be the run itself). Training checks all this again, and more.
+    keep: what serves now did so, no training failed by itself, each started from ``parent`` or the one before it and
+    has the settings of now, and they were not tried too often (what kills a run may be the run itself). Training checks
+    all this again, and more.
     """
     before = [record for record in load_all(settings) if record.run is not None and record.number < number]
     last = before[-1] if before else None
     if last is None or last.status != "failed" or last.verdict is not None or last.incumbent != incumbent:
         return None
-    if sum(record.run == last.run for record in before) >= TRAINING_ATTEMPTS:
+    ran = {stage.name: stage for stage in last.stages if stage.run is not None}
+    if any(not (stage.ok or stage.killed) for stage in ran.values()):
+        return None
+    first = next((stage.run for stage in ran.values()), None)
+    if sum(any(stage.run == first for stage in record.stages) for record in before) >= TRAINING_ATTEMPTS:
         return None
     kept: list[Stage] = []
-    store, ran = settings.policy_store(), {stage.name: stage for stage in last.stages if stage.run is not None}
+    store = settings.policy_store()
     for stage in recipe:
         there = ran.get(stage.label)
         if there is None and stage.stage == "reward-model":  # the one that there was rewarded

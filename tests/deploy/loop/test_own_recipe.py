@@ -11,6 +11,7 @@ from deploy.config import root
 from deploy.config.root import Settings
 from deploy.loop import records
 from deploy.loop.cycle import run_cycle
+from evaluation.results import Evaluation
 from tests.feedback.feedback_rows import interaction, put, said
 
 RECIPE = """
@@ -45,6 +46,7 @@ def home(home_with_policy: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "train.data.min_prompts": "4",
         "evaluation.max_tokens": "4",
         "evaluation.kl_samples": "0",
+        "evaluation.best_of": "2",
     }
     settings = root.load(home_with_policy.snapshot(), list(options.items()), {})
     lake = settings.lake()
@@ -90,4 +92,8 @@ def test_a_recipe_that_was_killed_in_its_last_stage_goes_on_there_and_trains_not
     assert [store.get(version).parent for version in store.versions()] == [None, 1, 2]
     assert sorted(path.name for path in home.path("logs").glob("cycle-000002-train*")) == ["cycle-000002-train.log"]
     assert [one.number for one in records.load_all(home)] == [1, 2]
+    best = Evaluation.load(home.path("evaluations") / "3-vs-1.json").best_of  # by the reward of the home's rule
+    assert best is not None
+    assert (best.by.partition("@")[0], best.n, best.items) == ("exact", 2, 60)
+    assert any(line.startswith("policy 1, best of 2 by exact@") for line in printed)
     assert nothing_left() == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,42 @@ def test_a_stage_that_can_not_work_is_refused_with_its_place(own: str, named: st
 def test_a_cycle_waits_for_what_its_stages_learn_from(home_with_policy: Settings, own: str, new: str) -> None:
     record = run_cycle(changed(home_with_policy, ("cycle.recipe", own)))
     assert record.reason == f"{new} since the last training, cycle.min_new_rewards is 1"
+
+
+TWO = "[{stage: train, name: sft, set: {algorithm: {name: sft}%s}}, {stage: train, set: {epochs: 2%s}}]"
+
+
+def test_of_a_killed_recipe_what_is_done_is_kept_up_to_the_first_stage_that_would_differ(
+    home_with_policy: Settings, model: Path
+) -> None:
+    settings = changed(home_with_policy, ("cycle.recipe", TWO % ("", "")))
+    settings.policy_store().publish(model, parent=1, lineage={}, metrics={})
+    stages = []
+    for stage, parent, done in zip(settings.cycle.stages, (1, 2), (True, False), strict=True):
+        run = settings.path("runs") / f"run-of-{stage.label}"
+        (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+        config = settings.of_stage(stage).training().model_dump(mode="json")
+        (run / "start.json").write_text(json.dumps({"config": config, "parent": parent}))
+        how: dict[str, Any] = {"ok": done, "killed": not done, "result": {"candidate": 2} if done else None}
+        stages.append(records.Stage(name=stage.label, started_at=records.now(), run=run.name, **how))
+    fields: dict[str, Any] = {"number": 1, "status": "failed", "started_at": records.now(), "incumbent": 1}
+    record = records.CycleRecord(stages=stages, run=stages[-1].run, **fields)
+    settings.path("cycles").mkdir()
+    records.write(settings, record)
+
+    def kept(own: str) -> list[str]:
+        now = changed(settings, ("cycle.recipe", own))
+        found = records.unfinished_training(now, now.cycle.stages, 2, 1, 1)
+        return [stage.name for stage in found.stages] if found else []
+
+    assert kept(TWO % ("", "")) == ["train-sft", "train"]
+    assert kept(TWO % ("", ", seed: 5")) == ["train-sft"]
+    assert kept(TWO % (", seed: 5", "")) == []
+    assert kept(f"[{{stage: train, name: first}}, {(TWO % ('', ''))[1:]}") == []
+    assert kept(f"[{{stage: reward-model}}, {(TWO % ('', ''))[1:]}") == ["train-sft", "train"]
+    stages[1].killed = False
+    records.write(settings, record)
+    assert kept(TWO % ("", "")) == [], "it failed by itself"
 
 
 def test_trained_is_the_version_that_rewards_and_nothing_before_there_is_one(
