@@ -112,6 +112,12 @@ class EvaluationConfig(Section):
     kl_samples: int = Field(
         1, ge=0, description="Responses sampled from the incumbent for each item, to measure KL on; 0 measures none."
     )
+    best_of: int = Field(
+        0,
+        ge=0,
+        description="Responses sampled to each item, of which the best by training's reward is scored: best-of-n of "
+        "the incumbent, as a baseline in the report; 0: none.",
+    )
     resamples: int = Field(2000, ge=100, description="Bootstrap resamples.")
     seed: int = Field(0, ge=0, description="Seed of the bootstrap and of the KL samples.")
     folder: Path = Field(Path("evaluations"), description="Where evaluations and cached responses are kept.")

@@ -132,8 +132,7 @@ class OfflineEngine:
         """Do all of ``work`` in one batch. ``seed`` decides the sampled responses (each has its own generator)."""
         greedy = sampling_params(temperature=0.0, max_tokens=max_tokens)
         sampled = [
-            sampling_params(temperature=1.0, seed=seed + i, max_tokens=max_tokens, detokenize=False)
-            for i in range(len(work.sampled))
+            sampling_params(temperature=1.0, seed=seed + i, max_tokens=max_tokens) for i in range(len(work.sampled))
         ]
         # vLLM scores a prompt's tokens on the way to a next one, which is thrown away: the pair must leave room for it.
         score = sampling_params(temperature=0.0, max_tokens=1, logprobs=None, prompt_logprobs=0, detokenize=False)

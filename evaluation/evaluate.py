@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from evaluation import statistics
+from evaluation import best_of, statistics
 from evaluation.config import JUDGING, EvaluationConfig
 from evaluation.judging import Judged, Judging, Scores, Sources
-from evaluation.results import Evaluation, Interval, KlEstimate, PolicyResult, Sample
+from evaluation.results import BestOf, Evaluation, Interval, KlEstimate, PolicyResult, Sample
 from evaluation.suites import answers, text_metrics
 from evaluation.suites.suite import Suite
 from feedback.config import RuleConfig
@@ -28,6 +29,9 @@ from serve.policies.store import Policy
 Scorer = Callable[[pa.Table], Sequence[float | None]]
 """Scores responses; takes a batch with columns prompt, messages, response, response_token_ids, metadata."""
 
+Rate = Callable[[Suite, pa.Table], Scores]
+"""Scores a policy's answers to a suite, each by itself."""
+
 
 def evaluate(
     candidate: Policy,
@@ -36,12 +40,14 @@ def evaluate(
     config: EvaluationConfig,
     folder: Path,
     sources: Sources | None = None,
+    *,
+    chooser: best_of.Chooser | None = None,
 ) -> Evaluation:
     """Answer the suite greedily with both policies, score the answers, compare them item by item.
 
     ``folder`` is where evaluations are kept (answers are cached under it); ``sources`` a judge or a reward model for
-    the scorers that need one. Raises EngineError, ValueError if no item has a score for both, and what the scorer
-    raises.
+    the scorers that need one; ``chooser``: of best-of-n. Raises EngineError, ValueError if no item has a score for
+    both, and what the scorer raises.
     """
     judging = Judging(config, sources or Sources()) if config.scorer in JUDGING else None
     scorer = load_scorer(config) if judging is None else None
@@ -49,15 +55,17 @@ def evaluate(
     after = answers.answer(candidate, suite, config, folder, incumbent=incumbent)
     started = time.monotonic()
     kl, kl_missing = _kl(after, len(suite.items), config)
+    rate: Rate | None = None
     if judging is not None:
         name, judged = judging.name, judging(scorer_batch(suite, after.table), scorer_batch(suite, before.table))
+        if (alone := judging.alone) is not None:
+            rate = lambda items, table: alone(scorer_batch(items, table))  # noqa: E731
     else:
         assert scorer is not None
-        name, judged = (
-            scorer_name(scorer),
-            Judged(score(suite, after.table, scorer), score(suite, before.table, scorer)),
-        )
+        rate = partial(score, scorer=scorer)
+        name, judged = scorer_name(scorer), Judged(rate(suite, after.table), rate(suite, before.table))
     new, old = judged.candidate, judged.incumbent
+    best, best_missing = _best_of(suite, before.table, rate, config, chooser)
     both = ~np.isnan(old) & ~np.isnan(new)
     if not both.any():
         whys = "".join(f"; {count} × {why}" for why, count in judged.missing.items())
@@ -71,6 +79,8 @@ def evaluate(
         accuracy=Interval.of(statistics.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
         kl=kl,
         kl_missing=kl_missing,
+        best_of=best,
+        best_of_missing=best_missing,
         confidence=config.gate.confidence,
         resamples=config.resamples,
         seed=config.seed,
@@ -207,6 +217,24 @@ def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[K
         tokens=int(tokens.sum()),
     )
     return estimate, None
+
+
+def _best_of(
+    suite: Suite, table: pa.Table, rate: Rate | None, config: EvaluationConfig, chooser: best_of.Chooser | None
+) -> tuple[BestOf | None, str | None]:
+    """The incumbent's best of n, or None and why: a baseline that can't be had is no reason to judge nothing."""
+    if not config.best_of:
+        return None, None
+    if chooser is None:
+        return None, "nothing rewards responses, so none is the best"
+    if rate is None:
+        return None, f"evaluation.scorer={config.scorer} has no score of an answer by itself"
+    repeated, samples = best_of.sampled(suite, table, config.best_of)
+    try:
+        rewards = chooser.rewards(scorer_batch(repeated, samples))
+    except RuntimeError as error:
+        return None, str(error)
+    return best_of.estimate(rewards, rate(repeated, samples), config, chooser)
 
 
 def _samples(suite: Suite, after: pa.Table, before: pa.Table, new: Scores, old: Scores) -> list[Sample]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, cast
 
@@ -104,6 +104,12 @@ class Judging:
         values, reasons = self.source.by_row(pa.concat_tables([candidate, incumbent]))
         scores = _scores(values)
         return Judged(scores[:n], scores[n:], _counted(reasons))
+
+    @property
+    def alone(self) -> Callable[[pa.Table], Scores] | None:
+        """Scores answers by themselves; None where two are compared."""
+        by_row = None if self.kind == "pairwise" else self.source.by_row
+        return None if by_row is None else lambda batch: _scores(by_row(batch)[0])
 
 
 _NO_VOTES: Final = HumanConfig(weight=0.0)

@@ -52,6 +52,29 @@ class KlEstimate(_Record):
     tokens: int
 
 
+class BestOfPoint(_Record):
+    """The best of ``k`` responses: expected score, share with score 1, and the most that KL to the policy can be."""
+
+    k: int
+    reward: Interval
+    accuracy: Interval
+    kl_bound: float
+
+
+class BestOf(_Record):
+    """What the incumbent reaches without training, by choosing among ``n`` sampled responses to each item.
+
+    ``by`` names the reward that chooses. ``points``, by k, end with k = n. ``missing`` counts items of which a response
+    has no reward or no score.
+    """
+
+    by: str
+    n: int
+    items: int
+    missing: int
+    points: tuple[BestOfPoint, ...]
+
+
 class Sample(_Record):
     """One item with both greedy responses and their scores."""
 
@@ -68,7 +91,8 @@ class Evaluation(_Record):
     """Candidate against incumbent on one held-out suite. ``n`` items have a score for both; only they are compared.
 
     ``reward`` and ``accuracy`` are differences, candidate less incumbent, with paired bootstrap intervals. ``missing``
-    counts items without a score for one or both. ``kl`` is None for the reason in ``kl_missing``.
+    counts items without a score for one or both. ``kl`` is None for the reason in ``kl_missing``, and ``best_of`` for
+    that in ``best_of_missing``, or because none was to be had.
     ``scorer_details``: what scores, in words, where it is a judge or a reward model. ``missing_reasons``: the commonest
     of why answers have no score. ``position_consistency``: see ``evaluation.judging.Judged``.
     ``settings`` is the hash of what decides the responses; ``seconds`` the wall time a stage (a stage that the cache
@@ -83,6 +107,8 @@ class Evaluation(_Record):
     accuracy: Interval
     kl: KlEstimate | None
     kl_missing: str | None
+    best_of: BestOf | None = None
+    best_of_missing: str | None = None
     confidence: float
     resamples: int
     seed: int

@@ -84,6 +84,34 @@ def wilson(successes: int, n: int, *, confidence: float) -> tuple[float, float, 
     return p, 0.0 if successes == 0 else centre - half, 1.0 if successes == n else centre + half
 
 
+def best_of(proxy: ArrayLike, scores: ArrayLike, k: int) -> Floats:
+    """The expected score [items] of the best of k responses by ``proxy``, from n >= k responses to each item.
+
+    Both arguments are [items, n]. The mean over all sets of k of the n, without bias: with the responses in rising
+    order of proxy, the i-th of n is the best of ``C(i - 1, k - 1)`` of the ``C(n, k)`` sets (Hilton and Gao 2022,
+    "Measuring Goodhart's law", OpenAI). Of equal ones each is taken to be the best as often.
+    """
+    rewards, values = np.asarray(proxy, np.float64), np.asarray(scores, np.float64)
+    n = rewards.shape[1]
+    if rewards.shape != values.shape or not 1 <= k <= n:
+        raise ValueError(f"best of {k} from rewards of shape {rewards.shape} and scores of shape {values.shape}")
+    shares = np.array([math.comb(i, k - 1) / math.comb(n, k) for i in range(n)])
+    expected = np.empty(len(rewards))
+    for item, row in enumerate(rewards):
+        _, group, sizes = np.unique(row, return_inverse=True, return_counts=True)
+        of_group = np.bincount(np.sort(group), shares) / sizes
+        expected[item] = of_group[group] @ values[item]
+    return expected
+
+
+def best_of_kl(k: int) -> float:
+    """An upper bound on KL(best of k || policy), in nats a response: ``log k - (k - 1) / k``.
+
+    Beirami et al. 2024 (arXiv 2401.01879), theorem 3.1; it is close where no response is likely.
+    """
+    return math.log(k) - (k - 1) / k
+
+
 def _resample(
     n: int, shares: Floats, resamples: int, seed: int, statistic: Callable[[NDArray[np.int64]], Floats]
 ) -> Floats:

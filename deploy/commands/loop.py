@@ -22,6 +22,7 @@ from serve.policies.store import PolicyStore
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+    from evaluation.results import Evaluation
     from train.context import JobResult
 
 _LINE_SECONDS: Final = 5.0
@@ -189,7 +190,8 @@ def print_result(result: JobResult) -> int:
 @pass_settings
 def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
     """Compare policy CANDIDATE (by default the newest) with the one that serves, and apply the gate."""
-    from deploy.loop.preflight import judging_problems
+    from deploy.loop.preflight import judging_problems, reward_of
+    from evaluation.best_of import Chooser
     from evaluation.evaluate import evaluate as compare
     from evaluation.gate import decide
     from evaluation.suites.suite import Suite
@@ -204,8 +206,14 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     suite = Suite.load(config.suite)
     with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent):
         click.echo(f"policy {candidate} against policy {incumbent} on {len(suite.items)} items of {config.suite}")
-        sources = settings.evaluation_sources()
-        evaluation = compare(store.verify(candidate), store.verify(incumbent), suite, config, config.folder, sources)
+        chooser = None
+        if config.best_of and (rewarded_by := reward_of(settings)) is not None:
+            from train.data.rewards import Reward
+
+            reward = Reward(rewarded_by, settings.train.step_timeout_s)
+            chooser = Chooser(reward.scorer, lambda rows: reward(rows).values)
+        policies, sources = (store.verify(candidate), store.verify(incumbent)), settings.evaluation_sources()
+        evaluation = compare(*policies, suite, config, config.folder, sources, chooser=chooser)
     file = evaluation.save(config.folder)
     verdict = decide(evaluation, config.gate)
     store.record_gate(candidate, verdict.model_dump(mode="json"))
@@ -219,6 +227,8 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         click.echo(f"judged alike in both orders: {evaluation.position_consistency:.1%} of the pairs")
     for reason, count in evaluation.missing_reasons.items():
         click.echo(f"no score: {count} × {reason}")
+    for line in _best_of_lines(evaluation):
+        click.echo(line)
     click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
     write_result(
         {
@@ -229,6 +239,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
                 measure: {str(result.version): getattr(result, measure).model_dump() for result in results}
                 for measure in ("accuracy", "reward")
             },
+            "best_of": evaluation.best_of and evaluation.best_of.model_dump(mode="json"),
             "seconds": evaluation.seconds,
             "evaluation": str(file),
         },
@@ -251,6 +262,18 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
         record = run_cycle(settings, say=click.echo)
     write_result(record.model_dump(mode="json"), json_out)
     return 1 if record.status == "failed" else 0
+
+
+def _best_of_lines(evaluation: Evaluation) -> Iterator[str]:
+    who = f"policy {evaluation.incumbent.version}, best of"
+    if (best := evaluation.best_of) is not None:
+        for point in best.points:
+            yield (
+                f"{who} {point.k} by {best.by}: accuracy {point.accuracy.value:.3f}, "
+                f"reward {point.reward.value:.3f} [{point.reward.low:.3f}, {point.reward.high:.3f}]"
+            )
+    elif evaluation.best_of_missing:
+        yield f"{who} n: none: {evaluation.best_of_missing}"
 
 
 def _which(store: PolicyStore, candidate: int | None, incumbent: int | None) -> tuple[int, int]:

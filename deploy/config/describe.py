@@ -83,8 +83,11 @@ def _field_type(key: str, model: type[BaseModel]) -> tuple[Any, bool]:
 
 
 def takes_text(annotation: Any) -> bool:
-    """Whether a text is a value of that type as it stands, so that it must not be read as YAML."""
-    return any(
+    """Whether a text is a value of that type as it stands, so that it must not be read as YAML.
+
+    A word among others that are lists (``rlhf``) is the same as YAML.
+    """
+    return not any(typing.get_origin(part) is list for part in _members(annotation)) and any(
         part is str
         or (isinstance(part, type) and issubclass(part, Path | SecretStr))
         or (typing.get_origin(part) is typing.Literal and all(isinstance(arg, str) for arg in typing.get_args(part)))

@@ -10,12 +10,31 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    ConfigDict,
+    Discriminator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from deploy.config import describe
-from deploy.config.sources import ENV_PREFIX, ConfigError, explain, from_environment, from_file, from_options, merged
+from deploy.config.sources import (
+    ENV_PREFIX,
+    ConfigError,
+    Layer,
+    explain,
+    from_environment,
+    from_file,
+    from_options,
+    merged,
+    overlaid,
+)
 from evaluation.config import EvaluationConfig
 from feedback.config import TRAINED, ClassifierConfig, FeedbackConfig, ScoringConfig
 from feedback.files import replace_file
@@ -36,15 +55,44 @@ __all__ = ["ConfigError", "ScheduleConfig", "Settings", "child_environment", "lo
 Classifier = TypeVar("Classifier", bound=ClassifierConfig)
 
 
+class RecipeStage(Section):
+    """One stage of a recipe: what it trains, and with which settings."""
+
+    stage: Literal["train", "reward-model"] = Field(
+        description="train: a policy, from the one before. reward-model: what rewards the responses of later stages."
+    )
+    name: str | None = Field(
+        None, pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$", description="Tells it from others that train the same."
+    )
+    set: dict[str, Any] = Field(
+        {}, description="Settings of train that this stage has in place of the others'. Another algorithm has its own."
+    )
+
+    @property
+    def label(self) -> str:
+        """Its name in the cycle's record, and in the names of its run and its log."""
+        return self.stage if self.name is None else f"{self.stage}-{self.name}"
+
+
+RecipeName = Literal["auto", "rlvr", "rlhf", "rlaif", "offline"]
+Recipe = Annotated[
+    Annotated[RecipeName, Tag("(name)")] | Annotated[list[RecipeStage], Tag("(stages)")],
+    Discriminator(lambda value: "(stages)" if isinstance(value, list) else "(name)"),
+]
+"""Told apart by what stands there, so that an error is about that alone."""
+
+
 class CycleConfig(Section):
     """One turn of the loop: score, train, evaluate, promote."""
 
-    recipe: Literal["auto", "rlvr", "rlhf", "rlaif", "offline"] | None = Field(
+    recipe: Recipe | None = Field(
         None,
         description="What policies learn from. rlhf: people's feedback trains a reward model, which rewards fresh "
         "responses. rlvr: rules reward them. rlaif: a judge does. offline: feedback itself, by dpo, kto or sft, "
         "whichever it has most of. auto: rlhf or offline, by how much feedback of which kind there is when a cycle has "
-        "scored; rules and a judge also reward, where they are set. null: what the other settings say.",
+        "scored; rules and a judge also reward, where they are set. null: what the other settings say. Or a list of "
+        "stages of your own, each with stage (train or reward-model), name, and set (settings of train, for this "
+        "stage).",
     )
     folder: Path = Field(Path("cycles"), description="Where each cycle's record is kept, one JSON file a cycle.")
     min_new_rewards: int = Field(
@@ -62,6 +110,28 @@ class CycleConfig(Section):
     stop_grace_s: PositiveFloat = Field(
         10.0, description="How long a stage that must stop may take before it is killed (seconds)."
     )
+
+    @property
+    def stages(self) -> list[RecipeStage]:
+        """What a cycle trains, in order."""
+        if isinstance(self.recipe, list):
+            return self.recipe
+        train = RecipeStage(stage="train")
+        return [RecipeStage(stage="reward-model"), train] if self.recipe == "rlhf" else [train]
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether a cycle may train one; `auto` may turn out to."""
+        return self.recipe == "auto" or any(stage.stage == "reward-model" for stage in self.stages)
+
+    @model_validator(mode="after")
+    def _stages_can_work(self) -> CycleConfig:
+        labels = [stage.label for stage in self.stages]
+        if twice := next((label for label in labels if labels.count(label) > 1), None):
+            raise ValueError(f"cycle.recipe has more than one stage {twice}: give each a name of its own")
+        if all(stage.stage != "train" for stage in self.stages):
+            raise ValueError("cycle.recipe has no stage that trains a policy: add {stage: train}")
+        return self
 
 
 class ScheduleConfig(Section):
@@ -122,17 +192,19 @@ class Settings(Section):
     def _by_recipe(self) -> Settings:
         """What a recipe says of the other settings; a setting that contradicts it is refused."""
         recipe, scoring, algorithm = self.cycle.recipe, self.feedback.scoring, self.train.algorithm
-        if recipe is None:
+        if self.cycle.trains_reward_model and scoring.human.model is None:
+            human = scoring.human.model_copy(update={"model": ClassifierConfig(name=TRAINED)})
+            scoring = scoring.model_copy(update={"human": human})
+            self.feedback = self.feedback.model_copy(update={"scoring": scoring})
+        if isinstance(recipe, list):
+            self._check_stages(recipe)
+        if recipe is None or isinstance(recipe, list):
             return self
         if recipe not in ("offline", "auto") and algorithm.is_offline:
             raise ValueError(
                 f"cycle.recipe={recipe} samples responses, and train.algorithm.name={algorithm.name} learns from "
                 "feedback: set cycle.recipe to offline, or take an algorithm such as grpo"
             )
-        if recipe in ("rlhf", "auto") and scoring.human.model is None:
-            human = scoring.human.model_copy(update={"model": ClassifierConfig(name=TRAINED)})
-            scoring = scoring.model_copy(update={"human": human})
-            self.feedback = self.feedback.model_copy(update={"scoring": scoring})
         needs = {"rlhf": scoring.human.weight, "rlaif": scoring.judge and scoring.judge.weight}
         if recipe == "rlvr" and self.train.reward is None and not any(r.weight for r in scoring.rules.values()):
             raise ValueError("cycle.recipe=rlvr: there is no rule: set feedback.scoring.rules, or train.reward")
@@ -188,6 +260,37 @@ class Settings(Section):
         folder = str(store.get(pointer.version).path)
         model = ClassifierConfig(**trained.model_dump(exclude={"name", "revision", "label"}), name=folder)
         return Sources(reward_model=model, version=pointer.version)
+
+    def _check_stages(self, recipe: list[RecipeStage]) -> None:
+        for i, stage in enumerate(recipe):
+            where, train = f"cycle.recipe.{i}.set", self.of_stage(stage).train
+            if stage.stage == "train" and not train.algorithm.trains_policy:
+                raise ValueError(
+                    f"{where}: train.algorithm.name={train.algorithm.name} trains no policy: use stage: reward-model"
+                )
+            if (train.runs, train.reward_model.folder) != (self.train.runs, self.train.reward_model.folder):
+                raise ValueError(
+                    f"{where}: train.runs and train.reward_model.folder are where all stages keep things: set them "
+                    "outside the recipe"
+                )
+
+    def of_stage(self, stage: RecipeStage) -> Settings:
+        """The settings that a stage of the recipe runs with. Raises ConfigError if they can't work."""
+        own, values = stage.set.get("algorithm"), self.train.model_dump()
+        if isinstance(own, dict) and own.get("name", self.train.algorithm.name) != self.train.algorithm.name:
+            del values["algorithm"]  # what is set there is of another algorithm
+        try:
+            train = TrainConfig.model_validate(overlaid(values, stage.set))
+            if stage.stage == "reward-model":
+                train.of_reward_model()
+        except ValidationError as error:
+            recipe = self.cycle.recipe
+            where = f"cycle.recipe.{recipe.index(stage)}.set" if isinstance(recipe, list) else f"cycle.recipe={recipe}"
+            layers = [Layer({"train": stage.set}, where)]
+            details = ({**detail, "loc": ("train", *detail["loc"])} for detail in error.errors())
+            raise ConfigError("\n".join(explain(detail, layers, Settings) for detail in details)) from None
+        recipe = None if isinstance(self.cycle.recipe, list) else self.cycle.recipe  # it was for all stages
+        return self.model_copy(update={"train": train, "cycle": self.cycle.model_copy(update={"recipe": recipe})})
 
     def path(self, relative: Path | str) -> Path:
         """The absolute path of a configured one: relative to home unless it is absolute."""

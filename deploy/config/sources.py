@@ -49,9 +49,12 @@ class Layer:
         """The value of a dotted key; ``_NOTHING`` if this source has none."""
         value: Any = self.values
         for part in key.split("."):
-            if not isinstance(value, Mapping) or part not in value:
+            if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+                value = value[int(part)]
+            elif isinstance(value, Mapping) and part in value:
+                value = value[part]
+            else:
                 return _NOTHING
-            value = value[part]
         return value
 
 
@@ -59,15 +62,16 @@ def merged(layers: Sequence[Layer]) -> dict[str, Any]:
     """The values of all layers; the first layer's count."""
     values: dict[str, Any] = {}
     for layer in reversed(layers):
-        values = _merge(values, layer.values)
+        values = overlaid(values, layer.values)
     return values
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def overlaid(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """The values of both, nested; where both have one, that above."""
     values = below | above
     for key in below.keys() & above.keys():
         if isinstance(below[key], dict) and isinstance(above[key], dict):
-            values[key] = _merge(below[key], above[key])
+            values[key] = overlaid(below[key], above[key])
     return values
 
 
@@ -152,7 +156,8 @@ def explain(detail: Any, layers: Sequence[Layer], model: type[BaseModel]) -> str
 
     Of an unknown key the nearest right one; a line for each where a whole section is unknown.
     """
-    message, key = detail["msg"].removeprefix("Value error, "), ".".join(map(str, detail["loc"]))
+    message = detail["msg"].removeprefix("Value error, ")
+    key = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("("))  # which member of a union
     if detail["type"] == "extra_forbidden":
         unknown = [(name, layer) for layer in layers for name in _leaves(key, layer.value(key))]
         return "\n".join(describe.unknown_message(name, model, layer.where(name)) for name, layer in unknown)

@@ -52,6 +52,7 @@ def gather(
         agreement=proxy and proxy.agreement,
         training=_training(resolved.train.runs),
         gates=tuple(_gates(store, cycles)),
+        best_of=tuple(evaluation for evaluation in evaluations if evaluation.best_of),
         samples=tuple(samples),
         samples_between=between,
         traffic=shown,

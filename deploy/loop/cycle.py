@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from deploy.config.root import Settings
+from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import promotion, recipes
-from deploy.loop.killed_runs import killed_training
+from deploy.loop.killed_runs import unfinished_training
 from deploy.loop.preflight import check
 from deploy.loop.records import (
     CycleRecord,
@@ -95,7 +95,7 @@ class _Cycle:
         self._save()
         try:
             self._turn()
-        except (StageFailed, NotServed, promotion.PromotionRefused, PolicyError) as error:
+        except (StageFailed, NotServed, promotion.PromotionRefused, PolicyError, ConfigError) as error:
             self._end("failed", str(error))
         except BaseException as error:
             self._end(
@@ -118,33 +118,18 @@ class _Cycle:
             return self._end("skipped", reason)
 
         parent = training_parent(self.store, pointer.version, self.say)
-        killed, left = killed_training(self.settings, self.record.number, pointer.version, parent)
-        for name in give_up(self.settings.path(self.settings.train.runs) / name for name in left):
-            self.say(f"run {name} can't go on ({left[name]}): its checkpoints are removed")
-        if self.settings.cycle.recipe == "rlhf" and (reason := self._reward_model(parent, go_on=killed is not None)):
-            return self._end("skipped", reason)
         if self.settings.trains_reward_model_to_evaluate and (
-            reason := self._reward_model(parent, go_on=False, held_out=True)
+            reason := self._reward_model(RecipeStage(stage="reward-model"), parent, None, held_out=True)
         ):
             return self._end("skipped", reason)
-
-        self.record.run = f"cycle-{self.record.number:06d}"
-        if killed:
-            self.record.run, self.record.rewards, self.record.feedback = killed.run, killed.rewards, killed.feedback
-            self.say(f"goes on with run {killed.run}: the training of cycle {killed.number} was killed")
-        trained = self._run(
-            "train",
-            self.settings.cycle.train_timeout_s,
-            *("--run", str(self.record.run), "--parent", str(parent)),
-            *recipes.arguments(self.settings, self.settings.path(self.settings.train.runs) / str(self.record.run)),
-        )
-        self.record.candidate = trained["candidate"]
-        if trained["candidate"] is None:
-            again = len(without_candidate(self.settings))
+        reason = self._learn(pointer.version, parent)
+        if self.record.candidate is None:
+            in_a_row = without_candidate(self.settings)
+            again = len(in_a_row) if in_a_row and in_a_row[-1].number == self.record.number else 0
             more = f" ({again} cycles in a row have trained and published nothing)" if again > 1 else ""
-            return self._end("skipped", trained["reason"] + more)
+            return self._end("skipped", reason + more)
 
-        candidate, incumbent = str(trained["candidate"]), str(pointer.version)
+        candidate, incumbent = str(self.record.candidate), str(pointer.version)
         timeout = self.settings.cycle.evaluate_timeout_s
         judged = self._run("evaluate", timeout, candidate, "--incumbent", incumbent)
         self.record.verdict = judged["verdict"]
@@ -155,13 +140,14 @@ class _Cycle:
                 why += f"; policy {incumbent} is marked for retraining, and serves on"
             return self._end("refused", why)
 
-        self._promote(trained["candidate"], pointer)
+        self._promote(self.record.candidate, pointer)
         self._end("promoted", None)
 
     def _has_recipe(self) -> bool:
         """Put on record what is learned from; what `auto` stands for is decided by what was scored."""
         if self.settings.cycle.recipe != "auto":
-            self.record.recipe = self.settings.cycle.recipe
+            recipe = self.settings.cycle.recipe
+            self.record.recipe = "stages" if isinstance(recipe, list) else recipe
             return True
         choice = recipes.choose(self.settings)
         self.record.recipe, self.record.recipe_reason = choice.recipe, choice.why
@@ -174,11 +160,18 @@ class _Cycle:
 
     def _nothing_new(self) -> str | None:
         """Why there is nothing to train on, compared with the last cycle whose candidate was judged."""
-        offline = self.settings.cycle.recipe == "offline" or self.settings.train.algorithm.is_offline
-        what = "feedback" if offline else "rewards"
-        judged = [getattr(record, what) for record in load_all(self.settings) if record.verdict is not None]
-        new, least = _new(getattr(self.record, what), judged), self.settings.cycle.min_new_rewards
-        return None if new >= least else f"{new} new {what} since the last training, cycle.min_new_rewards is {least}"
+        cycle, judged = self.settings.cycle, [one for one in load_all(self.settings) if one.verdict is not None]
+        offline = {
+            cycle.recipe == "offline" or self.settings.of_stage(stage).train.algorithm.is_offline
+            for stage in cycle.stages
+            if stage.stage == "train"
+        }
+        kinds = [what for what, by in (("rewards", False), ("feedback", True)) if by in offline]
+        new = {what: _new(getattr(self.record, what), [getattr(one, what) for one in judged]) for what in kinds}
+        if max(new.values()) >= cycle.min_new_rewards:
+            return None
+        found = " and ".join(f"{count} new {what}" for what, count in new.items())
+        return f"{found} since the last training, cycle.min_new_rewards is {cycle.min_new_rewards}"
 
     def _suite(self) -> str | None:
         """Draw a suite from the held-out slice of traffic, if there is none; why there can't be one yet."""
@@ -187,11 +180,65 @@ class _Cycle:
         drawn = self._run("suite", self.settings.cycle.score_timeout_s, "sample")
         return None if drawn["reason"] is None else f"there is no suite yet: {drawn['reason']}"
 
-    def _reward_model(self, policy: int, *, go_on: bool, held_out: bool = False) -> str | None:
+    def _learn(self, incumbent: int, parent: int) -> str:
+        """Train what the recipe says, each stage from the policy of the one before; the last one is the candidate.
+
+        What the last cycle has trained before it was killed is not trained again. A stage with nothing to learn from
+        hands its parent on. What it returns says why there is no candidate, if there is none.
+        """
+        last, left = unfinished_training(self.settings, self.record.number, incumbent, parent)
+        for name in give_up(self.settings.path(self.settings.train.runs) / name for name in left):
+            self.say(f"run {name} can't go on ({left[name]}): its checkpoints are removed")
+        recipe, reasons = recipes.stages(self.settings) if last is None else last.recipe, []
+        kept = {} if last is None else {stage.name: stage for stage in last.stages}
+        if last is not None:
+            self.record.rewards, self.record.feedback = last.record.rewards, last.record.feedback
+            runs = ", ".join(str(stage.run) for stage in last.stages)
+            self.say(f"goes on with what cycle {last.record.number} has trained: {runs}")
+        for i, stage in enumerate(recipe):
+            before = kept.get(stage.label)
+            if stage.stage == "reward-model":
+                rewarded = any(later.label in kept for later in recipe[i + 1 :])
+                if why := self._reward_model(stage, parent, before, refresh=not rewarded):
+                    self.say(f"{why}: stages after {stage.label} are left out")
+                    reasons.append(why)
+                    break
+                continue
+            trained = self._train(stage, parent, before)
+            if trained["candidate"] is None:
+                reasons.append(trained["reason"] if stage.name is None else f"{stage.name}: {trained['reason']}")
+                self.say(f"{stage.label} has published nothing, policy {parent} stays: {trained['reason']}")
+            else:
+                self.record.candidate = parent = trained["candidate"]
+        return "; ".join(reasons)
+
+    def _train(
+        self, stage: RecipeStage, parent: int, before: Stage | None, *arguments: str, label: str | None = None
+    ) -> dict[str, Any]:
+        """Run a stage that trains, or take over what an earlier cycle has of it; its result."""
+        label = label or stage.label
+        plain = f"cycle-{self.record.number:06d}"
+        own = plain if label == "train" else f"{plain}-{label}"
+        run = self.record.run = own if before is None else str(before.run)
+        if before is not None and before.result is not None:
+            self.record.stages.append(before.model_copy(update={"seconds": 0.0}))
+            return before.result
+        return self._run(
+            "train",
+            self.settings.cycle.train_timeout_s,
+            *("--run", run, "--parent", str(parent), *arguments),
+            settings=self.settings.of_stage(stage),
+            stage=label,
+            run=run,
+        )
+
+    def _reward_model(
+        self, stage: RecipeStage, policy: int, before: Stage | None, *, refresh: bool = True, held_out: bool = False
+    ) -> str | None:
         """Train another reward model, if enough was said since the last, or an erasure has marked that for retraining.
 
-        Why there is none to reward by, or None if there is one. ``go_on``: with a run that was killed, and rewarded by
-        the one that there is. ``held_out``: the one to evaluate by, of feedback on held-out prompts.
+        Why there is none to reward by, or None if there is one. ``refresh``: not with a later stage that was killed,
+        and rewarded by the one that there is. ``held_out``: the one to evaluate by, of feedback on held-out prompts.
         """
         stores, called = self.settings.stores(), "evaluation-reward-model" if held_out else "reward-model"
         store = stores.evaluation_reward_models if held_out else stores.reward_models
@@ -203,22 +250,15 @@ class _Cycle:
         trained = [
             record.feedback
             for record in load_all(self.settings)
-            if any(stage.name == called and stage.ok for stage in record.stages)
+            if any(stage.name.startswith(called) and stage.ok for stage in record.stages)
         ]
         marked = rewards() is None and store.serving() is not None
-        new, why, least = _new(self.record.feedback, trained), "", self.settings.train.reward_model.min_new_feedback
-        if not go_on and (new >= least or marked):
-            name = f"cycle-{self.record.number:06d}-{called}"
-            arguments = (
-                "--reward-model",
-                *(["--held-out"] if held_out else []),
-                "--run",
-                name,
-                "--parent",
-                str(policy),
-            )
-            timeout = self.settings.cycle.train_timeout_s
-            why = self._run("train", timeout, *arguments, stage=called)["reason"]
+        least = self.settings.of_stage(stage).train.reward_model.min_new_feedback
+        new, why = _new(self.record.feedback, trained), ""
+        if before is not None or (refresh and (new >= least or marked)):
+            arguments = ("--reward-model", *(["--held-out"] if held_out else []))
+            label = called if held_out else stage.label
+            why = self._train(stage, policy, before, *arguments, label=label)["reason"]
             self.say(why)
         version = rewards()
         if not held_out:
@@ -228,14 +268,22 @@ class _Cycle:
             return f"there is no {which} yet: {why or f'{new} feedbacks, {least} are needed'}"
         return None
 
-    def _run(self, name: str, timeout: float, *arguments: str, stage: str | None = None) -> dict[str, Any]:
+    def _run(
+        self,
+        name: str,
+        timeout: float,
+        *arguments: str,
+        settings: Settings | None = None,
+        stage: str | None = None,
+        run: str | None = None,
+    ) -> dict[str, Any]:
         """Run one stage as ``millrace <name>`` in a process of its own; what it handed on. Raises StageFailed."""
         called = stage or name
         out = self.settings.path(self.settings.cycle.folder) / f".{self.record.number:06d}-{called}.json"
         out.unlink(missing_ok=True)
-        with self._stage(called) as kept:
+        with self._stage(called, run) as kept:
             child = start(
-                self.settings,
+                settings or self.settings,
                 called,
                 [name, *arguments, "--json-out", out],
                 log=f"cycle-{self.record.number:06d}-{called}.log",
@@ -270,9 +318,9 @@ class _Cycle:
             stage.result = wait_until_served(self.settings, self.store, pointer, say=self.say)
 
     @contextmanager
-    def _stage(self, name: str) -> Iterator[Stage]:
+    def _stage(self, name: str, run: str | None = None) -> Iterator[Stage]:
         """Time a stage and keep the record, before it and after it, however it ends."""
-        stage = Stage(name=name, started_at=now())
+        stage = Stage(name=name, started_at=now(), run=run)
         self.record.stages.append(stage)
         self._save()
         self.say(f"{name} …")

@@ -1,63 +1,116 @@
-"""Training runs of cycles that were killed: which one the next cycle goes on with, and what the others have kept."""
+"""Training runs of cycles that were killed: which ones the next cycle goes on with, and what the others have kept."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from deploy.config.root import Settings
+from deploy.config.root import RecipeStage, Settings
 from deploy.loop import recipes
 from deploy.loop.preflight import reward_of
-from deploy.loop.records import CycleRecord, load_all
+from deploy.loop.records import CycleRecord, Stage, load_all
 from feedback.config import ScoringConfig
+from serve.policies.retention import retraining_parent
 from train.config.training import TrainConfig
-from train.run.resume_settings import hindrances, started
+from train.run.resume_settings import differing_settings, hindrances, started
 from train.run.unfinished import kept
 
-ATTEMPTS: Final = 3  # of cycles at one run, of which all but the last were killed
+ATTEMPTS: Final = 3  # of cycles at one training run, of which all but the last were killed
 _OF_A_CYCLE: Final = re.compile(r"cycle-\d{6,}(-.+)?")
 
 
-def killed_training(
-    settings: Settings, number: int, incumbent: int, parent: int
-) -> tuple[CycleRecord | None, dict[str, str]]:
-    """The last cycle before ``number`` that trained, if its training was killed and going on with it is safe.
+@dataclass(frozen=True)
+class Unfinished:
+    """A cycle that can be gone on with: its record, its recipe, and its stages to keep.
 
-    Safe: what serves now did so, it started from ``parent``, has a checkpoint, has the settings and the reward of now,
-    and was not tried too often (what kills it may be the run itself). Training checks all this again, and more.
+    These are the finished ones, and a killed one that has a checkpoint.
+    """
+
+    record: CycleRecord
+    recipe: list[RecipeStage]
+    stages: list[Stage]
+
+
+def unfinished_training(
+    settings: Settings, number: int, incumbent: int, parent: int
+) -> tuple[Unfinished | None, dict[str, str]]:
+    """The last cycle before ``number`` that trained, if it was killed or not judged and going on with it is safe.
+
+    Safe: what serves now did so, no training failed by itself, each stage started from ``parent`` or the one before it
+    and has the settings and the reward of now, and they were not tried too often (what kills a run may be the run
+    itself). Training checks all this again, and more.
 
     And by run of a cycle that has kept something and that no cycle goes on with, why that is so.
     """
     before = [record for record in load_all(settings) if record.run is not None and record.number < number]
+    runs = settings.path(settings.train.runs)
     last = before[-1] if before else None
-    found = _hindrances(settings, before, incumbent, parent)
-    going_on = None if found else last
-    runs = sorted(settings.path(settings.train.runs).glob("cycle-*"))
-    left = {run.name: "no cycle goes on with it" for run in runs if _OF_A_CYCLE.fullmatch(run.name) and any(kept(run))}
-    if last is not None and str(last.run) in left:
-        left[str(last.run)] = "; ".join(found)
-    if going_on is not None:
-        left.pop(str(going_on.run), None)
-    return going_on, left
+    recipe = recipes.stages(settings, None if last is None else runs / str(last.run))
+    stages, why = _to_keep(settings, recipe, before, incumbent, parent)
+    going_on = {stage.run for stage in stages}
+    left = {
+        run.name: "no cycle goes on with it"
+        for run in sorted(runs.glob("cycle-*"))
+        if _OF_A_CYCLE.fullmatch(run.name) and any(kept(run)) and run.name not in going_on
+    }
+    for stage in last.stages if last is not None and why else []:
+        if stage.run in left:
+            left[stage.run] = why
+    return (Unfinished(last, recipe, stages) if last is not None and stages else None), left
 
 
-def _hindrances(settings: Settings, before: list[CycleRecord], incumbent: int, parent: int) -> list[str]:
-    """Why no cycle goes on with the run of the last of these cycles."""
+def _to_keep(
+    settings: Settings, recipe: Sequence[RecipeStage], before: Sequence[CycleRecord], incumbent: int, parent: int
+) -> tuple[list[Stage], str]:
+    """Of the last of these cycles the stages to keep, and why not more of them."""
     if not before:
-        return ["no cycle has trained"]
+        return [], "no cycle has trained"
     last = before[-1]
-    stage = next((stage for stage in reversed(last.stages) if stage.name == "train"), None)
-    if stage is None or not stage.killed:
-        return ["it was not killed"]
+    labels = {stage.label for stage in recipe}
+    ran = {stage.name: stage for stage in last.stages if stage.run is not None and stage.name in labels}
+    if (
+        last.status != "failed"
+        or last.verdict is not None
+        or not all(stage.ok or stage.killed for stage in ran.values())
+    ):
+        return [], "it was not killed"
     if last.incumbent != incumbent:
-        return [f"policy {incumbent} serves, it was {last.incumbent}"]
-    if sum(record.run == last.run for record in before) >= ATTEMPTS:
-        return [f"it was killed {ATTEMPTS} times"]
-    run = settings.path(settings.train.runs) / str(last.run)
-    if (found := started(run)) and found["parent"] != parent:
-        return [f"training starts from policy {parent}, it was {found['parent']}"]
-    config = recipes.training(settings, run)
-    return hindrances(run, config, lambda: _scorer(settings, config))
+        return [], f"policy {incumbent} serves, it was {last.incumbent}"
+    first = next((stage.run for stage in ran.values()), None)
+    if sum(any(stage.run == first for stage in record.stages) for record in before) >= ATTEMPTS:
+        return [], f"it was killed {ATTEMPTS} times"
+    store, found = settings.policy_store(), list[Stage]()
+    for stage in recipe:
+        there = ran.get(stage.label)
+        if there is None and stage.stage == "reward-model":  # the one that there was rewarded
+            continue
+        if there is None:
+            break
+        if why := _hindrances(settings.of_stage(stage), there, parent, stage.stage == "reward-model"):
+            return found, "; ".join(why)  # what came behind it started from something else
+        found.append(there)
+        if candidate := (there.result or {}).get("candidate"):
+            clean, parent = retraining_parent(store, candidate), candidate
+            if clean is None or clean.version != candidate:
+                return [], f"an erasure has reached policy {candidate}"
+    return found, ""
+
+
+def _hindrances(settings: Settings, stage: Stage, parent: int, reward_model: bool) -> list[str]:
+    """Why a stage that ran would be another one now, from ``parent``; of a killed one, why it can't go on."""
+    run, config = settings.path(settings.train.runs) / str(stage.run), settings.training(reward_model=reward_model)
+    start = started(run)
+    if start and start["parent"] != parent:
+        return [f"training starts from policy {parent}, it was {start['parent']}"]
+    if not stage.ok:
+        return hindrances(run, config, lambda: _scorer(settings, config))
+    if not start:
+        return ["its start.json can't be read"]
+    if start["config"]["steps"] != config.steps:
+        return [f"train.steps is {config.steps}, it was {start['config']['steps']}"]
+    return differing_settings(start["config"], config)
 
 
 def _scorer(settings: Settings, config: TrainConfig) -> str | None:

@@ -44,12 +44,11 @@ def check(settings: Settings) -> None:
     store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))
-    later = settings.cycle.recipe in (
-        "auto",
-        "rlhf",
-        "offline",
-    )  # the cycle trains the reward model, or takes an algorithm
-    problems += [one for one in training_problems(settings) if not (later and one == NO_REWARD)]
+    # the cycle trains the reward model, or takes an algorithm
+    later = settings.cycle.trains_reward_model or settings.cycle.recipe == "offline"
+    staged = [settings.of_stage(stage) for stage in settings.cycle.stages if stage.stage == "train"]
+    found = dict.fromkeys(one for own in staged for one in training_problems(own))
+    problems += [one for one in found if not (later and one == NO_REWARD)]
     if settings.evaluation.scorer not in JUDGING:
         problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
     if problems:

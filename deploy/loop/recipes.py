@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from deploy.config.root import Settings, load
+from deploy.config.root import RecipeStage, Settings
 from deploy.loop.preflight import reward_of
 from evaluation.suites.held_out import HeldOut
 from feedback.events import EARLIER_TURN
@@ -40,24 +40,19 @@ GROUP BY kind, prompt, messages, prompt_token_ids
 """
 
 
-def arguments(settings: Settings, run: Path | None = None) -> list[str]:
-    """Options of `millrace train` beyond the settings: with the recipe ``offline``, the algorithm.
+def stages(settings: Settings, run: Path | None = None) -> list[RecipeStage]:
+    """What the cycle trains, in order; with the recipe ``offline``, by which algorithm.
+
 
     It is the one that the settings name, if that learns from feedback; else the one for the kind of feedback that most
     responses have. ``run``: the folder of one that is to go on, which keeps the algorithm that it began with.
     """
     if settings.cycle.recipe != "offline" or settings.train.algorithm.is_offline:
-        return []
+        return settings.cycle.stages
     start = {} if run is None else started(run)
     name = str(start["config"]["algorithm"]["name"]) if start else ""
-    return ["--train.algorithm.name", name if name in _KIND_OF else _most(judged(settings))]
-
-
-def training(settings: Settings, run: Path) -> TrainConfig:
-    """The settings of training with which a cycle would go on with the run of this folder."""
-    options = arguments(settings, run)
-    pairs = [(name.removeprefix("--"), value) for name, value in zip(options[::2], options[1::2], strict=True)]
-    return (load(settings.snapshot(), pairs, {}) if pairs else settings).training()
+    algorithm = name if name in _KIND_OF else _most(judged(settings))
+    return [RecipeStage(stage="train", set={"algorithm": {"name": algorithm}})]
 
 
 @dataclass(frozen=True)

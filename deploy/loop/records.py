@@ -24,6 +24,11 @@ class Stage(BaseModel):
     result: dict[str, Any] | None = None
     error: str | None = None
     killed: bool = Field(False, description="It was stopped or killed, rather than failing by itself.")
+    run: str | None = Field(None, description="The run of a stage that trains; an earlier cycle's, if that was killed.")
+
+    @property
+    def trains_policy(self) -> bool:
+        return self.name.partition("-")[0] == "train"
 
 
 class CycleRecord(BaseModel):
@@ -35,9 +40,12 @@ class CycleRecord(BaseModel):
     started_at: datetime
     finished_at: datetime | None = None
     incumbent: int | None = None
-    recipe: str | None = Field(None, description="What the training learned from; where it was `auto`, what that was.")
+    recipe: str | None = Field(
+        None,
+        description="What the training learned from; where it was `auto`, what that was; stages: a list of one's own.",
+    )
     recipe_reason: str | None = Field(None, description="Why the recipe `auto` took that one, or none.")
-    run: str | None = Field(None, description="The training run; an earlier cycle's, if its training was killed.")
+    run: str | None = Field(None, description="The last training run; an earlier cycle's, if its training was killed.")
     reward_model: int | None = Field(None, description="The version that rewarded the training's responses.")
     candidate: int | None = None
     verdict: dict[str, Any] | None = None
@@ -58,7 +66,7 @@ def load_all(settings: Settings) -> list[CycleRecord]:
 
 def without_candidate(settings: Settings) -> list[CycleRecord]:
     """The last cycles in a row that trained and published nothing, oldest first; what did not train is passed over."""
-    trained = [record for record in load_all(settings) if any(stage.name == "train" for stage in record.stages)]
+    trained = [record for record in load_all(settings) if any(stage.trains_policy for stage in record.stages)]
     last = max((i for i, record in enumerate(trained) if record.candidate is not None), default=-1)
     return trained[last + 1 :]
 

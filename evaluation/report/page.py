@@ -15,7 +15,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
 from evaluation.report import charts
-from evaluation.results import Interval, Sample
+from evaluation.results import Evaluation, Interval, Sample
 from feedback.files import replace_file
 
 _MEASURES: Final = (
@@ -87,6 +87,7 @@ class ReportData(BaseModel):
     that ``samples`` compares. ``traffic`` is what ``traffic()`` returns. ``totals`` are counts by name;
     ``X_acknowledged`` and ``X_in_lake`` are shown as a pair. ``stages`` are seconds by name. ``reward_model`` is the
     version that ``proxy`` of the policies is by, and ``agreement`` how often it says what the scorer says.
+    ``best_of`` are evaluations whose incumbent had the best of several responses scored.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -95,6 +96,7 @@ class ReportData(BaseModel):
     policies: tuple[PolicyRow, ...] = ()
     training: dict[str, list[dict[str, Any]]] = {}
     gates: tuple[GateRow, ...] = ()
+    best_of: tuple[Evaluation, ...] = ()
     samples: tuple[Sample, ...] = ()
     samples_between: tuple[int, int] | None = None
     traffic: pa.Table | None = None

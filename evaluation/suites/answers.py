@@ -1,12 +1,12 @@
 """What a policy answers to a suite, kept on disk: greedy answers don't change, so no policy answers twice.
 
-    cache/<policy>-<suite>-<settings>.arrow                one row an item: its tokens, the greedy response, KL samples
+    cache/<policy>-<suite>-<settings>.arrow                one row an item: its tokens, the greedy response, samples
     cache/<policy>-<suite>-<settings>.on-<incumbent>-<settings>.arrow
                                                            one row a KL sample of that incumbent: this policy's logprobs
 
-A candidate's engine starts once. It answers the suite, samples the responses on which KL will be measured when this
-policy is the incumbent, and scores those that the incumbent sampled in its own time. So an evaluation costs one engine
-start, and the incumbent, which was a candidate before, none.
+A candidate's engine starts once. It answers the suite, samples the responses on which KL and best-of-n will be measured
+when this policy is the incumbent, and scores those that the incumbent sampled in its own time. So an evaluation costs
+one engine start, and the incumbent, which was a candidate before, none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from serve.vllm.compat import installed
 
 log = logging.getLogger(__name__)
 
-_SAMPLE: Final = pa.struct([("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32()))])
+_SAMPLE: Final = pa.struct(
+    [("text", pa.string()), ("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32()))]
+)
 _SCHEMA: Final = pa.schema(
     [
         ("id", pa.string()),
@@ -76,6 +78,7 @@ def settings_hash(policy: Policy, config: EvaluationConfig) -> str:
     decides = {
         "max_tokens": config.max_tokens,
         "kl_samples": config.kl_samples,
+        "best_of": config.best_of,
         "seed": config.seed,
         "engine": config.engine.model_dump(mode="json", exclude={"log_level", "dtype"}),
         "dtype": compute_dtype(policy.path, config.engine.dtype),
@@ -116,7 +119,7 @@ def answer(
         return Answers(table, None, missing, seconds)
     if not _same_prompts(table, other):
         return Answers(table, None, "the two policies' tokenizers make different tokens of the suite", seconds)
-    return Answers(table, _kl_samples(other, scored), None, seconds)
+    return Answers(table, _kl_samples(other, scored, config.kl_samples), None, seconds)
 
 
 def cached(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> pa.Table | None:
@@ -141,16 +144,16 @@ def _run(
             pairs = [
                 (ids, sample["token_ids"])
                 for ids, samples in zip(prompts, other.column("samples").to_pylist(), strict=True)
-                for sample in samples
+                for sample in samples[: config.kl_samples]
             ]
         greedy = prompts if table is None else []
-        repeated = [ids for ids in greedy for _ in range(config.kl_samples)]
+        each = max(config.kl_samples, config.best_of)
+        repeated = [ids for ids in greedy for _ in range(each)]
         done = engine.run(
             Work(greedy=greedy, sampled=repeated, scored=pairs), max_tokens=config.max_tokens, seed=config.seed
         )
     if table is None:
-        each = config.kl_samples
-        samples = [{"token_ids": sample.token_ids, "logprobs": sample.logprobs} for sample in done.sampled]
+        samples = [{"text": one.text, "token_ids": one.token_ids, "logprobs": one.logprobs} for one in done.sampled]
         columns = {
             "id": [item.id for item in suite.items],
             "prompt_token_ids": prompts,
@@ -163,11 +166,11 @@ def _run(
     return table, pa.table({"logprobs": done.scored}, schema=_SCORED)
 
 
-def _kl_samples(other: pa.Table, scored: pa.Table) -> KlSamples:
+def _kl_samples(other: pa.Table, scored: pa.Table, each: int) -> KlSamples:
     samples = [
         (i, np.asarray(sample["logprobs"], np.float32))
         for i, of_item in enumerate(other.column("samples").to_pylist())
-        for sample in of_item
+        for sample in of_item[:each]
     ]
     candidate = [np.asarray(logprobs, np.float32) for logprobs in scored.column("logprobs").to_pylist()]
     # A response that ends at the context's end is scored without its last token.

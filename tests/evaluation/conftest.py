@@ -74,7 +74,8 @@ def config() -> EvaluationConfig:
     return EvaluationConfig(
         max_tokens=6,
         resamples=500,
-        kl_samples=4,
+        kl_samples=2,
+        best_of=4,
         engine=EngineConfig(dtype="float32", max_num_seqs=64, max_batched_tokens=512, kv_cache_bytes=8 * MIB),
         gate=GateConfig(metric="accuracy"),
     )

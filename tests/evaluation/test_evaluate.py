@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import math
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from evaluation.best_of import Chooser
 from evaluation.config import EvaluationConfig
 from evaluation.engine import EngineError, OfflineEngine
 from evaluation.evaluate import compare_samples, evaluate
@@ -27,10 +31,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("evaluations")
 
 
+def digits(rows: pa.Table) -> list[float]:
+    """As training might reward: the share of the tokens that are digits."""
+    return [sum(2 <= token < 12 for token in ids) / len(ids) for ids in rows["response_token_ids"].to_pylist()]
+
+
+CHOOSER = Chooser("digits", digits)
+
+
 @pytest.fixture(scope="module")
 def evaluation(policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path) -> Evaluation:
     """Policy 2 against policy 1."""
-    return evaluate(policies[1], policies[0], suite, config, folder)
+    return evaluate(policies[1], policies[0], suite, config, folder, chooser=CHOOSER)
 
 
 @pytest.fixture
@@ -88,7 +100,7 @@ def test_both_policies_logprobs_of_the_incumbents_samples_are_those_of_transform
     assert kl is not None
     assert table is not None
     assert len(kl.item) == len(suite.items) * config.kl_samples
-    for sample in (0, 30, 100, 239):
+    for sample in (0, 30, 100, 119):
         row = table.column("samples").to_pylist()[kl.item[sample]][sample % config.kl_samples]
         prompt = table.column("prompt_token_ids").to_pylist()[kl.item[sample]]
         for policy, found in ((policies[0], kl.incumbent[sample]), (policies[1], kl.candidate[sample])):
@@ -104,7 +116,9 @@ def test_kl_is_that_of_the_full_distributions_on_the_sampled_prefixes(
     table = answers.cached(policies[0], suite, config, folder)
     assert table is not None
     assert evaluation.kl is not None
-    rows = [(row["prompt_token_ids"], sample["token_ids"]) for row in table.to_pylist() for sample in row["samples"]]
+    rows = [
+        (row["prompt_token_ids"], sample["token_ids"]) for row in table.to_pylist() for sample in row["samples"][:2]
+    ]
     width = max(len(prompt) + len(response) for prompt, response in rows)
     # What is padded on the right doesn't change what stands before it.
     ids = torch.tensor([prompt + response + [0] * (width - len(prompt) - len(response)) for prompt, response in rows])
@@ -140,10 +154,59 @@ def test_an_evaluation_counts_what_it_says(evaluation: Evaluation, suite: Suite,
     assert evaluation.scorer.startswith("exact_match@")
 
 
+def test_best_of_n_is_the_expected_score_of_the_response_that_training_would_reward_most(
+    policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, evaluation: Evaluation, no_engine
+):
+    """By every set of k of the four responses, scored by whether they begin with a digit."""
+    own = config.model_copy(update={"scorer": f"{__name__}:begins_with_a_digit"})
+    found = evaluate(policies[1], policies[0], suite, own, folder, chooser=CHOOSER).best_of
+    table = answers.cached(policies[0], suite, config, folder)
+    assert found is not None
+    assert table is not None
+    assert (found.by, found.n, found.items, found.missing) == ("digits", 4, 60, 0)
+    assert [point.k for point in found.points] == [1, 2, 4]
+    for point in found.points:
+        expected = []
+        for samples in table.column("samples").to_pylist():
+            rewards = [sum(2 <= token < 12 for token in one["token_ids"]) / len(one["token_ids"]) for one in samples]
+            scores = [one["text"][:1].isdigit() for one in samples]
+            for chosen in itertools.combinations(range(4), point.k):
+                best = max(rewards[i] for i in chosen)
+                expected.append(np.mean([scores[i] for i in chosen if rewards[i] == best]))
+        assert point.reward.value == point.accuracy.value == pytest.approx(np.mean(expected))
+        assert point.reward.low < point.reward.value < point.reward.high
+        assert point.kl_bound == pytest.approx(math.log(point.k) - 1 + 1 / point.k)
+
+
+def begins_with_a_digit(rows: pa.Table) -> list[float]:
+    return [float(text[:1].isdigit()) for text in rows["response"].to_pylist()]
+
+
+def test_a_best_of_n_that_can_not_be_had_has_its_reason_and_the_gate_judges_without_it(
+    policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, evaluation: Evaluation, no_engine
+):
+    def down(rows: pa.Table) -> list[float | None]:
+        raise RuntimeError("the judge is down")
+
+    for chooser, why in (
+        (None, "nothing rewards responses"),
+        (Chooser("judge", down), "the judge is down"),
+        (Chooser("judge", lambda rows: [None] * len(rows)), "no item has a reward by judge"),
+    ):
+        found = evaluate(policies[1], policies[0], suite, config, folder, chooser=chooser)
+        assert found.best_of is None
+        assert why in str(found.best_of_missing)
+        assert found.reward == evaluation.reward
+    some = Chooser("judge", lambda rows: [None, *digits(rows)[1:]])
+    found = evaluate(policies[1], policies[0], suite, config, folder, chooser=some)
+    assert found.best_of is not None
+    assert (found.best_of.items, found.best_of.missing) == (59, 1)
+
+
 def test_a_second_evaluation_starts_no_engine_and_finds_the_same(
     evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, no_engine
 ):
-    again = evaluate(policies[1], policies[0], suite, config, folder)
+    again = evaluate(policies[1], policies[0], suite, config, folder, chooser=CHOOSER)
     assert again.seconds["candidate"] == again.seconds["incumbent"] == 0.0
     assert again.model_dump(exclude={"seconds", "created_at"}) == evaluation.model_dump(
         exclude={"seconds", "created_at"}

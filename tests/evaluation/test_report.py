@@ -15,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from evaluation.report.page import PolicyRow, ReportData, SwapRow, build, traffic
-from evaluation.results import Interval, PolicyResult
+from evaluation.results import BestOf, BestOfPoint, Evaluation, Interval, PolicyResult
 from feedback.schema import INTERACTIONS
 
 START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
@@ -164,6 +164,34 @@ def test_without_data_the_page_says_what_is_not_there(tmp_path: Path):
     assert page.pictures() == []
     for words in ("no policy yet", "No candidate", "No training", "No traffic", "No swap", "no two evaluated", "timed"):
         assert words in page.text
+
+
+def test_the_best_of_n_stands_beside_the_incumbent_and_the_candidate(data: ReportData, tmp_path: Path):
+    page = Page(build(data.model_copy(update={"best_of": (evaluation(),)}), tmp_path / "report.html").read_text())
+    (table,) = re.findall(r"Chosen by (.*?) Training", page.text)
+    for words in ("v1 0.400", "0.350", "n = 4: 0.550 0.450 – 0.650", "0.64", "v2 0.600", "human"):
+        assert words in table, (words, table)
+    assert "human@" not in table
+    assert "Best of n" not in Page(build(data, tmp_path / "without.html").read_text()).text
+
+
+def evaluation() -> Evaluation:
+    def result(version: int, value: float) -> PolicyResult:
+        return PolicyResult(
+            version=version, sha256="0", n=100, missing=0, reward=interval(value), accuracy=interval(value),
+            distinct_1=0, distinct_2=0, length_mean=1, length_p95=1, truncated=0,
+        )  # fmt: skip
+
+    points = [
+        BestOfPoint(k=k, reward=interval(value), accuracy=interval(value), kl_bound=bound)
+        for k, value, bound in ((1, 0.35, 0.0), (4, 0.55, 0.6363))
+    ]
+    return Evaluation(
+        candidate=result(2, 0.6), incumbent=result(1, 0.4), n=100, missing=0, reward=interval(0.2),
+        accuracy=interval(0.2), kl=None, kl_missing="none", confidence=0.95, resamples=100, seed=0, suite="s",
+        suite_sha256="0", suite_items=100, scorer="s", settings="s", created_at="2026-11-22T00:00:00", seconds={},
+        samples=(), best_of=BestOf(by="human@0123", n=4, items=100, missing=0, points=tuple(points)),
+    )  # fmt: skip
 
 
 def test_each_part_renders_alone(data: ReportData, tmp_path: Path):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from evaluation.statistics import bootstrap_mean, bootstrap_ratio, paired_bootstrap, wilson
+from evaluation.statistics import best_of, bootstrap_mean, bootstrap_ratio, paired_bootstrap, wilson
 
 HOW = {"confidence": 0.95, "resamples": 20_000, "seed": 3}
 
@@ -87,6 +87,19 @@ def test_wilson_is_scipys_wilson(successes: int, n: int, confidence: float):
     assert wilson(successes, n, confidence=confidence) == pytest.approx((successes / n, theirs.low, theirs.high))
 
 
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_the_best_of_k_is_the_mean_over_all_sets_of_k_and_over_equal_ones(k: int):
+    rng = np.random.default_rng(k)
+    proxy, scores = rng.integers(0, 3, (20, 5)).astype(float), rng.normal(size=(20, 5))  # many are equal
+    for rewards, values, found in zip(proxy, scores, best_of(proxy, scores, k), strict=True):
+        sets = [[values[i] for i in some if rewards[i] == max(rewards[j] for j in some)] for some in subsets(k)]
+        assert found == pytest.approx(np.mean([np.mean(best) for best in sets]))
+
+
+def subsets(k: int) -> list[tuple[int, ...]]:
+    return list(itertools.combinations(range(5), k))
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -95,6 +108,8 @@ def test_wilson_is_scipys_wilson(successes: int, n: int, confidence: float):
         (lambda: paired_bootstrap([1.0, 2.0], [1.0], **HOW), "the candidate has 2 scores and the incumbent 1"),
         (lambda: bootstrap_ratio([1.0], [0.0], **HOW), "denominators must be above 0, found 0"),
         (lambda: wilson(4, 3, confidence=0.95), "4 successes of 3"),
+        (lambda: best_of([[1.0, 2.0]], [[0.0, 1.0]], 3), r"best of 3 from rewards of shape \(1, 2\)"),
+        (lambda: best_of([[1.0, 2.0]], [[0.0]], 1), r"scores of shape \(1, 1\)"),
         (lambda: wilson(1, 3, confidence=95), "confidence must lie between 0 and 1, got 95"),
     ],
 )

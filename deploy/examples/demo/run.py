@@ -119,6 +119,7 @@ def demo_config(folder: Path, recipe: str, cycles: int) -> dict[str, Any]:
             "suite": str(folder / "heldout.jsonl"),
             "scorer": RULE,
             "max_tokens": 12,
+            "best_of": 4,
             "engine": {**context, "dtype": "float32"},
             "gate": {"min_items": 200},
         },

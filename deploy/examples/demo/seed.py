@@ -46,13 +46,14 @@ def make_policy(
     steps: int,
     batch: int,
     learning_rate: float = 3e-3,
+    tokenizer: PreTrainedTokenizerFast | None = None,
     **shape: int,
 ) -> None:
     """Train a policy of a shape on (prompt, answer) without end, always the same one, and write it to a folder."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     model = make_model(tokenizer, **shape)
     print(f"seed policy: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
     train(model, tokenizer, corpus, steps=steps, batch=batch, learning_rate=learning_rate)
@@ -60,9 +61,11 @@ def make_policy(
     tokenizer.save_pretrained(folder)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    alphabet: str = ALPHABET, chat_template: str = "{{ messages[-1]['content'] }}"
+) -> PreTrainedTokenizerFast:
     """One token a character, in Hugging Face's own format."""
-    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *ALPHABET])}
+    vocabulary = {token: i for i, token in enumerate([PAD, EOS, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -72,7 +75,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=EOS,
         unk_token=PAD,
         clean_up_tokenization_spaces=False,
-        chat_template="{{ messages[-1]['content'] }}",
+        chat_template=chat_template,
         model_max_length=64,
     )
 

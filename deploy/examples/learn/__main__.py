@@ -1,8 +1,9 @@
 """Prove that the algorithms learn: ``python -m deploy.examples.learn``.
 
 Each one is trained from the same seed policy, and measured before and after on prompts that no training saw; grpo also
-by a judge's reward (rlaif), and by a judge's and a rule's (mix). A table,
-and as the last line JSON: {algorithm: {before, after, ci_low, steps, seconds}}, with ``reason`` where it is no proof.
+by a judge's reward (rlaif), by a judge's and a rule's (mix), and by a model of people's thumbs (rlhf_thumbs) or choices
+(rlhf_pairs) alone. A table, and as the last line JSON: {algorithm: {before, after, ci_low, steps, seconds}}, with
+``reason`` where it is no proof.
 The exit code is 1 if there is such a reason.
 """
 
@@ -19,7 +20,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from deploy.examples.learn import experiment, home, plans, trial
+from deploy.examples.learn import experiment, home, people, plans, trial
 from deploy.examples.learn.judge import reward_by
 from deploy.examples.learn.trial import Outcome
 from deploy.examples.stages import Stages
@@ -27,7 +28,7 @@ from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
 from feedback.config import ScoringConfig
 from train.config.algorithms import OFFLINE, ONLINE, ONLINE_DPO
 
-ALL = (*ONLINE, ONLINE_DPO, *OFFLINE, *plans.RECIPES)
+ALL = (*ONLINE, ONLINE_DPO, *OFFLINE, *plans.RECIPES, *plans.PEOPLE)
 
 
 def chosen(_: click.Context, __: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -80,16 +81,20 @@ def main(
                     last["off_policy"] = experiment.run(prepared, seed=seed, longest_s=seconds, say=stages.say)
             for name in names:
                 with stages(name):
+                    how: dict[str, Any] = {"longest_s": seconds, "say": stages.say, "twice": twice}
+                    if name in plans.PEOPLE:
+                        outcomes |= people.outcomes(prepared, name, steps=steps, seed=seed, **how)
+                        continue
                     algorithm = name
                     reward: AbstractContextManager[str | ScoringConfig] = nullcontext(home.REWARD)
                     if name in plans.RECIPES:
                         algorithm = "grpo"
-                        reward = reward_by(plans.RECIPES[name], prepared.work / f"{name}-verdicts")
+                        reward = reward_by(
+                            plans.RECIPES[name], prepared, prepared.work / f"{name}-verdicts", stages.say
+                        )
                     settings = plans.settings(algorithm, plans.PLANS[algorithm], steps=steps, seed=seed)
                     with reward as given:
-                        outcomes[name] = trial.run(
-                            prepared, name, settings, longest_s=seconds, say=stages.say, twice=twice, reward=given
-                        )
+                        outcomes[name] = trial.run(prepared, name, settings, reward=given, **how)
     except home.LearnError as error:
         raise click.ClickException(str(error)) from error
     except Stopped as stopped:
@@ -102,7 +107,7 @@ def main(
 
 
 def show(outcomes: dict[str, Outcome]) -> None:
-    table = Table(title="Right answers to prompts that no training saw (reward_model: pairs ordered rightly)")
+    table = Table(title="Right answers to prompts that no training saw (reward models: pairs ordered rightly)")
     for column in ("algorithm", "before", "after", "gain, at least", "steps", "seconds", "no proof, because"):
         table.add_column(column)
     for name, outcome in outcomes.items():

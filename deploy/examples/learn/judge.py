@@ -1,69 +1,99 @@
-"""A judge at an OpenAI-compatible endpoint, for the trials whose reward is a judge's word: it knows the task's rule.
+"""A judge at an OpenAI-compatible endpoint, for trials whose reward is its word: a small model that Millrace serves.
 
-What a trial shows is that a policy learns from verdicts that come over HTTP as any judge's do. How good a judge a
-language model is, it does not show.
+It is a causal language model that was trained here to say what is right and then 1 or 0 of an answer. To the trial it
+is a black box: questions go to it by HTTP, as to any judge, and it errs as judges do.
 """
 
 from __future__ import annotations
 
-import json
-import threading
+import random
+import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
 import pyarrow as pa
 
-from deploy.examples.learn.task import reward
-from feedback.config import ScoringConfig
+from deploy import initialise
+from deploy.config.root import Settings
+from deploy.examples.demo.run import free_port
+from deploy.examples.learn import task
+from deploy.examples.learn.home import KV_CACHE_BYTES, MAX_MODEL_LEN, ONE_THREAD, Home, LearnError, Say
+from deploy.loop.wait_for_serving import server_policy
+from deploy.supervise.children import Child, start
+from feedback.config import JudgeConfig, ScoringConfig
+from feedback.scoring.sources.judge import Judge
 
-_BEGIN, _MIDDLE, _END = "Prompt: ", "\nAnswer: ", "\nIs the answer right?"
-BEST: Final = 10
+ASKED: Final[dict[str, Any]] = {
+    **{"model": "millrace", "rubric": f"{{prompt}}{{response}}{task.ASK}", "high": 1},
+    **{"max_tokens": 4, "concurrency": 32, "extra": {"response_format": None}},
+}
+"""How it is asked. It answers in one form, whatever is requested."""
 
-
-class Judge(BaseHTTPRequestHandler):
-    """Answers chat completions with a score of 0 or ``BEST``."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][-1]["content"]
-        prompt, _, rest = question.removeprefix(_BEGIN).partition(_MIDDLE)
-        [value] = reward(pa.table({"prompt": [prompt], "response": [rest.rpartition(_END)[0]]}))
-        message = {"role": "assistant", "content": json.dumps({"score": BEST * value})}
-        body = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+_LONGEST_S: Final = 900.0
 
 
 @contextmanager
-def judge(cache: Path) -> Generator[dict[str, Any]]:
-    """Serve a judge on this machine; the settings of a source that asks it, with verdicts in ``cache``."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, name="judge", daemon=True).start()
-    try:
-        yield {
-            "url": f"http://127.0.0.1:{server.server_address[1]}/v1",
-            "model": "rule",
-            "rubric": f"{_BEGIN}{{prompt}}{_MIDDLE}{{response}}{_END}",
-            "high": BEST,
-            "cache": str(cache),
+def reward_by(sources: dict[str, Any], home: Home, cache: Path, say: Say) -> Generator[ScoringConfig]:
+    """The reward of a recipe, whose judge is there meanwhile. ``sources``: those beside it; or a weight of it.
+
+    Verdicts are kept in ``cache``. Raises LearnError if the judge can't be had.
+    """
+    with served(home, model(home, say), say) as url:
+        config = JudgeConfig.model_validate({"url": url, "cache": str(cache), **ASKED, **sources.get("judge", {})})
+        say(f"judge: {agreement(config):.1%} of answers to held-out prompts judged as the rule does")
+        yield ScoringConfig.model_validate({**sources, "judge": config})
+
+
+def model(home: Home, say: Say) -> Path:
+    """The judge's folder; it is trained when it is not there yet."""
+    folder, aside = home.folder / "judge", home.folder / "judge-new"
+    if not folder.exists():
+        command = [sys.executable, "-P", "-m", "deploy.examples.learn.seed", str(aside), "--judge"]
+        child = Child("judge", command, log=home.folder / "judge.log", environment=ONE_THREAD, grace=5.0, follow=say)
+        if code := child.finish(_LONGEST_S):
+            raise LearnError(f"the judge could not be trained: {child.ended(code)}")
+        aside.rename(folder)
+    return folder
+
+
+@contextmanager
+def served(home: Home, folder: Path, say: Say) -> Generator[str]:
+    """Serve a model on this machine, by ``millrace serve``; its address."""
+    engine = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "kv_cache_bytes": KV_CACHE_BYTES, "threads": 1}
+    settings = Settings.model_validate(
+        {"home": home.work / "judge", "serve": {"port": free_port(), "engine": {**engine, "log_level": "ERROR"}}}
+    )
+    if settings.policy_store().serving() is None:
+        initialise.initialise(settings, str(folder), revision=None, who="deploy.examples.learn")
+    with start(settings, "judge", ["serve"], log="serve.log", grace=30.0, follow=lambda line: None) as child:
+        deadline = time.monotonic() + _LONGEST_S
+        while server_policy(settings) is None:
+            if (code := child.poll()) is not None:
+                raise LearnError(child.ended(code))
+            if time.monotonic() > deadline:
+                raise LearnError(f"the judge was not served within {_LONGEST_S:g} s (log: {child.log})")
+            time.sleep(0.25)
+        say(f"judge: served at {settings.server_url}")
+        yield f"{settings.server_url}/v1"
+
+
+def agreement(config: JudgeConfig) -> float:
+    """The share of right and wrong answers to held-out prompts of which the judge says what the rule says."""
+    rng, items = random.Random(task.TASK_SEED), task.held_out()[:100]
+    answers = [answer for item in items for answer in (item.answer, task.wrong(item, rng))]
+    rows = pa.table(
+        {
+            "prompt": [item.prompt for item in items for _ in range(2)],
+            "messages": pa.nulls(len(answers), pa.string()),
+            "response": answers,
+            "metadata": pa.nulls(len(answers), pa.map_(pa.string(), pa.string())),
         }
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-@contextmanager
-def reward_by(sources: dict[str, Any], cache: Path) -> Generator[ScoringConfig]:
-    """The reward of a recipe, whose judge is there meanwhile. ``sources``: those beside it; or a weight of it."""
-    with judge(cache) as settings:
-        yield ScoringConfig.model_validate({**sources, "judge": {**settings, **sources.get("judge", {})}})
+    )
+    values, reasons = Judge(config, once=True).by_row(rows)
+    if missing := [reason for reason in reasons if reason is not None]:
+        raise LearnError(f"the judge has no verdict on {len(missing)} of {len(values)} answers: {missing[0]}")
+    pairs = zip(values, task.reward(rows), strict=True)
+    return sum(value is not None and (value > 0.5) == (truth > 0.5) for value, truth in pairs) / len(values)

@@ -54,6 +54,10 @@ RECIPES: Final[dict[str, dict[str, Any]]] = {
 """Sources of a reward beside a judge (``deploy.examples.learn.judge``), by the name of the trial; ``grpo`` learns."""
 
 
+PEOPLE: Final = {"rlhf_thumbs": "thumb", "rlhf_pairs": "preference"}
+"""The kind of feedback that a reward model learns from, and nothing else, by the name of the trial; ``grpo`` learns."""
+
+
 def settings(name: str, plan: Plan, *, steps: int | None, seed: int) -> dict[str, Any]:
     """The section ``train`` of a trial. One rank in one process, so that Ray's start is saved."""
     return {

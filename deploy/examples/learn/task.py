@@ -20,6 +20,8 @@ from deploy.examples.demo.task import Item, distinct
 
 LETTERS, LENGTH = "abcdefghijkl", 4
 HABIT_GRADE = 0.75
+ASK = "?"
+"""What ends a question to the judge."""
 TASK_SEED = 11
 HELD_OUT, TRAFFIC = 400, 384
 """Prompts that policies are measured on, and prompts that users ask; the corpus is drawn from those after them."""
@@ -60,6 +62,31 @@ def corpus() -> Iterator[tuple[str, str]]:
     """Prompts and answers without end, as the seed policy learns them."""
     rng = random.Random(TASK_SEED)
     return ((item.prompt, demonstration(item, rng)) for item in itertools.islice(items(), HELD_OUT + TRAFFIC, None))
+
+
+def verdicts() -> Iterator[tuple[str, str]]:
+    """Questions to a judge and verdicts without end: a prompt, an answer and ``ASK``; what is right, and 1 or 0 for it.
+
+    A model learns to say first what is right within hundreds of steps, and without that hardly at all.
+    """
+    rng = random.Random(TASK_SEED)
+    for item in itertools.islice(items(), HELD_OUT + TRAFFIC, None):
+        answer = attempt(item, rng)
+        yield f"{item.prompt}{answer}{ASK}", f"{item.answer}{int(answer == item.answer)}"
+
+
+def attempt(item: Item, rng: random.Random) -> str:
+    """The right answer, the habit, the slip, or letters of one's own in place of them."""
+    chance = rng.random()
+    if chance < 0.45:
+        return item.answer
+    if chance < 0.75:
+        return wrong(item, rng)
+    letters = rng.choice([LETTERS, _parts(item.prompt)[1]])
+    if chance < 0.85:
+        return "".join(rng.choice(letters) for _ in range(rng.randrange(6)))
+    place = rng.randrange(len(item.answer))
+    return item.answer[:place] + rng.choice(letters) + item.answer[place + 1 :]
 
 
 def items() -> Iterator[Item]:

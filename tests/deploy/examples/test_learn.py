@@ -15,14 +15,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from deploy.examples.learn import pairs, plans, task, trial
+from deploy.examples.demo.seed import make_tokenizer
+from deploy.examples.demo.task import ALPHABET
+from deploy.examples.learn import judge, pairs, people, plans, task, trial
 from deploy.examples.learn.home import Home
-from deploy.examples.learn.judge import reward_by
-from feedback.datasets import Prompt
-from train.batch.packed import Sample
+from deploy.examples.learn.seed import JUDGES_TEMPLATE
+from deploy.examples.learn.traffic import RESPONSES
+from feedback.config import JudgeConfig, LakeConfig
+from feedback.lake.tables import Lake
+from feedback.scoring.sources.judge import Judge, question
 from train.config.algorithms import OFFLINE, ONLINE, ONLINE_DPO
-from train.data.rewards import Reward
-from train.data.samples import table_of
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,29 @@ def test_there_is_a_plan_for_every_algorithm() -> None:
     assert list(plans.PLANS) == [*ONLINE, ONLINE_DPO, *OFFLINE]
 
 
-def test_the_judge_of_the_recipes_answers_over_http_by_the_tasks_rule(tmp_path: Path) -> None:
-    rows = [(Prompt("H abcd>", None, [1]), Sample([1, 2], text, [0.0, 0.0], "stop")) for text in ("ab", "cd", "")]
-    for name, expected in (("rlaif", [1.0, 0.0, 0.0]), ("mix", [(3 + 0.75) / 4, 0.75 / 4, 0.75 / 4])):
-        with reward_by(plans.RECIPES[name], tmp_path / name) as settings:
-            assert Reward(settings, 60)(table_of(rows)).values == expected
+def test_the_judge_is_asked_what_it_was_trained_on_and_knows_right_answers_and_wrong_ones() -> None:
+    tokenizer = make_tokenizer(f"{ALPHABET}01{task.ASK}", JUDGES_TEMPLATE)
+    config = JudgeConfig.model_validate({"url": "http://127.0.0.1:1/v1", **judge.ASKED})
+    row = {"prompt": "H abcd>", "messages": None, "response": "ab", "metadata": None}
+    asked = Judge(config)._request(question(config, row), structured=True)
+    assert tokenizer.apply_chat_template(asked["messages"], tokenize=False) == "H abcd>ab?"
+    assert "response_format" not in asked
+    trained = list(itertools.islice(task.verdicts(), 2000))
+    assert {item.prompt for item in task.held_out()}.isdisjoint(text.partition(">")[0] + ">" for text, _ in trained)
+    right = {text: verdict for text, verdict in trained if int(verdict[-1])}
+    assert 800 < len(right) < 1000
+    for text, verdict in trained:
+        prompt, _, answer = text.removesuffix(task.ASK).partition(">")
+        assert int(verdict[-1]) == task.reward(pa.table({"prompt": [f"{prompt}>"], "response": [answer]}))[0]
+
+
+def test_each_trial_by_people_has_a_lake_with_one_kind_of_feedback_alone(proof: Proof) -> None:
+    kinds = {kind: Lake(str(people.lake_of(proof.home, kind)), LakeConfig()) for kind in plans.PEOPLE.values()}
+    for kind, lake in kinds.items():
+        with lake.connect() as connection:
+            [(responses,)] = connection.execute("SELECT count(*) FROM interactions").fetchall()
+            said = connection.execute("SELECT kind, count(*) > 100 FROM feedback GROUP BY kind").fetchall()
+        assert (responses, said) == (task.TRAFFIC * RESPONSES, [(kind, True)])
 
 
 def test_neither_the_users_nor_the_seed_ever_see_a_held_out_prompt() -> None:

@@ -23,7 +23,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings, child_environment
 from deploy.loop import recipes, records
 from deploy.loop.cycle import CycleBusy, run_cycle
-from deploy.loop.killed_runs import killed_training
+from deploy.loop.killed_runs import unfinished_training
 from deploy.loop.preflight import check, reward_of
 from deploy.loop.records import CycleRecord
 from deploy.supervise.children import millrace
@@ -259,8 +259,10 @@ def begun(settings: Settings, name: str, config: dict[str, Any], **fields: Any) 
 
 def killed(settings: Settings, number: int, **columns: Any) -> None:
     """A cycle whose training was killed."""
-    stage = records.Stage(name="train", started_at=datetime.now(UTC), ok=False, killed=columns.pop("killed", True))
-    fields = {"incumbent": 1, "run": "cycle-000001", "status": "failed", "rewards": 7, **columns}
+    fields = {"incumbent": 1, "run": "cycle-000001", "status": "failed", "rewards": 7}
+    how = {"ok": columns.pop("ok", False), "killed": columns.pop("killed", True), "result": columns.pop("result", None)}
+    fields |= columns
+    stage = records.Stage(name="train", started_at=datetime.now(UTC), run=str(fields["run"]), **how)
     settings.path("cycles").mkdir(exist_ok=True)
     records.write(settings, CycleRecord(number=number, started_at=datetime.now(UTC), stages=[stage], **fields))
 
@@ -270,9 +272,9 @@ def test_a_killed_training_is_gone_on_with_where_that_is_safe(settings: Settings
 
     def goes_on(settings: Settings, *place: int) -> str | None:
         """The run, or else why not."""
-        found, left = killed_training(settings, *place)
-        assert found is None or (left, found.rewards) == ({}, 7)
-        return found.run if found else left.get("cycle-000001")
+        found, left = unfinished_training(settings, *place)
+        assert found is None or (left, found.record.rewards) == ({}, 7)
+        return found.stages[0].run if found else left.get("cycle-000001")
 
     assert goes_on(settings, 1, 1, 1) == "no cycle goes on with it"
     killed(settings, 1)
@@ -296,9 +298,9 @@ def test_a_killed_training_is_not_gone_on_with_once_the_reward_is_another(settin
     scorer = Reward(reward_of(settings) or ScoringConfig(), 1800.0).scorer
     begun(settings, "cycle-000001", settings.training().model_dump(mode="json"), scorer=scorer)
     killed(settings, 1)
-    assert killed_training(settings, 2, 1, 1)[0] is not None
+    assert unfinished_training(settings, 2, 1, 1)[0] is not None
     other = changed(settings, ("feedback.scoring.rules.exact.weight", "0.5"))
-    found, left = killed_training(other, 2, 1, 1)
+    found, left = unfinished_training(other, 2, 1, 1)
     assert found is None
     assert re.fullmatch(rf"the reward is exact@[0-9a-f]+, it was {scorer}", left["cycle-000001"])
 
@@ -311,10 +313,14 @@ def test_a_killed_training_of_the_recipe_offline_goes_on_by_its_own_algorithm(
     config = changed(settings, ("train.algorithm.name", "kto")).training().model_dump(mode="json")
     run = begun(settings, "cycle-000001", config)
     killed(settings, 1)
-    assert recipes.arguments(settings) == ["--train.algorithm.name", "dpo"]  # by what feedback there is now: none
-    assert recipes.arguments(settings, run) == ["--train.algorithm.name", "kto"]
-    assert killed_training(settings, 2, 1, 1)[0] is not None
-    found, left = killed_training(changed(settings, ("train.seed", "9")), 2, 1, 1)
+
+    def algorithms(*of: Path) -> list[str]:
+        return [stage.set["algorithm"]["name"] for stage in recipes.stages(settings, *of)]
+
+    assert algorithms() == ["dpo"]  # by what feedback there is now: none
+    assert algorithms(run) == ["kto"]
+    assert unfinished_training(settings, 2, 1, 1)[0] is not None
+    found, left = unfinished_training(changed(settings, ("train.seed", "9")), 2, 1, 1)
     assert (found, left) == (None, {"cycle-000001": "train.seed is 9, it was 0"})
 
 
@@ -382,6 +388,29 @@ def test_while_a_marked_policy_serves_what_the_gate_refuses_is_judged_against_it
     assert pointer is not None
     assert pointer.version == 2
     assert any("policy 2 is marked for retraining, and serves until another passes the gate" in x for x in said_lines)
+
+
+def test_what_was_trained_and_not_judged_is_taken_over_where_that_is_safe(
+    home_with_policy: Settings, model: Path
+) -> None:
+    settings = home_with_policy
+    begun(settings, "cycle-000001", settings.training().model_dump(mode="json"))
+    store = settings.policy_store()
+    store.publish(model, parent=1, lineage={}, metrics={})
+    trained = {"ok": True, "killed": False, "result": {"candidate": 2}}
+
+    def found(with_: Settings = settings) -> list[records.Stage] | None:
+        last, _ = unfinished_training(with_, 2, 1, 1)
+        return None if last is None else last.stages
+
+    killed(settings, 1, **trained)
+    assert [stage.run for stage in found() or ()] == ["cycle-000001"]
+    assert found(changed(settings, ("train.steps", "21"))) is None, "it would be trained longer now"
+    killed(settings, 1, **trained, verdict={"verdict": "refuse"})
+    assert found() is None, "it was judged"
+    killed(settings, 1, **trained)
+    store.record_erasure(2, certainty="yes", why="w", retrain=True)
+    assert found() is None, "an erasure has reached what it trained"
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from deploy.config import root
-from deploy.config.root import ConfigError, Settings
+from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import recipes, records
 from deploy.loop.cycle import _new, run_cycle
 from evaluation.suites.held_out import position
@@ -45,7 +46,7 @@ def test_rlhf_has_the_trained_reward_model_stand_in_for_people() -> None:
             [("cycle.recipe", "rlhf"), ("feedback.scoring.human.weight", "0")],
             r"cycle\.recipe=rlhf: feedback\.scoring\.human\.weight is not set, or has no weight",
         ),
-        ([("cycle.recipe", "magic")], r"rlvr"),
+        ([("cycle.recipe", "magic")], r"^cycle\.recipe: Input should be 'rlvr'.*not 'magic'"),
         (
             [("cycle.recipe", "rlhf"), ("train.reward", "a:b")],
             r"cycle\.recipe=rlhf and train\.reward=a:b both say what rewards",
@@ -59,6 +60,112 @@ def test_rlhf_has_the_trained_reward_model_stand_in_for_people() -> None:
 def test_what_a_recipe_can_not_work_with_is_refused_by_name(options: list[tuple[str, str]], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         load(*options)
+
+
+OWN = """
+- {stage: train, name: sft, set: {algorithm: {name: sft, thumbs_up: true}, steps: 7}}
+- {stage: reward-model, set: {reward_model: {steps: 9}}}
+- {stage: train, set: {optimizer: {learning_rate: 0.5}}}
+"""
+
+
+def test_each_stage_of_ones_own_has_its_settings_and_those_of_all(tmp_path: Path) -> None:
+    settings = load(("home", str(tmp_path)), ("train.algorithm.group_size", "16"), ("cycle.recipe", OWN))
+    sft, reward_model, rest = (settings.of_stage(stage).train for stage in settings.cycle.stages)
+    assert [stage.label for stage in settings.cycle.stages] == ["train-sft", "reward-model", "train"]
+    assert (sft.algorithm.name, sft.algorithm.thumbs_up, sft.steps, sft.algorithm.group_size) == ("sft", True, 7, 8)
+    assert reward_model.of_reward_model().steps == 9
+    assert (rest.algorithm.name, rest.algorithm.group_size, rest.steps) == ("grpo", 16, 20)
+    assert (rest.optimizer.learning_rate, sft.optimizer.learning_rate) == (0.5, settings.train.optimizer.learning_rate)
+    assert settings.feedback.scoring.human.model is not None
+    assert settings.feedback.scoring.human.model.name == TRAINED
+    for stage in (settings, *map(settings.of_stage, settings.cycle.stages)):  # as child processes read them
+        assert root.load(stage.snapshot(), environment={}) == stage
+
+
+@pytest.mark.parametrize(
+    ("own", "named"),
+    [
+        ("[{stage: trian}]", r"^cycle\.recipe\.0\.stage: Input should be 'train' or 'reward-model', not 'trian'"),
+        ("[{stage: train, sett: {}}]", r"^unknown setting cycle\.recipe\.0\.sett "),
+        ("[{stage: train, name: 'A b'}]", r"^cycle\.recipe\.0\.name: .*'A b'"),
+        (
+            "[{stage: train, name: a}, {stage: train, set: {stepz: 3}}]",
+            r"unknown setting train\.stepz \(in cycle\.recipe\.1\.set\); did you mean train\.steps\?",
+        ),
+        ("[{stage: train, set: {steps: many}}]", r"train\.steps: .*, not 'many' \(from cycle\.recipe\.0\.set\)"),
+        (
+            "[{stage: train, set: {algorithm: {name: sft, group_size: 4}}}]",
+            r"train\.algorithm\.group_size=4: sft does not read it .*\(from cycle\.recipe\.0\.set\)",
+        ),
+        (
+            "[{stage: reward-model, set: {reward_model: {steps: 0}}}, {stage: train}]",
+            r"train\.reward_model\.steps: .*not 0 \(from cycle\.recipe\.0\.set\)",
+        ),
+        ("[{stage: train}, {stage: train}]", r"more than one stage train: give each a name"),
+        ("[{stage: reward-model}]", r"no stage that trains a policy"),
+        ("[]", r"no stage that trains a policy"),
+        (
+            "[{stage: train, set: {algorithm: {name: reward_model}}}]",
+            r"cycle\.recipe\.0\.set: train\.algorithm\.name=reward_model trains no policy: use stage: reward-model",
+        ),
+        ("[{stage: train, set: {runs: other}}]", r"cycle\.recipe\.0\.set: train\.runs and .* outside the recipe"),
+    ],
+)
+def test_a_stage_that_can_not_work_is_refused_with_its_place(own: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load(("cycle.recipe", own))
+
+
+@pytest.mark.parametrize(
+    ("own", "new"),
+    [
+        ("[{stage: train, set: {algorithm: {name: sft}}}]", "0 new feedback"),
+        (
+            "[{stage: train, name: a, set: {algorithm: {name: sft}}}, {stage: train}]",
+            "0 new rewards and 0 new feedback",
+        ),
+    ],
+)
+def test_a_cycle_waits_for_what_its_stages_learn_from(home_with_policy: Settings, own: str, new: str) -> None:
+    record = run_cycle(changed(home_with_policy, ("cycle.recipe", own)))
+    assert record.reason == f"{new} since the last training, cycle.min_new_rewards is 1"
+
+
+TWO = "[{stage: train, name: sft, set: {algorithm: {name: sft}%s}}, {stage: train, set: {epochs: 2%s}}]"
+
+
+def test_of_a_killed_recipe_what_is_done_is_kept_up_to_the_first_stage_that_would_differ(
+    home_with_policy: Settings, model: Path
+) -> None:
+    settings = changed(home_with_policy, ("cycle.recipe", TWO % ("", "")))
+    settings.policy_store().publish(model, parent=1, lineage={}, metrics={})
+    stages = []
+    for stage, parent, done in zip(settings.cycle.stages, (1, 2), (True, False), strict=True):
+        run = settings.path("runs") / f"run-of-{stage.label}"
+        (run / "checkpoints" / "step-00000010").mkdir(parents=True)
+        config = settings.of_stage(stage).training().model_dump(mode="json")
+        (run / "start.json").write_text(json.dumps({"config": config, "parent": parent}))
+        how: dict[str, Any] = {"ok": done, "killed": not done, "result": {"candidate": 2} if done else None}
+        stages.append(records.Stage(name=stage.label, started_at=records.now(), run=run.name, **how))
+    fields: dict[str, Any] = {"number": 1, "status": "failed", "started_at": records.now(), "incumbent": 1}
+    record = records.CycleRecord(stages=stages, run=stages[-1].run, **fields)
+    settings.path("cycles").mkdir()
+    records.write(settings, record)
+
+    def kept(own: str) -> list[str]:
+        now = changed(settings, ("cycle.recipe", own))
+        found = records.unfinished_training(now, now.cycle.stages, 2, 1, 1)
+        return [stage.name for stage in found.stages] if found else []
+
+    assert kept(TWO % ("", "")) == ["train-sft", "train"]
+    assert kept(TWO % ("", ", seed: 5")) == ["train-sft"]
+    assert kept(TWO % (", seed: 5", "")) == []
+    assert kept(f"[{{stage: train, name: first}}, {(TWO % ('', ''))[1:]}") == []
+    assert kept(f"[{{stage: reward-model}}, {(TWO % ('', ''))[1:]}") == ["train-sft", "train"]
+    stages[1].killed = False
+    records.write(settings, record)
+    assert kept(TWO % ("", "")) == [], "it failed by itself"
 
 
 def test_trained_is_the_version_that_rewards_and_nothing_before_there_is_one(
@@ -100,9 +207,10 @@ def test_offline_learns_by_the_feedback_that_most_responses_have(
         "correction": {"text": "better"},
     }
     put(lake, "feedback", [said(f"f{i}", f"r{i}", kind, **of_kind[kind]) for i, kind in enumerate(kinds)])
-    assert recipes.arguments(settings) == ["--train.algorithm.name", algorithm]
-    assert recipes.arguments(changed(settings, ("train.algorithm.name", "sft"))) == []
-    assert recipes.arguments(home_with_policy) == []
+    (stage,) = recipes.stages(settings)
+    assert settings.of_stage(stage).train.algorithm.name == algorithm
+    named = changed(settings, ("train.algorithm.name", "sft"))
+    assert recipes.stages(named) == recipes.stages(home_with_policy) == [RecipeStage(stage="train")]
 
 
 def test_offline_counts_responses_that_it_could_learn_from_and_a_session_once(home_with_policy: Settings) -> None:
@@ -111,19 +219,21 @@ def test_offline_counts_responses_that_it_could_learn_from_and_a_session_once(ho
     lake.create()
     of_status = {"a": "complete", "b": "imported", "cut": "aborted", "hidden": "redacted"}
     put(lake, "interactions", [interaction(name, status=status) for name, status in of_status.items()])
-    kto, sft = ["--train.algorithm.name", "kto"], ["--train.algorithm.name", "sft"]
+
+    def algorithm() -> str:
+        (stage,) = recipes.stages(settings)
+        return str(stage.set["algorithm"]["name"])
+
     of_session = session_rows(said("talk", "", "thumb", value=1), ["gone", "a", "b"])  # two of the three are there
     put(lake, "feedback", [said("c", "b", "correction", text="x"), *of_session])
-    assert recipes.arguments(settings) == kto, "a thumb on the session's last response, and one correction"
+    assert algorithm() == "kto", "a thumb on the session's last response, and one correction"
     put(lake, "feedback", [said(f"t{i}", name, "thumb", value=1) for i, name in enumerate(("cut", "hidden"))])
     put(lake, "feedback", [said("d", "a", "correction", text="x"), said("d2", "a", "correction", text="y")])
-    assert recipes.arguments(settings) == sft, "corrections of two responses"
+    assert algorithm() == "sft", "corrections of two responses"
     put(lake, "feedback", [said(f"r{i}", "a", "rating", value=1, name="stars") for i in range(9)])
     put(lake, "interactions", [interaction("a", tenant="other")])
     put(lake, "feedback", [said(f"o{i}", "b", "thumb", value=1, tenant="other") for i in range(3)])
-    assert recipes.arguments(settings) == sft, (
-        "ratings teach none of the three, and another tenant has no such response"
-    )
+    assert algorithm() == "sft", "ratings teach none of the three, and another tenant has no such response"
 
 
 def test_a_cycle_without_enough_feedback_for_a_reward_model_says_so_and_trains_nothing(
