@@ -23,12 +23,11 @@ JUDGES_TEMPLATE = "{{ messages[-1]['content'].split('\\n')[0] }}"
 def main(folder: Path, judge: bool) -> None:
     """Train the seed policy and write it to FOLDER."""
     shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2}
-    how = {"seed": TASK_SEED, "threads": 1, "steps": 600, **shape}
     if judge:
-        tokenizer = make_tokenizer(f"{ALPHABET}01{ASK}", JUDGES_TEMPLATE)
-        make_policy(folder, verdicts(), batch=64, learning_rate=5e-3, tokenizer=tokenizer, **how)
+        tokenizer, how = make_tokenizer(f"{ALPHABET}01{ASK}", JUDGES_TEMPLATE), {"steps": 800, "batch": 64, **shape}
+        make_policy(folder, verdicts(), seed=0, threads=1, learning_rate=5e-3, tokenizer=tokenizer, **how)
     else:
-        make_policy(folder, corpus(), batch=32, learning_rate=5e-3, **how)
+        make_policy(folder, corpus(), seed=TASK_SEED, threads=1, steps=600, batch=32, learning_rate=5e-3, **shape)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,9 @@ HABIT_GRADE = 0.75
 ASK = "?"
 """What ends a question to the judge."""
 TASK_SEED = 11
-HELD_OUT, TRAFFIC = 400, 384
-"""Prompts that policies are measured on, and prompts that users ask; the corpus is drawn from those after them."""
+HELD_OUT, TRAFFIC, JUDGED = 400, 384, 46_000
+"""Prompts that policies are measured on, and prompts that users ask; the corpus is drawn from those after them, and so
+are the judge's questions. There are 47,520 prompts."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +71,22 @@ def verdicts() -> Iterator[tuple[str, str]]:
     A model learns to say first what is right within hundreds of steps, and without that hardly at all.
     """
     rng = random.Random(TASK_SEED)
-    for item in itertools.islice(items(), HELD_OUT + TRAFFIC, None):
-        answer = attempt(item, rng)
-        yield f"{item.prompt}{answer}{ASK}", f"{item.answer}{int(answer == item.answer)}"
+    while True:
+        for item in itertools.islice(items(), HELD_OUT + TRAFFIC, HELD_OUT + TRAFFIC + JUDGED):
+            answer = attempt(item, rng)
+            yield f"{item.prompt}{answer}{ASK}", f"{item.answer}{int(answer == item.answer)}"
 
 
 def attempt(item: Item, rng: random.Random) -> str:
-    """The right answer, the habit, the slip, or letters of one's own in place of them."""
+    """The right answer, the habit, the slip, any letters of the word, or the right answer with another letter."""
+    verb, word = _parts(item.prompt)
     chance = rng.random()
-    if chance < 0.45:
-        return item.answer
-    if chance < 0.75:
-        return wrong(item, rng)
-    letters = rng.choice([LETTERS, _parts(item.prompt)[1]])
-    if chance < 0.85:
-        return "".join(rng.choice(letters) for _ in range(rng.randrange(6)))
-    place = rng.randrange(len(item.answer))
-    return item.answer[:place] + rng.choice(letters) + item.answer[place + 1 :]
+    if chance < 0.8:
+        return item.answer if chance < 0.45 else verb.habit(word) if chance < 0.7 else word
+    if chance < 0.9:
+        return "".join(rng.choice(word) for _ in range(rng.randrange(6)))
+    letter, place = rng.choice(LETTERS), rng.randrange(len(item.answer))
+    return item.answer[:place] + letter + item.answer[place + 1 :]
 
 
 def items() -> Iterator[Item]:
