@@ -34,9 +34,9 @@ POLITE, CURT = "hello ", "yo "
 POLITE_SHARE: Final = 0.4
 WRONG_SHARE: Final = 0.1
 LONGEST_S: Final = 3600.0
-POLL_S: Final = 5.0
-PACE_S: Final = 0.2
-ANSWERS_COMPARED: Final = 60
+POLL_S: Final = 20.0
+PACE_S: Final = 0.3
+ANSWERS_COMPARED: Final = 50
 OPTIONS: Final = {
     "schedule.interval_seconds": "20",
     "schedule.first_after_seconds": "60",
@@ -218,12 +218,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/thumbs"), help="a folder of its own; emptied first")
     parser.add_argument("--cycles", type=int, default=2, help="cycles that judge a candidate")
+    parser.add_argument("--model", type=Path, help="a model that an earlier run made, to begin with")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more settings")
     options = parser.parse_args()
     folder = options.folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    make_model(folder / "model")
+    if options.model:
+        shutil.copytree(options.model, folder / "model")
+    else:
+        make_model(folder / "model")
     transcript, port = Transcript(folder), free_port()
     settings = OPTIONS | {"serve.port": str(port)} | dict(each.split("=", 1) for each in options.option)
     command = ["up", "./model", *itertools.chain(*((f"--{name}", value) for name, value in settings.items()))]
