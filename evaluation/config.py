@@ -14,19 +14,6 @@ MIB = 1024 * 1024
 JUDGING: Final = ("judge", "reward_model", "pairwise")
 """Scorers that need no right answer, and that a policy is not simply right by."""
 
-COMPARISON: Final = """\
-Two answers to the same request are below. Which of them helps better: is right, does what is wanted, and is clear? \
-Neither their order nor their length says anything.
-
-Request:
-{prompt}
-
-Answer A:
-{first}
-
-Answer B:
-{second}"""
-
 
 class EngineConfig(Section):
     """The vLLM engine that answers the suite, inside the evaluating process."""
@@ -111,9 +98,10 @@ class EvaluationConfig(Section):
         "pairwise: that judge compares both policies' answers, in both orders; reward_model: feedback.scoring.model, "
         "or else a reward model of feedback on held-out prompts.",
     )
-    comparison: str = Field(
-        COMPARISON,
-        description="scorer pairwise: the question to the judge. {prompt}, {first} and {second} stand for the item's.",
+    comparison: str | None = Field(
+        None,
+        description="scorer pairwise: the question to the judge, in which {prompt}, {first} and {second} stand for the "
+        "item's; null: which answer helps better.",
     )
     reward_model_folder: Path = Field(
         Path("evaluation_reward_models"),
@@ -133,8 +121,8 @@ class EvaluationConfig(Section):
 
     @field_validator("comparison")
     @classmethod
-    def _asks_about_both(cls, value: str) -> str:
-        if missing := [name for name in ("first", "second") if f"{{{name}}}" not in value]:
+    def _asks_about_both(cls, value: str | None) -> str | None:
+        if missing := [name for name in ("first", "second") if value is not None and f"{{{name}}}" not in value]:
             raise ValueError(f"a comparison needs {{{missing[0]}}} where that answer is to stand")
         return value
 

@@ -83,7 +83,7 @@ class Judging:
             from feedback.scoring.sources.comparison import Comparison
 
             self.comparison = Comparison(judge, config.comparison)
-            self.details |= {"comparison": config.comparison}
+            self.details |= {"comparison": self.comparison.template}
             self.name = scorer_name([Source(self.kind, 1.0, self.comparison.identity)])
 
     def __call__(self, candidate: pa.Table, incumbent: pa.Table) -> Judged:

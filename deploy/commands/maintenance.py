@@ -168,6 +168,9 @@ def erase(
         _print_reached(late)
         _print_forgotten(forget_erased(lake, runs, stores))
     click.echo(f"erased: {_counted(done.rows)} in {done.seconds:.1f} s")
+    suite = settings.path(settings.evaluation.suite)
+    if settings.evaluation.holdout and suite.exists():
+        click.echo(f"{suite} may hold prompts that were theirs: draw it again with `millrace suite sample --replace`")
     if done.damaged:
         click.echo(f"removed {done.damaged} damaged journal segments that had been put aside")
     for path in done.left:

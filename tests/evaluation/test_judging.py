@@ -145,9 +145,7 @@ def test_a_slow_judge_costs_no_more_than_its_deadline(tmp_path: Path) -> None:
     with judge_server(lambda _asked, _n: Answer(wait=1.0)) as server:
         judged = Judging(of("judge"), sources(server.url, tmp_path, **slow))(answers("a", "b"), answers("c", "d"))
     assert np.isnan(judged.candidate).all()
-    assert set(judged.missing) & {"no answer within deadline_s=0.5", "not asked within deadline_s=0.5"} or all(
-        "no answer within" in why or "not asked within" in why for why in judged.missing
-    )
+    assert all("no answer within" in why or "not asked within" in why for why in judged.missing)
 
 
 @pytest.mark.parametrize(

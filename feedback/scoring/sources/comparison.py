@@ -17,6 +17,19 @@ from feedback.config import COMPARED, JudgeConfig
 from feedback.scoring.sources.judge import Judge, NoScoreError, prompt_text
 from feedback.scoring.sources.rules import Reasons, Values
 
+QUESTION: Final = """\
+Two answers to the same request are below. Which of them helps better: is right, does what is wanted, and is clear? \
+Neither their order nor their length says anything.
+
+Request:
+{prompt}
+
+Answer A:
+{first}
+
+Answer B:
+{second}"""
+
 _SCORES: Final = {"A": 0.0, "TIE": 0.5, "B": 1.0}
 _MOST_QUOTED: Final = 200
 
@@ -24,11 +37,14 @@ _MOST_QUOTED: Final = 200
 class Comparison(Judge):
     """Compares answers. Verdicts are kept as those of ``Judge``, by the question and what asks it."""
 
-    def __init__(self, config: JudgeConfig, template: str) -> None:
-        """``template``: the question, with {prompt}, {first} and {second}. Raises JudgeCacheError."""
+    def __init__(self, config: JudgeConfig, template: str | None = None) -> None:
+        """``template``: the question, with {prompt}, {first} and {second}; ``QUESTION`` if None.
+
+        Raises JudgeCacheError.
+        """
         super().__init__(config.model_copy(update={"low": 0.0, "high": 1.0}), once=True)
-        self.template = template
-        self.identity = ["comparison", config.model, template, config.temperature, config.extra]
+        self.template = template or QUESTION
+        self.identity = ["comparison", config.model, self.template, config.temperature, config.extra]
 
     def in_both_orders(self, rows: pa.Table, others: pa.Table) -> tuple[Values, Reasons, float | None]:
         """Of answers to the same prompts, how much better those of ``rows`` are than those of ``others``.

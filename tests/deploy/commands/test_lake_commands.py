@@ -315,6 +315,8 @@ def test_erase_lists_runs_at_work_killed_runs_and_reward_models_and_removes_what
     of_rows = a_reward_model(home_with_policy, model, {"lake_versions": lake.versions()})
     of_policy = a_reward_model(home_with_policy, model, {"lake_versions": {}}, policy=trained)
     a_reward_model(home_with_policy, model, {"lake_versions": {"interactions": 0}})
+    judge = home_with_policy.stores().evaluation_reward_models
+    judge.publish(model, parent=None, lineage={"lake_versions": lake.versions(), "policy": 1}, metrics={})
 
     file = tmp_path / "erased.json"
     with (working / ".lock").open() as lock:
@@ -327,6 +329,8 @@ def test_erase_lists_runs_at_work_killed_runs_and_reward_models_and_removes_what
         {"name": "killed", "holder": None, "certainty": "yes", "why": here},
         {"name": "working", "holder": "pid 7 on elsewhere", "certainty": "yes", "why": here},
     ]
+    assert result["evaluation_reward_models"] == [{"version": 1, "certainty": "yes", "why": here}]
+    assert len(judge.get(1).erasures) == 1
     assert result["reward_models"] == [
         {"version": of_rows.version, "certainty": "yes", "why": here},
         {"version": of_policy.version, "certainty": "yes", "why": f"it descends from policy {trained}"},

@@ -69,7 +69,6 @@ def test_thumbs_alone_turn_a_whole_cycle_whose_gate_scores_by_feedback_that_no_t
     stores = settings.stores()
     proxy, judge = stores.reward_models.get(1), stores.evaluation_reward_models.get(1)
     assert (stores.reward_models.versions(), stores.evaluation_reward_models.versions()) == ([1], [1])
-    assert stores.policies.get(record.candidate or 0).lineage["policy"] is not None if False else True
     suite = Suite.load(settings.path("suite.jsonl"))
     assert len(suite.items) == 55
     assert {item.prompt for item in suite.items} <= SLICE
