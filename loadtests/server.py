@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 MILLRACE: Final = str(Path(sys.executable).with_name("millrace"))
-READY_TIMEOUT_S = 300
+READY_TIMEOUT_S = 900
 STOP_TIMEOUT_S = 60
 
 

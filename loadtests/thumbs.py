@@ -3,7 +3,8 @@
 Makes a tiny chat model that greets people, politely in two answers of five. Starts it with one command in an empty
 folder; no suite, no rule, no judge, no Python. The person greets it again and again, gives a thumb up to what is
 polite, is wrong one time in ten, and goes on until as many cycles have judged a candidate as asked. The options are
-there because the model is tiny: it needs larger steps than the defaults', and learns from shorter answers.
+there because the model is tiny (it needs larger steps than the defaults', and gives short answers), and because nobody
+wants to wait an hour for a cycle.
 
 What a person would see is in ``transcript.txt`` of the folder; the last line is JSON.
 """
@@ -32,13 +33,15 @@ from loadtests.server import MILLRACE, Server, free_port
 POLITE, CURT = "hello ", "yo "
 POLITE_SHARE: Final = 0.4
 WRONG_SHARE: Final = 0.1
-LONGEST_S: Final = 1800.0
-POLL_S: Final = 2.0
-ANSWERS_COMPARED: Final = 100
+LONGEST_S: Final = 3600.0
+POLL_S: Final = 20.0
+PACE_S: Final = 0.3
+ANSWERS_COMPARED: Final = 50
 OPTIONS: Final = {
     "schedule.interval_seconds": "20",
     "schedule.first_after_seconds": "60",
     "cycle.min_new_rewards": "100",
+    "train.launcher": "torchrun",
     "train.dtype": "float32",
     "train.steps": "10",
     "train.algorithm.name": "dr_grpo",
@@ -153,7 +156,7 @@ class Person:
 
     def _go_on(self) -> None:
         try:
-            while not self._stop.wait(0.05):
+            while not self._stop.wait(PACE_S):
                 name = next(self.people)
                 answer = self.answer(name)
                 meant = likes(answer) != (self.order.random() < WRONG_SHARE)
@@ -215,12 +218,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/thumbs"), help="a folder of its own; emptied first")
     parser.add_argument("--cycles", type=int, default=2, help="cycles that judge a candidate")
+    parser.add_argument("--model", type=Path, help="a model that an earlier run made, to begin with")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more settings")
     options = parser.parse_args()
     folder = options.folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    make_model(folder / "model")
+    if options.model:
+        shutil.copytree(options.model, folder / "model")
+    else:
+        make_model(folder / "model")
     transcript, port = Transcript(folder), free_port()
     settings = OPTIONS | {"serve.port": str(port)} | dict(each.split("=", 1) for each in options.option)
     command = ["up", "./model", *itertools.chain(*((f"--{name}", value) for name, value in settings.items()))]

@@ -161,7 +161,8 @@ def show(value: Any) -> str:
     """A value on one line, as it would be written in YAML's flow style."""
     if isinstance(value, Path):
         value = str(value)
-    return "null" if value is None else value if isinstance(value, str) and value else json.dumps(value, default=_plain)
+    is_plain = isinstance(value, str) and value and value.isprintable()
+    return "null" if value is None else value if is_plain else json.dumps(value, default=_plain)
 
 
 def _plain(value: Any) -> Any:

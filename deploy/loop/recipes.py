@@ -75,7 +75,7 @@ def choose(settings: Settings) -> Choice:
     if train.algorithm.is_offline:
         return _chosen(settings, "offline", f"train.algorithm.name={train.algorithm.name} learns from feedback")
     model, needed = train.reward_model, _needed(train.reward_model.min_items, train.reward_model.held_out_share)
-    people = scoring.human.weight > 0 and train.reward is None
+    people = scoring.human.weight > 0 and train.reward is None and train.reward_weights.get("human") != 0
     if people and settings.resolved().feedback.scoring.human.model is not None:
         return _chosen(settings, "rlhf", "there is a reward model")
     said = settings.lake().counts()["feedback"]

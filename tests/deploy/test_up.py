@@ -63,7 +63,7 @@ def test_a_model_is_all_that_an_empty_folder_needs_to_be_served_with_the_loop_op
     options = [f"--serve.engine.{name}={value}" for name, value in small.items()]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            millrace("up", "./mine", "--serve.port", str(port), *options),
+            millrace("up", "./mine", "--serve.port", str(port), "--train.rollout.max_tokens", "32", *options),
             stdout=output,
             stderr=output,
             env=child_environment({"PYTHONPATH": str(ROOT)}),
