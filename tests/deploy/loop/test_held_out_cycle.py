@@ -63,7 +63,7 @@ def test_thumbs_alone_turn_a_whole_cycle_whose_gate_scores_by_feedback_that_no_t
     printed: list[str] = []
     record = run_cycle(settings, say=printed.append)
     assert record.status in ("promoted", "refused"), record.reason
-    wanted = ["score", "suite", "reward-model", "evaluation-reward-model", "train", "evaluate"]
+    wanted = ["score", "suite", "evaluation-reward-model", "reward-model", "train", "evaluate"]
     assert [stage.name for stage in record.stages][:6] == wanted
 
     stores = settings.stores()

@@ -13,6 +13,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import recipes, records
 from deploy.loop.cycle import _new, run_cycle
+from deploy.loop.killed_runs import unfinished_training
 from evaluation.suites.held_out import position
 from feedback.config import TRAINED
 from feedback.events import session_rows
@@ -46,7 +47,7 @@ def test_rlhf_has_the_trained_reward_model_stand_in_for_people() -> None:
             [("cycle.recipe", "rlhf"), ("feedback.scoring.human.weight", "0")],
             r"cycle\.recipe=rlhf: feedback\.scoring\.human\.weight is not set, or has no weight",
         ),
-        ([("cycle.recipe", "magic")], r"^cycle\.recipe: Input should be 'rlvr'.*not 'magic'"),
+        ([("cycle.recipe", "magic")], r"^cycle\.recipe: Input should be 'auto'.*not 'magic'"),
         (
             [("cycle.recipe", "rlhf"), ("train.reward", "a:b")],
             r"cycle\.recipe=rlhf and train\.reward=a:b both say what rewards",
@@ -155,7 +156,7 @@ def test_of_a_killed_recipe_what_is_done_is_kept_up_to_the_first_stage_that_woul
 
     def kept(own: str) -> list[str]:
         now = changed(settings, ("cycle.recipe", own))
-        found = records.unfinished_training(now, now.cycle.stages, 2, 1, 1)
+        found, _ = unfinished_training(now, 2, 1, 1)
         return [stage.name for stage in found.stages] if found else []
 
     assert kept(TWO % ("", "")) == ["train-sft", "train"]
