@@ -71,7 +71,8 @@ def choose(settings: Settings) -> Choice:
     does. Else offline, if one kind of feedback is enough for a run.
     """
     train, scoring, counts = settings.train, settings.feedback.scoring, judged(settings)
-    found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if kind != ANY) or "none"
+    by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    found = ", ".join(f"{count} {kind}" for kind, count in by_count if kind != ANY) or "none"
     if train.algorithm.is_offline:
         return _chosen(settings, "offline", f"train.algorithm.name={train.algorithm.name} learns from feedback")
     model, needed = train.reward_model, _needed(train.reward_model.min_items, train.reward_model.held_out_share)

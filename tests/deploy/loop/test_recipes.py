@@ -401,7 +401,7 @@ def test_a_cycle_of_auto_with_too_little_feedback_is_skipped_with_the_counts_and
     assert (record.status, record.recipe) == ("skipped", None)
     assert record.reason == record.recipe_reason
     assert record.reason == (
-        "too little feedback to learn from: 1 thumb, 1 correction. 10 thumbs, preferences or corrections are needed, "
+        "too little feedback to learn from: 1 correction, 1 thumb. 10 thumbs, preferences or corrections are needed, "
         "or 20 judged responses of any kind for a reward model"
     )
     assert records.load_all(settings)[-1].recipe_reason == record.reason
