@@ -308,7 +308,9 @@ def _loop(settings: Settings) -> Iterable[Check]:
         for line in str(error).splitlines():
             yield Check("loop", "warn", line, advice)
     else:
-        yield Check("loop", "ok", "reward, held-out suite and schedule can be used")
+        there = settings.path(settings.evaluation.suite).is_file()
+        later = "" if there else "; a cycle draws the suite, as soon as there are enough held-out prompts"
+        yield Check("loop", "ok", f"reward, held-out suite and schedule can be used{later}")
     idle = records.without_candidate(settings)
     if len(idle) >= records.IDLE_CYCLES:
         found = f"the last {len(idle)} cycles that trained published nothing; the last one: {idle[-1].reason}"

@@ -40,6 +40,10 @@ def test_what_the_loop_still_lacks_is_found_before_it_is_started(settings: Setti
     assert "0 99 * * *" in found(configured)["loop"].found
     right = root.load(configured.snapshot(), [("schedule.cron", "0 9 * * *")], {})
     assert found(right)["loop"].level == "ok"
+    suite.unlink()
+    assert found(right)["loop"].level == "warn"
+    later = found(root.load(right.snapshot(), [("evaluation.holdout", "0.1")], {}))["loop"]
+    assert (later.level, "a cycle draws the suite" in later.found) == ("ok", True)
 
 
 def test_a_port_that_is_taken_is_found(settings: Settings) -> None:

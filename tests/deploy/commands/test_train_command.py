@@ -88,3 +88,18 @@ def test_prompts_of_ones_own_need_no_traffic_and_a_broken_line_ends_a_run_by_its
     own.unlink()
     code, _, printed = train(home_with_policy, capsys, *options)
     assert (code, f"there is no file or folder {own}" in printed) == (2, True), printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--held-out"], "--held-out is of a reward model: no policy learns from held-out prompts"),
+        (["--held-out", "--reward-model"], "evaluation.holdout is 0: there are no held-out prompts"),
+    ],
+)
+def test_no_policy_is_trained_on_held_out_prompts_and_no_reward_model_where_there_are_none(
+    arguments: list[str], words: str, home_with_policy: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["train", *arguments, "--home", str(home_with_policy.home)]) == 2
+    assert words in capsys.readouterr().err
+    assert not home_with_policy.path("runs").exists()
