@@ -154,7 +154,7 @@ def _reward_models(settings: Settings) -> dict[str, Kept]:
 
 def _with_retention(group: click.Group, what: str, plural: str, setting: str, stores: Stores) -> None:
     """Add the commands ``prune``, ``pin`` and ``unpin`` to a group."""
-    of = click.option("--of", default="", help="Of which store, where there are several.", hidden=what == "policy")
+    several = click.option("--of", default="", help="Which of several stores it is in, as the list names them.")
 
     def chosen(settings: Settings, of: str) -> PolicyStore:
         found = stores(settings)
@@ -192,19 +192,21 @@ def _with_retention(group: click.Group, what: str, plural: str, setting: str, st
     @group.command(help=f"Keep the weights of {what} VERSION until it is unpinned.")
     @click.argument("version", type=int)
     @click.option("--why", required=True, help="For the record.")
-    @of
     @pass_settings
-    def pin(settings: Settings, version: int, why: str, of: str) -> None:
+    def pin(settings: Settings, version: int, why: str, of: str = "") -> None:
         chosen(settings, of).pin(version, who=promotion.person(), why=why)
         click.echo(f"{what} {version} is pinned")
 
     @group.command(help=f"Leave {what} VERSION to retention again.")
     @click.argument("version", type=int)
-    @of
     @pass_settings
-    def unpin(settings: Settings, version: int, of: str) -> None:
+    def unpin(settings: Settings, version: int, of: str = "") -> None:
         chosen(settings, of).unpin(version)
         click.echo(f"{what} {version} is not pinned")
+
+    if what != "policy":
+        several(pin)
+        several(unpin)
 
 
 _with_retention(policies, "policy", "policies", "serve.retention", _policies)
