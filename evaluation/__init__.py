@@ -1,5 +1,6 @@
 """Is this policy better? Suites, statistics, gate, report.
 
 Read ``evaluate`` (one policy against another), then ``suites`` (items and answers), ``statistics`` (intervals),
-``gate`` (the verdict), ``best_of`` (a baseline), ``report``. ``engine`` is the offline vLLM engine; ``results`` is what is kept on disk.
+``gate`` (the verdict), ``best_of`` (a baseline), ``report``. ``engine`` is the offline vLLM engine; ``results`` is what
+is kept on disk.
 """
