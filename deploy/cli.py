@@ -65,7 +65,7 @@ COMMANDS: Final = {
 GROUPS: Final = {
     "Run": ("up", "status", "doctor", "init", "serve", "schedule", "demo"),
     "Turn the loop by hand": ("score", "train", "evaluate", "cycle"),
-    "Policies": ("policies", "promote", "rollback", "history"),
+    "Policies": ("policies", "promote", "rollback", "history", "reward-models", "runs"),
     "Data": ("lake", "data", "suite", "report"),
     "Settings": ("help", "config", "keys"),
 }

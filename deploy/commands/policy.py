@@ -19,7 +19,6 @@ from deploy.loop import promotion
 from deploy.loop.lineage import parents_of_runs
 from serve.policies.retention import Kept, weights_bytes
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, RecordDamaged
-from train.run.unfinished import reward_models_needed
 
 Stores = Callable[[Settings], dict[str, Kept]]
 """What each store of a kind keeps, by what it is for."""
@@ -147,9 +146,13 @@ def _policies(settings: Settings) -> dict[str, Kept]:
 
 def _reward_models(settings: Settings) -> dict[str, Kept]:
     """By what they are for."""
-    train, store = settings.resolved().train, settings.stores().reward_models
-    needed = partial(reward_models_needed, train.runs, store)
-    return {"train": Kept(store, train.reward_model.retention, needed, rewards=True)}
+    from train.run.unfinished import reward_models_needed
+
+    train, stores = settings.resolved().train, settings.stores()
+    return {
+        of: Kept(store, train.reward_model.retention, partial(reward_models_needed, train.runs, store), rewards=True)
+        for of, store in (("train", stores.reward_models), ("evaluate", stores.evaluation_reward_models))
+    }
 
 
 def _with_retention(group: click.Group, what: str, plural: str, setting: str, stores: Stores) -> None:

@@ -35,7 +35,7 @@ from deploy.supervise.children import Child, start
 TASK_SEED = 7
 HELD_OUT, TRAFFIC = 400, 300  # prompts; the seed policy's corpus is drawn from those after them
 RUINOUS_LEARNING_RATE = 0.05  # 170 times the demo's own
-LONGEST_STAGE_S = 600.0
+LONGEST_STAGE_S = 1200.0
 ALGORITHMS: dict[str, dict[str, Any]] = {
     # A reward model's scores differ in every group, if by nothing but its errors: GRPO's division by their deviation
     # makes as much of those as of a real difference.
@@ -134,8 +134,8 @@ def demo_config(folder: Path, recipe: str, cycles: int) -> dict[str, Any]:
             "rollout": {**context, "max_tokens": 12},
             "data": {"prompts_per_step": 40, "min_prompts": 64, "traffic_share": 0.2},
             "reward_model": {
-                **{"steps": 120, "items_per_step": 96, "learning_rate": 5e-4, "vote_noise": 0.1},
-                **{"min_items": 400, "min_new_feedback": 600},
+                **{"steps": 80, "items_per_step": 96, "learning_rate": 5e-4, "vote_noise": 0.1},
+                **{"min_items": 400, "min_new_feedback": 1000},
             },
         },
         "cycle": {"recipe": recipe, "min_new_rewards": 100},

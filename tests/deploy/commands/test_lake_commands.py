@@ -276,7 +276,8 @@ def test_the_schedules_maintenance_prunes_policies_reward_models_and_runs(
     for number in (1, 2, 3):
         policy = stores.policies.publish(model, parent=1, lineage={}, metrics={})
         stores.policies.record_gate(policy.version, {"verdict": "fail"})
-        stores.reward_models.publish(model, parent=None, lineage={}, metrics={})
+        for store in (stores.reward_models, stores.evaluation_reward_models):
+            store.publish(model, parent=None, lineage={}, metrics={})
         checkpoint = settings.path("runs") / f"run-{number}" / "checkpoints" / "step-1"
         checkpoint.mkdir(parents=True)
         (settings.path("runs") / f"run-{number}" / "job.json").write_text("{}")
@@ -284,7 +285,8 @@ def test_the_schedules_maintenance_prunes_policies_reward_models_and_runs(
     log = (settings.path("logs") / "maintenance.log").read_text()
     for line in (
         "removed the weights of policies: 2, 3 ",
-        "removed the weights of reward models: 1, 2 ",
+        "removed the weights of reward models of train: 1, 2 ",
+        "removed the weights of reward models of evaluate: 1, 2 ",
         "removed the checkpoints of runs: run-1, run-2 ",
     ):
         assert line in log

@@ -112,17 +112,18 @@ def test_reward_models_are_listed_pinned_and_pruned_as_policies_are(
     models: PolicyStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["reward-models", "prune", "--dry-run"]) == 0
-    assert "would remove the weights of reward models: none" in capsys.readouterr().out
+    assert "would remove the weights of reward models of train: none" in capsys.readouterr().out
     assert run(["reward-models", "pin", "3", "--why", "for the report"]) == 0
     assert run(["reward-models", "prune", *KEEP_ONE_MODEL]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[1:] == [
-        "reward model 1: kept (run killed is rewarded by it)",
-        "reward model 2: kept (it rewarded before what rewards now)",
-        "reward model 3: kept (pinned: for the report)",
-        "reward model 4: kept (it rewards)",
-        "reward model 6: kept (a candidate)",
-        "removed the weights of reward models: 5 (0.0 MiB)",
+        "reward model 1 of train: kept (run killed is rewarded by it)",
+        "reward model 2 of train: kept (it rewarded before what rewards now)",
+        "reward model 3 of train: kept (pinned: for the report)",
+        "reward model 4 of train: kept (it rewards)",
+        "reward model 6 of train: kept (a candidate)",
+        "removed the weights of reward models of train: 5 (0.0 MiB)",
+        "removed the weights of reward models of evaluate: none (0.0 MiB)",
     ]
     assert run(["reward-models", "unpin", "3"]) == 0
     shutil.rmtree("home/runs/killed")
@@ -143,7 +144,7 @@ def test_reward_models_are_listed_pinned_and_pruned_as_policies_are(
     assert [model["version"] for model in listed if model["serves"]] == [4]
     assert run(["reward-models", "pin", "3", "--why", "late"]) == 1
     assert run(["reward-models", "pin", "4", "--why", "w", "--of", "nobody"]) == 2
-    assert "--of nobody: there is no such store; there are: train" in capsys.readouterr().err
+    assert "--of nobody: there is no such store; there are: train, evaluate" in capsys.readouterr().err
     assert run(["reward-models", "prune", "--train.reward_model.retention.keep_last", "0"]) == 2
 
 
