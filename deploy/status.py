@@ -145,7 +145,7 @@ def _cycles(settings: Settings, status: Status) -> None:
         times = len(list(itertools.takewhile(lambda record: record.status == "failed", reversed(ended))))
         what = f"cycle {ended[-1].number} failed{f' ({times} in a row)' if times > 1 else ''}: {ended[-1].reason}"
         status.wrong(what, f"its logs are {settings.path(settings.up.logs)}/cycle-{ended[-1].number:06d}-*.log")
-    idle = records.without_candidate(settings)
+    idle = [record for record in records.without_candidate(settings) if record.status != "running"]
     if len(idle) >= records.IDLE_CYCLES:
         what = f"the last {len(idle)} cycles that trained published nothing: {idle[-1].reason}"
         status.wrong(what, "fix what it says: until then nothing is learned")
@@ -172,7 +172,12 @@ def _next_cycle(settings: Settings, status: Status) -> None:
 
 
 def _reward_model(settings: Settings, status: Status) -> None:
-    store: PolicyStore = settings.stores().reward_models
+    stores = settings.stores()
+    store: PolicyStore = stores.reward_models
+    judge = stores.evaluation_reward_models.serving()
+    if judge is not None and stores.evaluation_reward_models.get(judge.version).marked:
+        what = f"an erasure has marked reward model {judge.version}, which evaluation scores by, for retraining"
+        status.wrong(what, "the next cycle trains another one; until then it evaluates nothing")
     pointer = store.serving()
     if pointer is None:
         return
@@ -186,12 +191,15 @@ def _reward_model(settings: Settings, status: Status) -> None:
 def _data(settings: Settings, status: Status) -> None:
     if "://" not in settings.feedback.lake.uri and not settings.path(settings.feedback.lake.uri).is_dir():
         return
+    from feedback.datasets import count_given
+
     counts = settings.lake().counts()
-    trained = [record for record in records.load_all(settings) if any(stage.name == "train" for stage in record.stages)]
+    trained = [one for one in records.load_all(settings) if any(stage.trains_policy for stage in one.stages)]
     status.data = dict(counts)
+    given = counts | {"feedback": count_given(settings.lake())}  # as a cycle counts them
     for table in ("feedback", "rewards"):
         before = getattr(trained[-1], table) if trained else 0
-        status.data[f"new_{table}"] = max(0, counts[table] - (before or 0))
+        status.data[f"new_{table}"] = max(0, given[table] - (before or 0))
 
 
 def _journal(settings: Settings, status: Status) -> None:

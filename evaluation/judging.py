@@ -29,12 +29,14 @@ class JudgingError(RuntimeError):
 class Sources:
     """What of the other settings scores answers: the judge of scoring, and a reward model.
 
-    ``version``: the reward model's in its store, None of one that is not from there. ``none_yet``: why there is none.
+    ``version``: the reward model's in its store, None of one that is not from there; ``agreement``: with what people
+    said that it did not learn from. ``none_yet``: why there is none.
     """
 
     judge: JudgeConfig | None = None
     reward_model: ClassifierConfig | None = None
     version: int | None = None
+    agreement: dict[str, float] | None = None
     none_yet: str | None = None
 
 
@@ -66,8 +68,10 @@ class Judging:
             if model is None:
                 why = sources.none_yet or "there is none"
                 raise JudgingError(f"evaluation.scorer=reward_model: there is no reward model to score by ({why})")
-            self.source = _source(ScoringConfig(human=_NO_VOTES, model=ModelConfig(**model.model_dump())), self.kind)
+            alone = ModelConfig(**model.model_dump() | {"weight": 1.0})
+            self.source = _source(ScoringConfig(human=_NO_VOTES, model=alone), self.kind)
             self.details: dict[str, Any] = {"model": model.name, "version": sources.version}
+            self.details |= {"agreement": sources.agreement} if sources.agreement else {}
             self.name = scorer_name([self.source])
             return
         if judge is None:

@@ -230,7 +230,8 @@ def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None
     from train.run.unfinished import give_up
 
     train = settings.resolved().train
-    last = [record.run for record in load_all(settings) if record.run is not None][-1:]
+    trained = [record for record in load_all(settings) if record.run is not None][-1:]
+    last = [run for record in trained for run in (record.run, *(stage.run for stage in record.stages)) if run]
     found = run_folders(train.runs)
     stay = kept_runs(found, train.retention, last)
     gone = [run for run in found if run.state == "unfinished" and run.name not in stay]

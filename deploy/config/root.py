@@ -226,6 +226,13 @@ class Settings(Section):
         scorer, scoring = self.evaluation.scorer, self.feedback.scoring
         if scorer in ("judge", "pairwise") and scoring.judge is None:
             raise ValueError(f"evaluation.scorer={scorer} needs a judge: set feedback.scoring.judge")
+        weight = scoring.model.weight * self.train.reward_weights.get("model", 1.0) if scoring.model else 0.0
+        sampled = self.train.reward is None and not self.train.algorithm.is_offline and self.cycle.recipe != "offline"
+        if scorer == "reward_model" and self._fixed_reward_model and weight and sampled:
+            raise ValueError(
+                "evaluation.scorer=reward_model: feedback.scoring.model rewards training too, so that the gate would "
+                "measure what was optimised: set feedback.scoring.model.weight to 0, or take another scorer"
+            )
         if scorer == "reward_model" and not self._fixed_reward_model and not self.evaluation.holdout:
             raise ValueError(
                 "evaluation.scorer=reward_model scores by a reward model of feedback on prompts that no policy learned "
@@ -259,7 +266,8 @@ class Settings(Section):
         trained = scoring.human.model or ClassifierConfig(name=TRAINED)
         folder = str(store.get(pointer.version).path)
         model = ClassifierConfig(**trained.model_dump(exclude={"name", "revision", "label"}), name=folder)
-        return Sources(reward_model=model, version=pointer.version)
+        agreement = store.get(pointer.version).metrics.get("agreement")
+        return Sources(reward_model=model, version=pointer.version, agreement=agreement)
 
     def _check_stages(self, recipe: list[RecipeStage]) -> None:
         for i, stage in enumerate(recipe):

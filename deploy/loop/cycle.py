@@ -219,7 +219,9 @@ class _Cycle:
         label = label or stage.label
         plain = f"cycle-{self.record.number:06d}"
         own = plain if label == "train" else f"{plain}-{label}"
-        run = self.record.run = own if before is None else str(before.run)
+        run = own if before is None else str(before.run)
+        if label == stage.label:  # what a later cycle may go on with
+            self.record.run = run
         if before is not None and before.result is not None:
             self.record.stages.append(before.model_copy(update={"seconds": 0.0}))
             return before.result
@@ -242,6 +244,7 @@ class _Cycle:
         """
         stores, called = self.settings.stores(), "evaluation-reward-model" if held_out else "reward-model"
         store = stores.evaluation_reward_models if held_out else stores.reward_models
+        label = called if held_out else stage.label
 
         def rewards() -> int | None:
             pointer = store.serving()
@@ -250,14 +253,13 @@ class _Cycle:
         trained = [
             record.feedback
             for record in load_all(self.settings)
-            if any(stage.name.startswith(called) and stage.ok for stage in record.stages)
+            if any(done.name == label and done.ok for done in record.stages)
         ]
         marked = rewards() is None and store.serving() is not None
         least = self.settings.of_stage(stage).train.reward_model.min_new_feedback
         new, why = _new(self.record.feedback, trained), ""
         if before is not None or (refresh and (new >= least or marked)):
             arguments = ("--reward-model", *(["--held-out"] if held_out else []))
-            label = called if held_out else stage.label
             why = self._train(stage, policy, before, *arguments, label=label)["reason"]
             self.say(why)
         version = rewards()

@@ -13,6 +13,7 @@ from deploy.loop.preflight import reward_of
 from deploy.loop.records import CycleRecord, Stage, load_all
 from feedback.config import ScoringConfig
 from serve.policies.retention import retraining_parent
+from serve.policies.store import PolicyError
 from train.config.training import TrainConfig
 from train.run.resume_settings import differing_settings, hindrances, started
 from train.run.unfinished import kept
@@ -92,7 +93,10 @@ def _to_keep(
             return found, "; ".join(why)  # what came behind it started from something else
         found.append(there)
         if candidate := (there.result or {}).get("candidate"):
-            clean, parent = retraining_parent(store, candidate), candidate
+            try:
+                clean, parent = retraining_parent(store, candidate), candidate
+            except PolicyError as error:  # removed by hand, or damaged
+                return [], str(error)
             if clean is None or clean.version != candidate:
                 return [], f"an erasure has reached policy {candidate}"
     return found, ""

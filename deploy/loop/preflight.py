@@ -22,6 +22,7 @@ NO_REWARD = (
     "train.reward is null, and feedback.scoring has no rule, model or judge with a weight: training needs something "
     "that rewards its responses (a module:function, a rule, a reward model, or a judge)"
 )
+NEED_ANSWERS = ("exact_match", "numeric_equality")
 NO_POLICY = (
     "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: set cycle.recipe to "
     "rlhf, which trains a reward model too, and train.algorithm.name to an algorithm of policies"
@@ -39,16 +40,24 @@ def check(settings: Settings) -> None:
             f"evaluation.suite: there is no file {suite}; the gate needs held-out items to judge by: write it, or set "
             "evaluation.holdout, and the cycle draws one from traffic"
         )
+    elif not suite.is_file() and settings.evaluation.scorer in NEED_ANSWERS:
+        problems.append(
+            f"evaluation.scorer={settings.evaluation.scorer} needs each item's answer, there is no suite {suite}, and "
+            "one that a cycle draws from traffic has none: write it, or set evaluation.scorer to reward_model, judge, "
+            "pairwise or your own function"
+        )
     if not settings.train.algorithm.trains_policy:
         problems.append(NO_POLICY)
     store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))
-    # the cycle trains the reward model, or takes an algorithm
-    later = settings.cycle.trains_reward_model or settings.cycle.recipe == "offline"
-    staged = [settings.of_stage(stage) for stage in settings.cycle.stages if stage.stage == "train"]
-    found = dict.fromkeys(one for own in staged for one in training_problems(own))
-    problems += [one for one in found if not (later and one == NO_REWARD)]
+    later = settings.cycle.recipe in ("auto", "offline")  # the cycle takes an algorithm, or what rewards
+    for stage in settings.cycle.stages:
+        if stage.stage == "reward-model":
+            later = True
+            continue
+        found = training_problems(settings.of_stage(stage))
+        problems += [one for one in found if one not in problems and not (later and one == NO_REWARD)]
     if settings.evaluation.scorer not in JUDGING:
         problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
     if problems:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from deploy.config.root import RecipeStage, Settings
 from deploy.loop.preflight import reward_of
 from evaluation.suites.held_out import HeldOut
+from feedback.datasets import count_given
 from feedback.events import EARLIER_TURN
 from feedback.schema import IMPORTED
 from train.config.training import TrainConfig
@@ -79,12 +80,13 @@ def choose(settings: Settings) -> Choice:
     people = scoring.human.weight > 0 and train.reward is None and train.reward_weights.get("human") != 0
     if people and settings.resolved().feedback.scoring.human.model is not None:
         return _chosen(settings, "rlhf", "there is a reward model")
-    said = settings.lake().counts()["feedback"]
+    said = count_given(settings.lake())
     if people and counts[ANY] >= needed and said >= model.min_new_feedback:
         return _chosen(settings, "rlhf", f"{counts[ANY]} judged responses are enough for a reward model ({found})")
     if reward_of(settings) is not None:
         rules = train.reward is not None or any(rule.weight for rule in scoring.rules.values())
-        recipe = "rlvr" if rules else "rlaif" if scoring.judge and scoring.judge.weight else None
+        judged_by = scoring.judge is not None and scoring.judge.weight * train.reward_weights.get("judge", 1.0)
+        recipe = "rlvr" if rules else "rlaif" if judged_by else None
         return _chosen(settings, recipe, "what else rewards responses, as there is no reward model of people's yet")
     algorithm = _most(counts)
     least = _needed(train.data.min_prompts, train.data.held_out_share)

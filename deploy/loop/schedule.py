@@ -106,7 +106,9 @@ class Scheduler:
 
     def _cycle(self) -> None:
         limits = self._settings.cycle
-        most = limits.score_timeout_s + limits.train_timeout_s + limits.evaluate_timeout_s + limits.swap_timeout_s
+        trainings = max(len(limits.stages), 2) + 1  # `auto` may be two stages; and a reward model to evaluate by
+        most = 2 * (limits.score_timeout_s + limits.evaluate_timeout_s) + trainings * limits.train_timeout_s
+        most += limits.swap_timeout_s
         most += self._settings.serve.fleet.longest_canary_s
         # It needs its stage's grace, and time to write its record.
         code = self._run_child(_CYCLE, ["cycle"], log="cycles.log", grace=2 * limits.stop_grace_s, most=most + 600.0)

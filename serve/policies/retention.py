@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -48,6 +48,7 @@ class Kept:
         if pointer is not None and not self.rewards:
             clean, untouched = retraining_parent(store, pointer.version), untouched_ancestor(store, pointer.version)
         serves, did = ("rewards", "rewarded") if self.rewards else ("serves", "served")
+        trained_from = {policy.parent for policy in found}
         for policy in found:
             version = policy.version
             for holds, reason in (
@@ -57,7 +58,7 @@ class Kept:
                 (untouched is not None and version == untouched.version, "no erasure can mark it"),
                 (version in fleet, "the fleet serves it or is moved to it"),
                 (policy.pinned is not None, f"pinned: {(policy.pinned or {}).get('why')}"),
-                (self._waits(policy, pointer.version if pointer else 0), "a candidate"),
+                (self._waits(policy, pointer.version if pointer else 0, trained_from), "a candidate"),
                 (version in newest, f"one of the last {config.keep_last}"),
                 (version in served, f"it {did} in the last {config.served_days:g} days"),
             ):
@@ -86,11 +87,13 @@ class Kept:
                 left[version] = reason
         return removed, left
 
-    def _waits(self, policy: Policy, serving: int) -> bool:
+    def _waits(self, policy: Policy, serving: int, trained_from: Collection[int | None]) -> bool:
         """Whether it is newer than what serves, and may yet be judged or promoted."""
         if self.rewards:  # its run has judged it, and has yet to have it reward
             return policy.version > serving and bool(policy.metrics.get("keep"))
-        return policy.version > serving and (policy.gate is None or policy.gate.get("verdict") == "pass")
+        if policy.gate is None:  # one that another was trained from is a stage of a recipe
+            return policy.version > serving and policy.version not in trained_from
+        return policy.version > serving and policy.gate.get("verdict") == "pass"
 
 
 def retraining_parent(store: PolicyStore, version: int) -> Policy | None:
@@ -108,12 +111,22 @@ def retraining_parent(store: PolicyStore, version: int) -> Policy | None:
             with suppress(PolicyError):  # withdrawn meanwhile, or damaged
                 policy, last = store.get(later), line[-1].version
                 gate = policy.gate or {}
-                if policy.parent == gate.get("incumbent") == last and gate["verdict"] == "pass" and not policy.marked:
+                passed = gate.get("incumbent") == last and gate["verdict"] == "pass" and not policy.marked
+                if passed and _trained_from(store, policy, last):
                     line.append(policy)
         for policy in reversed(line):
             if policy.pruned is None:
                 return policy
     return None
+
+
+def _trained_from(store: PolicyStore, policy: Policy, ancestor: int) -> bool:
+    """Whether its line leads to an ancestor over nothing but unmarked stages of a recipe, which no gate has judged."""
+    while policy.parent is not None and policy.parent > ancestor:
+        policy = store.get(policy.parent)
+        if policy.marked or policy.gate is not None:
+            return False
+    return policy.parent == ancestor
 
 
 def untouched_ancestor(store: PolicyStore, version: int) -> Policy | None:

@@ -251,7 +251,10 @@ def test_a_scorer_with_what_it_needs_is_taken(tmp_path: Path) -> None:
     assert held_out.trains_reward_model_to_evaluate
     assert held_out.evaluation_sources().none_yet == "train it: millrace train --reward-model --held-out"
     own = [("evaluation.scorer", "reward_model"), ("feedback.scoring.model.name", "some/model")]
-    fixed = root.load(None, [home, *own], {})
+    with pytest.raises(ConfigError, match=r"rewards training too.*set feedback\.scoring\.model\.weight to 0"):
+        root.load(None, [home, *own], {})
+    assert not root.load(None, [home, *own, ("train.algorithm.name", "dpo")], {}).trains_reward_model_to_evaluate
+    fixed = root.load(None, [home, *own, ("feedback.scoring.model.weight", "0")], {})
     assert not fixed.trains_reward_model_to_evaluate
     model = fixed.evaluation_sources().reward_model
     assert model is not None

@@ -68,29 +68,36 @@ def publish_reward_model(
         lambda aside: shutil.copytree(folder, aside, dirs_exist_ok=True),
         parent=before,
         lineage=lineage_of(config, context, start, data, erased) | {"policy": parent.version},
-        metrics=metrics_of(history) | verdict(agreement(judged, line), before, agreed),
+        metrics=metrics_of(history)
+        | verdict(agreement(judged, line), before, agreed, decides=config.data.holdout_side == "slice"),
     )
     shutil.rmtree(folder)
     return version
 
 
-def verdict(agrees: Sequence[float], before: int | None, agreed: Sequence[float]) -> dict[str, Any]:
+def verdict(
+    agrees: Sequence[float], before: int | None, agreed: Sequence[float], *, decides: bool = False
+) -> dict[str, Any]:
     """{agreement, compared, keep, why}: how many held-out judgements agree with the scores, and whether these reward.
 
     Args:
         agrees: per held-out judgement 1, 0, or 0.5 for equal scores.
         before: the version that rewards, if there is one.
         agreed: what ``agrees`` is of that version; empty if there is none.
+        decides: the gate scores by it, so that the first one must be shown to be better than a coin.
     """
-    found: dict[str, Any] = {"agreement": None, "compared": None, "keep": before is None}
+    found: dict[str, Any] = {"agreement": None, "compared": None, "keep": before is None and not decides}
     if not agrees:
-        found["why"] = "nothing was held out to compare by" if before else "the first one; nothing was held out"
+        first = "" if decides or before else "the first one; "
+        found["why"] = f"{first}nothing was held out to compare by"
         return found
     _, low, high = wilson(round(sum(agrees)), len(agrees), confidence=_CONFIDENCE)
     mean = sum(agrees) / len(agrees)
-    found["keep"] = before is None and high >= 0.5
+    found["keep"] = before is None and (low > 0.5 if decides else high >= 0.5)
     found["agreement"] = {"value": mean, "low": low, "high": high, "judgements": len(agrees)}
     found["why"] = f"agrees with {mean:.1%} [{low:.1%}, {high:.1%}] of {len(agrees)} held-out judgements"
+    if before is None and not found["keep"]:
+        found["why"] += ": not shown to be better than a coin" if decides else ": worse than a coin"
     if agreed:
         difference, low, high = paired_bootstrap(agrees, agreed, confidence=_CONFIDENCE, resamples=2000, seed=1)
         found["compared"] = {"version": before, "difference": difference, "low": low, "high": high}

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -411,6 +412,24 @@ def test_what_was_trained_and_not_judged_is_taken_over_where_that_is_safe(
     killed(settings, 1, **trained)
     store.record_erasure(2, certainty="yes", why="w", retrain=True)
     assert found() is None, "an erasure has reached what it trained"
+    shutil.rmtree(store.root / "v000002")
+    assert found() is None, "it was removed"
+
+
+def test_a_suite_drawn_from_traffic_is_refused_where_the_scorer_needs_answers(home_with_policy: Settings) -> None:
+    settings = changed(home_with_policy, ("evaluation.holdout", "0.2"), ("evaluation.scorer", "exact_match"))
+    check(settings)
+    settings.path(settings.evaluation.suite).unlink()
+    with pytest.raises(ConfigError, match=r"exact_match needs each item's answer"):
+        check(settings)
+
+
+def test_only_stages_behind_the_training_of_a_reward_model_may_be_without_a_reward(home_with_policy: Settings) -> None:
+    settings = changed(home_with_policy, ("feedback.scoring.rules.exact.weight", "0"))
+    sample, model = "{stage: train, name: a}", "{stage: reward-model}"
+    check(changed(settings, ("cycle.recipe", f"[{model}, {sample}]")))
+    with pytest.raises(ConfigError, match="something that rewards its responses"):
+        check(changed(settings, ("cycle.recipe", f"[{sample}, {model}, {{stage: train, name: b}}]")))
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:

@@ -169,6 +169,23 @@ def test_while_a_marked_policy_serves_training_goes_on_from_what_is_better_than_
     assert retraining_parent(store, 3) == store.get(7)
 
 
+def test_of_a_recipe_of_several_stages_the_last_policy_is_what_to_go_on_from_and_the_others_are_no_candidates(
+    store: PolicyStore,
+) -> None:
+    filled(store, 3)
+    serve(store, 3)
+    stages = [publish(store, float(parent), parent=parent) for parent in (3, 4)]
+    assert Kept(store, LAST).reasons().keys() == {3, 5}, "4 is a stage of 5"
+    store.record_gate(5, {"verdict": "fail", "incumbent": 3})
+    store.record_erasure(3, certainty="yes", why="w", retrain=True)
+    again = [publish(store, float(parent), parent=parent) for parent in (2, 6)]
+    store.record_gate(7, {"verdict": "pass", "incumbent": 2})
+    assert (stages, again) == ([4, 5], [6, 7])
+    assert retraining_parent(store, 3) == store.get(7)
+    store.record_erasure(6, certainty="yes", why="w", retrain=True)
+    assert retraining_parent(store, 3) == store.get(2)
+
+
 def test_what_a_fleet_is_moved_to_is_kept(store: PolicyStore) -> None:
     filled(store, 4)
     serve(store, 4)
