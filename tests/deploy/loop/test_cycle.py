@@ -107,6 +107,7 @@ def test_a_cycle_without_a_suite_draws_one_of_the_held_out_slice_as_soon_as_ther
     settings = changed(
         home_with_policy,
         ("evaluation.holdout", "0.5"),
+        ("evaluation.scorer", "repetition_penalty"),
         ("evaluation.suite_items", "70"),
         ("cycle.min_new_rewards", "0"),
         ("train.data.min_prompts", "1000"),
