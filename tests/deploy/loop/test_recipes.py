@@ -85,6 +85,34 @@ def test_each_stage_of_ones_own_has_its_settings_and_those_of_all(tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "outer", "own", "lengths"),
+    [
+        ("{name: dr_grpo}", 64, "{rollout: {max_tokens: 512}}", (512, 0)),
+        ("{name: rloo}", 64, "{rollout: {max_tokens: 512}}", (512, 0)),
+        ("{name: remax}", 64, "{rollout: {max_tokens: 512}}", (512, 0)),
+        ("{aggregation: constant_length}", 64, "{rollout: {max_tokens: 512}}", (512, 0)),
+        ("{name: dapo}", 1000, "{rollout: {max_tokens: 100}}", (None, 20)),
+        ("{name: dr_grpo}", 64, "{steps: 3}", (64, 0)),
+        ("{name: dr_grpo, max_tokens: 50}", 64, "{rollout: {max_tokens: 512}}", (50, 0)),
+        ("{name: dr_grpo}", 64, "{rollout: {max_tokens: 512}, algorithm: {max_tokens: 64}}", (64, 0)),
+        ("{name: dapo, overlong_buffer: 0}", 1000, "{rollout: {max_tokens: 100}}", (None, 0)),
+    ],
+)
+def test_lengths_that_nobody_set_follow_from_the_longest_response_of_the_stage(
+    tmp_path: Path, algorithm: str, outer: int, own: str, lengths: tuple[int | None, int]
+) -> None:
+    settings = load(
+        ("home", str(tmp_path)),
+        ("train.algorithm", algorithm),
+        ("train.rollout.max_tokens", str(outer)),
+        ("cycle.recipe", f"[{{stage: train, set: {own}}}]"),
+    )
+    for each in (settings, root.load(settings.snapshot(), environment={})):
+        found = each.of_stage(each.cycle.stages[0]).train.algorithm
+        assert (found.max_tokens, found.overlong_buffer) == lengths
+
+
+@pytest.mark.parametrize(
     ("own", "named"),
     [
         ("[{stage: trian}]", r"^cycle\.recipe\.0\.stage: Input should be 'train' or 'reward-model', not 'trian'"),
