@@ -233,6 +233,16 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _judges_by_another_reward_model_than_it_trains_by(self) -> Settings:
+        trained, judging = self.train.reward_model.folder, self.evaluation.reward_model_folder
+        if self.path(trained).resolve() == self.path(judging).resolve():
+            raise ValueError(
+                f"evaluation.reward_model_folder={judging} and train.reward_model.folder={trained} are one folder: the "
+                "reward model that evaluation scores by would reward training too; set another"
+            )
+        return self
+
     @property
     def _fixed_reward_model(self) -> bool:
         """Whether evaluation scores by a model that Millrace does not train."""

@@ -63,6 +63,16 @@ def test_what_a_recipe_can_not_work_with_is_refused_by_name(options: list[tuple[
         load(*options)
 
 
+@pytest.mark.parametrize("folder", ["reward_models", "./reward_models", "other/../reward_models"])
+def test_evaluation_never_scores_by_the_reward_model_that_rewards_training(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.reward_model_folder=.*reward_models.* are one folder"):
+        load(
+            ("home", str(tmp_path)),
+            ("train.reward_model.folder", "reward_models"),
+            ("evaluation.reward_model_folder", folder),
+        )
+
+
 OWN = """
 - {stage: train, name: sft, set: {algorithm: {name: sft, thumbs_up: true}, steps: 7}}
 - {stage: reward-model, set: {reward_model: {steps: 9}}}
