@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 
 from feedback.settings_base import FUNCTION, Address, FunctionName, Identifier, MemorySize, Secret, Section
 
@@ -456,6 +456,16 @@ class JudgeConfig(Section):
         default_factory=dict, description="More fields of the request, or null for one that must not be sent."
     )
     cache: str = Field(default="judge", description="Folder where verdicts are kept, so that none is paid twice.")
+
+    @field_validator("api_key")
+    @classmethod
+    def _can_be_sent(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is None:
+            return None
+        key = value.get_secret_value().strip()  # a mounted file ends with a line end
+        if not re.fullmatch(r"[\x21-\x7e]+", key):
+            raise ValueError("a key is one word of printable ASCII characters, and this one is not: put the key alone")
+        return SecretStr(key)
 
     @model_validator(mode="after")
     def _range(self) -> Self:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
 
@@ -20,10 +21,13 @@ from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_si
 from serve.policies.store import PolicyStore
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from rich.progress import TaskID
 
+    from evaluation.best_of import Chooser
     from evaluation.results import Evaluation
     from train.context import JobResult
+    from train.data.rewards import RewardSettings
 
 _LINE_SECONDS: Final = 5.0
 _REASONS_SHOWN: Final = 3
@@ -191,7 +195,6 @@ def print_result(result: JobResult) -> int:
 def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
     """Compare policy CANDIDATE (by default the newest) with the one that serves, and apply the gate."""
     from deploy.loop.preflight import judging_problems, reward_of
-    from evaluation.best_of import Chooser
     from evaluation.evaluate import evaluate as compare
     from evaluation.gate import decide
     from evaluation.suites.suite import Suite
@@ -208,10 +211,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         click.echo(f"policy {candidate} against policy {incumbent} on {len(suite.items)} items of {config.suite}")
         chooser = None
         if config.best_of and (rewarded_by := reward_of(settings)) is not None:
-            from train.data.rewards import Reward
-
-            reward = Reward(rewarded_by, settings.train.step_timeout_s)
-            chooser = Chooser(reward.scorer, lambda rows: reward(rows).values)
+            chooser = _chooser(rewarded_by, settings.train.step_timeout_s)
         policies, sources = (store.verify(candidate), store.verify(incumbent)), settings.evaluation_sources()
         evaluation = compare(*policies, suite, config, config.folder, sources, chooser=chooser)
     file = evaluation.save(config.folder)
@@ -262,6 +262,22 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
         record = run_cycle(settings, say=click.echo)
     write_result(record.model_dump(mode="json"), json_out)
     return 1 if record.status == "failed" else 0
+
+
+def _chooser(rewarded_by: RewardSettings, timeout_s: float) -> Chooser:
+    """Of best-of-n, by what training optimises. If that can't be loaded, it says so when it is asked."""
+    from evaluation.best_of import Chooser
+    from train.data.rewards import Reward, RewardError
+
+    try:
+        reward = Reward(rewarded_by, timeout_s)
+    except RewardError as error:
+        return Chooser("none", partial(_refuse, error))
+    return Chooser(reward.scorer, lambda rows: reward(rows).values)
+
+
+def _refuse(why: RuntimeError, _: pa.Table) -> NoReturn:
+    raise why
 
 
 def _best_of_lines(evaluation: Evaluation) -> Iterator[str]:

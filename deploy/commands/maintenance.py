@@ -168,7 +168,10 @@ def erase(
     click.echo(f"erased: {_counted(done.rows)} in {done.seconds:.1f} s")
     suite = settings.path(settings.evaluation.suite)
     if settings.evaluation.holdout and suite.exists():
-        click.echo(f"{suite} may hold prompts that were theirs: draw it again with `millrace suite sample --replace`")
+        click.echo(
+            f"{suite} may hold prompts that were theirs: draw it again with `millrace suite sample --replace`; so may "
+            f"what came of it, for you to remove: {resolved.evaluation.folder} (its cache too), and reports"
+        )
     if done.damaged:
         click.echo(f"removed {done.damaged} damaged journal segments that had been put aside")
     for path in done.left:

@@ -66,15 +66,22 @@ def _home_of(model: str, settings: Settings, ctx: click.Context, say: Callable[[
     from deploy import initialise
     from deploy.loop import promotion
 
-    if settings.policy_store().serving() is None:
-        initialise.initialise(settings, model, revision=None, who=promotion.person())
-        say(f"made {settings.home}: policy 1 is {model}")
-    else:
-        initialise.require_made_from(settings, model)
-    if ctx.find_root().params["file"] is None and initialise.write_config(settings, DEFAULT_FILE):
+    written = ctx.find_root().params["file"] is None and initialise.write_config(settings, DEFAULT_FILE)
+    try:
+        # Before there is a home: the options may contradict the file.
+        loaded = root.load(None, ctx.meta["millrace.options"]) if written else settings
+        if settings.policy_store().serving() is None:
+            initialise.initialise(settings, model, revision=None, who=promotion.person())
+            say(f"made {settings.home}: policy 1 is {model}")
+        else:
+            initialise.require_made_from(settings, model)
+    except BaseException:
+        if written:
+            DEFAULT_FILE.unlink()
+        raise
+    if written:
         say(f"wrote {DEFAULT_FILE}: the settings that matter most; `millrace config reference` prints all")
-        settings = root.load(None, ctx.meta["millrace.options"])
-    return settings
+    return loaded
 
 
 @click.command()

@@ -240,6 +240,16 @@ class Settings(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _judges_by_another_reward_model_than_it_trains_by(self) -> Settings:
+        trained, judging = self.train.reward_model.folder, self.evaluation.reward_model_folder
+        if self.path(trained).resolve() == self.path(judging).resolve():
+            raise ValueError(
+                f"evaluation.reward_model_folder={judging} and train.reward_model.folder={trained} are one folder: the "
+                "reward model that evaluation scores by would reward training too; set another"
+            )
+        return self
+
     @property
     def _fixed_reward_model(self) -> bool:
         """Whether evaluation scores by a model that Millrace does not train."""
@@ -287,6 +297,9 @@ class Settings(Section):
         own, values = stage.set.get("algorithm"), self.train.model_dump()
         if isinstance(own, dict) and own.get("name", self.train.algorithm.name) != self.train.algorithm.name:
             del values["algorithm"]  # what is set there is of another algorithm
+        else:  # a length that follows from the others' max_tokens follows from the stage's own; a snapshot has both set
+            follows = self.train.algorithm.lengths(self.train.rollout.max_tokens)
+            values["algorithm"] = {k: v for k, v in values["algorithm"].items() if follows.get(k) != v}
         try:
             train = TrainConfig.model_validate(overlaid(values, stage.set))
             if stage.stage == "reward-model":

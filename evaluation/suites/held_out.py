@@ -130,11 +130,11 @@ class HeldOut:
         """An item as the chat template writes it; None if there is no template, or it takes no such messages."""
         return self._render(_messages(item))
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, to_answer: bool = True) -> str | None:
         if self.policy is None or not self._tokenizer.chat_template:
             return None
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=to_answer))
         except Exception:  # noqa: BLE001  a template is a program, which may raise anything; then traffic can't have the item so either
             return None
 
@@ -177,7 +177,12 @@ class HeldOut:
             (n for n in range(min(len(first), len(second))) if first[-1 - n] != second[-1 - n]),
             min(len(first), len(second)),
         )
-        return first[len(first) - common :], after
+        before = first[len(first) - common :]
+        # The end of a turn before it isn't part of it: where the template puts a system's message of its own first, and
+        # a client renders none, nothing stands before the user's.
+        _, _, unanswered = (self._render([user], to_answer=False) or "").rpartition(_SENTINEL)
+        end = next((after[:n] for n in range(len(after), 0, -1) if unanswered.startswith(after[:n])), "")
+        return before.removeprefix(end) or before, after
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -111,6 +111,19 @@ def test_a_model_is_all_that_an_empty_folder_needs_to_be_served_with_the_loop_op
     initialise.require_made_from(settings, str(model))
 
 
+def test_options_that_contradict_the_file_it_would_write_are_refused_before_anything_is_written(
+    model: Path, tmp_path: Path
+) -> None:
+    command = millrace("up", str(model), "--evaluation.holdout", "0")
+    for _ in range(2):
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=120, env=child_environment())
+        assert refused.returncode == 2, refused.stderr
+        assert "evaluation.scorer=reward_model" in refused.stderr
+        assert "evaluation.holdout is 0" in refused.stderr
+    assert not Path("millrace.yaml").exists()
+    assert not Path("home").exists()
+
+
 def test_what_is_off_is_listed_with_how_to_switch_it_on_and_what_is_on_is_not(home_with_policy: Settings) -> None:
     rule = ("feedback.scoring.rules.exact.weight", "0")
     off = root.load(home_with_policy.snapshot(), [("evaluation.suite", "none.jsonl"), rule], {})

@@ -263,12 +263,21 @@ class AlgorithmConfig(Section):
 
     def with_lengths(self, max_tokens: int) -> AlgorithmConfig:
         """What is unset and depends on the longest response that is sampled, set."""
-        lengths: dict[str, int] = {}
-        if self.aggregation == "constant_length" and self.max_tokens is None:
-            lengths["max_tokens"] = max_tokens
-        if self.name == "dapo" and "overlong_buffer" not in self.model_fields_set:
-            lengths["overlong_buffer"] = max_tokens // 5  # of the paper's 20480 tokens, 4096
+        lengths = self.lengths(max_tokens)
+        if self.max_tokens is not None:
+            lengths.pop("max_tokens", None)
+        if "overlong_buffer" in self.model_fields_set:
+            lengths.pop("overlong_buffer", None)
         return self.model_copy(update=lengths)
+
+    def lengths(self, max_tokens: int) -> dict[str, int]:
+        """What the longest response that is sampled makes of settings that depend on it, where they are unset."""
+        lengths: dict[str, int] = {}
+        if self.aggregation == "constant_length":
+            lengths["max_tokens"] = max_tokens
+        if self.name == "dapo":
+            lengths["overlong_buffer"] = max_tokens // 5  # of the paper's 20480 tokens, 4096
+        return lengths
 
     def check_proximal(self, *, clips: bool) -> None:
         """Raise ValueError if a clip is all that would correct for other policies' samples, and there is none.

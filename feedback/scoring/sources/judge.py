@@ -115,6 +115,7 @@ class Judge:
                     answers[text] = score = await self._ask(client, text)
                     self._cache.keep(keys[text], score)
                 except (NoScoreError, _FailedError) as error:
+                    error.args = (self._without_key(str(error)),)
                     answers[text] = error
 
         headers = {}
@@ -220,10 +221,12 @@ class Judge:
         score = {"type": "integer" if whole else "number", "minimum": low, "maximum": high}
         return f'Give a score from {low} (worst) to {high} (best), as JSON: {{"score": <number>}}', {"score": score}
 
+    def _without_key(self, why: str) -> str:
+        """A reason, which is kept in files and logs, with the key masked: a server or a library may repeat it."""
+        return why if self.config.api_key is None else why.replace(self.config.api_key.get_secret_value(), "***")
+
     def _refused(self, status: int, headers: httpx.Headers, body: bytes) -> Exception:
         why = f"HTTP {status}{_error_in(body)}"
-        if self.config.api_key is not None:
-            why = why.replace(self.config.api_key.get_secret_value(), "***")
         if status in _MAY_PASS or status >= 500:
             wait = min(_retry_after(headers), self.config.max_backoff_s)
             self._not_before = max(self._not_before, time.monotonic() + wait)

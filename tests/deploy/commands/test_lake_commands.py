@@ -158,6 +158,19 @@ def test_erase_needs_to_know_what(arguments: list[str], run: Callable[..., tuple
     assert "nothing to erase" in err or "by its id alone" in err
 
 
+def test_erase_names_all_that_may_hold_prompts_of_a_suite_that_was_drawn_from_traffic(
+    lake: Lake, home_with_policy: Settings, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    put(lake, "interactions", interaction("his", user="zaphod"))
+    code, out, err = run("erase", "--user", "zaphod", "--yes", "--evaluation.holdout", "0.1")
+    assert code == 0, err
+    (line,) = [line for line in out.splitlines() if "may hold prompts that were theirs" in line]
+    for kept in (home_with_policy.evaluation.suite, home_with_policy.evaluation.folder):
+        assert str(home_with_policy.path(kept)) in line
+    assert "cache" in line
+    assert "reports" in line
+
+
 def test_erase_lists_the_policies_that_the_rows_went_into(
     lake: Lake,
     home_with_policy: Settings,

@@ -63,6 +63,16 @@ def test_what_a_recipe_can_not_work_with_is_refused_by_name(options: list[tuple[
         load(*options)
 
 
+@pytest.mark.parametrize("folder", ["reward_models", "./reward_models", "other/../reward_models"])
+def test_evaluation_never_scores_by_the_reward_model_that_rewards_training(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"evaluation\.reward_model_folder=.*reward_models.* are one folder"):
+        load(
+            ("home", str(tmp_path)),
+            ("train.reward_model.folder", "reward_models"),
+            ("evaluation.reward_model_folder", folder),
+        )
+
+
 OWN = """
 - {stage: train, name: sft, set: {algorithm: {name: sft, thumbs_up: true}, steps: 7}}
 - {stage: reward-model, set: {reward_model: {steps: 9}}}
@@ -82,6 +92,34 @@ def test_each_stage_of_ones_own_has_its_settings_and_those_of_all(tmp_path: Path
     assert settings.feedback.scoring.human.model.name == TRAINED
     for stage in (settings, *map(settings.of_stage, settings.cycle.stages)):  # as child processes read them
         assert root.load(stage.snapshot(), environment={}) == stage
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "outer", "own", "lengths"),
+    [
+        ("{name: dr_grpo}", 64, "{rollout: {max_tokens: 512}}", (512, 0)),
+        ("{name: rloo}", 64, "{rollout: {max_tokens: 512}}", (512, 0)),
+        ("{name: remax}", 64, "{rollout: {max_tokens: 512}}", (512, 0)),
+        ("{aggregation: constant_length}", 64, "{rollout: {max_tokens: 512}}", (512, 0)),
+        ("{name: dapo}", 1000, "{rollout: {max_tokens: 100}}", (None, 20)),
+        ("{name: dr_grpo}", 64, "{steps: 3}", (64, 0)),
+        ("{name: dr_grpo, max_tokens: 50}", 64, "{rollout: {max_tokens: 512}}", (50, 0)),
+        ("{name: dr_grpo}", 64, "{rollout: {max_tokens: 512}, algorithm: {max_tokens: 64}}", (64, 0)),
+        ("{name: dapo, overlong_buffer: 0}", 1000, "{rollout: {max_tokens: 100}}", (None, 0)),
+    ],
+)
+def test_lengths_that_nobody_set_follow_from_the_longest_response_of_the_stage(
+    tmp_path: Path, algorithm: str, outer: int, own: str, lengths: tuple[int | None, int]
+) -> None:
+    settings = load(
+        ("home", str(tmp_path)),
+        ("train.algorithm", algorithm),
+        ("train.rollout.max_tokens", str(outer)),
+        ("cycle.recipe", f"[{{stage: train, set: {own}}}]"),
+    )
+    for each in (settings, root.load(settings.snapshot(), environment={})):
+        found = each.of_stage(each.cycle.stages[0]).train.algorithm
+        assert (found.max_tokens, found.overlong_buffer) == lengths
 
 
 @pytest.mark.parametrize(

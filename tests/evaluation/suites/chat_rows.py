@@ -13,6 +13,10 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+WITH_DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + TEMPLATE
+)
+"""As Qwen's: a conversation without a system's message gets the template's own."""
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:

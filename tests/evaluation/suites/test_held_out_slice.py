@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from evaluation.suites.held_out import IN_SLICE, NOT_IN_SLICE, HeldOut, position
-from tests.evaluation.suites.chat_rows import chat, make_tokenizer, rendered, text, token_ids, turns
+from evaluation.suites.suite import Item
+from tests.evaluation.suites.chat_rows import (
+    WITH_DEFAULT_SYSTEM,
+    chat,
+    make_tokenizer,
+    rendered,
+    text,
+    token_ids,
+    turns,
+)
 
 ASKED = "What is 2 + 2?"
 TALK = [("user", ASKED), ("assistant", "4"), ("user", "Sure?"), ("assistant", "Yes"), ("user", "Why?")]
@@ -49,6 +58,19 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("how", FORMS)
 def test_a_prompt_and_all_turns_of_its_conversation_are_on_one_side_however_they_come(how: str, policy: Path) -> None:
     assert HeldOut(policy=policy, share=0.5).opening(FORMS[how]) == "what is 2 + 2?"
+
+
+@pytest.mark.parametrize("ends", ["", "{% if not add_generation_prompt %}<eos>{% endif %}"])
+def test_prompts_rendered_without_the_templates_own_system_message_are_known_too(ends: str, tmp_path: Path) -> None:
+    make_tokenizer(WITH_DEFAULT_SYSTEM + ends).save_pretrained(tmp_path)
+    item = Item(id="1", prompt=ASKED)
+    held_out = HeldOut(items=(item,), policy=tmp_path, share=0.5)
+    assert [held_out.opening(row) for row in FORMS.values()] == ["what is 2 + 2?"] * len(FORMS)
+    last = text(rendered(("user", "Hi"), ("assistant", "Hello"), ("user", ASKED)))
+    assert held_out.contains(text(rendered(("user", ASKED))))
+    assert held_out.contains(token_ids(rendered(("user", ASKED))))
+    assert held_out.contains(last)
+    assert not held_out.contains(text(rendered(("user", "What is 2 + 3?"))))
 
 
 @pytest.mark.parametrize(

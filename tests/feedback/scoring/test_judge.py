@@ -420,6 +420,10 @@ def test_responses_whose_judge_failed_are_judged_by_later_runs_until_it_answers_
         ({"rubric": "{response} {propmt}"}, "{propmt} stands for nothing"),
         ({"low": 5, "high": 5}, "must be less than"),
         ({"api_key": "**********"}, "the mask"),
+        ({"api_key": "sk-1 sk-2"}, "one word of printable ASCII"),
+        ({"api_key": "sk-1\r\nX-Header: 2"}, "one word of printable ASCII"),
+        ({"api_key": "sk-ключ"}, "one word of printable ASCII"),
+        ({"api_key": " \n"}, "one word of printable ASCII"),
         ({"concurrency": 0}, "greater than or equal to 1"),
     ],
 )
@@ -427,6 +431,24 @@ def test_a_judges_settings_that_can_not_work_are_refused(config, changes, says_w
     with pytest.raises(ValidationError) as error:
         JudgeConfig.model_validate(config.model_dump() | changes)
     assert says_what in str(error.value)
+
+
+def test_a_key_from_a_file_that_ends_with_a_line_end_is_sent_without_it(config):
+    with judge_server(lambda asked, _: says("5")) as server:
+        values, reasons = Judge(
+            JudgeConfig.model_validate(config.model_dump() | {"url": server.url, "api_key": "sk-1\n"})
+        ).by_row(rows("a"))
+    assert (values, reasons) == ([0.5], [None])
+    assert server.asked[0].headers["Authorization"] == "Bearer sk-1"
+
+
+@pytest.mark.parametrize("answer", [Answer(200, {"error": "no sk-secret"}), says("sk-secret is no verdict")])
+def test_no_reason_repeats_the_key(config, answer):
+    with judge_server(lambda asked, _: answer) as server:
+        values, reasons = at(config, server.url, api_key="sk-secret", attempts=1).by_row(rows("a"))
+    assert values == [None]
+    assert "***" in str(reasons[0])
+    assert "secret" not in str(reasons[0])
 
 
 def test_an_api_key_is_written_in_clear_only_where_that_is_requested(config):
