@@ -306,7 +306,9 @@ class Settings(Section):
                 train.of_reward_model()
         except ValidationError as error:
             recipe = self.cycle.recipe
-            where = f"cycle.recipe.{recipe.index(stage)}.set" if isinstance(recipe, list) else f"cycle.recipe={recipe}"
+            where = "cycle.recipe" if isinstance(recipe, list) else f"cycle.recipe={recipe}"
+            if isinstance(recipe, list) and stage in recipe:  # the one that evaluation scores by is in none
+                where += f".{recipe.index(stage)}.set"
             layers = [Layer({"train": stage.set}, where)]
             details = ({**detail, "loc": ("train", *detail["loc"])} for detail in error.errors())
             raise ConfigError("\n".join(explain(detail, layers, Settings) for detail in details)) from None
