@@ -33,7 +33,7 @@ THUMBS_ALONE = {
     "train.algorithm.group_size": "4",
     "train.data.prompts_per_step": "4",
     "train.rollout.max_tokens": "4",
-    "train.reward_model.steps": "2",
+    "train.reward_model.steps": "6",
     "train.reward_model.items_per_step": "8",
     "train.reward_model.min_items": "16",
     "train.checkpoint.every_steps": "null",
@@ -76,7 +76,8 @@ def test_thumbs_alone_turn_a_whole_cycle_whose_gate_scores_by_feedback_that_no_t
     resolved = settings.resolved()
     found = Evaluation.load(resolved.evaluation.folder / f"{record.candidate}-vs-1.json")
     assert found.scorer.startswith("reward_model@")
-    assert found.scorer_details == {"model": str(judge.path), "version": 1}
+    details = {"model": str(judge.path), "version": 1, "agreement": judge.metrics["agreement"]}
+    assert found.scorer_details == details
     assert found.n == 55
     assert 0 < found.incumbent.reward.low <= found.incumbent.reward.high < 1
     said_of = "\n".join(printed)
