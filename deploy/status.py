@@ -145,8 +145,7 @@ def _cycles(settings: Settings, status: Status) -> None:
         times = len(list(itertools.takewhile(lambda record: record.status == "failed", reversed(ended))))
         what = f"cycle {ended[-1].number} failed{f' ({times} in a row)' if times > 1 else ''}: {ended[-1].reason}"
         status.wrong(what, f"its logs are {settings.path(settings.up.logs)}/cycle-{ended[-1].number:06d}-*.log")
-    idle = [record for record in records.without_candidate(settings) if record.status != "running"]
-    if len(idle) >= records.IDLE_CYCLES:
+    if idle := records.idle_cycles(settings):
         what = f"the last {len(idle)} cycles that trained published nothing: {idle[-1].reason}"
         status.wrong(what, "fix what it says: until then nothing is learned")
 

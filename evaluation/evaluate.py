@@ -55,11 +55,11 @@ def evaluate(
     after = answers.answer(candidate, suite, config, folder, incumbent=incumbent)
     started = time.monotonic()
     kl, kl_missing = _kl(after, len(suite.items), config)
-    rate: Rate | None = None
+    rate: Rate | None
     if judging is not None:
         name, judged = judging.name, judging(scorer_batch(suite, after.table), scorer_batch(suite, before.table))
-        if (alone := judging.alone) is not None:
-            rate = lambda items, table: alone(scorer_batch(items, table))  # noqa: E731
+        alone = judging.alone
+        rate = None if alone is None else lambda items, table: alone(scorer_batch(items, table))
     else:
         assert scorer is not None
         rate = partial(score, scorer=scorer)

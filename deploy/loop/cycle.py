@@ -242,9 +242,8 @@ class _Cycle:
         Why there is none to reward by, or None if there is one. ``refresh``: not with a later stage that was killed,
         and rewarded by the one that there is. ``held_out``: the one to evaluate by, of feedback on held-out prompts.
         """
-        stores, called = self.settings.stores(), "evaluation-reward-model" if held_out else "reward-model"
+        stores, label = self.settings.stores(), "evaluation-reward-model" if held_out else stage.label
         store = stores.evaluation_reward_models if held_out else stores.reward_models
-        label = called if held_out else stage.label
 
         def rewards() -> int | None:
             pointer = store.serving()

@@ -71,6 +71,12 @@ def without_candidate(settings: Settings) -> list[CycleRecord]:
     return trained[last + 1 :]
 
 
+def idle_cycles(settings: Settings) -> list[CycleRecord]:
+    """Those of ``without_candidate`` that have ended, if they are so many that it is worth a warning."""
+    ended = [record for record in without_candidate(settings) if record.status != "running"]
+    return ended if len(ended) >= IDLE_CYCLES else []
+
+
 def close_dead(settings: Settings, say: Callable[[str], None]) -> None:
     """Cycles that are still 'running' while we hold the lock have died."""
     for record in load_all(settings):

@@ -7,30 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
 
 from evaluation.suites.held_out import HELD_OUT, HeldOut, conversation
 from evaluation.suites.suite import SuiteError
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
-from serve.policies.store import MANIFEST
 from tests.evaluation.suites.chat_rows import chat, make_tokenizer, rendered, text, token_ids, turns
 from tests.feedback.feedback_rows import interaction, put, reward, said
 from train import dataflows
 from train.config.training import TrainConfig
 
 ITEM, TALK = "What is 2 + 2?", [("user", "Hello"), ("assistant", "Hi"), ("user", "yes")]
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Config and tokenizer of a model; reading needs no weights."""
-    folder = tmp_path_factory.mktemp("policy")
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    Qwen3Config(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(folder)
-    (folder / MANIFEST).write_text(json.dumps({"version": 1}))
-    return folder
 
 
 @pytest.fixture(scope="module")

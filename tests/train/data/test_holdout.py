@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, Qwen3Config
+from transformers import AutoTokenizer
 
 from evaluation.suites.held_out import HELD_OUT, IN_SLICE, NOT_IN_SLICE, position
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
-from serve.policies.store import MANIFEST
-from tests.evaluation.suites.chat_rows import chat, make_tokenizer, text
+from tests.evaluation.suites.chat_rows import chat, text
 from tests.feedback.feedback_rows import interaction, put, reward, said
 from train import dataflows
 from train.config.training import TrainConfig
@@ -37,16 +36,6 @@ def row_of(tokens: Iterable[int], tokenizer: Any) -> int:
     found = re.findall(r"question (\d{3})", tokenizer.decode(list(tokens)))
     assert len(set(found)) == 1
     return int(found[0])
-
-
-@pytest.fixture(scope="module")
-def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("policy")
-    tokenizer = make_tokenizer()
-    tokenizer.save_pretrained(folder)
-    Qwen3Config(vocab_size=len(tokenizer), max_position_embeddings=256).save_pretrained(folder)
-    (folder / MANIFEST).write_text(json.dumps({"version": 1}))
-    return folder
 
 
 @pytest.fixture(scope="module")
