@@ -42,7 +42,9 @@ def test_what_the_loop_still_lacks_is_found_before_it_is_started(settings: Setti
     assert found(right)["loop"].level == "ok"
     suite.unlink()
     assert found(right)["loop"].level == "warn"
-    later = found(root.load(right.snapshot(), [("evaluation.holdout", "0.1")], {}))["loop"]
+    drawn = root.load(right.snapshot(), [("evaluation.holdout", "0.1")], {})
+    assert "exact_match needs each item's answer" in found(drawn)["loop"].found
+    later = found(root.load(drawn.snapshot(), [("evaluation.scorer", "repetition_penalty")], {}))["loop"]
     assert (later.level, "a cycle draws the suite" in later.found) == ("ok", True)
 
 
