@@ -2,7 +2,7 @@
 
 Nothing is set of contexts, memory or types. The cycle is short (a step of a few short responses): what is tried is
 whether it fits, not what it learns. Of each model: the context that the server gives it, the seconds of each part, and
-the peak of memory that all processes take together, above what the machine used before.
+the peak of memory that all processes take together.
 """
 
 from __future__ import annotations
@@ -133,13 +133,12 @@ def settings(port: int) -> dict[str, Any]:
 
 @contextmanager
 def peak_of_memory() -> Iterator[list[int]]:
-    """The first of the list: the most bytes that the machine used above what it used at the beginning."""
+    """The first of the list: the most bytes that this process's children took together, shared pages counted once."""
     peak, done = [0], threading.Event()
-    before = psutil.virtual_memory().available
 
     def watch() -> None:
-        while not done.wait(0.1):
-            peak[0] = max(peak[0], before - psutil.virtual_memory().available)
+        while not done.wait(0.5):
+            peak[0] = max(peak[0], sum(map(proportional_set_size, psutil.Process().children(recursive=True))))
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -148,6 +147,15 @@ def peak_of_memory() -> Iterator[list[int]]:
     finally:
         done.set()
         watcher.join()
+
+
+def proportional_set_size(process: psutil.Process) -> int:
+    """Bytes, each page of memory divided by the number of processes that share it; 0 if the process has ended."""
+    try:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 def try_out(folder: Path, name: str) -> dict[str, Any]:

@@ -26,9 +26,12 @@ from deploy.supervise.children import no_leftovers, stop_on_signals
 )
 @click.option("--cycles", type=click.IntRange(min=1), default=3, show_default=True, help="Cycles that train.")
 @click.option("--users", type=click.IntRange(min=1), default=4, show_default=True, help="Simulated users.")
-def demo(folder: Path, recipe: str, cycles: int, users: int) -> None:
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Of prompts, model, users and training."
+)
+def demo(folder: Path, recipe: str, cycles: int, users: int, seed: int) -> None:
     """Turn the whole loop on this machine, with a small model trained here and simulated users."""
     with no_leftovers(), stop_on_signals():
         from deploy.examples.demo.run import run
 
-        run(folder, recipe=recipe, cycles=cycles, users=users)
+        run(folder, recipe=recipe, cycles=cycles, users=users, seed=seed)

@@ -32,7 +32,6 @@ from deploy.loop import records, wait_for_serving
 from deploy.loop.records import CycleRecord
 from deploy.supervise.children import Child, start
 
-TASK_SEED = 7
 HELD_OUT, TRAFFIC = 400, 300  # prompts; the seed policy's corpus is drawn from those after them
 RUINOUS_LEARNING_RATE = 0.05  # 170 times the demo's own
 LONGEST_STAGE_S = 1200.0
@@ -50,7 +49,7 @@ class DemoFailed(RuntimeError):
     """The demo could not be run, or did not show what it is there to show."""
 
 
-def run(folder: Path, *, recipe: str, cycles: int, users: int) -> None:
+def run(folder: Path, *, recipe: str, cycles: int, users: int, seed: int) -> None:
     """Run the demo in ``folder``, which it empties first, and leave summary.json and report.html there.
 
     Raises DemoFailed if a part of it failed, or the figures are not those that a working loop has.
@@ -59,16 +58,16 @@ def run(folder: Path, *, recipe: str, cycles: int, users: int) -> None:
         users_file = Path(deploy.__file__).resolve().parent.parent / "loadtests" / "users.py"
         if not users_file.exists():
             raise DemoFailed(f"the demo's users are not at {users_file}; run it from a checkout, not from a wheel")
-        file = prepare(folder, recipe, cycles)
+        file = prepare(folder, recipe, cycles, seed)
         settings = root.load(file)
         with stages("seed"):
-            seed_policy(folder, stages.say)
+            seed_policy(folder, seed, stages.say)
         with stages("init"):
             call(settings, stages.say, "init", "--model", str(folder / "seed"), "--no-write-config")
         with start(settings, "up", ["up"], log="demo-up.log", grace=60.0, follow=stages.say) as up:
             with stages("serve"):
                 wait_for("the server", lambda: wait_for_serving.server_policy(settings) is not None, [up])
-            command = users_command(users_file, folder, settings, users)
+            command = users_command(users_file, folder, settings, users, seed)
             with Child("users", command, log=settings.path(settings.up.logs) / "demo-users.log", grace=60.0) as crowd:
                 for number in range(1, cycles + 1):
                     with stages(f"cycle {number}"):
@@ -86,13 +85,13 @@ def run(folder: Path, *, recipe: str, cycles: int, users: int) -> None:
 # ------------------------------------------------------------------------------------------------------ the parts
 
 
-def prepare(folder: Path, recipe: str, cycles: int) -> Path:
+def prepare(folder: Path, recipe: str, cycles: int, seed: int) -> Path:
     """Empty the folder; write prompts, held-out suite and config. The config's path."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "millrace.yaml").exists():
         raise DemoFailed(f"{folder} holds something that is not a demo; name another folder")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "home").mkdir(parents=True)
-    task = items(TASK_SEED)
+    task = items(seed)
     held_out = [
         {"id": str(i), "prompt": x.prompt, "answer": x.answer} for i, x in enumerate(itertools.islice(task, HELD_OUT))
     ]
@@ -100,11 +99,11 @@ def prepare(folder: Path, recipe: str, cycles: int) -> Path:
     for name, rows in (("heldout.jsonl", held_out), ("prompts.jsonl", traffic)):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = folder / "millrace.yaml"
-    file.write_text(yaml.safe_dump(demo_config(folder.resolve(), recipe, cycles), sort_keys=False))
+    file.write_text(yaml.safe_dump(demo_config(folder.resolve(), recipe, cycles, seed), sort_keys=False))
     return file
 
 
-def demo_config(folder: Path, recipe: str, cycles: int) -> dict[str, Any]:
+def demo_config(folder: Path, recipe: str, cycles: int, seed: int) -> dict[str, Any]:
     """The settings that differ from the defaults: all of them because the model is tiny and the machine is small."""
     context = {"max_model_len": 64, "kv_cache_bytes": 64 * 2**20}
     return {
@@ -124,9 +123,10 @@ def demo_config(folder: Path, recipe: str, cycles: int) -> dict[str, Any]:
             "gate": {"min_items": 200},
         },
         "train": {
+            "seed": seed,
             "ranks": 2,
             "dtype": "float32",
-            "steps": 10 if recipe == "rlhf" else 6,
+            "steps": 16 if recipe == "rlhf" else 6,
             "minibatches": 2,
             "micro_batch_tokens": 1024,
             "algorithm": ALGORITHMS[recipe],
@@ -152,9 +152,9 @@ def free_port() -> int:
     raise OSError("none of 100 ports between 20000 and 32000 is free")
 
 
-def seed_policy(folder: Path, say: Callable[[str], None]) -> None:
+def seed_policy(folder: Path, seed: int, say: Callable[[str], None]) -> None:
     command = [sys.executable, "-P", "-m", "deploy.examples.demo.seed"]
-    command += [str(folder / "seed"), "--skip", str(HELD_OUT + TRAFFIC)]
+    command += [str(folder / "seed"), "--skip", str(HELD_OUT + TRAFFIC), "--seed", str(seed)]
     # Two threads that spin while they wait for each other are slow on a machine that does something else too.
     environment = {"OMP_WAIT_POLICY": "PASSIVE"}
     finish(Child("seed", command, log=folder / "seed.log", environment=environment, grace=5.0, follow=say))
@@ -170,7 +170,7 @@ def finish(child: Child) -> None:
         raise DemoFailed(child.ended(code))
 
 
-def users_command(users_file: Path, folder: Path, settings: Settings, users: int) -> list[str]:
+def users_command(users_file: Path, folder: Path, settings: Settings, users: int, seed: int) -> list[str]:
     options = {
         "--host": settings.server_url,
         "--users": str(users),
@@ -179,6 +179,7 @@ def users_command(users_file: Path, folder: Path, settings: Settings, users: int
         "--prompts": str(folder / "prompts.jsonl"),
         "--account": str(folder / "account.jsonl"),
         "--pace": "0.2",
+        "--random-seed": str(seed),
     }
     flags = ["--headless", "--only-summary"]
     return [sys.executable, "-P", "-m", "locust", "-f", str(users_file), *flags, *itertools.chain(*options.items())]
