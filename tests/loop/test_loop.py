@@ -19,7 +19,8 @@ from serve.policies.store import PolicyStore
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loop") / "demo"
-    command = [sys.executable, "-m", "deploy.cli", "demo", "--folder", str(folder), "--cycles", "1"]
+    command = [sys.executable, "-m", "deploy.cli", "demo", "--folder", str(folder)]
+    command += ["--recipe", "rlvr", "--cycles", "1", "--users", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
     return folder
