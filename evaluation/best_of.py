@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from evaluation import statistics
 from evaluation.config import EvaluationConfig
 from evaluation.results import BestOf, BestOfPoint, Interval
-from evaluation.statistics import Floats
+from evaluation.statistics import intervals
+from evaluation.statistics.intervals import Floats
 from evaluation.suites.suite import Suite
 
 
@@ -49,16 +49,16 @@ def estimate(
         return None, f"no item has a reward by {chooser.name} and a score for all {n} responses"
 
     def interval(values: Floats, k: int) -> Interval:
-        expected = statistics.best_of(proxy[there], values[there], k)
+        expected = intervals.best_of(proxy[there], values[there], k)
         confidence, resamples, seed = config.gate.confidence, config.resamples, config.seed
-        return Interval.of(statistics.bootstrap_mean(expected, confidence=confidence, resamples=resamples, seed=seed))
+        return Interval.of(intervals.bootstrap_mean(expected, confidence=confidence, resamples=resamples, seed=seed))
 
     points = tuple(
         BestOfPoint(
             k=k,
             reward=interval(truth, k),
             accuracy=interval((truth == 1).astype(np.float64), k),
-            kl_bound=statistics.best_of_kl(k),
+            kl_bound=intervals.best_of_kl(k),
         )
         for k in sorted({n, *(2**i for i in range(n.bit_length()))})
     )

@@ -14,10 +14,11 @@ import numpy as np
 import pyarrow as pa
 from pydantic import ValidationError
 
-from evaluation import best_of, statistics
+from evaluation import best_of
 from evaluation.config import JUDGING, EvaluationConfig
 from evaluation.judging import Judged, Judging, Scores, Sources
 from evaluation.results import BestOf, Evaluation, Interval, KlEstimate, PolicyResult, Sample
+from evaluation.statistics import intervals
 from evaluation.suites import answers, text_metrics
 from evaluation.suites.suite import Suite
 from feedback.config import RuleConfig
@@ -75,8 +76,8 @@ def evaluate(
         incumbent=_policy_result(incumbent, before.table, old, config),
         n=int(both.sum()),
         missing=int((~both).sum()),
-        reward=Interval.of(statistics.paired_bootstrap(new[both], old[both], **_bootstrap(config))),
-        accuracy=Interval.of(statistics.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
+        reward=Interval.of(intervals.paired_bootstrap(new[both], old[both], **_bootstrap(config))),
+        accuracy=Interval.of(intervals.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
         kl=kl,
         kl_missing=kl_missing,
         best_of=best,
@@ -177,8 +178,8 @@ def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: Eval
         sha256=policy.sha256,
         n=len(scored),
         missing=len(scores) - len(scored),
-        reward=Interval.of(statistics.bootstrap_mean(scored, **_bootstrap(config))),
-        accuracy=Interval.of(statistics.wilson(right, len(scored), confidence=config.gate.confidence)),
+        reward=Interval.of(intervals.bootstrap_mean(scored, **_bootstrap(config))),
+        accuracy=Interval.of(intervals.wilson(right, len(scored), confidence=config.gate.confidence)),
         distinct_1=text_metrics.distinct_n(tokens, 1),
         distinct_2=text_metrics.distinct_n(tokens, 2),
         length_mean=float(lengths.mean()),
@@ -207,7 +208,7 @@ def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[K
     if not there.any():
         return None, "no prompt leaves room in the context for a scored response"
     ratios = [
-        Interval.of(statistics.bootstrap_ratio(sums[there], tokens[there], **_bootstrap(config)))
+        Interval.of(intervals.bootstrap_ratio(sums[there], tokens[there], **_bootstrap(config)))
         for sums in (forward, reverse)
     ]
     estimate = KlEstimate(

@@ -23,7 +23,7 @@ class Interval(_Record):
 
     @classmethod
     def of(cls, estimate: tuple[float, float, float]) -> Interval:
-        """What ``evaluation.statistics`` gives."""
+        """What ``evaluation.statistics.intervals`` gives."""
         return cls(value=estimate[0], low=estimate[1], high=estimate[2])
 
 

@@ -12,7 +12,7 @@ from deploy.config.root import Settings
 from evaluation.config import JUDGING
 from evaluation.evaluate import load_scorer, score, scorer_batch
 from evaluation.results import Interval
-from evaluation.statistics import wilson
+from evaluation.statistics.intervals import wilson
 from evaluation.suites import answers
 from evaluation.suites.suite import Suite, SuiteError
 from feedback.config import TRAINED, ClassifierConfig

@@ -17,7 +17,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from evaluation.results import Interval
-from evaluation.statistics import Floats
+from evaluation.statistics.intervals import Floats
 
 INK: Final = "#1d2733"
 MUTED: Final = "#6b7685"

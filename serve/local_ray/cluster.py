@@ -29,6 +29,7 @@ LOOPBACK: Final = "127.0.0.1"
 _TRIES: Final = 3
 _GONE_S: Final = 10.0
 _AUTH_MODE: Final = "RAY_AUTH_MODE"
+_NICENESS: Final = "RAY_worker_niceness"
 _REAPER: Final = Path(__file__).with_name("reaper.py")
 
 
@@ -149,6 +150,8 @@ def _variables(folder: Path) -> dict[str, str | None]:
         "RAY_AUTH_TOKEN": None,
         "RAY_AUTH_TOKEN_PATH": str(token),
         "SPT_NOENV": "1",  # a process that sets its title keeps its environment readable, by which the reaper knows it
+        # Left to itself 15, at which a training gets next to nothing of the cores that a busy server uses too.
+        _NICENESS: os.environ.get(_NICENESS, "5"),
         "RAY_gcs_rpc_server_reconnect_timeout_s": "10",  # a GCS on this machine that has died does not come back
         **loopback_sockets(),
     }

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from evaluation.statistics import paired_bootstrap, wilson
+from evaluation.statistics.intervals import paired_bootstrap, wilson
 from feedback.config import ModelConfig
 from feedback.scoring.sources.reward_model import CALIBRATION, RewardModel
 from serve.policies.store import Policy, PolicyStore, StalePointer

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from deploy.examples.learn.task import TASK_SEED, held_out, wrong
 from evaluation.results import Interval
-from evaluation.statistics import paired_bootstrap
+from evaluation.statistics.intervals import paired_bootstrap
 from feedback.config import ModelConfig
 from feedback.scoring.sources.reward_model import RewardModel
 

@@ -27,6 +27,7 @@ with local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20
     @ray.remote
     class Worker:
         def variables(self): return dict(os.environ)
+        def niceness(self): return os.nice(0)
     worker = Worker.remote()
     variables = ray.get(worker.variables.remote())
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
@@ -38,6 +39,7 @@ with local_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20
         "address": ray.get_runtime_context().gcs_address,
         "mode": stat.S_IMODE(os.stat(variables["RAY_AUTH_TOKEN_PATH"]).st_mode),
         "auth": variables["RAY_AUTH_MODE"],
+        "niceness": ray.get(worker.niceness.remote()),
         "gloo": variables.get("GLOO_SOCKET_IFNAME"),
         "handler kept": signal.getsignal(signal.SIGTERM) is before,
         "pids": [p.pid for p in processes[1:]],
@@ -81,6 +83,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     report["code"] = owner.returncode
     report["home"] = sorted(path.name for path in home.iterdir())
     return report
+
+
+def test_what_runs_on_it_is_not_starved_by_busy_neighbours(report: dict[str, Any]) -> None:
+    assert report["niceness"] == os.nice(0) + 5
 
 
 def test_every_process_of_it_listens_on_loopback_alone(report: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from evaluation.statistics import best_of, bootstrap_mean, bootstrap_ratio, paired_bootstrap, wilson
+from evaluation.statistics.intervals import best_of, bootstrap_mean, bootstrap_ratio, paired_bootstrap, wilson
 
 HOW = {"confidence": 0.95, "resamples": 20_000, "seed": 3}
 
@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_interval_and_another_seed_another():
 
 
 def test_an_interval_that_needs_several_chunks_is_still_right(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("evaluation.statistics._CHUNK", 1000)
+    monkeypatch.setattr("evaluation.statistics.intervals._CHUNK", 1000)
     values = np.random.default_rng(0).normal(size=300)
     mean, low, high = bootstrap_mean(values, **HOW)
     half = 1.96 * values.std() / np.sqrt(300)
