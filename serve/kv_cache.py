@@ -88,25 +88,25 @@ def fit(
     block = _BLOCK * token_bytes
     if kv_cache_bytes is None:
         # What max_num_seqs responses of the whole context take is the most that is ever used.
-        useful = _blocks(max_model_len or full) * block * max_num_seqs
+        useful = (_blocks(max_model_len or full) * max_num_seqs + 1) * block
         size = min(useful, int(share * memory))
         if max_model_len is not None:
-            size = max(size, _blocks(max_model_len) * block)
-        size = max(size, block, _LEAST)
+            size = max(size, (_blocks(max_model_len) + 1) * block)
+        size = max(size, 2 * block, _LEAST)
     else:
         size = kv_cache_bytes
-    fitting = size // block * _BLOCK
+    fitting = max(0, size // block - 1) * _BLOCK  # vLLM keeps one block of a cache for itself
     if max_model_len is not None:
         if max_model_len > fitting:
             raise ContextRefused(
-                f"{section}.max_model_len={max_model_len} takes {_blocks(max_model_len) * block} bytes of KV cache, "
+                f"{section}.max_model_len={max_model_len} takes {(_blocks(max_model_len) + 1) * block} bytes of KV cache, "
                 f"and {section}.kv_cache_bytes={size}: set one of them otherwise, or leave one out"
             )
         return KVCache(max_model_len, size)
     if fitting >= full:
         return KVCache(full, size)
     if fitting == 0:
-        raise ContextRefused(f"{section}.kv_cache_bytes={size} holds no {_BLOCK} tokens: set at least {block}")
+        raise ContextRefused(f"{section}.kv_cache_bytes={size} holds no {_BLOCK} tokens: set at least {2 * block}")
     return KVCache(fitting, size, full)
 
 

@@ -16,6 +16,7 @@ from evaluation.config import EngineConfig, EvaluationConfig
 from evaluation.engine import OfflineEngine, Work
 from evaluation.suites import answers
 from evaluation.suites.suite import Suite
+from loadtests.tiny_model import make_model_folder
 from serve.config import EngineConfig as ServingConfig
 from serve.generation.request import Generated
 from serve.policies.folder import PolicyInvalid, compute_dtype, declared_dtype
@@ -81,6 +82,13 @@ def test_the_gate_computes_in_the_servers_type_and_its_greedy_answers_are_the_se
     assert [g.token_ids for g in judged] == [g.token_ids for g in answers]
     assert [(g.text, g.finish_reason) for g in judged] == [(g.text, g.finish_reason) for g in answers]
     assert any(answer.token_ids[-1] == 12 for answer in answers), "the second token that ends a response never came"
+
+
+def test_an_engine_starts_with_the_longest_context_that_is_worked_out_for_its_cache(tmp_path: Path) -> None:
+    model = make_model_folder(tmp_path / "model", 1, context=4096)
+    block = 128 * 2 * 2 * 1 * 32 * 4  # tokens, keys and values, layers, heads, head size, float32
+    with OfflineEngine(model, EngineConfig(kv_cache_bytes=20 * block)) as engine:
+        assert engine.max_model_len == 19 * 128
 
 
 @pytest.mark.parametrize(
