@@ -123,6 +123,26 @@ def test_lengths_that_nobody_set_follow_from_the_longest_response_of_the_stage(
 
 
 @pytest.mark.parametrize(
+@pytest.mark.parametrize(
+    ("algorithm", "own", "filters"),
+    [
+        ("{resample_rounds: 2}", "{algorithm: {resample_rounds: 0}}", False),
+        ("{resample_rounds: 2}", "{data: {traffic_share: 1}, algorithm: {resample_rounds: 0}}", False),
+        ("{resample_rounds: 2}", "{algorithm: {name: ppo}}", False),
+        ("{resample_rounds: 2}", "{steps: 3}", True),
+        ("{filter_groups: true}", "{steps: 3}", True),
+        ("{name: dapo}", "{algorithm: {resample_rounds: 0}}", True),
+    ],
+)
+def test_a_stage_leaves_groups_out_for_the_sake_of_its_own_resampling_alone(
+    tmp_path: Path, algorithm: str, own: str, filters: bool
+) -> None:
+    recipe = f"[{{stage: train, set: {own}}}]"
+    settings = load(("home", str(tmp_path)), ("train.algorithm", algorithm), ("cycle.recipe", recipe))
+    for each in (settings, root.load(settings.snapshot(), environment={})):
+        assert each.of_stage(each.cycle.stages[0]).train.algorithm.filter_groups is filters
+
+
     ("own", "named"),
     [
         ("[{stage: trian}]", r"^cycle\.recipe\.0\.stage: Input should be 'train' or 'reward-model', not 'trian'"),
