@@ -31,10 +31,10 @@ from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
 from feedback.files import locked
 from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
+from feedback.process_exit import SIGNALLED
 from train.run.unfinished import give_up
 
 LOCK_WAIT_S = 0.5  # `millrace status` holds it for an instant, to see whether it is free
-SIGNALLED = 128  # a process that signal n ended has the code 128 + n
 
 
 class CycleBusy(RuntimeError):
