@@ -425,12 +425,36 @@ def test_a_suite_drawn_from_traffic_is_refused_where_the_scorer_needs_answers(ho
         check(settings)
 
 
-def test_only_stages_behind_the_training_of_a_reward_model_may_be_without_a_reward(home_with_policy: Settings) -> None:
+def test_what_rewards_a_stage_is_there_or_is_trained_before_it(home_with_policy: Settings, model: Path) -> None:
     settings = changed(home_with_policy, ("feedback.scoring.rules.exact.weight", "0"))
-    sample, model = "{stage: train, name: a}", "{stage: reward-model}"
-    check(changed(settings, ("cycle.recipe", f"[{model}, {sample}]")))
-    with pytest.raises(ConfigError, match="something that rewards its responses"):
-        check(changed(settings, ("cycle.recipe", f"[{sample}, {model}, {{stage: train, name: b}}]")))
+    sample, reward_model = "{stage: train, name: a}", "{stage: reward-model}"
+    first = changed(settings, ("cycle.recipe", f"[{reward_model}, {sample}]"))
+    later = changed(settings, ("cycle.recipe", f"[{sample}, {reward_model}, {{stage: train, name: b}}]"))
+    check(first)
+    with pytest.raises(
+        ConfigError, match=r"^stage train-a: a reward model of people's .* there is none yet: put a stage"
+    ):
+        check(later)
+    store = settings.stores().reward_models
+    store.publish(model, parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="t", why="t")
+    check(later)
+    store.record_erasure(1, certainty="yes", why="w", retrain=True)
+    check(first)
+    with pytest.raises(ConfigError, match=r"^stage train-a: .* an erasure has marked version 1 of it: put a stage"):
+        check(later)
+    with pytest.raises(ConfigError, match=r"^stage train-a: train\.reward is null, and feedback\.scoring has no rule"):
+        check(changed(first, ("feedback.scoring.human.weight", "0")))  # what the stage before it trains does not reward
+
+
+def test_what_evaluation_scores_by_is_looked_at_before_anything_starts(home_with_policy: Settings) -> None:
+    by_model = changed(home_with_policy, ("evaluation.scorer", "reward_model"), ("evaluation.holdout", "0.1"))
+    check(by_model)
+    with pytest.raises(ConfigError, match=r"train\.reward_model\.items_per_step|train\.data\.prompts_per_step=1 "):
+        check(changed(by_model, ("train.reward_model.items_per_step", "1"), ("train.ranks", "2")))
+    fixed = ("feedback.scoring.model", f"{{name: {home_with_policy.home}, weight: 0}}")
+    with pytest.raises(ConfigError, match=r"^evaluation\.scorer=reward_model: reward model .*the folder has no config"):
+        check(changed(by_model, fixed))
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:
