@@ -22,6 +22,7 @@ from deploy.loop.records import (
     close_dead,
     load_all,
     next_number,
+    new_rows,
     now,
     without_candidate,
     write,
@@ -167,7 +168,7 @@ class _Cycle:
             if stage.stage == "train"
         }
         kinds = [what for what, by in (("rewards", False), ("feedback", True)) if by in offline]
-        new = {what: _new(getattr(self.record, what), [getattr(one, what) for one in judged]) for what in kinds}
+        new = {what: new_rows(getattr(self.record, what), [getattr(one, what) for one in judged]) for what in kinds}
         if max(new.values()) >= cycle.min_new_rewards:
             return None
         found = " and ".join(f"{count} new {what}" for what, count in new.items())
@@ -249,14 +250,9 @@ class _Cycle:
             pointer = store.serving()
             return None if pointer is None or store.get(pointer.version).marked else pointer.version
 
-        trained = [
-            record.feedback
-            for record in load_all(self.settings)
-            if any(done.name == label and done.ok for done in record.stages)
-        ]
         marked = rewards() is None and store.serving() is not None
         least = self.settings.of_stage(stage).train.reward_model.min_new_feedback
-        new, why = _new(self.record.feedback, trained), ""
+        new, why = recipes.new_feedback(self.settings, label, self.record.feedback), ""
         if before is not None or (refresh and (new >= least or marked)):
             arguments = ("--reward-model", *(["--held-out"] if held_out else []))
             why = self._train(stage, policy, before, *arguments, label=label)["reason"]
@@ -346,13 +342,6 @@ class _Cycle:
 
     def _save(self) -> None:
         write(self.settings, self.record)
-
-
-def _new(count: int | None, before: list[int | None]) -> int:
-    """How many rows are new since the last count before; all, if there are fewer than then: old ones were removed."""
-    last = next((known for known in reversed(before) if known is not None), 0)
-    count = count or 0
-    return count - last if count >= last else count
 
 
 def _last_error(output: str) -> str:

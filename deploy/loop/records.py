@@ -101,3 +101,10 @@ def write(settings: Settings, record: CycleRecord) -> None:
 
 def now() -> datetime:
     return datetime.now(UTC)
+def new_rows(count: int | None, before: list[int | None]) -> int:
+    """How many rows are new since the last count before; all, if there are fewer than then: old ones were removed."""
+    last = next((known for known in reversed(before) if known is not None), 0)
+    count = count or 0
+    return count - last if count >= last else count
+
+
