@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from pydantic import ValidationError
 
@@ -119,8 +119,7 @@ def _read(settings: Settings, config: TrainConfig) -> OfflineData:
     assert pointer is not None, "a cycle has a policy that serves"
     policy = settings.policy_store().get(pointer.version).path
     own = config.model_copy(update={"dataflow": None})  # what a dataflow of the user's reads is its own matter
-    data: OfflineData = dataflows.load(own).read(lake, lake.versions(), own, policy, own.seed)
-    return data
+    return cast("OfflineData", dataflows.load(own).read(lake, lake.versions(), own, policy, own.seed))
 
 
 def _chosen(settings: Settings, recipe: str | None, why: str, algorithm: str | None = None) -> Choice:
