@@ -15,6 +15,9 @@ import sys
 from contextlib import suppress
 from typing import Final, NoReturn
 
+SIGNALLED: Final = 128
+"""The exit code of what signal n has ended, itself or a process that it can't do without, is 128 + n."""
+
 _PR_SET_PDEATHSIG: Final = 1
 
 _reasons: set[str] = set()

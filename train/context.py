@@ -135,3 +135,5 @@ class RunStart(BaseModel):
     """Of rollouts, in tokens; a machine with less memory goes on with the same."""
     prompt_files: dict[str, str] = {}
     """The sha256 of each file or folder of train.data.prompts."""
+    suites: dict[str, str] = {}
+    """The sha256 of each suite whose prompts were left out, by its path."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from feedback.files import replace_file
-from feedback.process_exit import end_process, skip_teardown, teardown_is_skipped
+from feedback.process_exit import SIGNALLED, end_process, skip_teardown, teardown_is_skipped
 from feedback.user_code import search_last, search_path
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
 from train.config.training import TrainConfig
@@ -39,7 +39,14 @@ _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class JobError(RuntimeError):
-    """The job failed; the message says why, and where its output is."""
+    """The job failed; the message says why, and where its output is.
+
+    ``exit_code``: of the process that waits for it: 128 + n if signal n has ended a process of the job.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.exit_code = code if code > SIGNALLED else SIGNALLED - code if code < 0 else 1
 
 
 def run_job(config: TrainConfig, context: JobContext) -> JobResult:
@@ -99,7 +106,7 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
         why = (
             error_of(context) or f"torchrun ended with {code}, and its output with:\n{log.read_text()[-4000:].rstrip()}"
         )
-        raise JobError(f"{context.run} failed; all of its output is in {log}\n{why}")
+        raise JobError(f"{context.run} failed; all of its output is in {log}\n{why}", code)
 
 
 def torchrun_command(
@@ -144,8 +151,10 @@ def submit(config: TrainConfig, context: JobContext, spec: Path) -> None:
         client.stop_job(job_id)  # nobody waits for its candidate any more
         raise
     if status != "SUCCEEDED":
-        why = error_of(context) or f"{client.get_job_info(job_id).message}\n{logs[-2000:].rstrip()}"
-        raise JobError(f"{context.run} failed; Ray job {job_id} ended as {status}\n{why}")
+        info = client.get_job_info(job_id)
+        why = error_of(context) or f"{info.message}\n{logs[-2000:].rstrip()}"
+        code = info.driver_exit_code or 1
+        raise JobError(f"{context.run} failed; Ray job {job_id} ended as {status}\n{why}", code)
 
 
 def main() -> None:
@@ -168,11 +177,12 @@ def main() -> None:
 
             ray.init(address="auto", log_to_driver=False, **search_as_here({}))
             run_spec(config, context)
-    except BaseException:
-        if not teardown_is_skipped():
+    except BaseException as error:
+        code = getattr(error, "exit_code", 1)
+        if code == 1 and not teardown_is_skipped():
             raise
         traceback.print_exc()
-        end_process(1)
+        end_process(code)
 
 
 def run_as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:

@@ -129,13 +129,13 @@ def train(
     from was erased meanwhile, 1 if the run was stopped for its health or failed; nothing is then published.
     """
     from deploy.loop.cycle import training_parent
-    from deploy.loop.preflight import reward_of, training_problems
+    from deploy.loop.preflight import no_reward, reward_of, training_problems
 
     if held_out and not reward_model:
         raise click.UsageError("--held-out is of a reward model: no policy learns from held-out prompts")
     if held_out and not settings.evaluation.holdout:
         raise ConfigError("evaluation.holdout is 0: there are no held-out prompts; set it, such as to 0.1")
-    if problems := [] if reward_model else training_problems(settings):
+    if not reward_model and (problems := [why for why in (no_reward(settings), *training_problems(settings)) if why]):
         raise ConfigError("\n".join(problems))
     resolved = settings.resolved()
     name = name or f"manual-{datetime.now(UTC):%Y%m%d-%H%M%S}"

@@ -297,8 +297,8 @@ class Settings(Section):
         own, values = stage.set.get("algorithm"), self.train.model_dump()
         if isinstance(own, dict) and own.get("name", self.train.algorithm.name) != self.train.algorithm.name:
             del values["algorithm"]  # what is set there is of another algorithm
-        else:  # a length that follows from the others' max_tokens follows from the stage's own; a snapshot has both set
-            follows = self.train.algorithm.lengths(self.train.rollout.max_tokens)
+        else:  # what follows from the others' settings follows from the stage's own; a snapshot has both set
+            follows = self.train.algorithm.following(self.train.rollout.max_tokens)
             values["algorithm"] = {k: v for k, v in values["algorithm"].items() if follows.get(k) != v}
         try:
             train = TrainConfig.model_validate(overlaid(values, stage.set))

@@ -14,13 +14,15 @@ from typing import Any, Literal
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import promotion, recipes
-from deploy.loop.killed_runs import unfinished_training
+from deploy.loop.killed_runs import passed_before, unfinished_training
 from deploy.loop.preflight import check
 from deploy.loop.records import (
+    EVALUATION_REWARD_MODEL,
     CycleRecord,
     Stage,
     close_dead,
     load_all,
+    new_rows,
     next_number,
     now,
     without_candidate,
@@ -29,12 +31,12 @@ from deploy.loop.records import (
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
 from feedback.files import locked
+from feedback.process_exit import SIGNALLED
 from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 from train.run.unfinished import give_up
 
 LOCK_WAIT_S = 0.5  # `millrace status` holds it for an instant, to see whether it is free
-SIGNALLED = 128  # a process that signal n ended has the code 128 + n
 
 
 class CycleBusy(RuntimeError):
@@ -112,22 +114,10 @@ class _Cycle:
 
         scored = self._run("score", self.settings.cycle.score_timeout_s)
         self.record.rewards, self.record.feedback = (scored["counts"][table] for table in ("rewards", "feedback"))
-        if not self._has_recipe():
-            return self._end("skipped", self.record.recipe_reason)
-        if reason := self._nothing_new() or self._suite():
-            return self._end("skipped", reason)
-
-        parent = training_parent(self.store, pointer.version, self.say)
-        if self.settings.trains_reward_model_to_evaluate and (
-            reason := self._reward_model(RecipeStage(stage="reward-model"), parent, None, held_out=True)
-        ):
-            return self._end("skipped", reason)
-        reason = self._learn(pointer.version, parent)
+        taken_up = self._passed_before(pointer.version)
+        parent, reason = (pointer.version, None) if taken_up else self._train_candidate(pointer.version)
         if self.record.candidate is None:
-            in_a_row = without_candidate(self.settings)
-            again = len(in_a_row) if in_a_row and in_a_row[-1].number == self.record.number else 0
-            more = f" ({again} cycles in a row have trained and published nothing)" if again > 1 else ""
-            return self._end("skipped", reason + more)
+            return self._end("skipped", reason)
 
         candidate, incumbent = str(self.record.candidate), str(pointer.version)
         timeout = self.settings.cycle.evaluate_timeout_s
@@ -142,6 +132,39 @@ class _Cycle:
 
         self._promote(self.record.candidate, pointer)
         self._end("promoted", None)
+
+    def _passed_before(self, incumbent: int) -> bool:
+        """Take up the candidate of a cycle that was killed after it had passed the gate, and before it was promoted."""
+        last, why_not = passed_before(self.settings, self.record.number, incumbent)
+        if last is None:
+            return False
+        left = f"policy {last.candidate} has passed the gate in cycle {last.number}"
+        if why_not:
+            self.say(f"{left}, and is not promoted: {why_not}")
+            return False
+        self.say(f"{left}, which ended before it was promoted: it is judged again, by the answers that are kept")
+        for name in ("recipe", "recipe_reason", "run", "reward_model", "candidate", "rewards", "feedback"):
+            setattr(self.record, name, getattr(last, name))
+        self.record.stages += [stage.model_copy(update={"seconds": 0.0}) for stage in last.stages if stage.run]
+        return True
+
+    def _train_candidate(self, incumbent: int) -> tuple[int, str | None]:
+        """Train one, if there is something to learn from: (what training starts from, why there is no candidate)."""
+        if not self._has_recipe():
+            return incumbent, self.record.recipe_reason
+        if reason := self._nothing_new() or self._suite():
+            return incumbent, reason
+        parent = training_parent(self.store, incumbent, self.say)
+        if self.settings.trains_reward_model_to_evaluate and (
+            reason := self._reward_model(RecipeStage(stage="reward-model"), parent, None, held_out=True)
+        ):
+            return parent, reason
+        reason = self._learn(incumbent, parent)
+        if self.record.candidate is None:
+            in_a_row = without_candidate(self.settings)
+            again = len(in_a_row) if in_a_row and in_a_row[-1].number == self.record.number else 0
+            reason += f" ({again} cycles in a row have trained and published nothing)" if again > 1 else ""
+        return parent, reason
 
     def _has_recipe(self) -> bool:
         """Put on record what is learned from; what `auto` stands for is decided by what was scored."""
@@ -167,7 +190,7 @@ class _Cycle:
             if stage.stage == "train"
         }
         kinds = [what for what, by in (("rewards", False), ("feedback", True)) if by in offline]
-        new = {what: _new(getattr(self.record, what), [getattr(one, what) for one in judged]) for what in kinds}
+        new = {what: new_rows(getattr(self.record, what), [getattr(one, what) for one in judged]) for what in kinds}
         if max(new.values()) >= cycle.min_new_rewards:
             return None
         found = " and ".join(f"{count} new {what}" for what, count in new.items())
@@ -187,8 +210,10 @@ class _Cycle:
         hands its parent on. What it returns says why there is no candidate, if there is none.
         """
         last, left = unfinished_training(self.settings, self.record.number, incumbent, parent)
-        for name in give_up(self.settings.path(self.settings.train.runs) / name for name in left):
-            self.say(f"run {name} can't go on ({left[name]}): its checkpoints are removed")
+        removed = give_up(self.settings.path(self.settings.train.runs) / name for name in left)
+        for name, hindrance in left.items():
+            then = "its checkpoints are removed" if name in removed else "it is trained anew"
+            self.say(f"run {name} can't go on ({hindrance}): {then}")
         recipe, reasons = recipes.stages(self.settings) if last is None else last.recipe, []
         kept = {} if last is None else {stage.name: stage for stage in last.stages}
         if last is not None:
@@ -242,21 +267,16 @@ class _Cycle:
         Why there is none to reward by, or None if there is one. ``refresh``: not with a later stage that was killed,
         and rewarded by the one that there is. ``held_out``: the one to evaluate by, of feedback on held-out prompts.
         """
-        stores, label = self.settings.stores(), "evaluation-reward-model" if held_out else stage.label
+        stores, label = self.settings.stores(), EVALUATION_REWARD_MODEL if held_out else stage.label
         store = stores.evaluation_reward_models if held_out else stores.reward_models
 
         def rewards() -> int | None:
             pointer = store.serving()
             return None if pointer is None or store.get(pointer.version).marked else pointer.version
 
-        trained = [
-            record.feedback
-            for record in load_all(self.settings)
-            if any(done.name == label and done.ok for done in record.stages)
-        ]
         marked = rewards() is None and store.serving() is not None
         least = self.settings.of_stage(stage).train.reward_model.min_new_feedback
-        new, why = _new(self.record.feedback, trained), ""
+        new, why = recipes.new_feedback(self.settings, label, self.record.feedback), ""
         if before is not None or (refresh and (new >= least or marked)):
             arguments = ("--reward-model", *(["--held-out"] if held_out else []))
             why = self._train(stage, policy, before, *arguments, label=label)["reason"]
@@ -346,13 +366,6 @@ class _Cycle:
 
     def _save(self) -> None:
         write(self.settings, self.record)
-
-
-def _new(count: int | None, before: list[int | None]) -> int:
-    """How many rows are new since the last count before; all, if there are fewer than then: old ones were removed."""
-    last = next((known for known in reversed(before) if known is not None), 0)
-    count = count or 0
-    return count - last if count >= last else count
 
 
 def _last_error(output: str) -> str:

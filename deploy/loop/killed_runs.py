@@ -1,4 +1,4 @@
-"""Training runs of cycles that were killed: which ones the next cycle goes on with, and what the others have kept."""
+"""What the next cycle goes on with where one was killed: what it has trained, or its candidate that has passed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from deploy.loop.preflight import reward_of
 from deploy.loop.records import CycleRecord, Stage, load_all
 from feedback.config import ScoringConfig
 from serve.policies.retention import retraining_parent
-from serve.policies.store import PolicyError
+from serve.policies.store import PolicyError, PolicyStore
 from train.config.training import TrainConfig
-from train.run.resume_settings import differing_settings, hindrances, started
+from train.run.resume_settings import changed_suites, hindrances, started
 from train.run.unfinished import kept
 
 ATTEMPTS: Final = 3  # of cycles at one training run, of which all but the last were killed
@@ -43,7 +43,7 @@ def unfinished_training(
     and has the settings and the reward of now, and they were not tried too often (what kills a run may be the run
     itself). Training checks all this again, and more.
 
-    And by run of a cycle that has kept something and that no cycle goes on with, why that is so.
+    And by run that has kept something, or is of a cycle that was not judged, and that no cycle goes on with, why.
     """
     before = [record for record in load_all(settings) if record.run is not None and record.number < number]
     runs = settings.path(settings.train.runs)
@@ -57,7 +57,7 @@ def unfinished_training(
         if _OF_A_CYCLE.fullmatch(run.name) and any(kept(run)) and run.name not in going_on
     }
     for stage in last.stages if last is not None and why else []:
-        if stage.run in left:
+        if stage.run in left or (stage.run and stage.ok and last and last.unjudged and stage.run not in going_on):
             left[stage.run] = why
     return (Unfinished(last, recipe, stages) if last is not None and stages else None), left
 
@@ -71,11 +71,7 @@ def _to_keep(
     last = before[-1]
     labels = {stage.label for stage in recipe}
     ran = {stage.name: stage for stage in last.stages if stage.run is not None and stage.name in labels}
-    if (
-        last.status != "failed"
-        or last.verdict is not None
-        or not all(stage.ok or stage.killed for stage in ran.values())
-    ):
+    if not last.unjudged or not all(stage.ok or stage.killed for stage in ran.values()):
         return [], "it was not killed"
     if last.incumbent != incumbent:
         return [], f"policy {incumbent} serves, it was {last.incumbent}"
@@ -91,15 +87,55 @@ def _to_keep(
             break
         if why := _hindrances(settings.of_stage(stage), there, parent, stage.stage == "reward-model"):
             return found, "; ".join(why)  # what came behind it started from something else
+        result = there.result or {}
+        model = result.get("reward_model")
+        if model is not None and (why_not := _lost(settings.stores().reward_models, model, rewards=True)):
+            return found, why_not
         found.append(there)
-        if candidate := (there.result or {}).get("candidate"):
-            try:
-                clean, parent = retraining_parent(store, candidate), candidate
-            except PolicyError as error:  # removed by hand, or damaged
-                return [], str(error)
-            if clean is None or clean.version != candidate:
-                return [], f"an erasure has reached policy {candidate}"
+        if candidate := result.get("candidate"):
+            if why_not := _lost(store, candidate):
+                return [], why_not
+            parent = candidate
     return found, ""
+
+
+def passed_before(settings: Settings, number: int, incumbent: int) -> tuple[CycleRecord | None, str]:
+    """The last cycle before ``number`` that trained, if its candidate passed the gate and was never promoted.
+
+    And why it can't be promoted now; empty if it can, once it has passed again: what serves is what it passed against,
+    no erasure has reached it, it has learned nothing of what is the suite now, and it was not tried too often.
+    """
+    before = [record for record in load_all(settings) if record.run is not None and record.number < number]
+    store, last = settings.policy_store(), before[-1] if before else None
+    if last is None or last.status != "failed" or last.candidate is None:
+        return None, ""
+    try:
+        gate = store.get(last.candidate).gate or {}
+    except PolicyError:
+        gate = {}
+    if gate.get("verdict") != "pass" or any(pointer.version == last.candidate for pointer in store.history()):
+        return None, ""
+    if gate["incumbent"] != incumbent:
+        return last, f"it passed against policy {gate['incumbent']}, and policy {incumbent} serves"
+    if sum(record.candidate == last.candidate for record in before) >= ATTEMPTS:
+        return last, f"{ATTEMPTS} cycles have ended before it was"
+    if settings.trains_reward_model_to_evaluate and (none_yet := settings.evaluation_sources().none_yet):
+        return last, f"there is no reward model to judge it by again; {none_yet}"
+    runs, config = settings.path(settings.train.runs), settings.training()
+    learned = [started(runs / str(stage.run)) for stage in last.stages if stage.run and not stage.of_evaluation]
+    changed = [why for start in learned for why in changed_suites(start, config)]
+    return last, _lost(store, last.candidate) or "; ".join(changed[:1])
+
+
+def _lost(store: PolicyStore, version: int, *, rewards: bool = False) -> str:
+    """Why a policy, or a reward model (none is trained from another), is not to be gone on with; empty if it may be."""
+    try:
+        clean = store.get(version) if rewards else retraining_parent(store, version)
+    except PolicyError as error:  # removed by hand, or damaged
+        return str(error)
+    if clean is not None and clean.version == version and not clean.marked:
+        return ""
+    return f"an erasure has reached {'reward model' if rewards else 'policy'} {version}"
 
 
 def _hindrances(settings: Settings, stage: Stage, parent: int, reward_model: bool) -> list[str]:
@@ -108,13 +144,7 @@ def _hindrances(settings: Settings, stage: Stage, parent: int, reward_model: boo
     start = started(run)
     if start and start["parent"] != parent:
         return [f"training starts from policy {parent}, it was {start['parent']}"]
-    if not stage.ok:
-        return hindrances(run, config, lambda: _scorer(settings, config))
-    if not start:
-        return ["its start.json can't be read"]
-    if start["config"]["steps"] != config.steps:
-        return [f"train.steps is {config.steps}, it was {start['config']['steps']}"]
-    return differing_settings(start["config"], config)
+    return hindrances(run, config, lambda: _scorer(settings, config), done=bool(stage.ok))
 
 
 def _scorer(settings: Settings, config: TrainConfig) -> str | None:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from deploy.config.root import ConfigError, Settings
+from deploy.config.root import ConfigError, RecipeStage, Settings
 from evaluation.config import JUDGING
 from feedback.config import ScoringConfig
 from feedback.exchange.record_files import RecordError, files_of
+from feedback.scoring.sources.reward_model import RewardModelError
 from feedback.scoring.sources.rules import RuleError, configured, load_rule
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy, PolicyError
@@ -22,6 +23,10 @@ NO_REWARD = (
     "train.reward is null, and feedback.scoring has no rule, model or judge with a weight: training needs something "
     "that rewards its responses (a module:function, a rule, a reward model, or a judge)"
 )
+NO_REWARD_MODEL = (
+    "a reward model of people's feedback is to reward its responses, and {there}: put a stage reward-model before it, "
+    "as cycle.recipe=rlhf does, or run `millrace train --reward-model` first"
+)
 NEED_ANSWERS = ("exact_match", "numeric_equality")
 NO_POLICY = (
     "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: set cycle.recipe to "
@@ -32,6 +37,7 @@ NO_POLICY = (
 def check(settings: Settings) -> None:
     """Raise ConfigError, before anything is started, for what would fail a cycle an hour later."""
     from evaluation.evaluate import load_scorer
+    from evaluation.judging import Judging
 
     problems = []
     suite = settings.path(settings.evaluation.suite)
@@ -51,14 +57,23 @@ def check(settings: Settings) -> None:
     store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))
-    later = settings.cycle.recipe in ("auto", "offline")  # the cycle takes an algorithm, or what rewards
+    rewarded = settings.cycle.recipe in ("auto", "offline")  # the cycle takes an algorithm, or what rewards
+    trained = False
     for stage in settings.cycle.stages:
+        own = settings.of_stage(stage)
         if stage.stage == "reward-model":
-            later = True
+            trained = True
             continue
-        found = training_problems(settings.of_stage(stage))
-        problems += [one for one in found if one not in problems and not (later and one == NO_REWARD)]
-    if settings.evaluation.scorer not in JUDGING:
+        found = training_problems(own)
+        if not rewarded and (why := no_reward(own, trained_before=trained)):
+            found.insert(0, f"stage {stage.label}: {why}" if isinstance(settings.cycle.recipe, list) else why)
+        problems += [one for one in found if one not in problems]
+    if settings.trains_reward_model_to_evaluate:
+        settings.of_stage(RecipeStage(stage="reward-model"))
+    elif settings.evaluation.scorer == "reward_model":
+        judging = partial(Judging, settings.evaluation, settings.evaluation_sources())
+        problems += _unloadable({"evaluation.scorer=reward_model": judging})
+    elif settings.evaluation.scorer not in JUDGING:
         problems += _unloadable({"evaluation.scorer": partial(load_scorer, settings.evaluation)})
     if problems:
         raise ConfigError("\n".join(problems))
@@ -79,13 +94,27 @@ def judging_problems(settings: Settings, policy: Policy) -> list[str]:
     ]
 
 
+def no_reward(settings: Settings, *, trained_before: bool = False) -> str | None:
+    """What is missing that would reward the responses which training samples; None if nothing is.
+
+    ``trained_before``: a reward model will be trained by then.
+    """
+    if not settings.train.samples or reward_of(settings) is not None:
+        return None
+    if not any(settings.feedback.scoring.weighed(settings.train.reward_weights).for_rollouts.values()):
+        return NO_REWARD
+    if trained_before:
+        return None
+    pointer = settings.stores().reward_models.serving()
+    there = "there is none yet" if pointer is None else f"an erasure has marked version {pointer.version} of it"
+    return NO_REWARD_MODEL.format(there=there)
+
+
 def training_problems(settings: Settings) -> list[str]:
     """What of the settings of training names what isn't there, or can't be used; one text each."""
     train, rules = settings.train, settings.feedback.scoring.rules
     sources = settings.feedback.scoring.for_rollouts
     problems = []
-    if train.samples and reward_of(settings) is None:
-        problems.append(NO_REWARD)
     problems += [
         f"train.reward_weights.{name}: feedback.scoring has no such source for fresh responses; there are: "
         f"{', '.join(sources) or 'none'}"
@@ -120,7 +149,7 @@ def _unloadable(loads: dict[str, Callable[[], object]]) -> list[str]:
     for key, load in loads.items():
         try:
             load()
-        except (RuleError, RecordError) as error:
+        except (RuleError, RecordError, RewardModelError) as error:
             problems.append(f"{key}: {error}")
         except (HookError, ValueError) as error:  # names its setting itself
             problems.append(str(error))

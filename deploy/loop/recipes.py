@@ -5,54 +5,39 @@ The recipe `auto` becomes another one here, by how much feedback of which kind t
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from pydantic import ValidationError
 
 from deploy.config.root import RecipeStage, Settings
 from deploy.loop.preflight import reward_of
-from evaluation.suites.held_out import HeldOut
+from deploy.loop.records import load_all, new_rows
+from evaluation.suites.suite import SuiteError
 from feedback.datasets import count_given
-from feedback.events import EARLIER_TURN
-from feedback.schema import IMPORTED
 from train.config.training import TrainConfig
 from train.run.resume_settings import started
 
-_LEARNT_BY: Final = {"preference": "dpo", "thumb": "kto", "correction": "sft"}
-"""By kind of feedback, the algorithm that learns from it; of kinds that there is as much of, the first."""
+if TYPE_CHECKING:
+    from train.data.feedback_items import OfflineData
 
-ANY: Final = "judged"
-"""In the counts: responses that have feedback of any kind."""
-
-_KIND_OF: Final = {algorithm: kind for kind, algorithm in _LEARNT_BY.items()}
-
-_JUDGED: Final = f"""
-SELECT kind, prompt, messages, prompt_token_ids, count(DISTINCT (tenant, response_id)) AS responses
-FROM (
-    FROM feedback SELECT tenant, response_id, kind WHERE kind <> 'comment' AND feedback_id NOT LIKE '{EARLIER_TURN}'
-    UNION ALL FROM feedback SELECT tenant, response_id, '{ANY}' WHERE kind <> 'comment'
-      AND feedback_id NOT LIKE '{EARLIER_TURN}'
-) JOIN (FROM interactions WHERE status IN ('complete', '{IMPORTED}')) USING (tenant, response_id)
-GROUP BY kind, prompt, messages, prompt_token_ids
-"""
+_LEARNT_BY: Final = {"dpo": "preference", "kto": "thumbs", "sft": "corrections"}
+"""By algorithm that learns from feedback, what stands in the names of the kinds of items that it is taken for; of
+algorithms with as many such items, the first."""
 
 
 def stages(settings: Settings, run: Path | None = None) -> list[RecipeStage]:
     """What the cycle trains, in order; with the recipe ``offline``, by which algorithm.
 
-
-    It is the one that the settings name, if that learns from feedback; else the one for the kind of feedback that most
-    responses have. ``run``: the folder of one that is to go on, which keeps the algorithm that it began with.
+    It is the one that the settings name, if that learns from feedback; else the one whose kind of feedback has most
+    items. ``run``: the folder of one that is to go on, which keeps the algorithm that it began with.
     """
     if settings.cycle.recipe != "offline" or settings.train.algorithm.is_offline:
         return settings.cycle.stages
     start = {} if run is None else started(run)
     name = str(start["config"]["algorithm"]["name"]) if start else ""
-    algorithm = name if name in _KIND_OF else _most(judged(settings))
+    algorithm = name if name in _LEARNT_BY else _offline(settings)[0]
     return [RecipeStage(stage="train", set={"algorithm": {"name": algorithm}})]
 
 
@@ -71,74 +56,88 @@ def choose(settings: Settings) -> Choice:
     rlhf, if there is a reward model, or enough feedback to train one. Else what else rewards responses, if anything
     does. Else offline, if one kind of feedback is enough for a run.
     """
-    train, scoring, counts = settings.train, settings.feedback.scoring, judged(settings)
-    by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    found = ", ".join(f"{count} {kind}" for kind, count in by_count if kind != ANY) or "none"
+    train, scoring = settings.train, settings.feedback.scoring
     if train.algorithm.is_offline:
         return _chosen(settings, "offline", f"train.algorithm.name={train.algorithm.name} learns from feedback")
-    model, needed = train.reward_model, _needed(train.reward_model.min_items, train.reward_model.held_out_share)
     people = scoring.human.weight > 0 and train.reward is None and train.reward_weights.get("human") != 0
     if people and settings.resolved().feedback.scoring.human.model is not None:
         return _chosen(settings, "rlhf", "there is a reward model")
-    said = count_given(settings.lake())
-    if people and counts[ANY] >= needed and said >= model.min_new_feedback:
-        return _chosen(settings, "rlhf", f"{counts[ANY]} judged responses are enough for a reward model ({found})")
+    found = []
+    if people:
+        model, stage = train.reward_model, RecipeStage(stage="reward-model")
+        new = new_feedback(settings, stage.label, count_given(settings.lake()))
+        data = _read(settings, settings.of_stage(stage).training(reward_model=True))
+        marked = settings.stores().reward_models.serving() is not None  # there is one, and it does not reward
+        if data.usable >= model.min_items and (new >= model.min_new_feedback or marked):
+            return _chosen(settings, "rlhf", f"there is enough for a reward model: {data}")
+        least = f"{model.min_items} items of feedback, and {model.min_new_feedback} new feedbacks"
+        found.append(f"a reward model needs {least}; there are {new} new ones, and {data}")
     if reward_of(settings) is not None:
         rules = train.reward is not None or any(rule.weight for rule in scoring.rules.values())
         judged_by = scoring.judge is not None and scoring.judge.weight * train.reward_weights.get("judge", 1.0)
         recipe = "rlvr" if rules else "rlaif" if judged_by else None
         return _chosen(settings, recipe, "what else rewards responses, as there is no reward model of people's yet")
-    algorithm = _most(counts)
-    least = _needed(train.data.min_prompts, train.data.held_out_share)
-    if counts[_KIND_OF[algorithm]] >= least:
-        why = f"{algorithm} on {counts[_KIND_OF[algorithm]]} of a kind, as there is no reward model yet ({found})"
-        return _chosen(settings, "offline", why, algorithm)
-    why = (
-        f"too little feedback to learn from: {found}. {least} thumbs, preferences or corrections are needed, or "
-        f"{max(needed, model.min_new_feedback)} judged responses of any kind for a reward model"
-    )
-    return Choice(None, why, None)
+    algorithm, usable, what = _offline(settings)
+    if usable >= train.data.min_prompts:
+        return _chosen(settings, "offline", f"{algorithm}, as there is no reward model yet: {what}", algorithm)
+    found.append(f"{algorithm} needs {train.data.min_prompts} items; there are {what}")
+    return Choice(None, f"too little feedback to learn from: {'; '.join(found)}", None)
 
 
-def judged(settings: Settings) -> Counter[str]:
-    """How many responses have feedback, by its kind, and of any (``ANY``).
+def new_feedback(settings: Settings, label: str, count: int | None) -> int:
+    """Of so many feedbacks, those since the stage of this label has last trained a reward model."""
+    trained = (record for record in load_all(settings) if any(done.name == label and done.ok for done in record.stages))
+    return new_rows(count, [record.feedback for record in trained])
 
-    Those to prompts of a suite, and of the held-out slice, don't count: nothing is learned from them.
+
+def _offline(settings: Settings) -> tuple[str, int, str]:
+    """The algorithm for the kind of feedback with most items, of those that have enough of all kinds if any has.
+
+    And how many items it could learn from, and what they are in words.
     """
-    counts: Counter[str] = Counter()
-    data, store = settings.training().data, settings.policy_store()
-    pointer = store.serving()
+    found = []
+    for algorithm, kind in _LEARNT_BY.items():
+        try:
+            train = _offline_config(settings, algorithm)
+            data = _read(settings, settings.model_copy(update={"train": train}).training())
+        except SuiteError:
+            raise
+        except ValueError as error:  # other settings don't suit it, or what people wrote can't be learned from
+            found.append((False, 0, algorithm, 0, f"none: {error}"))
+        else:
+            own = sum(count for name, count in data.kinds.items() if kind in name)
+            found.append((data.usable >= settings.train.data.min_prompts, own, algorithm, data.usable, str(data)))
+    _, _, algorithm, usable, what = max(found, key=lambda one: one[:2])
+    return algorithm, usable, what
+
+
+def _read(settings: Settings, config: TrainConfig) -> OfflineData:
+    """What a run with this config would learn from now, by its own reading."""
+    from train import dataflows
+
+    lake, pointer = settings.lake(), settings.policy_store().serving()
     assert pointer is not None, "a cycle has a policy that serves"
-    held_out = HeldOut.load(data.exclude_suites, store.get(pointer.version).path, data.holdout)
-    with settings.lake().connect() as connection:
-        for row in connection.sql(_JUDGED).to_arrow_table().to_pylist():
-            if held_out.reason(row) is None:
-                counts[row["kind"]] += row["responses"]
-    return counts
-
-
-def _most(counts: Mapping[str, int]) -> str:
-    """The offline algorithm for the kind of feedback that most responses have."""
-    return _LEARNT_BY[max(_LEARNT_BY, key=lambda kind: counts.get(kind, 0))]
-
-
-def _needed(items: int, held_out_share: float) -> int:
-    """How many items there must be for so many to be left when a share is held out."""
-    return round(items / (1 - held_out_share))
+    policy = settings.policy_store().get(pointer.version).path
+    own = config.model_copy(update={"dataflow": None})  # what a dataflow of the user's reads is its own matter
+    return cast("OfflineData", dataflows.load(own).read(lake, lake.versions(), own, policy, own.seed))
 
 
 def _chosen(settings: Settings, recipe: str | None, why: str, algorithm: str | None = None) -> Choice:
-    """The settings with a recipe, and with an algorithm that takes what it doesn't read back to its defaults."""
-    values: dict[str, Any] = settings.train.model_dump()
-    if algorithm is not None:
-        sampled = ("prompts", "traffic_share", "traffic_weight", "pass_rate")
-        data = {name: value for name, value in values["data"].items() if name not in sampled}
-        sizes = {name: values["rollout"][name] for name in ("max_tokens", "max_model_len")}
-        values |= {"algorithm": {"name": algorithm}, "data": data, "rollout": sizes, "epochs": 1}
+    """The settings with a recipe and an algorithm."""
     try:
-        train = TrainConfig.model_validate(values)
+        train = settings.train if algorithm is None else _offline_config(settings, algorithm)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         return Choice(None, f"{recipe} ({why}) does not go with the other settings: {reason}", None)
     cycle = settings.cycle.model_copy(update={"recipe": recipe})
     return Choice(recipe, why, settings.model_copy(update={"train": train, "cycle": cycle}))
+
+
+def _offline_config(settings: Settings, algorithm: str) -> TrainConfig:
+    """Training by an algorithm that takes what it doesn't read back to its defaults."""
+    values: dict[str, Any] = settings.train.model_dump()
+    sampled = ("prompts", "traffic_share", "traffic_weight", "pass_rate")
+    data = {name: value for name, value in values["data"].items() if name not in sampled}
+    sizes = {name: values["rollout"][name] for name in ("max_tokens", "max_model_len")}
+    values |= {"algorithm": {"name": algorithm}, "data": data, "rollout": sizes, "epochs": 1}
+    return TrainConfig.model_validate(values)

@@ -11,6 +11,9 @@ from pydantic import BaseModel, Field
 from deploy.config.root import Settings
 from feedback.files import replace_file
 
+EVALUATION_REWARD_MODEL = "evaluation-reward-model"
+"""The stage that trains the one that evaluation scores by, on the held-out slice."""
+
 IDLE_CYCLES = 3  # in a row that trained and published nothing: from then on it is worth a warning
 
 
@@ -29,6 +32,10 @@ class Stage(BaseModel):
     @property
     def trains_policy(self) -> bool:
         return self.name.partition("-")[0] == "train"
+
+    @property
+    def of_evaluation(self) -> bool:
+        return self.name == EVALUATION_REWARD_MODEL
 
 
 class CycleRecord(BaseModel):
@@ -56,6 +63,11 @@ class CycleRecord(BaseModel):
     @property
     def seconds(self) -> dict[str, float]:
         return {stage.name: stage.seconds for stage in self.stages if stage.seconds is not None}
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether it ended before the gate had said something of what it trained."""
+        return self.status == "failed" and self.verdict is None
 
 
 def load_all(settings: Settings) -> list[CycleRecord]:
@@ -87,6 +99,13 @@ def close_dead(settings: Settings, say: Callable[[str], None]) -> None:
                 record.stages[-1].killed = record.stages[-1].ok is None
             write(settings, record)
             say(f"cycle {record.number}: {record.reason}")
+
+
+def new_rows(count: int | None, before: list[int | None]) -> int:
+    """How many rows are new since the last count before; all, if there are fewer than then: old ones were removed."""
+    last = next((known for known in reversed(before) if known is not None), 0)
+    count = count or 0
+    return count - last if count >= last else count
 
 
 def next_number(settings: Settings) -> int:

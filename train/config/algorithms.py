@@ -279,6 +279,10 @@ class AlgorithmConfig(Section):
             lengths["overlong_buffer"] = max_tokens // 5  # of the paper's 20480 tokens, 4096
         return lengths
 
+    def following(self, max_tokens: int) -> dict[str, Any]:
+        """What other settings make of those that are unset: ``max_tokens`` is the longest response sampled."""
+        return {**self.lengths(max_tokens), **({"filter_groups": True} if self.resample_rounds else {})}
+
     def check_proximal(self, *, clips: bool) -> None:
         """Raise ValueError if a clip is all that would correct for other policies' samples, and there is none.
 

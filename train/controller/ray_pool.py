@@ -153,7 +153,9 @@ class RayCall(Pending):
             try:
                 self.answers[rank] = ray.get(done[0])
             except ray.exceptions.RayError as error:
-                failure = WorkerError(f"{self.what} failed on rank {rank}: {error}", consequence=is_consequence(error))
+                died = isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed
+                message = f"{self.what} failed on rank {rank}: {error}"
+                failure = WorkerError(message, consequence=is_consequence(error), died=died)
                 if self._pool.failure is None or self._pool.failure.consequence:
                     self._pool.failure = failure
                 raise failure from None

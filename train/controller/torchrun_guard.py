@@ -1,11 +1,20 @@
-"""``python -m train.controller.torchrun_guard …``: torchrun that ends, with its ranks, when its parent process ends."""
+"""``python -m train.controller.torchrun_guard …``: torchrun that ends, with its ranks, when its parent process ends.
+
+Its exit code is torchrun's, or 128 and the number of the signal that has ended a rank.
+"""
 
 from __future__ import annotations
 
 import os
-from typing import Final
+import signal
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
-from feedback.process_exit import end_with_parent
+from feedback.process_exit import SIGNALLED, end_with_parent
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 PARENT: Final = "MILLRACE_PARENT"
 """The environment variable with the process id of who starts torchrun; for the ranks that of torchrun."""
@@ -16,9 +25,32 @@ def end_with_starter() -> None:
     end_with_parent(int(os.environ.get(PARENT, os.getppid())))
 
 
-if __name__ == "__main__":
-    from torch.distributed.run import main
+def exit_code(failures: Iterable[ProcessFailure]) -> int:
+    """128 and the signal that ended a rank, if no rank failed by itself; else 1.
+
+    torchrun ends the ranks that are left by SIGTERM; a rank that lost its peer fails only because of that.
+    """
+    from train.controller.rendezvous import follows_from_another
+
+    failures = list(failures)
+    if any(failure.exitcode > 0 and not follows_from_another(str(failure.message)) for failure in failures):
+        return 1
+    signals = (-failure.exitcode for failure in failures if failure.exitcode < 0)
+    return next((SIGNALLED + number for number in signals if number != signal.SIGTERM), 1)
+
+
+def main() -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
 
     end_with_starter()
     os.environ[PARENT] = str(os.getpid())
+    try:
+        torchrun()
+    except ChildFailedError as failed:
+        print(failed, file=sys.stderr)
+        sys.exit(exit_code(failed.failures.values()))
+
+
+if __name__ == "__main__":
     main()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+from feedback.process_exit import SIGNALLED
 from train.controller.dispatch import Layout, Rule
 from train.controller.worker import Worker
 from train.import_object import import_object
@@ -18,12 +20,14 @@ CAUSE_S = 10.0
 class WorkerError(RuntimeError):
     """A worker failed, died or did not answer in time; the message names the call, the rank and the cause.
 
-    ``consequence``: the failure says only that another process has gone.
+    ``consequence``: the failure says only that another process has gone. ``died``: the rank's process did, rather than
+    failing by itself.
     """
 
-    def __init__(self, message: str, *, consequence: bool = False) -> None:
+    def __init__(self, message: str, *, consequence: bool = False, died: bool = False) -> None:
         super().__init__(message)
         self.consequence = consequence
+        self.exit_code = SIGNALLED + signal.SIGKILL if died else 1  # Ray does not tell which signal it was
 
 
 class Pending:

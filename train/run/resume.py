@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
+from evaluation.suites.suite import Suite
 from feedback.files import LockTimeoutError, locked, replace_file
 from feedback.lake.tables import Lake
 from serve.policies.store import Policy, PolicyError, PolicyStore
@@ -66,6 +67,7 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, 
     Raises:
         CheckpointError: it was begun with something else, or all its checkpoints are torn.
         feedback.exchange.record_files.RecordError: a file of train.data.prompts can't be read.
+        evaluation.suites.suite.SuiteError: a suite whose prompts are to be left out can't be read.
         serve.policies.store.PolicyError: what it published must be withdrawn, and serves.
     """
     store = stores.policies
@@ -115,6 +117,7 @@ def begin(config: TrainConfig, context: JobContext, stores: Stores, lake: Lake, 
         config=config.model_dump(mode="json"),
         max_model_len=sized.rollout.max_model_len,
         prompt_files=hashes(config.data.prompts),
+        suites={str(suite): Suite.load(suite).sha256 for suite in config.data.exclude_suites},
     )
     return Begun(fresh, parent)
 

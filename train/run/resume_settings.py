@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from evaluation.suites.suite import Suite, SuiteError
 from feedback.exchange import record_files
 from train.checkpoint.folders import checkpoints
+from train.config.algorithms import REWARD_MODEL
 from train.config.training import TrainConfig
 
 DECISIVE: Final = (
@@ -28,11 +30,15 @@ DECISIVE: Final = (
 )
 """Settings (sections whole) that decide what is learned; the others may differ when a run goes on."""
 
+_OF_REWARD_MODEL: Final = ("reward_model.weights", "reward_model.votes")
+"""More of them, where a reward model is trained."""
+
 
 def differing_settings(before: Mapping[str, Any], config: TrainConfig) -> list[str]:
     """One line for each decisive setting that differs from ``before``, the dump of an earlier config."""
+    names = (*DECISIVE, *_OF_REWARD_MODEL) if config.algorithm.name == REWARD_MODEL else DECISIVE
     was, is_ = (
-        dict(line for name in DECISIVE for line in _flat(name, _get(dump, name)))
+        dict(line for name in names for line in _flat(name, _get(dump, name)))
         for dump in (before, config.model_dump(mode="json"))
     )
     return [
@@ -56,6 +62,18 @@ def changed_files(before: Mapping[str, str], config: TrainConfig) -> list[str]:
     return found
 
 
+def changed_suites(start: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """One line for each suite of which a run that started so may have learned prompts: it was another, or none."""
+    found, before = [], start.get("suites", {})
+    for suite in config.data.exclude_suites:
+        try:
+            if Suite.load(suite).sha256 != before.get(str(suite)):
+                found.append(f"{suite.name} has changed, and its prompts may have been learned from")
+        except SuiteError as error:
+            found.append(str(error))
+    return found
+
+
 def started(run: Path) -> dict[str, Any]:
     """What the run of this folder was started with; empty if that is not there, or can't be read."""
     try:
@@ -65,15 +83,22 @@ def started(run: Path) -> dict[str, Any]:
     return start if isinstance(start, dict) and "config" in start else {}
 
 
-def hindrances(run: Path, config: TrainConfig, scorer: Callable[[], str | None]) -> list[str]:
-    """Why the run of this folder would not be gone on with under these settings and files; none if it would.
+def hindrances(run: Path, config: TrainConfig, scorer: Callable[[], str | None], *, done: bool = False) -> list[str]:
+    """Why what is trained under these settings and files is not what the run of this folder trained; none if it is.
 
-    ``scorer``: what identifies the reward now, as of ``train.run.resume.begin``; called if nothing else differs.
+    Args:
+        scorer: what identifies the reward now, as of ``train.run.resume.begin``; called if nothing else differs.
+        done: the run has published; else it needs a checkpoint.
     """
     start = started(run)
-    if not start or not checkpoints(run / "checkpoints"):
+    if not done and not (start and checkpoints(run / "checkpoints")):
         return ["it has no checkpoint"]
-    found = differing_settings(start["config"], config) or changed_files(start.get("prompt_files", {}), config)
+    if not start:
+        return ["its start.json can't be read"]
+    if done and start["config"]["steps"] != config.steps:
+        return [f"train.steps is {config.steps}, it was {start['config']['steps']}"]
+    found = differing_settings(start["config"], config)
+    found = found or changed_files(start.get("prompt_files", {}), config) or changed_suites(start, config)
     if not found and None not in (before := start.get("scorer"), now := scorer()) and before != now:
         found = [f"the reward is {now}, it was {before}"]
     return found

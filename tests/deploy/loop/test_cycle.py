@@ -24,7 +24,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings, child_environment
 from deploy.loop import recipes, records
 from deploy.loop.cycle import CycleBusy, run_cycle
-from deploy.loop.killed_runs import unfinished_training
+from deploy.loop.killed_runs import passed_before, unfinished_training
 from deploy.loop.preflight import check, reward_of
 from deploy.loop.records import CycleRecord
 from deploy.supervise.children import millrace
@@ -255,7 +255,8 @@ def begun(settings: Settings, name: str, config: dict[str, Any], **fields: Any) 
     """A run with a checkpoint that was started with this configuration."""
     run = settings.path("runs") / name
     (run / "checkpoints" / "step-00000010").mkdir(parents=True)
-    (run / "start.json").write_text(json.dumps({"config": config, "parent": 1, **fields}))
+    suites = {str(path): Suite.load(path).sha256 for path in [settings.path("suite.jsonl")] if path.exists()}
+    (run / "start.json").write_text(json.dumps({"config": config, "parent": 1, "suites": suites, **fields}))
     return run
 
 
@@ -396,7 +397,9 @@ def test_what_was_trained_and_not_judged_is_taken_over_where_that_is_safe(
     home_with_policy: Settings, model: Path
 ) -> None:
     settings = home_with_policy
-    begun(settings, "cycle-000001", settings.training().model_dump(mode="json"))
+    scorer = Reward(reward_of(settings) or ScoringConfig(), 1800.0).scorer
+    run = begun(settings, "cycle-000001", settings.training().model_dump(mode="json"), scorer=scorer)
+    shutil.rmtree(run / "checkpoints")  # it has published
     store = settings.policy_store()
     store.publish(model, parent=1, lineage={}, metrics={})
     trained = {"ok": True, "killed": False, "result": {"candidate": 2}}
@@ -405,16 +408,96 @@ def test_what_was_trained_and_not_judged_is_taken_over_where_that_is_safe(
         last, _ = unfinished_training(with_, 2, 1, 1)
         return None if last is None else last.stages
 
+    def why(with_: Settings = settings) -> str | None:
+        assert found(with_) is None
+        return unfinished_training(with_, 2, 1, 1)[1].get("cycle-000001")
+
     killed(settings, 1, **trained)
     assert [stage.run for stage in found() or ()] == ["cycle-000001"]
     assert found(changed(settings, ("train.steps", "21"))) is None, "it would be trained longer now"
     killed(settings, 1, **trained, verdict={"verdict": "refuse"})
     assert found() is None, "it was judged"
+    suite = settings.path("suite.jsonl")
+    before = suite.read_text()
+    suite.write_text(before + '{"id": "61", "prompt": "2+2=", "answer": "4"}\n')
+    killed(settings, 1, **trained)
+    assert why() == "suite.jsonl has changed, and its prompts may have been learned from"
+    suite.write_text(before)
+    other = changed(settings, ("feedback.scoring.rules.exact.weight", "0.5"))
+    assert re.fullmatch(r"the reward is exact@[0-9a-f]+, it was exact@[0-9a-f]+", str(why(other)))
     killed(settings, 1, **trained)
     store.record_erasure(2, certainty="yes", why="w", retrain=True)
     assert found() is None, "an erasure has reached what it trained"
     shutil.rmtree(store.root / "v000002")
     assert found() is None, "it was removed"
+
+
+def test_a_candidate_that_passed_in_a_cycle_that_was_killed_is_promoted_by_the_next_or_it_says_why_not(
+    home_with_policy: Settings, model: Path
+) -> None:
+    settings = home_with_policy
+    run = begun(settings, "cycle-000001", settings.training().model_dump(mode="json"))
+    store = settings.policy_store()
+    store.publish(model, parent=1, lineage={}, metrics={})
+    passed = {"ok": True, "killed": False, "candidate": 2, "verdict": {"verdict": "pass"}, "result": {"candidate": 2}}
+    killed(settings, 1, **passed)
+
+    def why(number: int = 2, incumbent: int = 1) -> str | None:
+        """Why it is not promoted; empty if it may be, None if there is none."""
+        record, why = passed_before(settings, number, incumbent)
+        assert record is None or record.candidate == 2
+        return None if record is None else why
+
+    assert why() is None, "the gate has said nothing of it"
+    store.record_gate(2, {"verdict": "refuse", "incumbent": 1})
+    assert why() is None, "the gate refused it"
+    store.record_gate(2, {"verdict": "pass", "incumbent": 1})
+    assert why() == ""
+    assert why(incumbent=3) == "it passed against policy 1, and policy 3 serves"
+    suite = settings.path("suite.jsonl")
+    before = suite.read_text()
+    suite.write_text(before + '{"id": "61", "prompt": "2+2=", "answer": "4"}\n')
+    assert why() == "suite.jsonl has changed, and its prompts may have been learned from"
+    suite.write_text(before)
+    killed(settings, 2, **passed, status="refused")
+    assert why(3) is None, "the gate refused it in the end"
+    killed(settings, 2, **passed)
+    assert why(3) == "", "killed again, before it was promoted"
+    killed(settings, 3, **passed)
+    assert why(4) == "3 cycles have ended before it was"
+    store.promote(2, expected=store.serving(), who="t", why="t")
+    store.promote(1, expected=store.serving(), who="t", why="t")
+    assert why() is None, "it has been promoted, and what serves was moved back"
+    assert run.exists()
+
+
+def test_a_cycle_takes_up_what_had_passed_when_one_was_killed_and_promotes_it(
+    home_with_policy: Settings, model: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    options = {
+        "evaluation.gate.min_difference": "-0.5",  # the candidate is what serves
+        "evaluation.kl_samples": "0",
+        "evaluation.max_tokens": "4",
+        "evaluation.engine.kv_cache_bytes": str(2**25),
+    }
+    settings = changed(home_with_policy, *options.items())
+    begun(settings, "cycle-000001", settings.training().model_dump(mode="json"))
+    store = settings.policy_store()
+    store.publish(model, parent=1, lineage={}, metrics={})
+    store.record_gate(2, {"verdict": "pass", "incumbent": 1})
+    killed(settings, 1, ok=True, killed=False, result={"candidate": 2}, candidate=2, verdict={"verdict": "pass"})
+    said_lines: list[str] = []
+    record = run_cycle(settings, say=said_lines.append)
+    assert (record.status, record.candidate, record.run, record.rewards) == ("promoted", 2, "cycle-000001", 7), (
+        said_lines
+    )
+    assert [stage.name for stage in record.stages] == ["score", "train", "evaluate", "promote"]
+    assert any("policy 2 has passed the gate in cycle 1, which ended before it was promoted" in x for x in said_lines)
+    pointer = store.serving()
+    assert pointer is not None
+    assert (pointer.version, pointer.who, (pointer.verdict or {})["verdict"]) == (2, "cycle", "pass")
+    assert run_cycle(settings).status == "skipped"
+    assert nothing_left() == []
 
 
 def test_a_suite_drawn_from_traffic_is_refused_where_the_scorer_needs_answers(home_with_policy: Settings) -> None:
@@ -425,12 +508,36 @@ def test_a_suite_drawn_from_traffic_is_refused_where_the_scorer_needs_answers(ho
         check(settings)
 
 
-def test_only_stages_behind_the_training_of_a_reward_model_may_be_without_a_reward(home_with_policy: Settings) -> None:
+def test_what_rewards_a_stage_is_there_or_is_trained_before_it(home_with_policy: Settings, model: Path) -> None:
     settings = changed(home_with_policy, ("feedback.scoring.rules.exact.weight", "0"))
-    sample, model = "{stage: train, name: a}", "{stage: reward-model}"
-    check(changed(settings, ("cycle.recipe", f"[{model}, {sample}]")))
-    with pytest.raises(ConfigError, match="something that rewards its responses"):
-        check(changed(settings, ("cycle.recipe", f"[{sample}, {model}, {{stage: train, name: b}}]")))
+    sample, reward_model = "{stage: train, name: a}", "{stage: reward-model}"
+    first = changed(settings, ("cycle.recipe", f"[{reward_model}, {sample}]"))
+    later = changed(settings, ("cycle.recipe", f"[{sample}, {reward_model}, {{stage: train, name: b}}]"))
+    check(first)
+    with pytest.raises(
+        ConfigError, match=r"^stage train-a: a reward model of people's .* there is none yet: put a stage"
+    ):
+        check(later)
+    store = settings.stores().reward_models
+    store.publish(model, parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="t", why="t")
+    check(later)
+    store.record_erasure(1, certainty="yes", why="w", retrain=True)
+    check(first)
+    with pytest.raises(ConfigError, match=r"^stage train-a: .* an erasure has marked version 1 of it: put a stage"):
+        check(later)
+    with pytest.raises(ConfigError, match=r"^stage train-a: train\.reward is null, and feedback\.scoring has no rule"):
+        check(changed(first, ("feedback.scoring.human.weight", "0")))  # what the stage before it trains does not reward
+
+
+def test_what_evaluation_scores_by_is_looked_at_before_anything_starts(home_with_policy: Settings) -> None:
+    by_model = changed(home_with_policy, ("evaluation.scorer", "reward_model"), ("evaluation.holdout", "0.1"))
+    check(by_model)
+    with pytest.raises(ConfigError, match=r"train\.reward_model\.items_per_step|train\.data\.prompts_per_step=1 "):
+        check(changed(by_model, ("train.reward_model.items_per_step", "1"), ("train.ranks", "2")))
+    fixed = ("feedback.scoring.model", f"{{name: {home_with_policy.home}, weight: 0}}")
+    with pytest.raises(ConfigError, match=r"^evaluation\.scorer=reward_model: reward model .*the folder has no config"):
+        check(changed(by_model, fixed))
 
 
 def test_two_cycles_never_run_at_once(home_with_policy: Settings) -> None:

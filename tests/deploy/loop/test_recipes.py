@@ -12,9 +12,10 @@ import pytest
 from deploy.config import root
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import recipes, records
-from deploy.loop.cycle import _new, run_cycle
+from deploy.loop.cycle import run_cycle
 from deploy.loop.killed_runs import unfinished_training
 from evaluation.suites.held_out import position
+from evaluation.suites.suite import Suite
 from feedback.config import TRAINED
 from feedback.events import session_rows
 from tests.feedback.feedback_rows import interaction, put, said
@@ -123,6 +124,26 @@ def test_lengths_that_nobody_set_follow_from_the_longest_response_of_the_stage(
 
 
 @pytest.mark.parametrize(
+    ("algorithm", "own", "filters"),
+    [
+        ("{resample_rounds: 2}", "{algorithm: {resample_rounds: 0}}", False),
+        ("{resample_rounds: 2}", "{data: {traffic_share: 1}, algorithm: {resample_rounds: 0}}", False),
+        ("{resample_rounds: 2}", "{algorithm: {name: ppo}}", False),
+        ("{resample_rounds: 2}", "{steps: 3}", True),
+        ("{filter_groups: true}", "{steps: 3}", True),
+        ("{name: dapo}", "{algorithm: {resample_rounds: 0}}", True),
+    ],
+)
+def test_a_stage_leaves_groups_out_for_the_sake_of_its_own_resampling_alone(
+    tmp_path: Path, algorithm: str, own: str, filters: bool
+) -> None:
+    recipe = f"[{{stage: train, set: {own}}}]"
+    settings = load(("home", str(tmp_path)), ("train.algorithm", algorithm), ("cycle.recipe", recipe))
+    for each in (settings, root.load(settings.snapshot(), environment={})):
+        assert each.of_stage(each.cycle.stages[0]).train.algorithm.filter_groups is filters
+
+
+@pytest.mark.parametrize(
     ("own", "named"),
     [
         ("[{stage: trian}]", r"^cycle\.recipe\.0\.stage: Input should be 'train' or 'reward-model', not 'trian'"),
@@ -184,7 +205,8 @@ def test_of_a_killed_recipe_what_is_done_is_kept_up_to_the_first_stage_that_woul
         run = settings.path("runs") / f"run-of-{stage.label}"
         (run / "checkpoints" / "step-00000010").mkdir(parents=True)
         config = settings.of_stage(stage).training().model_dump(mode="json")
-        (run / "start.json").write_text(json.dumps({"config": config, "parent": parent}))
+        suites = {str(path): Suite.load(path).sha256 for path in [settings.path("suite.jsonl")]}
+        (run / "start.json").write_text(json.dumps({"config": config, "parent": parent, "suites": suites}))
         how: dict[str, Any] = {"ok": done, "killed": not done, "result": {"candidate": 2} if done else None}
         stages.append(records.Stage(name=stage.label, started_at=records.now(), run=run.name, **how))
     fields: dict[str, Any] = {"number": 1, "status": "failed", "started_at": records.now(), "incumbent": 1}
@@ -233,13 +255,13 @@ def test_trained_is_the_version_that_rewards_and_nothing_before_there_is_one(
         (["thumb", "preference"], "dpo"),
     ],
 )
-def test_offline_learns_by_the_feedback_that_most_responses_have(
+def test_offline_learns_by_the_kind_of_feedback_that_makes_most_items(
     home_with_policy: Settings, kinds: list[str], algorithm: str
 ) -> None:
     settings = changed(home_with_policy, ("cycle.recipe", "offline"))
     lake = settings.lake()
     lake.create()
-    put(lake, "interactions", [interaction(f"r{i}") for i in range(len(kinds) + 1)])
+    put(lake, "interactions", [interaction(f"r{i}", response=f"four {i}") for i in range(len(kinds) + 1)])
     of_kind: dict[str, dict[str, Any]] = {
         "thumb": {"value": 1},
         "preference": {"rejected_response_id": f"r{len(kinds)}"},
@@ -297,7 +319,7 @@ def test_a_cycle_without_enough_feedback_for_a_reward_model_says_so_and_trains_n
 def test_what_is_new_is_counted_from_the_last_time_also_where_rows_have_been_removed(
     before: list[int | None], now: int, new: int
 ) -> None:
-    assert _new(now, before) == new
+    assert records.new_rows(now, before) == new
 
 
 def test_a_reward_model_that_failed_to_be_trained_is_tried_again_with_the_same_feedback(
@@ -329,19 +351,26 @@ def test_a_reward_model_that_is_marked_for_retraining_rewards_nothing(home_with_
 
 
 def fill(settings: Settings, *kinds: str) -> None:
-    """A lake with a response for each of these kinds of feedback, and that feedback."""
+    """A lake with two responses to a prompt of its own for each of these kinds of feedback, and that feedback."""
     lake = settings.lake()
     lake.create()
-    rows = [interaction(f"r{i}", prompt=f"add {i}", prompt_token_ids=[2, 5 + i]) for i in range(len(kinds) + 1)]
-    put(lake, "interactions", rows)
+    rows = []
+    for i in range(len(kinds)):
+        prompt = {"prompt": f"add {i}", "prompt_token_ids": [2, 2 + i // 20, 5 + i % 20]}
+        rows += [interaction(f"r{i}", **prompt), interaction(f"r{i}-other", response="five", **prompt)]
+    put(lake, "interactions", rows or [interaction("r")])
     of_kind: dict[str, dict[str, Any]] = {
         "thumb": {"value": 1},
         "rating": {"value": 4, "name": "stars"},
-        "preference": {"rejected_response_id": f"r{len(kinds)}"},
+        "preference": {},
         "correction": {"text": "better"},
         "comment": {"text": "hm"},
     }
-    put(lake, "feedback", [said(f"f{i}", f"r{i}", kind, **of_kind[kind]) for i, kind in enumerate(kinds)])
+    feedback = [said(f"f{i}", f"r{i}", kind, **of_kind[kind]) for i, kind in enumerate(kinds)]
+    for row in feedback:
+        if row["kind"] == "preference":
+            row["rejected_response_id"] = f"{row['response_id']}-other"
+    put(lake, "feedback", feedback)
 
 
 SMALL = (
@@ -356,13 +385,13 @@ SMALL = (
 @pytest.mark.parametrize(
     ("kinds", "recipe", "algorithm", "says"),
     [
-        (["thumb"] * 20, "rlhf", "grpo", "20 judged responses are enough for a reward model (20 thumb)"),
-        (["thumb"] * 12 + ["rating"] * 8, "rlhf", "grpo", "(12 thumb, 8 rating)"),
-        (["thumb"] * 19, "offline", "kto", "kto on 19 of a kind"),
-        (["preference"] * 10 + ["thumb"] * 4, "offline", "dpo", "dpo on 10 of a kind"),
-        (["correction"] * 10, "offline", "sft", "sft on 10 of a kind"),
-        (["thumb"] * 9 + ["comment"] * 20, None, None, "too little feedback to learn from: 9 thumb. 10 thumbs, "),
-        ([], None, None, "too little feedback to learn from: none"),
+        (["thumb"] * 20, "rlhf", "grpo", "enough for a reward model: 16 items to learn from and 4 held out (20 votes)"),
+        (["thumb"] * 12 + ["rating"] * 8, "rlhf", "grpo", "16 items to learn from and 4 held out (20 votes)"),
+        (["thumb"] * 19, "offline", "kto", "kto, as there is no reward model yet: 17 items to learn from"),
+        (["preference"] * 10 + ["thumb"] * 4, "offline", "dpo", "9 items to learn from and 1 held out (10 pairs by"),
+        (["correction"] * 10, "offline", "sft", "sft, as there is no reward model yet: 9 items to learn from"),
+        (["thumb"] * 9 + ["comment"] * 20, None, None, "; kto needs 9 items; there are 8 items to learn from and 1"),
+        ([], None, None, "too little feedback to learn from: a reward model needs 16 items of feedback, and 20 new"),
     ],
 )
 def test_auto_is_rlhf_or_offline_by_how_much_feedback_of_which_kind_there_is(
@@ -394,15 +423,47 @@ def test_auto_goes_on_by_the_reward_model_that_there_is_however_little_is_left_o
     assert recipes.choose(settings).recipe is None
 
 
+@pytest.mark.parametrize(
+    "without",
+    [
+        ("train.reward_model.weights.thumb", "0"),
+        ("feedback.scoring.human.thumbs", "0"),
+        ("train.rollout.max_model_len", "7"),  # the reward model reads the prompt's text, of more tokens than its ids
+    ],
+)
+def test_auto_learns_offline_from_feedback_that_makes_no_items_for_a_reward_model(
+    home_with_policy: Settings, without: tuple[str, str]
+) -> None:
+    own = (("feedback.scoring.rules.exact.weight", "0"), ("train.rollout.max_tokens", "2"))
+    settings = changed(home_with_policy, *SMALL, *own, without)
+    fill(settings, *["thumb"] * 20)
+    choice = recipes.choose(settings)
+    assert (choice.recipe, choice.why.split(",")[0]) == ("offline", "kto"), choice.why
+
+
+def test_auto_learns_offline_while_a_reward_model_that_was_not_kept_waits_for_more_feedback(
+    home_with_policy: Settings,
+) -> None:
+    settings = changed(home_with_policy, *SMALL, ("feedback.scoring.rules.exact.weight", "0"))
+    fill(settings, *["thumb"] * 39)
+    assert recipes.choose(settings).recipe == "rlhf"
+    stage = records.Stage(name="reward-model", started_at=records.now(), ok=True, result={"reward_model": 1})
+    settings.path("cycles").mkdir()
+    for feedback, recipe in ((39, "offline"), (20, "offline"), (19, "rlhf")):
+        fields: dict[str, Any] = {"status": "skipped", "started_at": records.now(), "feedback": feedback}
+        records.write(settings, records.CycleRecord(number=1, stages=[stage], **fields))
+        assert recipes.choose(settings).recipe == recipe
+
+
 def test_feedback_on_prompts_that_are_held_out_does_not_count(home_with_policy: Settings) -> None:
     settings = changed(home_with_policy, *SMALL)
     fill(settings, *["thumb"] * 40)
-    assert recipes.judged(settings) == {"thumb": 40, recipes.ANY: 40}
+    assert "(40 votes)" in recipes.choose(settings).why
     held_out = sum(position(f"add {i}") < 0.3 for i in range(40))
-    assert 0 < held_out < 40
-    assert recipes.judged(changed(settings, ("evaluation.holdout", "0.3")))["thumb"] == 40 - held_out
+    assert 0 < held_out < 20
+    assert f"({40 - held_out} votes)" in recipes.choose(changed(settings, ("evaluation.holdout", "0.3"))).why
     settings.path("suite.jsonl").write_text('{"id": "1", "prompt": "add 7"}\n')
-    assert recipes.judged(settings)[recipes.ANY] == 39
+    assert "(39 votes)" in recipes.choose(settings).why
 
 
 def test_auto_learns_by_a_rule_while_people_have_said_too_little_and_offline_by_an_algorithm_that_is_named(
@@ -439,8 +500,9 @@ def test_a_cycle_of_auto_with_too_little_feedback_is_skipped_with_the_counts_and
     assert (record.status, record.recipe) == ("skipped", None)
     assert record.reason == record.recipe_reason
     assert record.reason == (
-        "too little feedback to learn from: 1 correction, 1 thumb. 10 thumbs, preferences or corrections are needed, "
-        "or 20 judged responses of any kind for a reward model"
+        "too little feedback to learn from: a reward model needs 16 items of feedback, and 20 new feedbacks; there are "
+        "2 new ones, and 1 items to learn from and 1 held out (1 pairs by correction, 1 votes); left out: none; kto "
+        "needs 9 items; there are 1 items to learn from and 0 held out (1 thumbs up); left out: none"
     )
     assert records.load_all(settings)[-1].recipe_reason == record.reason
     assert nothing_left() == []

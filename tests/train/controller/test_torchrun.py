@@ -15,11 +15,14 @@ import psutil
 import pytest
 import torch
 from job_home import job_context, make_home
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from serve.policies.store import PolicyStore
 from serve.swap.compatibility import require_compatible
 from tests.paths import ROOT
 from train.context import JobResult
+from train.controller.torchrun_guard import exit_code
+from train.launch import JobError
 
 HERE = ROOT / "tests" / "train"
 
@@ -35,7 +38,15 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def start(folder: Path, what: str, environment: dict[str, str]) -> subprocess.Popen[str]:
     how = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "0"]
-    command = [sys.executable, "-m", "torch.distributed.run", *how, str(HERE / "torchrun_driver.py"), str(folder), what]
+    command = [
+        sys.executable,
+        "-m",
+        "train.controller.torchrun_guard",
+        *how,
+        str(HERE / "torchrun_driver.py"),
+        str(folder),
+        what,
+    ]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
@@ -60,7 +71,7 @@ def test_calls_reach_two_ranks_by_their_rules_without_ray(tmp_path: Path, enviro
 def test_a_rank_that_raises_ends_all_with_its_traceback(tmp_path: Path, environment: dict[str, str]) -> None:
     process = start(tmp_path, "raises", environment)
     output = output_of(process, 80)  # the collective that rank 0 waits in has 100 s
-    assert process.returncode != 0
+    assert process.returncode == 1
     assert "ArithmeticError: this rank is broken" in output
 
 
@@ -73,9 +84,38 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path, environment
         time.sleep(0.02)
     os.kill(int(marker.read_text()), signal.SIGKILL)
     output = output_of(process, 50)
-    assert process.returncode != 0
+    assert process.returncode == 128 + signal.SIGKILL, "as under Ray: a cycle goes on with what a signal ended"
     assert "SIGKILL" in output or "Connection closed by peer" in output
     assert f"pid: {marker.read_text()}" in output, output
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ([(-9, None)], 137),
+        ([(-11, None), (-15, None)], 139),
+        ([(1, "RuntimeError: Connection closed by peer"), (-9, None), (-15, None)], 137),
+        ([(1, "ArithmeticError: this rank is broken"), (-15, None), (-9, None)], 1),
+        ([(2, None), (-15, None)], 1),
+        ([(-15, None)], 1),
+        ([(1, "RuntimeError: Connection closed by peer"), (-15, None)], 1),
+    ],
+)
+def test_what_torchrun_ends_with_tells_a_rank_that_a_signal_ended_from_one_that_failed(
+    tmp_path: Path, ends: list[tuple[int, str | None]], code: int
+) -> None:
+    failures = []
+    for rank, (exitcode, traceback) in enumerate(ends):
+        file = tmp_path / f"{rank}.json"
+        if traceback is not None:
+            extra = {"py_callstack": traceback, "timestamp": "1"}
+            file.write_text(json.dumps({"message": {"message": "failed", "extraInfo": extra}}))
+        failures.append(ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file=str(file)))
+    assert exit_code(failures) == code
+
+
+def test_a_job_that_a_signal_ended_says_so_by_its_exit_code() -> None:
+    assert [JobError("it failed", code).exit_code for code in (1, 2, 137, -9)] == [1, 1, 137, 137]
 
 
 def test_ranks_end_with_the_process_that_started_torchrun(tmp_path: Path, environment: dict[str, str]) -> None:

@@ -134,8 +134,11 @@ def test_an_exception_on_one_rank_is_raised_at_once_while_the_others_wait_in_a_c
     breakable: WorkerGroup,
 ) -> None:
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"sum_or_fail failed on rank 1: [\s\S]*ArithmeticError: this rank is broken"):
+    with pytest.raises(
+        WorkerError, match=r"sum_or_fail failed on rank 1: [\s\S]*ArithmeticError: this rank is broken"
+    ) as failure:
         breakable.sum_or_fail(1)
+    assert failure.value.exit_code == 1
     assert time.monotonic() - start < 20, "the collective's time-out is 60 s"
     with pytest.raises(WorkerError, match="an earlier call failed, and its ranks are out of step"):
         breakable.where()
@@ -158,6 +161,7 @@ def test_a_rank_that_is_killed_in_a_call_is_named_although_the_others_fail_for_w
         pending.result()
     assert time.monotonic() - start < 25, "the collective's time-out is 60 s"
     assert not failure.value.consequence
+    assert failure.value.exit_code == 128 + signal.SIGKILL, "a cycle goes on with what a signal ended"
 
 
 def test_a_pool_that_has_no_room_says_what_was_asked_and_what_there_is() -> None:
