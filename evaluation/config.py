@@ -82,7 +82,7 @@ class EvaluationConfig(Section):
         200,
         ge=1,
         description="Items that a suite drawn from traffic has, or fewer, as many as gate.min_items, while there are "
-        "no more prompts.",
+        "no more prompts. Cycles add to it until it has so many.",
     )
     holdout: float = Field(
         0.0,
