@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from evaluation.config import EvaluationConfig
+from evaluation.config import JUDGING, EvaluationConfig
 from evaluation.results import BestOf, BestOfPoint, Interval
 from evaluation.statistics import intervals
 from evaluation.statistics.intervals import Floats
@@ -57,7 +57,7 @@ def estimate(
         BestOfPoint(
             k=k,
             reward=interval(truth, k),
-            accuracy=interval((truth == 1).astype(np.float64), k),
+            accuracy=None if config.scorer in JUDGING else interval((truth == 1).astype(np.float64), k),
             kl_bound=intervals.best_of_kl(k),
         )
         for k in sorted({n, *(2**i for i in range(n.bit_length()))})

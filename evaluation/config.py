@@ -14,6 +14,9 @@ MIB = 1024 * 1024
 JUDGING: Final = ("judge", "reward_model", "pairwise")
 """Scorers that need no right answer, and that a policy is not simply right by."""
 
+JUDGED_MISSING: Final = 0.05
+"""Of items, the share that these may leave without a score by default: a judge may time out."""
+
 
 class EngineConfig(Section):
     """The vLLM engine that answers the suite, inside the evaluating process."""
@@ -63,8 +66,13 @@ class GateConfig(Section):
         default=0.0, description="The lower end of the interval of candidate less incumbent must lie above this."
     )
     min_items: int = Field(default=50, ge=1, description="Fewest items with a score for both policies.")
-    max_missing: float = Field(
-        default=0.0, ge=0, lt=1, description="Largest share of items that the scorer may leave without a score."
+    max_missing: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Largest share of items that the scorer may leave without a score; null: none, and with scorer "
+        f"judge, pairwise or reward_model {JUDGED_MISSING:g}. With these three a missing score counts as 0 for the "
+        "candidate and as 1 for the incumbent; a function's or a rule's leaves the item out.",
     )
     max_kl: float | None = Field(
         default=None, gt=0, description="Largest KL(incumbent || candidate), in nats per token; null sets no bound."
@@ -82,7 +90,7 @@ class EvaluationConfig(Section):
         200,
         ge=1,
         description="Items that a suite drawn from traffic has, or fewer, as many as gate.min_items, while there are "
-        "no more prompts.",
+        "no more prompts. Cycles add to it until it has so many.",
     )
     holdout: float = Field(
         0.0,

@@ -68,6 +68,9 @@ def evaluate(
     new, old = judged.candidate, judged.incumbent
     best, best_missing = _best_of(suite, before.table, rate, config, chooser)
     both = ~np.isnan(old) & ~np.isnan(new)
+    # Of a judge's scores none is left out: a candidate must not gain by answers that it can't score, or not in time.
+    judged_all = np.nan_to_num(new, nan=0.0), np.nan_to_num(old, nan=1.0)
+    paired = (new[both], old[both]) if judging is None else judged_all
     if not both.any():
         whys = "".join(f"; {count} × {why}" for why, count in judged.missing.items())
         raise ValueError(f"{name} scored no item of {suite.path} for both policies: nothing to compare{whys}")
@@ -76,8 +79,10 @@ def evaluate(
         incumbent=_policy_result(incumbent, before.table, old, config),
         n=int(both.sum()),
         missing=int((~both).sum()),
-        reward=Interval.of(intervals.paired_bootstrap(new[both], old[both], **_bootstrap(config))),
-        accuracy=Interval.of(intervals.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
+        reward=Interval.of(intervals.paired_bootstrap(*paired, **_bootstrap(config))),
+        accuracy=None
+        if judging is not None
+        else Interval.of(intervals.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
         kl=kl,
         kl_missing=kl_missing,
         best_of=best,
@@ -179,7 +184,9 @@ def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: Eval
         n=len(scored),
         missing=len(scores) - len(scored),
         reward=Interval.of(intervals.bootstrap_mean(scored, **_bootstrap(config))),
-        accuracy=Interval.of(intervals.wilson(right, len(scored), confidence=config.gate.confidence)),
+        accuracy=None
+        if config.scorer in JUDGING
+        else Interval.of(intervals.wilson(right, len(scored), confidence=config.gate.confidence)),
         distinct_1=text_metrics.distinct_n(tokens, 1),
         distinct_2=text_metrics.distinct_n(tokens, 2),
         length_mean=float(lengths.mean()),

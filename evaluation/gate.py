@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from evaluation.config import GateConfig
+from evaluation.config import JUDGED_MISSING, GateConfig
 from evaluation.results import Evaluation
 
 
@@ -42,11 +42,14 @@ def decide(evaluation: Evaluation, config: GateConfig) -> Verdict:
             f"{evaluation.candidate.version} has them at {evaluation.confidence:g}: evaluate again"
         )
     difference = evaluation.reward if config.metric == "reward" else evaluation.accuracy
+    if difference is None:
+        raise ValueError(f"gate.metric is accuracy, which {evaluation.scorer} can't say: set it to reward")
     kl = evaluation.kl.incumbent_candidate.value if evaluation.kl else None
     refusals = list(_refusals(evaluation, config, difference.low, kl))
     shown = (
         f"{config.metric} is {difference.value:+.4f} against policy {evaluation.incumbent.version}, "
         f"{config.confidence:.0%} interval [{difference.low:+.4f}, {difference.high:+.4f}] on {evaluation.n} items"
+        f"{_lost(evaluation)}"
     )
     return Verdict(
         verdict="refuse" if refusals else "pass",
@@ -68,18 +71,28 @@ def _refusals(evaluation: Evaluation, config: GateConfig, low: float, kl: float 
     found = []
     if evaluation.n < config.min_items:
         found.append(f"{evaluation.n} items have a score for both policies, gate.min_items is {config.min_items}")
-    if (share := evaluation.missing / evaluation.suite_items) > config.max_missing:
+    allowed = config.max_missing
+    if allowed is None:
+        allowed = JUDGED_MISSING if evaluation.judged else 0.0
+    if (share := evaluation.missing / evaluation.suite_items) > allowed:
         found.append(
             f"{evaluation.missing} of {evaluation.suite_items} items ({share:.1%}) have no score, "
-            f"gate.max_missing allows {config.max_missing:.1%}"
+            f"gate.max_missing allows {allowed:.1%}"
         )
     if not low > config.min_difference:
         found.append(
             f"{config.metric}: the {config.confidence:.0%} interval of the difference begins at {low:+.4f}, "
-            f"it must begin above {config.min_difference:+.4f}"
+            f"it must begin above {config.min_difference:+.4f}{_lost(evaluation)}"
         )
     if config.max_kl is not None and kl is None:
         found.append(f"gate.max_kl is set, and KL was not measured: {evaluation.kl_missing}")
     elif config.max_kl is not None and kl is not None and not kl <= config.max_kl:
         found.append(f"KL to the incumbent is {kl:.4f} nats per token, gate.max_kl allows {config.max_kl:g}")
     return found
+
+
+def _lost(evaluation: Evaluation) -> str:
+    """What the difference makes of items without a score; see ``Evaluation``."""
+    if not evaluation.judged or not evaluation.missing:
+        return ""
+    return f"; {evaluation.missing} more, without a score for both, count against the candidate"

@@ -28,14 +28,17 @@ class Interval(_Record):
 
 
 class PolicyResult(_Record):
-    """One policy on one suite, greedy. Lengths in tokens; ``truncated`` is the share cut at max_tokens."""
+    """One policy on one suite, greedy. Lengths in tokens; ``truncated`` is the share cut at max_tokens.
+
+    ``accuracy``, here and elsewhere: of scores that say what is right; None with a judge or a reward model.
+    """
 
     version: int
     sha256: str
     n: int
     missing: int
     reward: Interval
-    accuracy: Interval
+    accuracy: Interval | None
     distinct_1: float
     distinct_2: float
     length_mean: float
@@ -57,7 +60,7 @@ class BestOfPoint(_Record):
 
     k: int
     reward: Interval
-    accuracy: Interval
+    accuracy: Interval | None
     kl_bound: float
 
 
@@ -88,8 +91,10 @@ class Sample(_Record):
 
 
 class Evaluation(_Record):
-    """Candidate against incumbent on one held-out suite. ``n`` items have a score for both; only they are compared.
+    """Candidate against incumbent on one held-out suite. ``n`` items have a score for both.
 
+    Only they are compared; with a judge or a reward model, whose scores are from 0 to 1, the others are too: a missing
+    score counts as 0 for the candidate and as 1 for the incumbent, so that silence is never to the candidate's good.
     ``reward`` and ``accuracy`` are differences, candidate less incumbent, with paired bootstrap intervals. ``missing``
     counts items without a score for one or both. ``kl`` is None for the reason in ``kl_missing``, and ``best_of`` for
     that in ``best_of_missing``, or because none was to be had.
@@ -104,7 +109,7 @@ class Evaluation(_Record):
     n: int
     missing: int
     reward: Interval
-    accuracy: Interval
+    accuracy: Interval | None
     kl: KlEstimate | None
     kl_missing: str | None
     best_of: BestOf | None = None
@@ -123,6 +128,11 @@ class Evaluation(_Record):
     created_at: str
     seconds: dict[str, float]
     samples: tuple[Sample, ...]
+
+    @property
+    def judged(self) -> bool:
+        """Whether a judge or a reward model scored, by none of whose scores an answer is simply right."""
+        return self.accuracy is None
 
     def save(self, folder: Path) -> Path:
         """Write ``<candidate>-vs-<incumbent>.json`` in ``folder``, whole or not at all; returns its path."""

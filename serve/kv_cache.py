@@ -99,8 +99,8 @@ def fit(
     if max_model_len is not None:
         if max_model_len > fitting:
             raise ContextRefused(
-                f"{section}.max_model_len={max_model_len} takes {(_blocks(max_model_len) + 1) * block} bytes of KV cache, "
-                f"and {section}.kv_cache_bytes={size}: set one of them otherwise, or leave one out"
+                f"{section}.max_model_len={max_model_len} takes {(_blocks(max_model_len) + 1) * block} bytes of KV "
+                f"cache, and {section}.kv_cache_bytes={size}: set one of them otherwise, or leave one out"
             )
         return KVCache(max_model_len, size)
     if fitting >= full:

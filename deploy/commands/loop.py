@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from evaluation.best_of import Chooser
-    from evaluation.results import Evaluation
+    from evaluation.results import BestOfPoint, Evaluation, PolicyResult
     from train.context import JobResult
     from train.data.rewards import RewardSettings
 
@@ -219,10 +219,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     store.record_gate(candidate, verdict.model_dump(mode="json"))
     results = (evaluation.incumbent, evaluation.candidate)
     for result in results:
-        click.echo(
-            f"policy {result.version}: accuracy {result.accuracy.value:.3f}, reward {result.reward.value:.3f} "
-            f"[{result.reward.low:.3f}, {result.reward.high:.3f}], {result.length_mean:.1f} tokens"
-        )
+        click.echo(f"policy {result.version}: {_scores(result)}, {result.length_mean:.1f} tokens")
     if evaluation.position_consistency is not None:
         click.echo(f"judged alike in both orders: {evaluation.position_consistency:.1%} of the pairs")
     for reason, count in evaluation.missing_reasons.items():
@@ -236,7 +233,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             "incumbent": incumbent,
             "verdict": verdict.model_dump(mode="json"),
             **{
-                measure: {str(result.version): getattr(result, measure).model_dump() for result in results}
+                measure: {str(result.version): result.model_dump()[measure] for result in results}
                 for measure in ("accuracy", "reward")
             },
             "best_of": evaluation.best_of and evaluation.best_of.model_dump(mode="json"),
@@ -280,14 +277,16 @@ def _refuse(why: RuntimeError, _: pa.Table) -> NoReturn:
     raise why
 
 
+def _scores(result: PolicyResult | BestOfPoint) -> str:
+    accuracy = "" if result.accuracy is None else f"accuracy {result.accuracy.value:.3f}, "
+    return f"{accuracy}reward {result.reward.value:.3f} [{result.reward.low:.3f}, {result.reward.high:.3f}]"
+
+
 def _best_of_lines(evaluation: Evaluation) -> Iterator[str]:
     who = f"policy {evaluation.incumbent.version}, best of"
     if (best := evaluation.best_of) is not None:
         for point in best.points:
-            yield (
-                f"{who} {point.k} by {best.by}: accuracy {point.accuracy.value:.3f}, "
-                f"reward {point.reward.value:.3f} [{point.reward.low:.3f}, {point.reward.high:.3f}]"
-            )
+            yield f"{who} {point.k} by {best.by}: {_scores(point)}"
     elif evaluation.best_of_missing:
         yield f"{who} n: none: {evaluation.best_of_missing}"
 

@@ -28,19 +28,27 @@ _LOCK_TIMEOUT_S = 30.0
     help="How many; evaluation.suite_items by default, or as many as there are down to evaluation.gate.min_items.",
 )
 @click.option("--replace", is_flag=True, help="Put it in the place of the suite that there is.")
+@click.option(
+    "--grow",
+    is_flag=True,
+    help="Keep the items of a drawn suite, and add others up to that number, at least half as many again.",
+)
 @click.option("--seed", type=int, help="Another seed draws other prompts; evaluation.seed by default.")
 @json_out
 @pass_settings
-def sample(settings: Settings, items: int | None, replace: bool, seed: int | None, json_out: Path | None) -> int:
+def sample(
+    settings: Settings, items: int | None, replace: bool, grow: bool, seed: int | None, json_out: Path | None
+) -> int:
     """Draw a suite from the prompts of traffic that no policy learns from (evaluation.holdout).
 
     One prompt of each conversation, at random; nothing that was imported, redacted or is being erased. The items have
-    no right answers: a judge or a reward model scores the answers to them. A cycle that finds no suite does the same.
+    no right answers: a judge or a reward model scores the answers to them. A cycle does the same, with --grow.
 
     Exit code 3 if there are too few prompts.
     """
     from evaluation.suites.sampling import TooFewPrompts
     from evaluation.suites.sampling import sample as draw
+    from evaluation.suites.suite import Suite
     from feedback.files import replace_file
     from feedback.ingest.seal import seal
     from serve.kv_cache import BATCH_SHARE, fit_engine
@@ -58,8 +66,15 @@ def sample(settings: Settings, items: int | None, replace: bool, seed: int | Non
     context = fit_engine(config.engine, policy, section="evaluation.engine", share=BATCH_SHARE).max_model_len
     lake = settings.lake()
     with stop_on_signals(), _locked(config.suite):
-        if config.suite.exists() and not replace:
-            raise click.UsageError(f"there is a suite {config.suite}: --replace puts another in its place")
+        suite = Suite.load(config.suite) if config.suite.exists() and not replace else None
+        if suite is not None and not (grow and suite.drawn):
+            own = " with items or answers of your own" if grow else ""
+            raise click.UsageError(f"there is a suite {config.suite}{own}: --replace puts another in its place")
+        before = () if suite is None else suite.items
+        more = max((items or config.suite_items) - len(before), 0)
+        # Every policy answers a larger suite anew, so it grows in few steps.
+        least = items or min(config.suite_items, config.gate.min_items)
+        least = least if suite is None else min(more, max(len(before) // 2, 1))
         lake.create()
         seal(lake, Path(settings.resolved().feedback.journal.folder))
         try:
@@ -67,22 +82,26 @@ def sample(settings: Settings, items: int | None, replace: bool, seed: int | Non
                 lake,
                 policy,
                 config.holdout,
-                items=items or config.suite_items,
-                least=items or min(config.suite_items, config.gate.min_items),
+                items=more,
+                least=least,
                 longest=None if context < 0 else context - min(config.max_tokens, context // 2),
                 seed=config.seed if seed is None else seed,
+                beside=before,
             )
         except TooFewPrompts as error:
-            click.echo(f"error: {error}", err=True)
-            write_result({"items": 0, "reason": str(error)}, json_out)
+            click.echo(f"{'error: ' if suite is None else ''}{error}", err=True)
+            write_result({"items": len(before), "reason": str(error)}, json_out)
             return NOTHING_TO_LEARN
-        replace_file(config.suite, drawn.content())
+        if drawn.items:
+            there = b"" if suite is None else config.suite.read_bytes().rstrip() + b"\n"
+            replace_file(config.suite, there + drawn.content())
     click.echo(
-        f"{config.suite}: {len(drawn.items)} of {drawn.available} held-out prompts of traffic"
+        f"{config.suite}: {f'{len(before)} items and ' if before else ''}{len(drawn.items)} of {drawn.available} "
+        f"{'other ' if before else ''}held-out prompts of traffic"
         + "".join(f", {count} {why} left out" for why, count in drawn.left_out.items())
     )
-    if len(drawn.items) < (items or config.suite_items):
-        click.echo("draw a larger one when there was more traffic: millrace suite sample --replace")
+    if len(drawn.items) < more:
+        click.echo("cycles add to it when there was more traffic, and so does millrace suite sample --grow")
     write_result(
         {"reason": None, "left_out": drawn.left_out, "available": drawn.available} | _shown(settings), json_out
     )

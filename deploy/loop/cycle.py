@@ -30,6 +30,7 @@ from deploy.loop.records import (
 )
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
+from evaluation.suites.suite import Suite, SuiteError
 from feedback.files import locked
 from feedback.process_exit import SIGNALLED
 from serve.policies.retention import retraining_parent
@@ -97,7 +98,7 @@ class _Cycle:
         self._save()
         try:
             self._turn()
-        except (StageFailed, NotServed, promotion.PromotionRefused, PolicyError, ConfigError) as error:
+        except (StageFailed, NotServed, promotion.PromotionRefused, PolicyError, ConfigError, SuiteError) as error:
             self._end("failed", str(error))
         except BaseException as error:
             self._end(
@@ -197,11 +198,14 @@ class _Cycle:
         return f"{found} since the last training, cycle.min_new_rewards is {cycle.min_new_rewards}"
 
     def _suite(self) -> str | None:
-        """Draw a suite from the held-out slice of traffic, if there is none; why there can't be one yet."""
-        if self.settings.path(self.settings.evaluation.suite).exists():
-            return None
-        drawn = self._run("suite", self.settings.cycle.score_timeout_s, "sample")
-        return None if drawn["reason"] is None else f"there is no suite yet: {drawn['reason']}"
+        """Draw a suite from the held-out slice of traffic, or more of one; why there can't be one yet."""
+        evaluation, suite = self.settings.evaluation, None
+        if (path := self.settings.path(evaluation.suite)).exists():
+            suite = Suite.load(path)
+            if not evaluation.holdout or len(suite.items) >= evaluation.suite_items or not suite.drawn:
+                return None
+        reason = self._run("suite", self.settings.cycle.score_timeout_s, "sample", "--grow")["reason"]
+        return None if suite or reason is None else f"there is no suite yet: {reason}"
 
     def _learn(self, incumbent: int, parent: int) -> str:
         """Train what the recipe says, each stage from the policy of the one before; the last one is the candidate.

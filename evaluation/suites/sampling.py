@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from evaluation.suites.held_out import HeldOut
-from evaluation.suites.suite import Item, SuiteError
+from evaluation.suites.suite import Item, SuiteError, drawn_id
 from feedback.lake.erasure_registry import meant_by_pending, needed_columns
 from feedback.lake.tables import Lake
 from serve.generation.tokenizer import Text
@@ -58,7 +57,17 @@ class Drawn:
         return "".join(json.dumps(dump) + "\n" for dump in dumps).encode()
 
 
-def sample(lake: Lake, policy: Path, share: float, *, items: int, least: int, longest: int | None, seed: int) -> Drawn:
+def sample(
+    lake: Lake,
+    policy: Path,
+    share: float,
+    *,
+    items: int,
+    least: int,
+    longest: int | None,
+    seed: int,
+    beside: Sequence[Item] = (),
+) -> Drawn:
     """Draw prompts of the held-out slice at random, one of each conversation: turns of one are no independent items.
 
     What was redacted, imported, or is being erased is no prompt.
@@ -70,6 +79,7 @@ def sample(lake: Lake, policy: Path, share: float, *, items: int, least: int, lo
         least: how many there must be.
         longest: tokens that a prompt may have.
         seed: another one draws others, of the same prompts.
+        beside: items that there are already; none of their conversations is drawn.
 
     Raises:
         TooFewPrompts, feedback.lake.tables.LakeError.
@@ -81,20 +91,22 @@ def sample(lake: Lake, policy: Path, share: float, *, items: int, least: int, lo
     held_out, text = HeldOut(policy=policy, share=share), Text(AutoTokenizer.from_pretrained(policy))
     left_out: Counter[str] = Counter()
     conversations: dict[str, list[Item]] = defaultdict(list)
+    ids, taken = {item.id for item in beside}, {held_out.opening(item.as_row()) for item in beside}
     for row in rows.to_pylist():
         if not held_out.in_slice(row):
             continue
         item = _item(row, text)
         if item is None or (longest is not None and len(row["prompt_token_ids"]) > longest):
             left_out[UNWRITABLE if item is None else TOO_LONG] += 1
-        else:
-            conversations[held_out.opening(row)].append(item)
+        elif item.id not in ids and (opening := held_out.opening(row)) not in taken:
+            conversations[opening].append(item)
     available, out = len(conversations), dict(sorted(left_out.items()))
     if available < least:
         without = f" ({', '.join(f'{count} {why}' for why, count in out.items())} left out)" if out else ""
+        more, needed = ("more ", f"{least} are added at once") if beside else ("", f"a suite needs {least}")
         raise TooFewPrompts(
-            f"{available} conversations of traffic are of the held-out slice (evaluation.holdout={share:g} of "
-            f"{rows.num_rows} prompts), and a suite needs {least}{without}"
+            f"{available} {more}conversations of traffic are of the held-out slice (evaluation.holdout={share:g} of "
+            f"{rows.num_rows} prompts), and {needed}{without}"
         )
     order = random.Random(seed)
     chosen = order.sample(sorted(conversations), min(items, available))
@@ -109,10 +121,9 @@ def _item(row: Mapping[str, Any], text: Text) -> Item | None:
     metadata = {key: value for key, value in row["metadata"] or () if not key.startswith(_OWN_KEYS)}
     for form in forms:
         if _token_ids(form, text) == token_ids:
-            name = hashlib.sha256(json.dumps(form).encode()).hexdigest()[:16]
             of = {"prompt": form} if isinstance(form, str) else {"messages": form}
             with suppress(ValidationError):  # half a character, which no file holds
-                return Item.model_validate({"id": name, "metadata": metadata} | of)
+                return Item.model_validate({"id": drawn_id(form), "metadata": metadata} | of)
     return None
 
 

@@ -91,6 +91,16 @@ class Suite:
             raise SuiteError(f"{path} has no item")
         return cls(path, tuple(items.values()), hashlib.sha256(content).hexdigest(), lines)
 
+    @property
+    def drawn(self) -> bool:
+        """Whether all of it was drawn from traffic: nobody has added items of their own, or answers."""
+        return all(item.answer is None and item.id == drawn_id(item.text_or_messages) for item in self.items)
+
+
+def drawn_id(prompt: str | list[dict[str, Any]]) -> str:
+    """The id that an item drawn from traffic has, whenever and from whichever request it is drawn."""
+    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
+
 
 def extend(path: Path, file: Path) -> Suite:
     """Add the items of a file to the suite at ``path``, which is made if it is missing; all of them, or none.

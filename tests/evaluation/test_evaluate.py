@@ -146,6 +146,9 @@ def test_kl_is_that_of_the_full_distributions_on_the_sampled_prefixes(
 def test_an_evaluation_counts_what_it_says(evaluation: Evaluation, suite: Suite, config: EvaluationConfig):
     assert (evaluation.candidate.version, evaluation.incumbent.version) == (2, 1)
     assert evaluation.n == len(suite.items) == 60
+    assert evaluation.accuracy
+    assert evaluation.candidate.accuracy
+    assert evaluation.incumbent.accuracy
     assert evaluation.accuracy.value == pytest.approx(
         evaluation.candidate.accuracy.value - evaluation.incumbent.accuracy.value
     )
@@ -262,7 +265,7 @@ def test_a_judge_s_scores_and_comparisons_are_those_of_an_evaluation(
     no_engine,
     tmp_path: Path,
 ):
-    """Both by one judge, which counts letters; but for four items, of which it says nothing."""
+    """Both by one judge, which counts letters; but for four items, of which it says nothing: they are lost."""
 
     def answer(asked: Asked, _: int) -> Answer:
         if any(f"ask {a}+5=" in asked.text for a in range(4)):
@@ -283,14 +286,17 @@ def test_a_judge_s_scores_and_comparisons_are_those_of_an_evaluation(
             url=server.url, model="m", rubric="ask {prompt} [{response}]", cache=str(tmp_path / "judge"), high=6
         )
         alone = config.model_copy(update={**judged, "scorer": "judge"})
-        found = evaluate(policies[1], policies[0], suite, alone, folder, Sources(judge=judge))
+        found = evaluate(policies[1], policies[0], suite, alone, folder, Sources(judge=judge), chooser=CHOOSER)
         template = "ask {prompt} Answer A [{first}] Answer B [{second}]"
         both = config.model_copy(update={**judged, "scorer": "pairwise", "comparison": template})
         pairs = evaluate(policies[1], policies[0], suite, both, folder, Sources(judge=judge))
     known = [(len(a), len(b)) for name, (a, b) in texts.items() if name not in silent]
     assert (found.n, found.missing) == (56, 4)
     assert found.candidate.reward.value == pytest.approx(np.mean([candidate / 6 for candidate, _ in known]))
-    assert found.reward.value == pytest.approx(np.mean([(a - b) / 6 for a, b in known]))
+    assert found.reward.value == pytest.approx((sum((a - b) / 6 for a, b in known) - 4) / 60)
+    assert (found.accuracy, found.candidate.accuracy, found.incumbent.accuracy) == (None, None, None)
+    assert found.best_of is not None
+    assert {point.accuracy for point in found.best_of.points} == {None}
     assert found.missing_reasons == {"no score in the judge's answer '?'": 8}
     assert found.scorer.startswith("judge@")
     assert found.scorer_details["rubric"] == "ask {prompt} [{response}]"
@@ -304,7 +310,9 @@ def test_a_judge_s_scores_and_comparisons_are_those_of_an_evaluation(
     assert pairs.n == len(asked) + ties
     assert pairs.candidate.reward.value == pytest.approx(wins / pairs.n)
     assert pairs.position_consistency == pytest.approx(sum(a != b for a, b in asked) / len(asked))
-    assert pairs.reward.value == pytest.approx(2 * pairs.candidate.reward.value - 1)
+    lost = len(suite.items) - pairs.n
+    won = 2 * pairs.candidate.reward.value - 1
+    assert pairs.reward.value == pytest.approx((pairs.n * won - lost) / len(suite.items))
     assert pairs.incumbent.reward.value == pytest.approx(1 - pairs.candidate.reward.value)
     assert Evaluation.load(pairs.save(tmp_path)) == pairs
     assert compare_samples(policies[1], policies[0], suite, both, folder) == []

@@ -78,6 +78,28 @@ def test_what_lies_just_within_the_bounds_passes(changes: dict[str, Any], config
     assert decide(evaluation(**changes), GateConfig(**config)).verdict == "pass"
 
 
+@pytest.mark.parametrize(
+    ("missing", "config", "passes"),
+    [(15, {}, True), (16, {}, False), (15, {"max_missing": 0.0}, False), (0, {}, True)],
+)
+def test_a_judge_may_leave_a_few_items_out_and_the_verdict_says_against_whom_they_count(
+    missing: int, config: dict[str, Any], passes: bool
+):
+    judged = {"accuracy": None, "scorer": "judge@1", "n": 300 - missing, "missing": missing}
+    verdict = decide(evaluation(**judged), GateConfig(**config))
+    assert (verdict.verdict == "pass") == passes
+    assert decide(evaluation(**judged | {"accuracy": interval(0, 0, 0)}), GateConfig()).verdict == (
+        "refuse" if missing else "pass"
+    ), "a rule leaves none out"
+    told = f"{missing} more, without a score for both, count against the candidate"
+    low = decide(evaluation(**judged, reward=interval(0, -1, 1)), GateConfig(**config))
+    assert (told in low.reasons[-1]) == bool(missing)
+    if passes:
+        assert (told in verdict.reasons[0]) == bool(missing)
+    with pytest.raises(ValueError, match=r"accuracy, which judge@1 can't say: set it to reward"):
+        decide(evaluation(**judged), GateConfig(metric="accuracy"))
+
+
 def test_intervals_of_another_confidence_are_not_judged():
     with pytest.raises(ValueError, match=r"intervals at 0.99 .* policy 5 has them at 0.95"):
         decide(evaluation(), GateConfig(confidence=0.99))

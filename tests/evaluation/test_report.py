@@ -175,6 +175,18 @@ def test_the_best_of_n_stands_beside_the_incumbent_and_the_candidate(data: Repor
     assert "Best of n" not in Page(build(data, tmp_path / "without.html").read_text()).text
 
 
+def test_policies_that_a_judge_scored_have_no_accuracy(data: ReportData, tmp_path: Path):
+    judged = tuple(row.model_copy(update={"accuracy": None}) for row in data.policies)
+    gates = tuple(gate.model_copy(update={"metric": "reward"}) for gate in data.gates)
+    page = Page(
+        build(data.model_copy(update={"policies": judged, "gates": gates}), tmp_path / "report.html").read_text()
+    )
+    assert "ccuracy" not in page.text
+    assert "Held-out reward by policy" in page.pictures()
+    assert "Held-out accuracy by policy" not in page.pictures()
+    assert "v2 v1 0.600 0.500 – 0.700 300 promoted" in page.text
+
+
 def evaluation() -> Evaluation:
     def result(version: int, value: float) -> PolicyResult:
         return PolicyResult(

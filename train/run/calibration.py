@@ -19,11 +19,12 @@ from train.algorithms.offline.reward_model import vote_loss
 class Judged:
     """Scores of a response and the vote on it, from 0 to 1; or of two, of which people found the first better.
 
-    A score is None where the model can't read the response.
+    A score is None where the model can't read the response. ``weight``: as in training.
     """
 
     scores: tuple[float | None, ...]
     vote: float
+    weight: float = 1.0
 
     @property
     def log_odds(self) -> float | None:
@@ -54,7 +55,8 @@ def calibrate(judged: Sequence[Judged], noise: float) -> dict[str, float]:
 
     The likeliest line under ``train.algorithms.offline.reward_model.vote_loss``, with log(scale) and shift normal
     around 0 (of deviation 1 and 3) beforehand, so that a few judgements that all agree stretch it by no more than they
-    can tell. Without votes on single responses, which alone tell the shift, it is where the mean score becomes 0.
+    can tell. As in training, only the ratios of the weights matter. Without votes on single responses, which alone tell
+    the shift, it is where the mean score becomes 0.
     """
     known = [(one, one.log_odds) for one in judged if one.log_odds is not None]
     if not known:
@@ -62,13 +64,15 @@ def calibrate(judged: Sequence[Judged], noise: float) -> dict[str, float]:
     x = torch.tensor([log_odds for _, log_odds in known], dtype=torch.float64)
     votes = torch.tensor([one.vote for one, _ in known], dtype=torch.float64)
     single = torch.tensor([len(one.scores) == 1 for one, _ in known], dtype=torch.float64)
+    weights = torch.tensor([one.weight for one, _ in known], dtype=torch.float64)
+    weights /= weights.mean()
     line = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS([line], max_iter=200, line_search_fn="strong_wolfe")
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         log_scale, shift = line
-        likelihood = vote_loss(log_scale.exp() * x + shift * single, votes, noise).sum()
+        likelihood = weights @ vote_loss(log_scale.exp() * x + shift * single, votes, noise)
         loss = likelihood + log_scale**2 / 2 + shift**2 / 18
         loss.backward()
         return loss

@@ -133,9 +133,10 @@ def ask(folder: Path, rows: Sequence[JudgedRow]) -> list[Judged]:
     model = RewardModel(ModelConfig(name=str(folder), activation="none"))
     scores = iter(model.by_row(pa.Table.from_pylist(asked))[0])
     judged = []
-    for _, responses in rows:
+    for row, responses in rows:
         found = [next(scores) for _ in responses]
-        judged.append(Judged(tuple(found), responses[0][2] if len(responses) == 1 else 1.0))
+        vote = responses[0][2] if len(responses) == 1 else 1.0
+        judged.append(Judged(tuple(found), vote, row.get("weight", 1.0)))
     return judged
 
 

@@ -123,4 +123,7 @@ def candidate(home: Home, result: JobResult) -> Policy:
 def compare(home: Home, candidate: Policy, incumbent: Policy) -> tuple[float, float, Interval]:
     """(share of right greedy answers of the incumbent, of the candidate, the difference with its 95 % interval)."""
     found = evaluate(candidate, incumbent, Suite.load(home.suite), homes.evaluation_config(), home.evaluations)
-    return found.incumbent.accuracy.value, found.candidate.accuracy.value, found.accuracy
+    before, after, gain = found.incumbent.accuracy, found.candidate.accuracy, found.accuracy
+    if before is None or after is None or gain is None:
+        raise LearnError(f"{found.scorer} says of no answer that it is right")
+    return before.value, after.value, gain

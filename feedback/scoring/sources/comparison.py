@@ -31,7 +31,6 @@ Answer B:
 {second}"""
 
 _SCORES: Final = {"A": 0.0, "TIE": 0.5, "B": 1.0}
-_MOST_QUOTED: Final = 200
 
 
 class Comparison(Judge):
@@ -90,7 +89,7 @@ class Comparison(Judge):
     def _verdict(self, content: str) -> float:
         verdict = parse_verdict(content)
         if verdict is None:
-            raise NoScoreError(f"no verdict in the judge's answer {content[:_MOST_QUOTED]!r}")
+            raise NoScoreError(f"no verdict in the judge's answer {self._quoted(content)!r}")
         return verdict
 
 

@@ -115,7 +115,7 @@ class Judge:
                     answers[text] = score = await self._ask(client, text)
                     self._cache.keep(keys[text], score)
                 except (NoScoreError, _FailedError) as error:
-                    error.args = (self._without_key(str(error)),)
+                    error.args = (self._masked(str(error)),)
                     answers[text] = error
 
         headers = {}
@@ -221,12 +221,28 @@ class Judge:
         score = {"type": "integer" if whole else "number", "minimum": low, "maximum": high}
         return f'Give a score from {low} (worst) to {high} (best), as JSON: {{"score": <number>}}', {"score": score}
 
-    def _without_key(self, why: str) -> str:
-        """A reason, which is kept in files and logs, with the key masked: a server or a library may repeat it."""
-        return why if self.config.api_key is None else why.replace(self.config.api_key.get_secret_value(), "***")
+    def _masked(self, text: str) -> str:
+        """A text for a reason, which files and logs keep, with the key masked: a server or a library may repeat it."""
+        return text if self.config.api_key is None else text.replace(self.config.api_key.get_secret_value(), "***")
+
+    def _quoted(self, text: str) -> str:
+        """The beginning of what a server said. Half a key would not be found, so it is masked first."""
+        return self._masked(text)[:_MOST_QUOTED]
+
+    def _error_in(self, body: bytes) -> str:
+        """The message in an error's body."""
+        text = body.decode(errors="replace")
+        try:
+            content = json.loads(text)
+            error = content.get("error", content)
+            text = error if isinstance(error, str) else str(error.get("message", text))
+        except (ValueError, AttributeError, RecursionError):
+            pass
+        text = self._quoted(" ".join(text.split()))
+        return f": {text}" if text else ""
 
     def _refused(self, status: int, headers: httpx.Headers, body: bytes) -> Exception:
-        why = f"HTTP {status}{_error_in(body)}"
+        why = f"HTTP {status}{self._error_in(body)}"
         if status in _MAY_PASS or status >= 500:
             wait = min(_retry_after(headers), self.config.max_backoff_s)
             self._not_before = max(self._not_before, time.monotonic() + wait)
@@ -240,7 +256,7 @@ class Judge:
             choice = json.loads(body)["choices"][0]
             content = choice["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-            raise _FailedError(f"an answer that is no chat completion{_error_in(body)}") from None
+            raise _FailedError(f"an answer that is no chat completion{self._error_in(body)}") from None
         if not isinstance(content, str):
             raise NoScoreError(f"the judge answered no text (finish_reason {choice.get('finish_reason')})")
         return self._verdict(content)
@@ -248,7 +264,7 @@ class Judge:
     def _verdict(self, content: str) -> float:
         score = parse_score(content, self.config.high)
         if score is None:
-            raise NoScoreError(f"no score in the judge's answer {content[:_MOST_QUOTED]!r}")
+            raise NoScoreError(f"no score in the judge's answer {self._quoted(content)!r}")
         if not self.config.low <= score <= self.config.high:
             raise NoScoreError(f"the judge's score {score:g} is not from {self.config.low:g} to {self.config.high:g}")
         return score
@@ -325,16 +341,3 @@ def _retry_after(headers: httpx.Headers) -> float:
         return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
     except (TypeError, ValueError, IndexError, OverflowError, OSError):
         return 0.0
-
-
-def _error_in(body: bytes) -> str:
-    """The message in an error's body."""
-    text = body.decode(errors="replace")
-    try:
-        content = json.loads(text)
-        error = content.get("error", content)
-        text = error if isinstance(error, str) else str(error.get("message", text))
-    except (ValueError, AttributeError, RecursionError):
-        pass
-    text = " ".join(text.split())[:_MOST_QUOTED]
-    return f": {text}" if text else ""

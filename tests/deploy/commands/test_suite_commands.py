@@ -54,7 +54,7 @@ def test_a_suite_is_drawn_shown_and_not_drawn_again_unless_it_is_to_be(
     items = Suite.load(path).items
     assert {item.prompt for item in items} == SLICE  # 200 wanted, so all that there are
     assert f"{len(SLICE)} of {len(SLICE)} held-out prompts of traffic" in printed
-    assert "draw a larger one when there was more traffic" in printed
+    assert "cycles add to it when there was more traffic" in printed
     result = json.loads(out.read_text())
     assert (result["items"], result["in_slice"], result["reason"]) == (len(SLICE), len(SLICE), None)
 
@@ -67,6 +67,39 @@ def test_a_suite_is_drawn_shown_and_not_drawn_again_unless_it_is_to_be(
     assert json.loads(printed) == expected | {"holdout": 0.5, "in_slice": 60}
     code, printed = run(home, capsys, "show", *HALF)
     assert "60 of the held-out slice (evaluation.holdout=0.5)" in printed
+
+
+def test_a_drawn_suite_grows_by_half_or_more_up_to_its_size_and_its_items_stay(
+    home: Settings, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of SLICE, of which 60 are drawn: to 80, the size; then a suite of 70 can't be had of what is left."""
+    path, grow = home.path("suite.jsonl"), ("sample", *HALF, "--grow", "--evaluation.suite_items")
+    assert run(home, capsys, *grow, "60")[0] == 0
+    first = path.read_bytes()
+    code, printed = run(home, capsys, *grow, "80")
+    assert (code, f"60 items and 20 of {len(SLICE) - 60} other held-out prompts" in printed) == (0, True), printed
+    second = path.read_bytes()
+    assert second.startswith(first)
+    prompts = [item.prompt for item in Suite.load(path).items]
+    assert len(prompts) == len(set(prompts)) == 80
+    assert set(prompts) < SLICE
+    path.write_bytes(first)
+    assert run(home, capsys, *grow, "80")[0] == 0
+    assert path.read_bytes() == second, "the same again after a kill"
+
+    assert run(home, capsys, *grow, "80")[0] == 0
+    code, printed = run(home, capsys, *grow, "200")  # fewer than half of 80 are left
+    assert (code, f"{len(SLICE) - 80} more conversations" in printed, "40 are added at once" in printed) == (
+        3,
+        True,
+        True,
+    )
+    assert path.read_bytes() == second
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text('{"id": "mine", "prompt": "z"}\n')
+    assert run(home, capsys, "add", mine)[0] == 0
+    code, printed = run(home, capsys, *grow, "200")
+    assert (code, "with items or answers of your own" in printed) == (2, True), printed
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,14 @@ def test_a_cycle_without_a_suite_draws_one_of_the_held_out_slice_as_soon_as_ther
     drawn = settings.path("suite.jsonl").read_bytes()
     assert [stage.name for stage in run_cycle(settings).stages] == ["score", "train"]
     assert settings.path("suite.jsonl").read_bytes() == drawn
+    larger = changed(settings, ("evaluation.suite_items", "200"))
+    assert [stage.name for stage in run_cycle(larger).stages] == ["score", "suite", "train"]  # though too few are left
+    assert settings.path("suite.jsonl").read_bytes() == drawn
+    more = [interaction(p, prompt=p, prompt_token_ids=tokenizer(p).input_ids) for p in (f"{p}{p}" for p in asked)]
+    put(lake, "interactions", more)
+    assert [(stage.name, stage.ok) for stage in run_cycle(larger).stages][1] == ("suite", True)
+    assert settings.path("suite.jsonl").read_bytes().startswith(drawn)
+    assert len(Suite.load(settings.path("suite.jsonl")).items) > 105
 
 
 def test_without_a_policy_the_cycle_fails_and_says_what_to_do(settings: Settings) -> None:

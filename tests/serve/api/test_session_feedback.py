@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import uuid
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import httpx
 import pytest
 
+from feedback.config import LakeConfig
+from feedback.lake.tables import Lake
 from serve.sessions import MOST_RESPONSES
+from tests.feedback.feedback_rows import interaction, put
 from tests.serve.api.test_both_apis import HI, post
 from tests.serve.api.test_unstored import ids
 from tests.serve.conftest import LiveServer
@@ -94,6 +98,27 @@ def test_a_session_without_a_recorded_response_is_refused_with_404(server: LiveS
         assert answer.status_code == 404, answer.text
         assert answer.json()["errors"][0]["field"] == "session_id"
         assert "serve.session_days" in answer.json()["detail"]
+
+
+def test_a_session_whose_responses_are_all_too_old_is_refused_with_404_and_of_others_the_old_ones_do_not_count(
+    server: LiveServer,
+) -> None:
+    """serve.session_days is 7."""
+    expired, going_on = str(uuid.uuid4()), str(uuid.uuid4())
+    ages = {(expired, "old"): 7.01, (going_on, "old"): 7.01, (going_on, "young"): 6.99}
+    rows = []
+    for (session, name), days in ages.items():
+        at = datetime.now(UTC) - timedelta(days=days)
+        rows.append(interaction(f"{name} of {session}", session_id=session, created_at=at, completed_at=at))
+    put(Lake(str(server.home / "lake"), LakeConfig()), "interactions", rows)
+
+    answer = give(server, session_id=expired)
+    assert answer.status_code == 404, answer.text
+    assert answer.json()["errors"][0]["field"] == "session_id"
+    assert "in the last 7 days (serve.session_days)" in answer.json()["detail"]
+    answer = give(server, session_id=going_on)
+    assert answer.status_code == 201, answer.text
+    assert recorded(server, answer.json()["feedback_id"]) == {f"young of {going_on}": "~turn:0"}
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,19 @@ def test_a_calibrated_score_is_the_share_of_good_votes() -> None:
     assert sum(agreement(judged, line)) > sum(agreement(judged)), "by its own zero"
 
 
+def test_judgements_calibrate_by_their_weights_of_which_the_ratios_alone_matter() -> None:
+    """Three votes for and one against say as much as one of each, of which the one for weighs three times as much."""
+
+    def line(*weighed: tuple[float, float], times: float = 1.0) -> list[float]:
+        judged = [Judged((score,), vote, times * weight) for score in (-1.0, 2.0) for vote, weight in weighed]
+        return [calibrate(judged, 0.05)[name] for name in ("scale", "shift")]
+
+    assert line((1, 3), (0, 1), (1, 3), (0, 1), times=7) == pytest.approx(
+        line((1, 1), (1, 1), (1, 1), (0, 1)), abs=1e-6
+    )
+    assert line((1, 3), (0, 1))[1] > line((1, 1), (0, 1))[1] + 0.1
+
+
 def test_a_few_judgements_that_agree_stretch_the_scores_by_little_and_pairs_alone_centre_them() -> None:
     line = calibrate([Judged((2.0, 1.0), 1.0), Judged((4.0, 3.0), 1.0)], 0.05)
     assert 1 < line["scale"] < 3
