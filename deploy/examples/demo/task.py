@@ -47,7 +47,7 @@ class Item:
 def items(seed: int) -> Iterator[Item]:
     """Distinct prompts without end, the same ones for the same seed."""
     answers = {name: verb.answer for name, verb in VERBS.items()}
-    return distinct(seed, answers, lambda rng: "".join(rng.sample(string.ascii_lowercase, rng.randint(3, 5))))
+    return distinct(seed, answers, lambda rng: "".join(rng.sample(string.ascii_lowercase, rng.randint(3, 4))))
 
 
 def distinct(
