@@ -154,12 +154,24 @@ class RayCall(Pending):
                 self.answers[rank] = ray.get(done[0])
             except ray.exceptions.RayError as error:
                 died = isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed
-                message = f"{self.what} failed on rank {rank}: {error}"
+                message = f"{self.what} failed on rank {rank}: {explained(error)}"
                 failure = WorkerError(message, consequence=is_consequence(error), died=died)
                 if self._pool.failure is None or self._pool.failure.consequence:
                     self._pool.failure = failure
                 raise failure from None
         return True
+
+
+def explained(error: Exception) -> str:
+    """An error of Ray's in its own words; of one about memory without the tables of what else used some."""
+    import ray
+
+    if not isinstance(error, ray.exceptions.OutOfMemoryError):
+        return str(error)
+    return (
+        f"{str(error).splitlines()[0]}: out of memory. Train adapters (train.lora), lower train.micro_batch_tokens, or "
+        f"end what else runs; `millrace doctor` says how much is needed"
+    )
 
 
 def is_consequence(error: Exception) -> bool:

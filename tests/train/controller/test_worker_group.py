@@ -24,7 +24,7 @@ from tests.paths import ROOT
 from train.batch.packed import PackedBatch, Rollout
 from train.config.training import TrainConfig
 from train.controller.dispatch import Layout, by_rank, by_tokens, per_token
-from train.controller.ray_pool import ResourcePool
+from train.controller.ray_pool import ResourcePool, explained
 from train.controller.worker_group import WorkerError, WorkerGroup, results
 from train.data.rewards import Reward
 from train.workers.role_groups import Groups, start_groups
@@ -277,3 +277,15 @@ def test_the_documented_worker_runs_under_a_dataflow_that_does_not_know_it(folde
     exec(run, namespace)
     losses = namespace["losses"]
     assert losses[-1] < losses[0] / 2, losses
+
+
+def test_a_lack_of_memory_is_told_in_one_line_with_what_helps() -> None:
+    killed = ray.exceptions.OutOfMemoryError(
+        "1 worker(s) were killed due to the node running low on memory. Memory on the node was 22.43GB used\n"
+        "Object store memory usage: [- objects spillable: 0\n- bytes spillable: 0"
+    )
+    message = explained(killed)
+    assert message.startswith("1 worker(s) were killed due to the node running low on memory.")
+    assert "\n" not in message
+    assert "out of memory. Train adapters (train.lora)" in message
+    assert explained(ray.exceptions.RayError("first\nsecond")) == "first\nsecond"
