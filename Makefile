@@ -22,7 +22,7 @@ $(VENV)/.installed-$(LOCK): $(LOCK) pyproject.toml
 	touch $@
 
 # What the demo's training sees: people's feedback alone (rlhf), or the rule that knows the answers (rlvr).
-RECIPE ?= rlvr
+RECIPE ?= rlhf
 
 demo: setup      ## turn the whole loop on this machine: about 6 minutes
 	$(BIN)/millrace demo --recipe $(RECIPE) $(ARGS)

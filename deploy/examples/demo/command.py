@@ -20,7 +20,7 @@ from deploy.supervise.children import no_leftovers, stop_on_signals
 @click.option(
     "--recipe",
     type=click.Choice(["rlhf", "rlvr"]),
-    default="rlvr",
+    default="rlhf",
     show_default=True,
     help="What training sees: the users' feedback alone, or the rule that knows the answers.",
 )
