@@ -254,7 +254,8 @@ class _Cycle:
             for record in load_all(self.settings)
             if any(done.name == label and done.ok for done in record.stages)
         ]
-        marked = rewards() is None and store.serving() is not None
+        newest = store.latest()  # one that was trained for the mark, and not kept, would be no better for another training
+        marked = rewards() is None and newest is not None and newest.marked
         least = self.settings.of_stage(stage).train.reward_model.min_new_feedback
         new, why = _new(self.record.feedback, trained), ""
         if before is not None or (refresh and (new >= least or marked)):
