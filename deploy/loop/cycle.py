@@ -254,7 +254,7 @@ class _Cycle:
             for record in load_all(self.settings)
             if any(done.name == label and done.ok for done in record.stages)
         ]
-        newest = store.latest()  # one that was trained for the mark, and not kept, would be no better for another training
+        newest = store.latest()  # once it was trained for a mark, and was not kept, it takes new feedback
         marked = rewards() is None and newest is not None and newest.marked
         least = self.settings.of_stage(stage).train.reward_model.min_new_feedback
         new, why = _new(self.record.feedback, trained), ""

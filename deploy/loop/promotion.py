@@ -26,12 +26,14 @@ def promote(
     """Point the servers at ``version``, which must have passed the gate against the policy that serves.
 
     The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that serves
-    already: it gets a new generation, at which a replica that failed to load it tries again. One that an erasure has
-    reached is not promoted: it would go on with what was to be forgotten. ``override`` promotes all the same; who and why stay in the pointer's history, marked as an override. ``expected`` is the
-    pointer on which the decision was taken, by default the current one.
+    already: it gets a new generation, at which a replica that failed to load it tries again. What an erasure has
+    reached is not promoted while there is a policy to train from that it has spared. ``override`` promotes all the
+    same; who and why stay in the pointer's history, marked as an override. ``expected`` is the pointer on which the
+    decision was taken, by default the current one.
 
-    Raises PromotionRefused (no passing verdict, marked for retraining, or an override without a reason), serve.policies.store.PolicyNotFound,
-    PolicyCorrupt (a file differs from the manifest) and StalePointer (the pointer was moved meanwhile).
+    Raises PromotionRefused (no passing verdict, marked for retraining, or an override without a reason),
+    serve.policies.store.PolicyNotFound, PolicyCorrupt (a file differs from the manifest) and StalePointer (the pointer
+    was moved meanwhile).
     """
     store.verify(version)
     # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
