@@ -12,7 +12,7 @@ from deploy.loop import recipes
 from deploy.loop.preflight import reward_of
 from deploy.loop.records import CycleRecord, Stage, load_all
 from feedback.config import ScoringConfig
-from serve.policies.retention import retraining_parent
+from serve.policies.retention import in_marked_line
 from serve.policies.store import PolicyError
 from train.config.training import TrainConfig
 from train.run.resume_settings import differing_settings, hindrances, started
@@ -50,6 +50,8 @@ def unfinished_training(
     last = before[-1] if before else None
     recipe = recipes.stages(settings, None if last is None else runs / str(last.run))
     stages, why = _to_keep(settings, recipe, before, incumbent, parent)
+    if gone := _weights_gone(settings, stages):
+        stages, why = [], gone
     going_on = {stage.run for stage in stages}
     left = {
         run.name: "no cycle goes on with it"
@@ -94,12 +96,23 @@ def _to_keep(
         found.append(there)
         if candidate := (there.result or {}).get("candidate"):
             try:
-                clean, parent = retraining_parent(store, candidate), candidate
+                reached, parent = in_marked_line(store, candidate), candidate
             except PolicyError as error:  # removed by hand, or damaged
                 return [], str(error)
-            if clean is None or clean.version != candidate:
+            if reached:
                 return [], f"an erasure has reached policy {candidate}"
     return found, ""
+
+
+def _weights_gone(settings: Settings, stages: Sequence[Stage]) -> str:
+    """Why what comes after these stages can't have the weights that it begins with; those before may be pruned."""
+    made = [candidate for stage in stages if (candidate := (stage.result or {}).get("candidate"))]
+    try:
+        for candidate in made[-1:]:
+            settings.policy_store().require_servable(candidate)
+    except PolicyError as error:
+        return str(error)
+    return ""
 
 
 def _hindrances(settings: Settings, stage: Stage, parent: int, reward_model: bool) -> list[str]:
