@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from deploy.cli import run
 from serve.policies.store import PolicyStore
 from tests.serve.policies.test_store import publish
+from train.run.retention import run_folders
 
 KEEP_ONE = ["--serve.retention.keep_last", "1", "--serve.retention.served_days", "0"]
 
@@ -201,3 +203,22 @@ def test_checkpoints_of_old_runs_go_and_their_records_stay(
         "cycle-000001",
         "new",
     ]
+
+
+def test_runs_are_listed_while_one_of_them_removes_its_checkpoints(store: PolicyStore) -> None:
+    step = Path("home/runs/killed/checkpoints/step-1")
+    (step / "shards").mkdir()
+    removing = True
+
+    def remove(event: str, arguments: tuple[object, ...]) -> None:
+        """What is looked into is there no more."""
+        if removing and event == "os.scandir" and str(arguments[0]).endswith("shards"):
+            step.joinpath("shards").rmdir()
+
+    sys.addaudithook(remove)
+    try:
+        [found] = run_folders(Path("home/runs"))
+    finally:
+        removing = False
+    assert (found.name, found.state) == ("killed", "unfinished")
+    assert not step.joinpath("shards").exists()
