@@ -251,6 +251,12 @@ class Settings(Section):
                 f"evaluation.reward_model_folder={judging} and train.reward_model.folder={trained} are one folder: the "
                 "reward model that evaluation scores by would reward training too; set another"
             )
+        stages = [self.of_stage(stage).train for stage in self.cycle.stages]
+        if any(train.data.holdout_side != "rest" for train in (self.train, *stages)):
+            raise ValueError(
+                "train.data.holdout_side=slice: the reward model that evaluation scores by alone learns from the "
+                "held-out slice, and `millrace train --reward-model --held-out` sees to it; take it out"
+            )
         return self
 
     def _rewards_training(self, component: str) -> bool:

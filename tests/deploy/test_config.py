@@ -275,6 +275,7 @@ def test_the_reward_model_to_evaluate_by_learns_from_the_slice_and_no_other_run_
     assert judge.algorithm.name == "reward_model"
 
 
+OF_THE_SLICE = "{algorithm: {name: reward_model}, data: {holdout_side: slice}}"
 FIXED = [("evaluation.scorer", "reward_model"), ("feedback.scoring.model.name", "./judge")]
 
 
@@ -318,3 +319,17 @@ def test_where_the_judge_that_rewards_training_decides_in_the_gate_the_evaluatio
         ("train.algorithm.name", "dpo"),
     ):
         assert root.load(None, [*same, other], {}).evaluation_sources().note is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [("train.data.holdout_side", "slice"), ("train.algorithm.name", "reward_model")],
+        [("cycle.recipe", f"[{{stage: reward-model, set: {OF_THE_SLICE}}}, {{stage: train}}]")],
+    ],
+)
+def test_only_the_reward_model_to_evaluate_by_may_be_set_to_learn_from_the_slice(
+    tmp_path: Path, options: list[tuple[str, str]]
+) -> None:
+    with pytest.raises(ConfigError, match=r"train\.data\.holdout_side=slice: the reward model that evaluation scores"):
+        root.load(None, [("home", str(tmp_path)), ("evaluation.holdout", "0.2"), *options], {})
