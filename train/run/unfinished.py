@@ -111,7 +111,7 @@ def forget_erased(lake: Lake, runs: Path, stores: Stores) -> list[str]:
 
 def needed_by_runs(runs: Path, store: PolicyStore, why: str) -> dict[int, str]:
     """Version -> "run NAME" and ``why``, of those that runs were started with which are at work or may go on."""
-    needed = {}
+    needed: dict[int, str] = {}
     for run in unfinished_runs(runs):
         with suppress(FileNotFoundError):  # it has ended in this moment
             started = json.loads((run.folder / START).read_bytes())
