@@ -311,6 +311,9 @@ def _loop(settings: Settings) -> Iterable[Check]:
         there = settings.path(settings.evaluation.suite).is_file()
         later = "" if there else "; a cycle draws the suite, as soon as there are enough held-out prompts"
         yield Check("loop", "ok", f"reward, held-out suite and schedule can be used{later}")
+    if same := settings.gate_measures_what_is_optimised:
+        advice = "take reward_model or your own function, or set feedback.scoring.judge.weight to 0"
+        yield Check("gate", "warn", same, advice)
     if idle := records.idle_cycles(settings):
         found = f"the last {len(idle)} cycles that trained published nothing; the last one: {idle[-1].reason}"
         yield Check("training", "warn", found, "fix what it says: until then nothing is learned")

@@ -94,8 +94,17 @@ def source(model: str) -> str:
 
 
 def require_made_from(settings: Settings, model: str) -> None:
-    """Raise NotAModel unless the home's first policy was made from ``model``, whichever path leads to it."""
-    first = settings.policy_store().get(1).lineage.get("source")
+    """Raise NotAModel unless what serves goes back to ``model``, whichever path leads to it.
+
+    Raises PolicyError if that can't be known. An ``init`` that was killed has left another policy than that.
+    """
+    store = settings.policy_store()
+    pointer = store.serving()
+    assert pointer is not None, "the home is made"
+    policy = store.get(pointer.version)
+    while policy.parent is not None:
+        policy = store.get(policy.parent)
+    first = policy.lineage.get("source")
     if first is None or Path(source(model)).resolve() != Path(str(first)).resolve():
         raise NotAModel(
             f"the home {settings.home} was made from {first}, not from {model}: `millrace up` without a model goes on "

@@ -30,7 +30,7 @@ class Sources:
     """What of the other settings scores answers: the judge of scoring, and a reward model.
 
     ``version``: the reward model's in its store, None of one that is not from there; ``agreement``: with what people
-    said that it did not learn from. ``none_yet``: why there is none.
+    said that it did not learn from. ``none_yet``: why there is none. ``note``: what readers of the scores should know.
     """
 
     judge: JudgeConfig | None = None
@@ -38,6 +38,7 @@ class Sources:
     version: int | None = None
     agreement: dict[str, float] | None = None
     none_yet: str | None = None
+    note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Judging:
             raise JudgingError(f"evaluation.scorer={self.kind}: feedback.scoring.judge is not set")
         judge = judge.model_copy(update={"weight": 1.0})
         shown = ("url", "model", "temperature")
-        self.details = {name: getattr(judge, name) for name in shown}
+        self.details = {name: getattr(judge, name) for name in shown} | ({"note": sources.note} if sources.note else {})
         if self.kind == "judge":
             self.source = _source(ScoringConfig(human=_NO_VOTES, judge=judge), self.kind)
             self.details |= {name: getattr(judge, name) for name in ("rubric", "low", "high")}

@@ -213,6 +213,8 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         if config.best_of and (rewarded_by := reward_of(settings)) is not None:
             chooser = _chooser(rewarded_by, settings.train.step_timeout_s)
         policies, sources = (store.verify(candidate), store.verify(incumbent)), settings.evaluation_sources()
+        if sources.note:
+            click.echo(sources.note)
         evaluation = compare(*policies, suite, config, config.folder, sources, chooser=chooser)
     file = evaluation.save(config.folder)
     verdict = decide(evaluation, config.gate)

@@ -140,19 +140,41 @@ def runs(ctx: click.Context, settings: Settings, as_json: bool) -> None:
 
 
 def _policies(settings: Settings) -> dict[str, Kept]:
-    needed = partial(parents_of_runs, settings.resolved().train.runs)
-    return {"": Kept(settings.policy_store(), settings.serve.retention, needed)}
+    from train.run.unfinished import needed_by_runs
+
+    store, runs = settings.policy_store(), settings.resolved().train.runs
+
+    def needed() -> dict[int, str]:
+        return _named(settings, store) | needed_by_runs(runs, store, "was started with it") | parents_of_runs(runs)
+
+    return {"": Kept(store, settings.serve.retention, needed)}
 
 
 def _reward_models(settings: Settings) -> dict[str, Kept]:
     """By what they are for."""
-    from train.run.unfinished import reward_models_needed
+    from train.run.unfinished import needed_by_runs
 
     train, stores = settings.resolved().train, settings.stores()
+
+    def needed(store: PolicyStore) -> dict[int, str]:
+        return _named(settings, store) | needed_by_runs(train.runs, store, "is rewarded by it")
+
     return {
-        of: Kept(store, train.reward_model.retention, partial(reward_models_needed, train.runs, store), rewards=True)
+        of: Kept(store, train.reward_model.retention, partial(needed, store), rewards=True)
         for of, store in (("train", stores.reward_models), ("evaluate", stores.evaluation_reward_models))
     }
+
+
+def _named(settings: Settings, store: PolicyStore) -> dict[int, str]:
+    """Version -> which setting names its folder, of those that reward or that a critic begins with, in all stages."""
+    from train.run.unfinished import named_versions
+
+    named: dict[int, str] = {}
+    for own in (settings, *map(settings.of_stage, settings.cycle.stages)):
+        scoring, train = own.feedback.scoring.resolved(own.path), own.train.resolved(own.path)
+        record = {"feedback": {"scoring": scoring.model_dump(mode="json")}, "train": train.model_dump(mode="json")}
+        named = named_versions(record, store) | named
+    return {version: f"{setting} names it" for version, setting in named.items()}
 
 
 def _with_retention(group: click.Group, what: str, plural: str, setting: str, stores: Stores) -> None:

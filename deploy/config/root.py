@@ -226,13 +226,16 @@ class Settings(Section):
         scorer, scoring = self.evaluation.scorer, self.feedback.scoring
         if scorer in ("judge", "pairwise") and scoring.judge is None:
             raise ValueError(f"evaluation.scorer={scorer} needs a judge: set feedback.scoring.judge")
-        weight = scoring.model.weight * self.train.reward_weights.get("model", 1.0) if scoring.model else 0.0
-        sampled = self.train.reward is None and not self.train.algorithm.is_offline and self.cycle.recipe != "offline"
-        if scorer == "reward_model" and self._fixed_reward_model and weight and sampled:
-            raise ValueError(
-                "evaluation.scorer=reward_model: feedback.scoring.model rewards training too, so that the gate would "
-                "measure what was optimised: set feedback.scoring.model.weight to 0, or take another scorer"
-            )
+        if scorer == "reward_model" and self._fixed_reward_model and scoring.model is not None:
+            human = scoring.human.model
+            same = human is not None and self.path(human.name).resolve() == self.path(scoring.model.name).resolve()
+            for name, model in {"model": "model", **({"human": "human.model"} if same else {})}.items():
+                if self._rewards_training(name):
+                    raise ValueError(
+                        f"evaluation.scorer=reward_model: feedback.scoring.{model} rewards training too, so that the "
+                        f"gate would measure what was optimised: set feedback.scoring.{name}.weight to 0, or take "
+                        "another scorer"
+                    )
         if scorer == "reward_model" and not self._fixed_reward_model and not self.evaluation.holdout:
             raise ValueError(
                 "evaluation.scorer=reward_model scores by a reward model of feedback on prompts that no policy learned "
@@ -248,7 +251,30 @@ class Settings(Section):
                 f"evaluation.reward_model_folder={judging} and train.reward_model.folder={trained} are one folder: the "
                 "reward model that evaluation scores by would reward training too; set another"
             )
+        stages = [self.of_stage(stage).train for stage in self.cycle.stages]
+        if any(train.data.holdout_side != "rest" for train in (self.train, *stages)):
+            raise ValueError(
+                "train.data.holdout_side=slice: the reward model that evaluation scores by alone learns from the "
+                "held-out slice, and `millrace train --reward-model --held-out` sees to it; take it out"
+            )
         return self
+
+    def _rewards_training(self, component: str) -> bool:
+        """Whether a component of scoring that fresh responses can be rewarded by has a weight in a stage's reward."""
+        weight = self.feedback.scoring.for_rollouts.get(component, 0.0)
+        trains = [self.of_stage(stage).train for stage in self.cycle.stages if stage.stage == "train"]
+        return self.cycle.recipe != "offline" and any(
+            weight * train.reward_weights.get(component, 1.0)
+            for train in trains
+            if train.reward is None and not train.algorithm.is_offline
+        )
+
+    @property
+    def gate_measures_what_is_optimised(self) -> str | None:
+        """That the gate asks the judge that rewards training, by the same rubric; None where it doesn't."""
+        if self.evaluation.scorer != "judge" or not self._rewards_training("judge"):
+            return None
+        return "evaluation.scorer=judge: it rewards training by the same rubric: the gate measures what is optimised"
 
     @property
     def _fixed_reward_model(self) -> bool:
@@ -267,7 +293,7 @@ class Settings(Section):
 
         scoring, store = self.resolved().feedback.scoring, self.stores().evaluation_reward_models
         if self.evaluation.scorer != "reward_model":
-            return Sources(judge=scoring.judge)
+            return Sources(judge=scoring.judge, note=self.gate_measures_what_is_optimised)
         if self._fixed_reward_model:
             return Sources(reward_model=scoring.model)
         pointer = store.serving()
@@ -313,7 +339,10 @@ class Settings(Section):
             details = ({**detail, "loc": ("train", *detail["loc"])} for detail in error.errors())
             raise ConfigError("\n".join(explain(detail, layers, Settings) for detail in details)) from None
         recipe = None if isinstance(self.cycle.recipe, list) else self.cycle.recipe  # it was for all stages
-        return self.model_copy(update={"train": train, "cycle": self.cycle.model_copy(update={"recipe": recipe})})
+        update: dict[str, Any] = {"train": train, "cycle": self.cycle.model_copy(update={"recipe": recipe})}
+        if stage.stage == "reward-model":  # which evaluates nothing, and whose process can't know what rewards others
+            update["evaluation"] = self.evaluation.model_copy(update={"scorer": EvaluationConfig().scorer})
+        return self.model_copy(update=update)
 
     def path(self, relative: Path | str) -> Path:
         """The absolute path of a configured one: relative to home unless it is absolute."""

@@ -12,7 +12,7 @@ from deploy.loop import recipes
 from deploy.loop.preflight import reward_of
 from deploy.loop.records import CycleRecord, Stage, load_all
 from feedback.config import ScoringConfig
-from serve.policies.retention import retraining_parent
+from serve.policies.retention import in_marked_line
 from serve.policies.store import PolicyError, PolicyStore
 from train.config.training import TrainConfig
 from train.run.resume_settings import changed_suites, hindrances, started
@@ -50,6 +50,9 @@ def unfinished_training(
     last = before[-1] if before else None
     recipe = recipes.stages(settings, None if last is None else runs / str(last.run))
     stages, why = _to_keep(settings, recipe, before, incumbent, parent)
+    made = [candidate for stage in stages if (candidate := (stage.result or {}).get("candidate"))]
+    if gone := _weights_gone(settings.policy_store(), made[-1] if made else None):  # those before it may be pruned
+        stages, why = [], gone
     going_on = {stage.run for stage in stages}
     left = {
         run.name: "no cycle goes on with it"
@@ -124,18 +127,27 @@ def passed_before(settings: Settings, number: int, incumbent: int) -> tuple[Cycl
     runs, config = settings.path(settings.train.runs), settings.training()
     learned = [started(runs / str(stage.run)) for stage in last.stages if stage.run and not stage.of_evaluation]
     changed = [why for start in learned for why in changed_suites(start, config)]
-    return last, _lost(store, last.candidate) or "; ".join(changed[:1])
+    why_not = _lost(store, last.candidate) or _weights_gone(store, last.candidate)
+    return last, why_not or "; ".join(changed[:1])
 
 
 def _lost(store: PolicyStore, version: int, *, rewards: bool = False) -> str:
     """Why a policy, or a reward model (none is trained from another), is not to be gone on with; empty if it may be."""
     try:
-        clean = store.get(version) if rewards else retraining_parent(store, version)
+        reached = store.get(version).marked if rewards else in_marked_line(store, version)
     except PolicyError as error:  # removed by hand, or damaged
         return str(error)
-    if clean is not None and clean.version == version and not clean.marked:
-        return ""
-    return f"an erasure has reached {'reward model' if rewards else 'policy'} {version}"
+    return "" if not reached else f"an erasure has reached {'reward model' if rewards else 'policy'} {version}"
+
+
+def _weights_gone(store: PolicyStore, version: int | None) -> str:
+    """Why a policy's weights can't be had: pruned, removed by hand, or damaged; empty if they can, and for None."""
+    try:
+        if version is not None:
+            store.require_servable(version)
+    except PolicyError as error:
+        return str(error)
+    return ""
 
 
 def _hindrances(settings: Settings, stage: Stage, parent: int, reward_model: bool) -> list[str]:

@@ -6,6 +6,7 @@ import os
 import pwd
 import socket
 
+from serve.policies.retention import in_marked_line, retraining_parent
 from serve.policies.store import Pointer, PolicyStore, RecordDamaged
 
 
@@ -25,20 +26,22 @@ def promote(
     """Point the servers at ``version``, which must have passed the gate against the policy that serves.
 
     The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that serves
-    already: it gets a new generation, at which a replica that failed to load it tries again. ``override`` promotes
-    without a passing verdict; who and why stay in the pointer's history, marked as an override. ``expected`` is the
-    pointer on which the decision was taken, by default the current one.
+    already: it gets a new generation, at which a replica that failed to load it tries again. What an erasure has
+    reached is not promoted while there is a policy to train from that it has spared. ``override`` promotes all the
+    same; who and why stay in the pointer's history, marked as an override. ``expected`` is the pointer on which the
+    decision was taken, by default the current one.
 
-    Raises PromotionRefused (no passing verdict, or an override without a reason), serve.policies.store.PolicyNotFound,
-    PolicyCorrupt (a file differs from the manifest) and StalePointer (the pointer was moved meanwhile).
+    Raises PromotionRefused (no passing verdict, marked for retraining, or an override without a reason),
+    serve.policies.store.PolicyNotFound, PolicyCorrupt (a file differs from the manifest) and StalePointer (the pointer
+    was moved meanwhile).
     """
     store.verify(version)
     # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
     gate, pointer = store.get(version).gate, expected or store.serving()
     verdict = dict(gate) if gate else None
     if pointer is not None and pointer.version != version:
-        objection = _objection(version, verdict, pointer.version)
-        if objection is not None:
+        objections = (_objection(version, verdict, pointer.version), _erased_from(store, version))
+        if objection := "; ".join(filter(None, objections)):
             verdict = _overridden(verdict, objection, f"millrace promote {version}", override=override, why=why)
     return store.promote(version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict)
 
@@ -122,6 +125,21 @@ def _objection(version: int, verdict: dict[str, object] | None, incumbent: int) 
         return (
             f"policy {version} passed the gate against policy {verdict.get('incumbent')}, "
             f"but policy {incumbent} serves: {evaluate}"
+        )
+    return None
+
+
+def _erased_from(store: PolicyStore, version: int) -> str | None:
+    """Why an erasure doesn't let it serve; None if it does, or if there is no policy to train from that it has spared.
+
+    Training then goes on from what serves, and what that brings has learned from fewer of the erased rows.
+    """
+    if store.get(version).marked:
+        return f"policy {version} is marked for retraining: an erasure has reached it"
+    if in_marked_line(store, version) and (clean := retraining_parent(store, version)) is not None:
+        return (
+            f"policy {version} descends from one that is marked for retraining; training starts from policy "
+            f"{clean.version}, which is not"
         )
     return None
 

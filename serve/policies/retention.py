@@ -120,6 +120,12 @@ def retraining_parent(store: PolicyStore, version: int) -> Policy | None:
     return None
 
 
+def in_marked_line(store: PolicyStore, version: int) -> bool:
+    """Whether a policy, or one that it descends from, is marked for retraining. Raises PolicyError as above."""
+    clean = _line_without(store, version, lambda policy: policy.marked)
+    return not clean or clean[0].version != version
+
+
 def _trained_from(store: PolicyStore, policy: Policy, ancestor: int) -> bool:
     """Whether its line leads to an ancestor over nothing but unmarked stages of a recipe, which no gate has judged."""
     while policy.parent is not None and policy.parent > ancestor:

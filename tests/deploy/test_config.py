@@ -273,3 +273,63 @@ def test_the_reward_model_to_evaluate_by_learns_from_the_slice_and_no_other_run_
     ]
     assert [c.data.exclude_suites for c in (policy, proxy, judge)] == [[tmp_path / "suite.jsonl"]] * 2 + [[]]
     assert judge.algorithm.name == "reward_model"
+
+
+OF_THE_SLICE = "{algorithm: {name: reward_model}, data: {holdout_side: slice}}"
+FIXED = [("evaluation.scorer", "reward_model"), ("feedback.scoring.model.name", "./judge")]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            [("feedback.scoring.model.weight", "0"), ("feedback.scoring.human.model.name", "judge")],
+            r"feedback\.scoring\.human\.model rewards training too.* set feedback\.scoring\.human\.weight to 0",
+        ),
+        (
+            [("train.algorithm.name", "dpo"), ("cycle.recipe", "[{stage: train, set: {algorithm: {name: grpo}}}]")],
+            r"feedback\.scoring\.model rewards training too",
+        ),
+    ],
+)
+def test_a_model_that_rewards_any_stage_is_refused_as_the_gates_whatever_names_it(
+    tmp_path: Path, options: list[tuple[str, str]], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        root.load(None, [("home", str(tmp_path)), *FIXED, *options], {})
+
+
+def test_stages_that_are_not_rewarded_by_the_gates_model_load_in_their_processes_too(tmp_path: Path) -> None:
+    recipe = "[{stage: reward-model}, {stage: train, set: {reward_weights: {model: 0}}}]"
+    settings = root.load(None, [("home", str(tmp_path)), *FIXED, ("cycle.recipe", recipe)], {})
+    for stage in settings.cycle.stages:
+        child = root.load(settings.of_stage(stage).snapshot(), [], {})
+        assert child.train == settings.of_stage(stage).train
+
+
+def test_where_the_judge_that_rewards_training_decides_in_the_gate_the_evaluation_says_so(tmp_path: Path) -> None:
+    same = [("home", str(tmp_path)), *JUDGE, ("evaluation.scorer", "judge")]
+    note = root.load(None, [*same, ("cycle.recipe", "rlaif")], {}).evaluation_sources().note
+    assert note is not None
+    assert note.endswith(" it rewards training by the same rubric: the gate measures what is optimised")
+    for other in (
+        ("evaluation.scorer", "pairwise"),
+        ("feedback.scoring.judge.weight", "0"),
+        ("train.reward", "a:b"),
+        ("train.algorithm.name", "dpo"),
+    ):
+        assert root.load(None, [*same, other], {}).evaluation_sources().note is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [("train.data.holdout_side", "slice"), ("train.algorithm.name", "reward_model")],
+        [("cycle.recipe", f"[{{stage: reward-model, set: {OF_THE_SLICE}}}, {{stage: train}}]")],
+    ],
+)
+def test_only_the_reward_model_to_evaluate_by_may_be_set_to_learn_from_the_slice(
+    tmp_path: Path, options: list[tuple[str, str]]
+) -> None:
+    with pytest.raises(ConfigError, match=r"train\.data\.holdout_side=slice: the reward model that evaluation scores"):
+        root.load(None, [("home", str(tmp_path)), ("evaluation.holdout", "0.2"), *options], {})

@@ -68,6 +68,15 @@ def test_a_server_that_would_not_start_for_want_of_keys_is_found(tmp_path: Path)
     assert "is not one" in found(own)["keys"].found
 
 
+def test_a_gate_that_measures_what_is_optimised_is_told(settings: Settings) -> None:
+    judge = {"url": "http://127.0.0.1:9/v1", "model": "m", "rubric": "{response}?"}
+    options = [(f"feedback.scoring.judge.{name}", value) for name, value in judge.items()]
+    settings = root.load(settings.snapshot(), [*options, ("evaluation.scorer", "judge")], {})
+    [check] = [check for check in doctor._loop(settings) if check.name == "gate"]
+    assert check.level == "warn"
+    assert "the gate measures what is optimised" in check.found
+
+
 def test_a_loop_whose_trainings_publish_nothing_is_found(settings: Settings) -> None:
     stages = [records.Stage(name="train", started_at=datetime.now(UTC), ok=True)]
     settings.path("cycles").mkdir()

@@ -111,6 +111,20 @@ def test_a_model_is_all_that_an_empty_folder_needs_to_be_served_with_the_loop_op
     initialise.require_made_from(settings, str(model))
 
 
+def test_a_home_is_of_the_model_that_what_serves_goes_back_to_and_not_of_what_a_killed_init_left(
+    settings: Settings, model: Path, tmp_path: Path
+) -> None:
+    store = settings.policy_store()
+    store.publish(model, parent=None, lineage={"source": str(tmp_path / "first")}, metrics={})  # and it was killed
+    initialise.initialise(settings, str(model), revision=None, who="tests")
+    initialise.require_made_from(settings, str(model))
+    trained = store.publish(model, parent=2, lineage={}, metrics={})
+    store.promote(trained.version, expected=2, who="t", why="t")
+    initialise.require_made_from(settings, str(model))
+    with pytest.raises(initialise.NotAModel, match=f"was made from {model}, not from {tmp_path / 'first'}"):
+        initialise.require_made_from(settings, str(tmp_path / "first"))
+
+
 def test_options_that_contradict_the_file_it_would_write_are_refused_before_anything_is_written(
     model: Path, tmp_path: Path
 ) -> None:

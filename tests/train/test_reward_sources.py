@@ -112,10 +112,10 @@ def test_a_model_of_the_votes_a_rule_and_a_judge_reward_rollouts_on_the_actors_p
 
 def test_the_reward_is_tried_by_component_before_an_engine_starts_wherever_it_runs(ran: Ran) -> None:
     lines = [line for line in ran.output.splitlines() if line.startswith(("mixed: ", "again: "))]
-    for run, first in (("mixed", "starting the workers"), ("again", "trying the reward on 4 logged responses")):
+    for run, first in (("mixed", "starting the workers"), ("again", "trying the reward on 12 logged responses")):
         of_run = [line for line in lines if line.startswith(run)]
-        tried = next(i for i, line in enumerate(of_run) if "human 4 of 4, mean 0." in line)
-        assert "; short 4 of 4, mean 0.500; judge 4 of 4, mean 0.100" in of_run[tried]
+        tried = next(i for i, line in enumerate(of_run) if "human 12 of 12, mean 0." in line)
+        assert "; short 12 of 12, mean 0.500; judge 12 of 12, mean 0.100" in of_run[tried]
         assert any(first in line for line in of_run[:tried])
         assert any("workers up" in line for line in of_run[tried:])
 

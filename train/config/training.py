@@ -161,7 +161,6 @@ class TrainConfig(Section):
             "max_prompts": self.data.max_prompts,
             "exclude_suites": self.data.exclude_suites,
             "holdout": self.data.holdout,
-            "holdout_side": self.data.holdout_side,
             "held_out_share": own.held_out_share,
         }
         return TrainConfig.model_validate(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from feedback.files import replace_file
-from serve.policies.store import MANIFEST, PolicyStore
+from serve.policies.store import MANIFEST, PolicyNotFound, PolicyStore
 from train.config.sections import PassRateConfig
 
 FILE: Final = "pass_rates.json"
@@ -34,7 +34,10 @@ def of_lineage(config: PassRateConfig, policy: Path, runs: Path) -> Counts:
     store, total = PolicyStore(policy.parent), Counts()
     version = json.loads((policy / MANIFEST).read_bytes())["version"]
     for _ in range(config.runs):
-        made = store.get(version)
+        try:
+            made = store.get(version)
+        except PolicyNotFound:  # removed by hand
+            break
         path = runs / str(made.lineage.get("run")) / FILE
         if path.is_file():
             found = json.loads(path.read_bytes())

@@ -35,10 +35,15 @@ _MOST_QUOTED: Final = 160
 
 CHECKED_RESPONSES: Final = f"""
 SELECT {", ".join(COLUMNS)} FROM interactions
-WHERE status = 'complete' AND len(response_token_ids) > 0
-ORDER BY created_at DESC, response_id LIMIT 4
+SEMI JOIN (
+    SELECT max((created_at, response_id)) AS newest FROM interactions
+    WHERE status = 'complete' AND len(response_token_ids) > 0
+    GROUP BY hash(prompt_token_ids) ORDER BY newest DESC LIMIT 32
+) ON (created_at, response_id) = newest
+ORDER BY created_at DESC, response_id
 """
-"""The responses that a reward is tried out on: the last ones."""
+"""The responses that a reward is tried out on: the last one to each of the last prompts. One request, whose responses a
+source may be unable to read, does not decide alone."""
 
 
 class RewardError(RuntimeError):
@@ -204,7 +209,7 @@ def rewards_of(group: WorkerGroup, ranks: int, rows: pa.Table) -> Rewards:
 
 
 def logged_responses(lake: Lake, versions: Mapping[str, int]) -> pa.Table:
-    """A few rows to try a reward on."""
+    """Rows to try a reward on."""
     read = {"interactions": versions["interactions"]}
     return lake.read(lambda views: views.sql(CHECKED_RESPONSES).to_arrow_table(), versions=read, tables=read)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from stat import S_ISREG
 from typing import Final, Literal
 
 from train.config.sections import RunRetentionConfig
@@ -38,13 +41,28 @@ def run_folders(runs: Path) -> list[RunFolder]:
     """The runs under a folder, the one that was last at work last."""
     found = []
     for folder in {path.parent for name in (_JOB, START) for path in runs.glob(f"*/{name}")}:
-        files = [file for part in kept(folder) for file in (part, *part.rglob("*"))]
-        times = [path.stat().st_mtime for path in (folder / _JOB, folder / START, *files) if path.exists()]
-        size = sum(file.stat().st_size for file in files if file.is_file())
+        files = [status for part in kept(folder) for status in _statuses(part, *_inside(part))]
+        began = _statuses(folder / _JOB, folder / START) or _statuses(folder)
+        size = sum(file.st_size for file in files if S_ISREG(file.st_mode))
         state: Literal["at work", "unfinished", "ended"] = "unfinished" if files else "ended"
-        at = datetime.fromtimestamp(max(times), UTC)
+        at = datetime.fromtimestamp(max(file.st_mtime for file in (*began, *files)), UTC)
         found.append(RunFolder(folder, at, "at work" if holder_of(folder) else state, size, _result(folder)))
     return sorted(found, key=lambda run: (run.at, run.name))
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    """All that is in a folder, as far as it is there by then: a run at work removes its older checkpoints."""
+    for place, folders, files in os.walk(folder):
+        yield from (Path(place, name) for name in (*folders, *files))
+
+
+def _statuses(*paths: Path) -> list[os.stat_result]:
+    """Of those that are still there."""
+    found = []
+    for path in paths:
+        with suppress(FileNotFoundError):
+            found.append(path.stat())
+    return found
 
 
 def kept_runs(runs: list[RunFolder], config: RunRetentionConfig, needed: Collection[str]) -> dict[str, str]:

@@ -84,7 +84,7 @@ def verdict(
         agrees: per held-out judgement 1, 0, or 0.5 for equal scores.
         before: the version that rewards, if there is one.
         agreed: what ``agrees`` is of that version; empty if there is none.
-        decides: the gate scores by it, so that the first one must be shown to be better than a coin.
+        decides: the gate scores by it, so that it must be shown to be better than a coin.
     """
     found: dict[str, Any] = {"agreement": None, "compared": None, "keep": before is None and not decides}
     if not agrees:
@@ -93,16 +93,17 @@ def verdict(
         return found
     _, low, high = wilson(round(sum(agrees)), len(agrees), confidence=_CONFIDENCE)
     mean = sum(agrees) / len(agrees)
-    found["keep"] = before is None and (low > 0.5 if decides else high >= 0.5)
+    good = low > 0.5 if decides else high >= 0.5
+    found["keep"] = before is None and good
     found["agreement"] = {"value": mean, "low": low, "high": high, "judgements": len(agrees)}
     found["why"] = f"agrees with {mean:.1%} [{low:.1%}, {high:.1%}] of {len(agrees)} held-out judgements"
-    if before is None and not found["keep"]:
+    if not good:
         found["why"] += ": not shown to be better than a coin" if decides else ": worse than a coin"
     if agreed:
         difference, low, high = paired_bootstrap(agrees, agreed, confidence=_CONFIDENCE, resamples=2000, seed=1)
         found["compared"] = {"version": before, "difference": difference, "low": low, "high": high}
-        found["keep"] = high >= 0
-        worse = "" if found["keep"] else ": worse"
+        found["keep"] = good and high >= 0
+        worse = ": worse" if high < 0 else ""
         found["why"] += f", {difference:+.1%} [{low:+.1%}, {high:+.1%}] against version {before}{worse}"
     return found
 

@@ -7,14 +7,15 @@ some of those are erased the run can't publish any more (train/job.py), and what
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from feedback.files import try_lock
 from feedback.lake.table_changes import ErasedSince, LogGoneError
@@ -108,14 +109,33 @@ def forget_erased(lake: Lake, runs: Path, stores: Stores) -> list[str]:
     return forgotten
 
 
-def reward_models_needed(runs: Path, store: PolicyStore) -> dict[int, str]:
-    """Version -> why it is needed, of the reward models by which runs are rewarded that are at work or may go on."""
-    needed = {}
+def needed_by_runs(runs: Path, store: PolicyStore, why: str) -> dict[int, str]:
+    """Version -> "run NAME" and ``why``, of those that runs were started with which are at work or may go on."""
+    needed: dict[int, str] = {}
     for run in unfinished_runs(runs):
-        start = run.folder / START
-        for version in re.findall(rf"{re.escape(str(store.root))}/v(\d+)", start.read_text() if start.exists() else ""):
-            needed[int(version)] = f"run {run.name} is rewarded by it"
+        with suppress(FileNotFoundError):  # it has ended in this moment
+            started = json.loads((run.folder / START).read_bytes())
+            needed |= dict.fromkeys(named_versions(started, store), f"run {run.name} {why}")
     return needed
+
+
+def named_versions(record: Any, store: PolicyStore) -> dict[int, str]:
+    """Version -> where its folder is named, of the absolute paths in a JSON value; by whichever way they lead there."""
+    named, root = {}, os.path.realpath(store.root)
+    for where, text in _texts(record):
+        parent, name = os.path.split(os.path.realpath(text)) if text.startswith("/") else ("", "")
+        if parent == root and re.fullmatch(r"v\d{6,}", name):
+            named[int(name[1:])] = where
+    return named
+
+
+def _texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """The texts in a JSON value, each with the names that lead to it."""
+    if isinstance(value, str):
+        yield where, value
+    elif isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(part, f"{where}.{key}" if where else str(key))
 
 
 def mark(store: PolicyStore, published: int, why: str) -> None:

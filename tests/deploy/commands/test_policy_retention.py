@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from deploy.cli import run
 from serve.policies.store import PolicyStore
 from tests.serve.policies.test_store import publish
+from train.run.retention import run_folders
 
 KEEP_ONE = ["--serve.retention.keep_last", "1", "--serve.retention.served_days", "0"]
 
@@ -201,3 +203,63 @@ def test_checkpoints_of_old_runs_go_and_their_records_stay(
         "cycle-000001",
         "new",
     ]
+
+
+def test_runs_are_listed_while_one_of_them_removes_its_checkpoints(store: PolicyStore) -> None:
+    step = Path("home/runs/killed/checkpoints/step-1")
+    (step / "shards").mkdir()
+    removing = True
+
+    def remove(event: str, arguments: tuple[object, ...]) -> None:
+        """What is looked into is there no more."""
+        if removing and event == "os.scandir" and str(arguments[0]).endswith("shards"):
+            step.joinpath("shards").rmdir()
+
+    sys.addaudithook(remove)
+    try:
+        [found] = run_folders(Path("home/runs"))
+    finally:
+        removing = False
+    assert (found.name, found.state) == ("killed", "unfinished")
+    assert not step.joinpath("shards").exists()
+
+
+def test_what_a_setting_names_by_its_folder_is_kept_whichever_way_it_is_named(
+    models: PolicyStore, store: PolicyStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for version in (4, 5, 6):
+        models.promote(version, expected=models.serving(), who="t", why="t")
+    (tmp_path / "link").symlink_to(tmp_path / "home")
+    stage = "{stage: train, set: {algorithm: {name: ppo, critic: {model: policies/v000001}}}}"
+    named = [
+        *("--feedback.scoring.human.model.name", "reward_models/v000002"),
+        *("--feedback.scoring.model.name", str(tmp_path / "link" / "reward_models" / "v000003")),
+        *("--train.algorithm.name", "ppo", "--train.algorithm.critic.model", "reward_models/../reward_models/v000004"),
+    ]
+    assert run(["reward-models", "prune", *KEEP_ONE_MODEL, *named, "--json-out", "result.json"]) == 0
+    result = json.loads(Path("result.json").read_text())["train"]
+    assert result["removed"] == []
+    assert {version: result["kept"][version] for version in "1234"} == {
+        "1": "run killed is rewarded by it",
+        "2": "feedback.scoring.human.model.name names it",
+        "3": "feedback.scoring.model.name names it",
+        "4": "train.algorithm.critic.model names it",
+    }
+    assert run(["policies", "prune", *KEEP_ONE, "--cycle.recipe", f"[{stage}]"]) == 0
+    said = capsys.readouterr().out
+    assert "policy 1: kept (train.algorithm.critic.model names it)" in said
+    assert "removed the weights of policies: 2, 4" in said
+
+
+def test_what_a_run_that_may_go_on_was_started_with_is_kept_though_its_home_is_named_otherwise_now(
+    models: PolicyStore, store: PolicyStore, tmp_path: Path
+) -> None:
+    start = tmp_path / "home" / "runs" / "killed" / "start.json"
+    (tmp_path / "link").symlink_to(tmp_path / "home")
+    started = json.loads(start.read_text().replace(str(tmp_path / "home"), str(tmp_path / "link")))
+    critic = {"config": {"algorithm": {"critic": {"model": str(store.get(1).path)}}}}
+    start.write_text(json.dumps(started | critic))
+    assert run(["reward-models", "prune", *KEEP_ONE_MODEL, "--json-out", "result.json"]) == 0
+    assert json.loads(Path("result.json").read_text())["train"]["kept"]["1"] == "run killed is rewarded by it"
+    assert run(["policies", "prune", *KEEP_ONE, "--json-out", "result.json"]) == 0
+    assert json.loads(Path("result.json").read_text())["kept"]["1"] == "run killed was started with it"

@@ -602,3 +602,38 @@ def _start_cycle(settings: Settings, folder: Path) -> subprocess.Popen[bytes]:
         time.sleep(0.02)
     os.sched_yield()
     return process
+
+
+def test_of_a_recipe_of_stages_that_was_not_judged_only_the_last_policy_needs_its_weights(
+    home_with_policy: Settings, model: Path
+) -> None:
+    recipe = "[{stage: train, name: a}, {stage: train, name: b}]"
+    one = (("serve.retention.keep_last", "1"), ("serve.retention.served_days", "0"))
+    settings = changed(home_with_policy, ("cycle.recipe", recipe), *one)
+    store, stages = settings.policy_store(), []
+    for parent, stage in enumerate(settings.cycle.stages, start=1):
+        run, own = f"cycle-000001-{stage.label}", settings.of_stage(stage)
+        scorer = Reward(reward_of(own) or ScoringConfig(), 1800.0).scorer
+        config = own.training().model_dump(mode="json")
+        shutil.rmtree(begun(settings, run, config, parent=parent, scorer=scorer) / "checkpoints")  # it has published
+        lineage = {"lake_versions": {"interactions": 1}}
+        version = store.publish(model, parent=parent, lineage=lineage, metrics={}).version
+        how = {"name": stage.label, "run": run, "ok": True, "result": {"candidate": version}}
+        stages.append(records.Stage(started_at=datetime.now(UTC), **how))
+    settings.path("cycles").mkdir()
+    last = {"incumbent": 1, "run": stages[-1].run, "candidate": 3, "status": "failed"}
+    records.write(settings, CycleRecord(number=1, started_at=datetime.now(UTC), stages=stages, **last))
+
+    def found() -> list[str]:
+        going_on, _ = unfinished_training(settings, 2, 1, 1)
+        return [] if going_on is None else [stage.name for stage in going_on.stages]
+
+    assert found() == ["train-a", "train-b"]
+    assert cli.run(["--config", str(settings.snapshot()), "policies", "prune"]) == 0
+    assert [store.get(version).pruned is None for version in (1, 2, 3)] == [True, False, True]
+    assert found() == ["train-a", "train-b"], "policy 2 is pruned, and no erasure has reached it"
+    store.record_erasure(2, certainty="yes", why="w", retrain=True)
+    assert found() == []
+    (store.root / "v000002" / "erasures.json").unlink()
+    assert store.prune(3, "w", dict) is None
+    assert found() == [], "what is judged next has no weights"

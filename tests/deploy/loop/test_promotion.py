@@ -318,3 +318,22 @@ def test_an_erasure_of_a_folder_that_was_removed_meanwhile_makes_nothing_in_its_
     with pytest.raises(FileNotFoundError):
         record_erasure(folder, certainty="yes", why="x")
     assert not folder.exists()
+
+
+def test_what_an_erasure_has_reached_is_promoted_by_an_override_only(store: PolicyStore) -> None:
+    judge(store, 2, incumbent=1)
+    judge(store, 3, incumbent=1)
+    store.record_erasure(2, certainty="yes", why="erased", retrain=True)
+    with pytest.raises(PromotionRefused, match=r"^policy 2 is marked for retraining: .*; to override: "):
+        promote(store, 2)
+    with pytest.raises(PromotionRefused, match=r"^policy 3 descends from one that is marked .* starts from policy 1"):
+        promote(store, 3)
+    assert promote(store, 3, override=True) == 3
+    assert pointer_of(store).verdict["objection"].startswith("policy 3 descends from")  # type: ignore[index]
+
+
+def test_where_every_policy_is_marked_what_was_trained_from_one_of_them_since_is_promoted(store: PolicyStore) -> None:
+    for version in (1, 2):
+        store.record_erasure(version, certainty="yes", why="erased", retrain=True)
+    judge(store, 3, incumbent=1)
+    assert promote(store, 3) == 3

@@ -230,7 +230,7 @@ def test_a_reward_that_is_none_is_told_before_any_model_is_loaded(ran: Ran, monk
     rule = ScoringConfig(rules={"mine": RuleConfig(function="no_reward:reward")})
     for settings, name in (("no_reward:reward", "train.reward=no_reward:reward"), (rule, "feedback.scoring: mine")):
         with pytest.raises(
-            RewardError, match=rf"{name}.* gave none of 4 responses a value \(4 × rule .*1 values for 4"
+            RewardError, match=rf"{name}.* gave none of 12 responses a value \(12 × rule .*1 values for 12"
         ):
             try_reward(Reward(settings, 30), settings, rows, per_token=False)
 

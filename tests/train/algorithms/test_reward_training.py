@@ -207,12 +207,19 @@ def test_a_version_rewards_if_it_is_not_worse_than_the_one_before_on_the_same_it
     assert verdict([1.0] * 6 + [0.0] * 6, None, [])["keep"] is True
 
 
-def test_the_gate_scores_by_a_first_reward_model_only_if_it_is_shown_to_be_better_than_a_coin() -> None:
+def test_the_gate_scores_by_a_reward_model_only_if_it_is_shown_to_be_better_than_a_coin() -> None:
     for right, of, kept in ((6, 12, False), (8, 12, False), (11, 12, True)):  # Wilson: from 25, 39 and 65 %
         found = verdict([1.0] * right + [0.0] * (of - right), None, [], decides=True)
         assert found["keep"] is kept, found["why"]
         assert ("not shown to be better than a coin" in found["why"]) is not kept
     assert verdict([], None, [], decides=True)["keep"] is False
+    before = [1.0] * 14 + [0.0] * 6
+    now = [1.0] * 4 + [0.0] * 6 + [1.0] * 6 + [0.0] * 4
+    found = verdict(now, 1, before, decides=True)
+    assert found["compared"]["high"] > 0, "not shown to be worse than the one before"
+    assert found["keep"] is False, "but half of the judgements is what a coin agrees with"
+    assert ": not shown to be better than a coin, " in found["why"]
+    assert verdict([1.0] * 20, 1, before, decides=True)["keep"] is True
 
 
 def test_the_loss_is_bradley_and_terrys() -> None:

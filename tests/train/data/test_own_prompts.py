@@ -252,6 +252,8 @@ def test_prompts_that_the_lineages_runs_always_or_never_solved_are_left_out(
     narrow = read(lake, parent, {"path": file}, pass_rate={"high": 0.8, "min_responses": 7})
     assert texts(narrow) == [prompts["new"]]
     assert len(texts(read(lake, parent, {"path": file}, pass_rate={"solved_reward": 0.5}))) == 5, "counted otherwise"
+    shutil.rmtree(home / "policies" / "v000002")
+    assert len(texts(read(lake, parent, {"path": file}, pass_rate={}))) == 5, "a policy that was removed ends the line"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,12 @@ from feedback.lake.tables import Lake
 from feedback.scoring.scorer import load_sources
 from feedback.scoring.sources.rules import PerToken, load_rule
 from serve.policies.store import Policy
-from tests.feedback.feedback_rows import interaction, put
+from tests.feedback.feedback_rows import NOON, interaction, put
 from tests.feedback.judge_server import Answer, judge_server, says
 from train.batch.packed import PackedBatch, Sample
 from train.config.training import TrainConfig
 from train.context import JobContext, RunStart, TrainingStopped
-from train.data.rewards import Reward, RewardError, Rewards, check_rewards, try_reward
+from train.data.rewards import Reward, RewardError, Rewards, check_rewards, logged_responses, try_reward
 from train.data.samples import score, table_of
 from train.job import on_logged_responses
 from train.run.resume import Begun
@@ -408,3 +409,18 @@ def test_a_reward_is_not_tried_on_traffic_where_only_prompts_of_ones_own_are_dra
     config = TrainConfig.model_validate({"data": data})
     on_logged_responses(config, context, lake, Begun(start, parent), reward)
     assert seen == ([1] if tried else [])
+
+
+def test_a_request_whose_responses_have_no_reward_decides_nothing_however_many_and_new_they_are(
+    tmp_path: Path, module: Callable[[str], str]
+) -> None:
+    lake = Lake(str(tmp_path / "lake"), LakeConfig())
+    lake.create()
+    later = {"created_at": NOON + timedelta(minutes=1), "prompt_token_ids": [9], "metadata": {}}
+    put(lake, "interactions", [interaction("known"), *(interaction(f"n{i}", **later) for i in range(5))])
+    tried = logged_responses(lake, lake.versions())
+    assert tried["metadata"].to_pylist() == [[], [("answer", "four")]], "the newest of each prompt, newest first"
+    name = module("[float(dict(row)['answer'] == 'four') for row in rows['metadata'].to_pylist()]")
+    assert try_reward(Reward(name, 60), name, tried, per_token=False).values == [None, 1.0]
+    put(lake, "interactions", [interaction(f"p{i}", **later | {"prompt_token_ids": [i]}) for i in range(40)])
+    assert logged_responses(lake, lake.versions()).num_rows == 32
