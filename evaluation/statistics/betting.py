@@ -8,9 +8,9 @@ reaches 1/alpha (Ville's inequality), however often anybody looks and whatever m
 The strategy is a mixture of constant bets (their "diversified Kelly betting"; Cover's universal portfolio): the wealth
 is split evenly over ``FRACTIONS`` of the largest bet that can't go bankrupt. That is a predictable plug-in bet, the
 mean of the fractions weighted by what each has earned, and it needs no tuning to variance, skewness or the share of
-items that differ. The squares put most bets where small gains among many zeros want them: for differences of +1 (6.5 % of items),
--1 (3.5 %) and 0, the best constant bet is 0.3 of the largest one. With the fractions fixed the wealth falls as m rises,
-so that inversion gives intervals.
+items that differ. The squares put most bets where small gains among many zeros want them: for differences of +1
+(6.5 % of items), -1 (3.5 %) and 0, the best constant bet is 0.3 of the largest one. With the fractions fixed the wealth
+falls as m rises, so that inversion gives intervals.
 
 What is assumed: given those before it, each observation has the mean that the hypothesis speaks of, or one on its
 side. Independent draws do, and items of a bank in random order, each used once. No distribution is assumed.
