@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint docs bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn thumbs crash-test fuzz model-shapes trl-round-trip format lock wheel clean
+.PHONY: help setup demo test lint docs bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn simulate thumbs crash-test fuzz model-shapes trl-round-trip format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -63,6 +63,9 @@ bench-overlap: setup   ## measure sampling ahead against waiting; the last line 
 
 learn: setup           ## prove that the algorithms learn: about 17 minutes; the last line is JSON
 	$(BIN)/python -m deploy.examples.learn $(ARGS)
+
+simulate: setup        ## prove on generated worlds that decisions keep their error rates; the last line is JSON
+	$(BIN)/python -m deploy.examples.simulate $(ARGS)
 
 thumbs: setup          ## one command, and a person with thumbs alone: two cycles; the last line is JSON
 	$(BIN)/python -m loadtests.thumbs $(ARGS)
