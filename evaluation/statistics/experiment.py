@@ -286,9 +286,8 @@ def prediction_powered(
 
     ``values`` are NaN where there is no label; ``predictions`` are of every row; only rows that are ``counted`` are.
     PPI++ for a mean, with its power tuning (Angelopoulos, Duchi and Zrnic 2023, arXiv 2311.01453, example 6.1): the
-    mean of y - lambda f over labelled rows plus lambda times the mean of f over the others, lambda = cov(y, f) / ((1 +
-    n / N) var f) within [0, 1]. It is consistent whatever the predictions are worth, if labelled rows are like the
-    others.
+    mean of y - lambda f over labelled rows plus lambda times the mean of f over the others, lambda = cov(y, f) /
+    ((1 + n / N) var f). It is consistent whatever the predictions are worth, if labelled rows are like the others.
     """
     y, f = np.asarray(values, np.float64), np.asarray(predictions, np.float64)
     rows = np.ones(len(y), bool) if counted is None else np.asarray(counted, bool)
@@ -307,9 +306,9 @@ def prediction_powered(
         var_elsewhere = total(f * f, others) / m - elsewhere**2
         overall = total(f * f, rows) / (n + m) - (total(f, rows) / (n + m)) ** 2
         tuned = covariance / ((1 + n / m) * overall)
-        tuned = np.where((m >= 2) & (overall > 1e-12), np.clip(tuned, 0.0, 1.0), 0.0)
+        tuned = np.where((m >= 2) & (overall > 1e-12), tuned, 0.0)
         rectifier = var_y - 2 * tuned * covariance + tuned**2 * var_f
-        used = tuned > 0
+        used = tuned != 0
         mean = mean_y + np.where(used, tuned * (elsewhere - mean_f), 0.0)
         variance = np.maximum(rectifier, 0.0) / (n - 1) + np.where(used, tuned**2 * var_elsewhere / m, 0.0)
     return np.where(n >= 2, mean, np.nan), np.where(n >= 2, variance, np.nan)
