@@ -130,7 +130,7 @@ def estimate(
     if mean_weight.high < 1 - _SMALLEST_GAP:
         reasons.append(
             f"unequal support: weights average {mean_weight.value:.3f} (at most {mean_weight.high:.3f}) where they "
-            f"should average 1, so about {1 - mean_weight.value:.0%} of what the candidate says was never or hardly sampled"
+            f"should average 1, so the log lacks about {1 - mean_weight.value:.0%} of what the candidate says"
         )
     if unsupported is not None and unsupported.low > _SMALLEST_GAP:
         reasons.append(
@@ -188,10 +188,11 @@ def _student(value: float, parts: Floats, confidence: float) -> Estimate:
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence:g}")
-    variance, squares = float(parts.sum()), float((parts**2).sum())
+    variance = float(parts.sum())
     if variance == 0:
         return Estimate(value, value, value)
-    half = float(stdtrit(max(variance**2 / squares, 1.0), (1 + confidence) / 2)) * variance**0.5
+    freedom = 1 / float(((parts / variance) ** 2).sum())
+    half = float(stdtrit(freedom, (1 + confidence) / 2)) * variance**0.5
     return Estimate(value, value - half, value + half)
 
 
