@@ -26,8 +26,8 @@ from scipy.special import expit
 
 from evaluation.statistics.intervals import Floats
 
-# A prior worth this many ties between each policy and the mean one, and none about position and length beyond keeping
-# the fit finite. A policy that wins every comparison then has a finite strength; 1,000 comparisons hardly feel it.
+# A prior worth this many tied items between each policy and the mean one, and none about position and length beyond
+# keeping the fit finite. A policy that wins every comparison then has a finite strength; 1,000 items hardly feel it.
 _TIES = 1.0
 _RIDGE = 0.01
 _MAX_STEPS = 100
@@ -95,7 +95,7 @@ def win_rate(
     All arguments are [n], one entry per judgement: ``preferences`` for the candidate, whether its answer was
     ``candidate_first``, which of the ``items`` was asked, both answers' lengths (tokens or characters; none: no length
     control), and whether both texts are ``identical``, which is a tie whatever a judge said. Items are the clusters.
-    Raises ValueError on shapes that differ, a preference outside [0, 1], or no judgement at all.
+    Raises ValueError on shapes that differ, a preference outside [0, 1], no judgement at all, or one order throughout.
     """
     wins = _check_preferences(preferences)
     n = len(wins)
@@ -172,9 +172,18 @@ def bradley_terry(
 def _fit(design: Floats, wins: Floats, clusters: NDArray[np.int64], ties: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     """Coefficients [p] of a logistic regression and their sandwich covariance [p, p], from ``design`` [n, p].
 
-    Iteratively reweighted least squares, with step halving. Columns in ``ties`` have a prior of fictitious ties.
+    Iteratively reweighted least squares, with step halving. Columns in ``ties`` have a prior of fictitious ties, which
+    in the covariance count as one more cluster: where a policy always wins, theirs is all the doubt there is. Raises
+    ValueError where policies can't be told from the order or the lengths of answers.
     """
-    prior = np.where(ties, _TIES, 0.0)
+    used = design[:, design.any(axis=0)]
+    if np.linalg.matrix_rank(used.T @ used) < used.shape[1] - (ties.sum() > 1):
+        raise ValueError(
+            "the comparisons can't tell the policies from the order or the lengths of their answers: judge each pair "
+            "in both orders, and leave the lengths out if they always differ by the same"
+        )
+    count = int(clusters.max()) + 1
+    prior = np.where(ties, _TIES * len(wins) / count, 0.0)
 
     def objective(beta: Floats) -> float:
         logits = design @ beta
@@ -193,11 +202,11 @@ def _fit(design: Floats, wins: Floats, clusters: NDArray[np.int64], ties: NDArra
             break
     _, information = _derivatives(design, wins, beta, prior)
     scores = design * (wins - expit(design @ beta))[:, None]
-    count = int(clusters.max()) + 1
     of_cluster = np.stack([np.bincount(clusters, column, minlength=count) for column in scores.T], axis=1)
     bread = np.linalg.inv(information)
-    correction = count / max(1, count - 1)
-    return beta, correction * bread @ (of_cluster.T @ of_cluster) @ bread
+    of_prior = prior * (0.5 - expit(beta)) - _RIDGE * beta
+    meat = count / max(1, count - 1) * of_cluster.T @ of_cluster + np.outer(of_prior, of_prior)
+    return beta, bread @ meat @ bread
 
 
 def _derivatives(design: Floats, wins: Floats, beta: Floats, prior: Floats) -> tuple[Floats, Floats]:
