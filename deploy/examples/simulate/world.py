@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """``figures`` by their place in the last line, with dots: {"null.binary": 0.02}. ``kept``: whether bars were met."""
+    """``figures`` by their place in the last line, with dots: {"null.binary": 0.02}. ``kept``: if bars were met."""
 
     figures: dict[str, Any]
     kept: bool
