@@ -1,6 +1,8 @@
 """What can be concluded from numbers: pure functions, float64, seeded where they draw.
 
-Read ``betting`` (tests and confidence sequences that hold at every look), ``error_budget`` (the level of each
-candidate), ``guardrails`` (what it is measured by), ``verdict`` (pass, refuse, undecided), ``power`` (how many items a
-gain needs), ``intervals`` (the bootstrap, Wilson's interval, best of n).
+Of a suite's items: read ``betting`` (tests and confidence sequences that hold at every look), ``error_budget`` (the
+level of each candidate), ``guardrails`` (what it is measured by), ``verdict`` (pass, refuse, undecided), ``power`` (how
+many items a gain needs), ``intervals`` (the bootstrap, Wilson's interval, best of n). Of traffic and judges:
+``experiment`` (a candidate on live traffic, with its ``wealth``), ``off_policy`` (on logged traffic), ``pairwise`` (win
+rates and Bradley-Terry strengths).
 """
