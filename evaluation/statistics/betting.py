@@ -104,7 +104,7 @@ class Wealth:
         bets = np.array([math.inf if bet is None else bet for bet in record["bets"]], np.float64)
         if bets.shape != FRACTIONS.shape:
             raise ValueError(f"the record has {len(bets)} bets and this version makes {len(FRACTIONS)}: begin anew")
-        return cls(int(record["n"]), bets, np.float64(record["peak"]), np.float64(record["total"]))
+        return cls(int(record["n"]), bets, np.array(record["peak"], np.float64), np.array(record["total"], np.float64))
 
 
 def start(shape: tuple[int, ...] = ()) -> Wealth:
