@@ -64,7 +64,7 @@ bench-overlap: setup   ## measure sampling ahead against waiting; the last line 
 learn: setup           ## prove that the algorithms learn: about 17 minutes; the last line is JSON
 	$(BIN)/python -m deploy.examples.learn $(ARGS)
 
-simulate: setup        ## prove on generated worlds that decisions keep their error rates; the last line is JSON
+simulate: setup        ## prove on generated worlds that sequential tests keep their error rates; the last line is JSON
 	$(BIN)/python -m deploy.examples.simulate $(ARGS)
 
 thumbs: setup          ## one command, and a person with thumbs alone: two cycles; the last line is JSON

@@ -5,4 +5,6 @@ level of each candidate), ``guardrails`` (what it is measured by), ``verdict`` (
 many items a gain needs), ``intervals`` (the bootstrap, Wilson's interval, best of n). Of traffic and judges:
 ``experiment`` (a candidate on live traffic, with its ``wealth``), ``off_policy`` (on logged traffic), ``pairwise`` (win
 rates and Bradley-Terry strengths).
+
+The gate decides by ``intervals``; the rest decides in `make simulate` alone so far.
 """
