@@ -230,7 +230,7 @@ def test_a_reward_that_is_none_is_told_before_any_model_is_loaded(ran: Ran, monk
     rule = ScoringConfig(rules={"mine": RuleConfig(function="no_reward:reward")})
     for settings, name in (("no_reward:reward", "train.reward=no_reward:reward"), (rule, "feedback.scoring: mine")):
         with pytest.raises(
-            RewardError, match=rf"{name}.* gave none of 12 responses a value \(12 × rule .*1 values for 12"
+            RewardError, match=rf"{name}.* gave none of 20 responses a value \(20 × rule .*1 values for 20"
         ):
             try_reward(Reward(settings, 30), settings, rows, per_token=False)
 
@@ -260,7 +260,7 @@ def test_a_job_under_torchrun_whose_reward_hangs_ends_with_its_error_before_a_mo
         reward="bad_reward:reward",
         python_path=[str(ran.root)],
     )
-    with pytest.raises(JobError, match=r"train\.reward=bad_reward:reward: the reward of 4 .*step_timeout_s=1 s"):
+    with pytest.raises(JobError, match=r"train\.reward=bad_reward:reward: the reward of 20 .*step_timeout_s=1 s"):
         run_job(TrainConfig.model_validate(settings), context)
     said = capfd.readouterr().out
     assert "bad: grpo from policy 1" in said
