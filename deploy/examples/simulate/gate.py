@@ -68,11 +68,12 @@ def null(name: str, draw: Draw, histories: int, seed: int) -> Outcome:
         rng = np.random.default_rng([seed, history])
         passed = {key: np.zeros(CYCLES, bool) for key in budgets}
         for at in range(0, CYCLES, _BATCH):
-            wealth = betting.start((_BATCH,))
+            batch = min(_BATCH, CYCLES - at)
+            wealth = betting.start((batch,))
             for _ in range(LOOKS):
-                wealth = betting.bet(wealth, draw(rng, _BATCH), REWARD.shown)
+                wealth = betting.bet(wealth, draw(rng, batch), REWARD.shown)
             for key in budgets:
-                passed[key][at : at + _BATCH] = betting.rejects(wealth, levels[key][at : at + _BATCH])
+                passed[key][at : at + batch] = betting.rejects(wealth, levels[key][at : at + batch])
         for key in budgets:
             promoted[key] += bool(passed[key].any())
     shares = {key: count / histories for key, count in promoted.items()}
