@@ -9,7 +9,7 @@ from deploy.examples.simulate import live
 
 
 @pytest.mark.parametrize(
-    ("name", "histories"), [("harm_median_feedbacks.10", 20), ("harm_median_feedbacks.15", 20), ("false_rollback", 50)]
+    ("name", "histories"), [("harm_median_feedbacks.10", 20), ("harm_median_feedbacks.15", 20), ("false_rollback", 200)]
 )
 def test_harm_is_rolled_back_in_time_and_no_difference_hardly_ever(name: str, histories: int):
     played = live.WORLDS[name](histories, 0)
