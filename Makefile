@@ -24,7 +24,7 @@ $(VENV)/.installed-$(LOCK): $(LOCK) pyproject.toml
 # What the demo's training sees: people's feedback alone (rlhf), or the rule that knows the answers (rlvr).
 RECIPE ?= rlhf
 
-demo: setup      ## turn the whole loop on this machine: about 6 minutes
+demo: setup      ## turn the whole loop on this machine, from people's feedback alone
 	$(BIN)/millrace demo --recipe $(RECIPE) $(ARGS)
 
 # Processes that tests run in, a file of tests in one of them, in order.
