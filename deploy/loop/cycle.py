@@ -278,8 +278,7 @@ class _Cycle:
             pointer = store.serving()
             return None if pointer is None or store.get(pointer.version).marked else pointer.version
 
-        newest = store.latest()  # once it was trained for a mark, and was not kept, it takes new feedback
-        marked = rewards() is None and newest is not None and newest.marked
+        marked = rewards() is None and recipes.newest_is_marked(store)
         least = self.settings.of_stage(stage).train.reward_model.min_new_feedback
         new, why = recipes.new_feedback(self.settings, label, self.record.feedback), ""
         if before is not None or (refresh and (new >= least or marked)):

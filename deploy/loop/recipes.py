@@ -16,6 +16,7 @@ from deploy.loop.preflight import reward_of
 from deploy.loop.records import load_all, new_rows
 from evaluation.suites.suite import SuiteError
 from feedback.datasets import count_given
+from serve.policies.store import PolicyStore
 from train.config.training import TrainConfig
 from train.run.resume_settings import started
 
@@ -67,8 +68,8 @@ def choose(settings: Settings) -> Choice:
         model, stage = train.reward_model, RecipeStage(stage="reward-model")
         new = new_feedback(settings, stage.label, count_given(settings.lake()))
         data = _read(settings, settings.of_stage(stage).training(reward_model=True))
-        marked = settings.stores().reward_models.serving() is not None  # there is one, and it does not reward
-        if data.usable >= model.min_items and (new >= model.min_new_feedback or marked):
+        due = new >= model.min_new_feedback or newest_is_marked(settings.stores().reward_models)
+        if data.usable >= model.min_items and due:
             return _chosen(settings, "rlhf", f"there is enough for a reward model: {data}")
         least = f"{model.min_items} items of feedback, and {model.min_new_feedback} new feedbacks"
         found.append(f"a reward model needs {least}; there are {new} new ones, and {data}")
@@ -88,6 +89,12 @@ def new_feedback(settings: Settings, label: str, count: int | None) -> int:
     """Of so many feedbacks, those since the stage of this label has last trained a reward model."""
     trained = (record for record in load_all(settings) if any(done.name == label and done.ok for done in record.stages))
     return new_rows(count, [record.feedback for record in trained])
+
+
+def newest_is_marked(store: PolicyStore) -> bool:
+    """Whether an erasure asks for another reward model; one that was trained for it and not kept has answered that."""
+    newest = store.latest()
+    return newest is not None and newest.marked
 
 
 def _offline(settings: Settings) -> tuple[str, int, str]:

@@ -455,6 +455,24 @@ def test_auto_learns_offline_while_a_reward_model_that_was_not_kept_waits_for_mo
         assert recipes.choose(settings).recipe == recipe
 
 
+def test_auto_trains_for_an_erasures_mark_once_and_learns_offline_where_that_model_was_not_kept(
+    home_with_policy: Settings, model: Path
+) -> None:
+    settings = changed(home_with_policy, *SMALL, ("feedback.scoring.rules.exact.weight", "0"))
+    fill(settings, *["thumb"] * 40)
+    stage = records.Stage(name="reward-model", started_at=records.now(), ok=True)
+    fields: dict[str, Any] = {"status": "skipped", "started_at": records.now(), "feedback": 40}
+    settings.path("cycles").mkdir(exist_ok=True)
+    records.write(settings, records.CycleRecord(number=1, stages=[stage], **fields))
+    store = settings.stores().reward_models
+    store.publish(model, parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="test")
+    store.record_erasure(1, certainty="yes", why="erased", retrain=True)
+    assert recipes.choose(settings).recipe == "rlhf"
+    store.publish(model, parent=None, lineage={}, metrics={})
+    assert recipes.choose(settings).recipe == "offline"
+
+
 def test_feedback_on_prompts_that_are_held_out_does_not_count(home_with_policy: Settings) -> None:
     settings = changed(home_with_policy, *SMALL)
     fill(settings, *["thumb"] * 40)
