@@ -223,7 +223,9 @@ SIZED = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64, "d
 def test_the_context_of_rollouts_is_what_their_kv_cache_holds_and_what_a_run_began_with(tmp_path: Path) -> None:
     policy = policy_with(tmp_path, {"max_position_embeddings": 10**6, **SIZED})
     config = TrainConfig.model_validate({"rollout": {"kv_cache_bytes": 2**20, "max_tokens": 8}})
-    assert with_context(config, policy).rollout.max_model_len == 2**20 // (2 * 2 * 64 * 2)  # in bfloat16
+    tokens = 2**20 // (2 * 2 * 64 * 2)  # in bfloat16
+    block = 128  # vLLM keeps one of its blocks to itself
+    assert with_context(config, policy).rollout.max_model_len == tokens - block
     assert with_context(config, policy, 640).rollout.max_model_len == 640
     chosen = TrainConfig.model_validate({"rollout": {"max_model_len": 32, "max_tokens": 8}})
     assert with_context(chosen, policy) is chosen
