@@ -247,6 +247,20 @@ def count_given(lake: Lake, *, versions: Mapping[str, int] | None = None) -> int
     return int(count)
 
 
+def count_on_policy(lake: Lake, policy_version: int, *, versions: Mapping[str, int] | None = None) -> int:
+    """Of the feedbacks given, how many are on responses whose last token this policy sampled."""
+    query = f"""
+        SELECT count(*) FROM feedback
+        SEMI JOIN (
+            FROM interactions SELECT tenant, response_id WHERE policy_spans[-1].policy_version = {int(policy_version)}
+        ) USING (tenant, response_id)
+        WHERE feedback_id NOT LIKE '{EARLIER_TURN}'
+    """
+    tables = ("interactions", "feedback")
+    [[count]], _ = _read(lake, versions, tables, lambda connection: connection.sql(query).fetchall())
+    return int(count)
+
+
 def rollouts(lake: Lake, *, versions: Mapping[str, int] | None = None) -> pa.Table:
     """Logged responses that have a reward, oldest first, with the columns of ``ROLLOUTS``."""
     table, _ = _read(

@@ -101,6 +101,13 @@ class CycleConfig(Section):
         description="Train only when at least this many rewards (with an offline algorithm: feedbacks) are new since "
         "the last training; else skip.",
     )
+    min_on_policy_feedback: int = Field(
+        0,
+        ge=0,
+        description="Train only when at least this many feedbacks are on responses of the policy that serves; else "
+        "skip. A reward model that has seen no feedback on it doesn't know its mistakes, and the cycle after a "
+        "promotion has little to gain.",
+    )
     score_timeout_s: PositiveFloat = Field(3600.0, description="Scoring that takes longer is stopped (seconds).")
     train_timeout_s: PositiveFloat = Field(86400.0, description="Training that takes longer is stopped (seconds).")
     evaluate_timeout_s: PositiveFloat = Field(14400.0, description="Evaluation that takes longer is stopped (seconds).")

@@ -31,6 +31,7 @@ from deploy.loop.records import (
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
 from evaluation.suites.suite import Suite, SuiteError
+from feedback.datasets import count_on_policy
 from feedback.files import locked
 from feedback.process_exit import SIGNALLED
 from serve.policies.retention import retraining_parent
@@ -153,7 +154,7 @@ class _Cycle:
         """Train one, if there is something to learn from: (what training starts from, why there is no candidate)."""
         if not self._has_recipe():
             return incumbent, self.record.recipe_reason
-        if reason := self._nothing_new() or self._suite():
+        if reason := self._nothing_new() or self._little_on_policy(incumbent) or self._suite():
             return incumbent, reason
         parent = training_parent(self.store, incumbent, self.say)
         if self.settings.trains_reward_model_to_evaluate and (
@@ -196,6 +197,13 @@ class _Cycle:
             return None
         found = " and ".join(f"{count} new {what}" for what, count in new.items())
         return f"{found} since the last training, cycle.min_new_rewards is {cycle.min_new_rewards}"
+
+    def _little_on_policy(self, incumbent: int) -> str | None:
+        """Why what people said of the policy that serves is too little to train on."""
+        least = self.settings.cycle.min_on_policy_feedback
+        if least == 0 or (count := count_on_policy(self.settings.lake(), incumbent)) >= least:
+            return None
+        return f"{count} of the {least} feedbacks on policy {incumbent} that cycle.min_on_policy_feedback asks for"
 
     def _suite(self) -> str | None:
         """Draw a suite from the held-out slice of traffic, or more of one; why there can't be one yet."""

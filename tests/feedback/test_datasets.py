@@ -20,6 +20,7 @@ from feedback.datasets import (
     PAIRS,
     ROLLOUTS,
     THUMBS,
+    count_on_policy,
     demonstrations,
     preference_pairs,
     prompts,
@@ -54,6 +55,23 @@ def test_a_prompt_stands_once_the_latest_first_with_its_latest_metadata(asked):
     assert (second.prompt_token_ids, second.prompt, second.messages) == ([2], None, '[{"role": "user"}]')
     assert (first.prompt_token_ids, first.prompt) == ([1], "one")
     assert first.metadata == {"answer": "four"}
+
+
+def test_feedback_on_a_policy_is_what_was_said_of_responses_that_it_ended_and_a_session_counts_once(lake):
+    swapped = [{"start": 0, "policy_version": 1}, {"start": 1, "policy_version": 2}]
+    responses = [
+        interaction("a"),
+        interaction("b", policy_spans=swapped),
+        interaction("c", policy_spans=[], status="imported"),
+        interaction("d", tenant="other"),
+    ]
+    put(lake, "interactions", responses)
+    assert count_on_policy(lake, 1) == 0
+    votes = [("1", "a"), ("2", "a"), ("3", "b"), ("4", "c"), ("5", "unknown"), ("6", "d")]
+    put(lake, "feedback", [said(name, of, "thumb", value=1.0) for name, of in votes])
+    assert [count_on_policy(lake, policy) for policy in (1, 2, 3)] == [2, 1, 0]
+    put(lake, "feedback", session_rows(said("session", "", "thumb", value=1.0), ["a", "a", "b"]))
+    assert [count_on_policy(lake, policy) for policy in (1, 2, 3)] == [2, 2, 0]
 
 
 def test_a_limit_keeps_the_prompts_that_were_requested_last(asked):

@@ -74,6 +74,7 @@ def run(folder: Path, *, recipe: str, cycles: int, users: int, seed: int) -> Non
                         wait_for(f"cycle {number}", lambda n=number: len(finished(settings)) >= n, [up, crowd])  # type: ignore[misc]
                 with stages("refusal"):
                     ruin = ["--train.optimizer.learning_rate", str(RUINOUS_LEARNING_RATE), "--train.steps", "2"]
+                    ruin += ["--cycle.min_on_policy_feedback", "0"]  # it is refused whatever the users have said
                     call(settings, stages.say, "cycle", *ruin)
         with stages("report"):
             figures = summary.write(settings, folder, account(folder), {**stages.seconds, "total": stages.elapsed})
@@ -138,7 +139,11 @@ def demo_config(folder: Path, recipe: str, cycles: int, seed: int) -> dict[str, 
                 **{"min_items": 400, "min_new_feedback": 1000},
             },
         },
-        "cycle": {"recipe": recipe, "min_new_rewards": 100},
+        "cycle": {
+            "recipe": recipe,
+            "min_new_rewards": 100,
+            "min_on_policy_feedback": 600 if recipe == "rlhf" else 0,
+        },
         "schedule": {"interval_seconds": 3.0, "first_after_seconds": 8.0, "max_cycles": cycles},
     }
 

@@ -58,6 +58,26 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     assert offline.reason == "0 new feedback since the last training, cycle.min_new_rewards is 1"
 
 
+def test_too_little_feedback_on_the_policy_that_serves_is_not_trained_on(home_with_policy: Settings) -> None:
+    settings = changed(
+        home_with_policy,
+        ("cycle.min_new_rewards", "0"),
+        ("cycle.min_on_policy_feedback", "2"),
+        ("train.data.min_prompts", "1000"),
+    )
+    lake = settings.lake()
+    lake.create()
+    of_another = interaction("of 7", policy_spans=[{"start": 0, "policy_version": 7}])
+    put(lake, "interactions", [interaction("of 1"), of_another])
+    put(lake, "feedback", [said(str(i), "of 7", "thumb", value=1.0) for i in range(5)])
+    put(lake, "feedback", [said("a", "of 1", "thumb", value=1.0)])
+    record = run_cycle(settings)
+    assert (record.status, [stage.name for stage in record.stages]) == ("skipped", ["score"])
+    assert record.reason == "1 of the 2 feedbacks on policy 1 that cycle.min_on_policy_feedback asks for"
+    put(lake, "feedback", [said("b", "of 1", "thumb", value=1.0)])
+    assert [stage.name for stage in run_cycle(settings).stages] == ["score", "train"]
+
+
 @pytest.mark.parametrize(
     ("came", "code", "printed"),
     [
