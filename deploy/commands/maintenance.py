@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,7 +123,7 @@ def erase(
     that an erasure reaches them. A run at work will publish nothing; what a killed one has kept is removed.
     """
     from deploy.loop import lineage
-    from feedback.maintenance.erasure import Target, find
+    from feedback.maintenance.erasure import Target, earlier, find
     from feedback.maintenance.erasure import erase as erase_rows
     from serve.policies.store import PolicyError
     from train.run.unfinished import forget_erased
@@ -148,6 +148,8 @@ def erase(
             if not sys.stdin.isatty():
                 raise click.UsageError("erasing needs a confirmation, and there is no terminal: give --yes")
             click.confirm("Erase for good? Older versions of the lake can't be read afterwards", abort=True)
+        if retrain and (marked := _mark(stores, earlier(lake, journal, target))):
+            click.echo(f"marked for retraining, as an earlier erasure of the same reaches it: {', '.join(marked)}")
         late: list[Trained] = []
 
         def registered(erasure: str) -> None:  # before the rows go: afterwards it can't be known for certain
@@ -198,6 +200,21 @@ def _fate(settings: Settings, holder: str | None) -> str:
         return "it was killed: what it has kept is removed"
     refused = settings.train.erased_rows == "refuse"
     return f"{holder} is at work on it: {'it will publish nothing' if refused else 'its policy will say so'}"
+
+
+def _mark(stores: Stores, erasures: Collection[str]) -> list[str]:
+    """Mark for retraining what these erasures are on record with, and what that was; not what they have marked."""
+    from deploy.loop.lineage import stores_by_kind
+
+    marked = []
+    for kind, store in stores_by_kind(stores).items():
+        for policy in map(store.get, store.versions()):
+            for one in policy.erasures:
+                if one.get("erasure") in erasures and not one.get("retrain"):
+                    how = {name: one[name] for name in ("certainty", "why", "erasure")}
+                    store.record_erasure(policy.version, retrain=True, **how)
+                    marked.append(f"{kind} {policy.version}")
+    return marked
 
 
 def _marks(stores: Stores, erasure: str) -> bool:

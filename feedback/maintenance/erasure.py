@@ -160,6 +160,14 @@ def find(lake: Lake, journal_folder: Path, target: Target, *, at: datetime | Non
     return found
 
 
+def earlier(lake: Lake, journal_folder: Path, target: Target) -> frozenset[str]:
+    """The ids of the erasures of a target that are on record. Raises LakeError."""
+    kind, value = target.values()
+    known = erasures(lake, journal_folder, since=datetime.min.replace(tzinfo=UTC))
+    same = (one for one in known if one.kind == kind and one.is_in(pa.array([value]))[0].as_py())
+    return frozenset(id_of(one.name) for one in same)
+
+
 def erase(
     lake: Lake,
     journal_folder: Path,

@@ -51,13 +51,17 @@ def record_erasure(
 ) -> None:
     """Add to the erasures that reach what is in a folder, a policy or a reward model; each ``erasure`` once.
 
-    ``retrain``: it is marked for retraining, that is to be replaced by what has not seen the rows.
+    ``retrain``: it is marked for retraining, that is to be replaced by what has not seen the rows; also afterwards.
 
     Raises OSError, PolicyError.
     """
     with exclusive(folder, create=False):  # it may have been removed meanwhile
         before = (read_json(folder / ERASURES) or {}).get("erasures", [])
-        if erasure is not None and any(known.get("erasure") == erasure for known in before):
+        known = next((one for one in before if erasure is not None and one.get("erasure") == erasure), None)
+        if known is not None:
+            if retrain and not known.get("retrain"):
+                known["retrain"] = True
+                write_json(folder / ERASURES, {"erasures": before})
             return
         record: dict[str, Any] = {"at": now(), "certainty": certainty, "why": why}
         record |= ({"erasure": erasure} if erasure else {}) | ({"retrain": True} if retrain else {})

@@ -447,6 +447,26 @@ def test_an_erasure_marks_for_retraining_on_request_and_the_next_cycle_starts_fr
     assert "training goes on from it" in said[-1]
 
 
+def test_the_same_erasure_with_a_mark_marks_what_the_one_without_has_reached(
+    lake: Lake, home_with_policy: Settings, model: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    for user in ("zaphod", "trillian"):
+        put(lake, "interactions", interaction(user, user=user))
+    store, seen = home_with_policy.policy_store(), []
+    for versions in ({"interactions": 1}, lake.versions()):
+        seen.append(store.publish(model, parent=1, lineage={"lake_versions": versions}, metrics={}).version)
+    judge = a_reward_model(home_with_policy, model, {"lake_versions": lake.versions()})
+    for user in ("zaphod", "trillian"):
+        assert run("erase", "--user", user, "--yes")[0] == 0
+    code, out, err = run("erase", "--user", "trillian", "--yes", "--mark-for-retraining")
+    assert code == 0, err
+    reached = f"policy {seen[1]}, reward model {judge.version}"
+    assert f"marked for retraining, as an earlier erasure of the same reaches it: {reached}\n" in out
+    assert [store.get(version).marked for version in (1, *seen)] == [False, False, True]
+    assert [bool(one.get("retrain")) for one in store.get(seen[1]).erasures] == [False, True]
+    assert "as an earlier" not in run("erase", "--user", "trillian", "--yes", "--mark-for-retraining")[1]
+
+
 def test_what_is_published_while_an_erasure_runs_is_on_record_before_the_erasure_is_done(
     lake: Lake,
     home_with_policy: Settings,
