@@ -46,6 +46,7 @@ TOO_LONG: Final = "longer than the model's context"
 FOREIGN_TOKENS: Final = "tokens that the model does not have"
 EMPTY: Final = "no tokens"
 NO_WEIGHT: Final = "without a weight in train.reward_model.weights"
+_IDS_OF_A_PAIR: Final = ("chosen_response_id", "rejected_response_id")
 OVER_MOST: Final = "over train.data.max_prompts (users' newest come first, then imported ones)"
 
 
@@ -90,7 +91,10 @@ class OfflineData:
         read, kinds = (reader or Reader)(policy, config), Counter[str]()
         items: list[Item] = []
         rows: list[JudgedRow] = []
+        fit, unfit = set[str](), set[str]()  # responses of pairs that could be read, and that could not
         for kind, row, responses in DATASETS[dataset](lake, versions, config, left_out):
+            if row.get("in_a_pair") and row["response_id"] not in unfit - fit:
+                continue
             if reason := judged_by.reason(row):
                 left_out[reason] += 1
                 continue
@@ -98,7 +102,9 @@ class OfflineData:
                 items.append(read.item(row, responses))
             except UnfitTextError as error:
                 left_out[str(error)] += 1
+                unfit |= {row[name] for name in _IDS_OF_A_PAIR if name in row}
             else:
+                fit |= {row[name] for name in _IDS_OF_A_PAIR if name in row}
                 kinds[kind] += 1
                 rows.append((row, responses))
         ranks = config.data_parallel_ranks
@@ -222,12 +228,14 @@ def thumbs(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_ou
 def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:
     """Preferences and corrections as pairs; of responses in no pair what people's votes on each come to.
 
-    Each with its weight, by ``train.reward_model.weights``; what has none is no judgement.
+    Last come the votes on responses in a pair (``in_a_pair``), for where no pair of theirs can be read. Each has its
+    weight, by ``train.reward_model.weights``; what has none is no judgement.
     """
     weights, votes = config.reward_model.weights, config.reward_model.votes or {}
     compared = datasets.preference_pairs(lake, versions=versions, max_thumb_pairs_per_prompt=0)
     left_out.update({why: count for why, count in compared.left_out.items() if why != OVER_CAP})
     found: list[tuple[str, dict[str, Any], list[Response]]] = []
+    instead: list[tuple[str, dict[str, Any], list[Response]]] = []
     known: set[str] = set()
     for row in compared.table.to_pylist():
         weight = getattr(weights, row["kind"])
@@ -237,7 +245,7 @@ def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, lef
         chosen = (row["chosen_token_ids"], row["chosen"], 1.0)
         responses = [chosen, (row["rejected_token_ids"], row["rejected"], 0.0)]
         found.append((f"pairs by {row['kind']}", row | {"weight": weight}, responses))
-        known |= {row["chosen_response_id"], row["rejected_response_id"]}
+        known |= {row[name] for name in _IDS_OF_A_PAIR}
     human, kinds = (
         HumanConfig.model_validate(votes.get("human", {})),
         KindsConfig.model_validate(votes.get("kinds", {})),
@@ -247,10 +255,12 @@ def judgements(lake: Lake, versions: Mapping[str, int], config: TrainConfig, lef
     if any(weighed.values()):
         human = human.model_copy(update={**weighed, "preferences": 0.0})
         for row in datasets.votes(lake, human, kinds, versions=versions).table.to_pylist():
-            if row["response_id"] not in known:
-                found.append(("votes", row, [(row["response_token_ids"], row["response"], row["vote"])]))
+            covered = row["response_id"] in known
+            voted = (row["response_token_ids"], row["response"], row["vote"])
+            (instead if covered else found).append(("votes", row | {"in_a_pair": covered}, [voted]))
     found.sort(key=lambda item: item[1]["created_at"])
     yield from itertools.compress(found, _kept([row["imported"] for _, row, _ in found], config, left_out))
+    yield from sorted(instead, key=lambda item: item[1]["created_at"])
 
 
 def demonstrations(lake: Lake, versions: Mapping[str, int], config: TrainConfig, left_out: Counter[str]) -> Rows:

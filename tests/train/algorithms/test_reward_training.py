@@ -369,6 +369,7 @@ def judged(
     """What there is to learn a reward model from, and what each weighs."""
     config = TrainConfig.model_validate({**CONFIG, "reward_model": reward_model})
     rows = DATASETS["judgements"](lake, lake.versions(), config, Counter() if left_out is None else left_out)
+    rows = (one for one in rows if not one[1].get("in_a_pair"))  # for where the pair can't be read
     found = {f"{kind} {row.get('response_id', '')}": ([one[2] for one in of], row["weight"]) for kind, row, of in rows}
     return {name: ([round(vote, 12) for vote in votes], round(weight, 12)) for name, (votes, weight) in found.items()}
 

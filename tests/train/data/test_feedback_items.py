@@ -82,8 +82,8 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Lake:
 
 
 def read(lake: Lake, policy: Path, dataset: str, **data: Any) -> OfflineData:
-    algorithm = {"pairs": "dpo", "thumbs": "kto", "demonstrations": "sft"}[dataset]
-    settings = {"name": algorithm, "thumbs_up": data.pop("thumbs_up", False)}
+    algorithm = {"pairs": "dpo", "thumbs": "kto", "demonstrations": "sft", "judgements": "reward_model"}[dataset]
+    settings = {"name": algorithm} | ({"thumbs_up": data.pop("thumbs_up")} if "thumbs_up" in data else {})
     config = TrainConfig.model_validate({"data": {"held_out_share": 0, **data}, "algorithm": settings})
     return OfflineData.of(lake, lake.versions(), config, policy, 7, dataset)
 
@@ -125,6 +125,15 @@ def test_thumbs_are_responses_with_their_verdicts_and_what_is_unusable_is_counte
     }
     assert "2 items to learn from and 0 held out (1 thumbs down, 1 thumbs up)" in str(data)
     assert "1 longer than the model's context" in str(data)
+
+
+def test_a_thumb_on_a_response_is_learned_from_if_no_pair_of_it_can_be_read(lake: Lake, policy: Path) -> None:
+    """The correction of ``up`` can't be tokenised; the pairs of the others can."""
+    data = read(lake, policy, "judgements")
+    assert data.kinds == {"pairs by preference": 1, "pairs by correction": 2, "votes": 2}
+    votes = [item for item in sequences(data) if len(item) == 1]
+    assert votes == [[([6, EOS], 0.0)], [([5, EOS], 1.0)]]
+    assert data.left_out["text with special or unknown tokens"] == 1
 
 
 def test_a_liked_response_is_a_demonstration_only_where_the_config_says_so_and_nobody_corrected_it(
