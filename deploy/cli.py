@@ -80,6 +80,18 @@ class Millrace(click.Group):
         ctx.meta["millrace.options"] = options
         return super().parse_args(ctx, general + rest)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and (group := self._group_with(ctx, args[0])):
+            raise click.UsageError(f"there is no command {args[0]}; did you mean `millrace {group} {args[0]}`?", ctx)
+        return super().resolve_command(ctx, args)
+
+    def _group_with(self, ctx: click.Context, name: str) -> str | None:
+        """The group that has a command of this name."""
+        groups = ((group, self.commands[group]) for group in COMMANDS)
+        return next((of for of, group in groups if isinstance(group, click.Group) and name in group.commands), None)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         listed = {name for names in GROUPS.values() for name in names}
         for title, names in {**GROUPS, "More": tuple(name for name in COMMANDS if name not in listed)}.items():

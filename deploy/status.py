@@ -18,6 +18,7 @@ from typing import Any, Final
 from deploy.config.root import Settings
 from deploy.loop import records
 from deploy.loop.records import CycleRecord
+from deploy.up import LOOP_OFF
 from feedback.files import is_locked
 from feedback.journal.segment import CLOSED
 from serve.policies.store import Pointer, PolicyStore
@@ -44,6 +45,7 @@ class Status:
     policy: dict[str, Any] | None = None  # version, since, who, why: what the serving pointer says
     server: dict[str, Any] | None = None  # url, ready, version, since, unready: what answers
     runs: dict[str, bool] = field(default_factory=dict)  # up, schedule, cycle
+    loop_off: str | None = None  # why the `up` that runs turns no cycles
     cycle: dict[str, Any] | None = None  # number, since, stage, stage_since: the one that runs
     next_cycle: str | None = None
     cycles: list[dict[str, Any]] = field(default_factory=list)  # the last that ended, newest first
@@ -91,6 +93,10 @@ def _runs(settings: Settings, status: Status) -> None:
         "cycle": settings.cycle.folder / ".lock",
     }
     status.runs = {name: is_locked(settings.path(lock)) for name, lock in locks.items()}
+    if status.runs["up"] and (off := settings.path(LOOP_OFF)).is_file():
+        status.loop_off = off.read_text() or None
+    if status.loop_off:
+        status.wrong(f"the loop is off: {status.loop_off}", "mend it, and start `millrace up` again")
 
 
 def _server(settings: Settings, status: Status) -> None:
@@ -267,6 +273,8 @@ def _loop_line(status: Status) -> str:
         return f"cycle {cycle['number']} since {_at(cycle['since'])}{stage}"
     if status.next_cycle:
         return f"idle; the next cycle is due at {_at(status.next_cycle)}"
+    if status.loop_off:
+        return "off"
     return "idle; no schedule runs here, `millrace cycle` runs one cycle"
 
 

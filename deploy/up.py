@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 from deploy import initialise
 from deploy.config.root import ConfigError, Settings
@@ -14,7 +15,10 @@ from deploy.loop import preflight
 from deploy.loop.cycle import LOCK_WAIT_S
 from deploy.loop.schedule import trigger
 from deploy.supervise.children import Child, start
-from feedback.files import locked
+from feedback.files import locked, replace_file
+
+LOOP_OFF: Final = ".loop-off"
+"""A file in home: why no cycle can work with the settings of the `up` that runs; empty if one can."""
 
 _POLL_S = 0.2
 
@@ -30,14 +34,15 @@ class UpFailed(RuntimeError):
 def up(
     settings: Settings,
     *,
-    schedule: bool = True,
-    open_loop: bool = False,
+    schedule: bool | None = None,
+    list_switches: bool = False,
     say: Callable[[str, str], None],
     ready: Callable[[], None] | None = None,
 ) -> None:
-    """Run the server, and the scheduler with it unless ``schedule`` is off, until a signal raises or one of them ends.
+    """Run the server, and the scheduler with it, until a signal raises or one of them ends.
 
-    open_loop: say what is off, and how to switch it on; if no cycle can work, serve alone and say why.
+    schedule: False: serve alone. None: serve alone where no cycle can work, and say why. True: raise ConfigError there.
+    list_switches: say what of the loop is on and off, and how to change it.
     say: gets (process, line) for each line that a process writes; its whole output is in ``up.logs`` too.
     ready: called once everything runs.
     Raises UpFailed when a process ends by itself; nothing is restarted in silence. However this ends, the scheduler
@@ -45,29 +50,31 @@ def up(
     """
     if settings.policy_store().serving() is None:
         raise UpFailed(f"no policy serves in {settings.home}: name a model, `millrace up NAME_OR_FOLDER`")
-    if open_loop:
+    if list_switches:
         for line in switches(settings):
             say("up", line)
-    if schedule:
+    off = ""
+    if schedule is not False:
         try:
             preflight.check(settings)
             trigger(settings.schedule)
         except ConfigError as error:
-            if not open_loop:
+            if schedule:
                 raise
-            for line in str(error).splitlines():
-                say("up", f"loop: off, until this is mended: {line}")
-            schedule = False
+            off = str(error)
+            for line in off.splitlines():
+                say("up", f"loop: off, mend this and start `millrace up` again: {line}")
     lock = settings.path(".up.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock, LOCK_WAIT_S, busy=UpFailed(f"another `millrace up` runs in {settings.home}")):
         children: list[Child] = []
+        replace_file(settings.path(LOOP_OFF), off.encode())
         try:
             server = _start("serve", settings, say)
             children.append(server)
             _wait_until_ready(server, settings)
             say("up", f"serving on {settings.server_url}")
-            if schedule:
+            if schedule is not False and not off:
                 children.append(_start("schedule", settings, say))
             if ready:
                 ready()
@@ -128,9 +135,8 @@ def _wait_until_ready(server: Child, settings: Settings) -> None:
         except httpx.HTTPError as error:
             last = f"it does not answer ({type(error).__name__})"
         time.sleep(_POLL_S)
-    raise UpFailed(
-        f"the server is not ready after up.ready_timeout_s={settings.up.ready_timeout_s:g} s: {last}\n{server.tail()}"
-    )
+    waited = f"up.ready_timeout_s={settings.up.ready_timeout_s:g} s"
+    raise UpFailed(f"the server is not ready after {waited}: {last} (log: {server.log})")
 
 
 def _watch(children: list[Child], say: Callable[[str, str], None]) -> None:

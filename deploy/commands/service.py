@@ -28,12 +28,17 @@ COLOURS = {"up": "green", "serve": "cyan", "schedule": "yellow"}
 @click.command()
 @click.argument("model", required=False, metavar="[NAME_OR_FOLDER]")
 @click.option(
-    "--schedule/--no-schedule", "with_schedule", default=True, help="Turn the loop on a schedule, or only serve."
+    "--schedule/--no-schedule",
+    "with_schedule",
+    default=None,
+    help="Refuse to start where no cycle can work, or only serve. By default it serves, and says why the loop is off.",
 )
 @replicas
 @pass_settings
 @click.pass_context
-def up(ctx: click.Context, settings: Settings, model: str | None, with_schedule: bool, replicas: int | None) -> None:
+def up(
+    ctx: click.Context, settings: Settings, model: str | None, with_schedule: bool | None, replicas: int | None
+) -> None:
     """Serve, record, and turn the loop on a schedule, until Ctrl-C.
 
     With a model, a folder or a name on the Hugging Face hub: where there is no home, make one with the model as policy
@@ -53,7 +58,7 @@ def up(ctx: click.Context, settings: Settings, model: str | None, with_schedule:
                 if model is not None:
                     settings = _home_of(model, settings, ctx, partial(say, "up"))
                 settings = _with_replicas(settings, replicas)
-                supervisor.up(settings, schedule=with_schedule, open_loop=model is not None, say=say)
+                supervisor.up(settings, schedule=with_schedule, list_switches=model is not None, say=say)
         except Stopped as stopped:
             say("up", f"stopped by {stopped}")
 

@@ -147,10 +147,16 @@ def show(settings: Settings, as_json: bool) -> None:
 
 
 def _shown(settings: Settings) -> dict[str, Any]:
-    from evaluation.suites.suite import Suite
+    from evaluation.suites.suite import Suite, SuiteError
     from feedback.scoring.sources.builtin import DEFAULT_REFERENCE
 
-    suite = Suite.load(settings.resolved().evaluation.suite)
+    path = settings.resolved().evaluation.suite
+    if not path.exists():
+        raise SuiteError(
+            f"there is no suite yet: {path} is not there. `millrace suite sample` draws one from the held-out slice of "
+            "traffic, as a cycle does by itself; `millrace suite add FILE` takes your own items"
+        )
+    suite = Suite.load(path)
     chats = sum(item.messages is not None for item in suite.items)
     return {
         "path": str(suite.path),

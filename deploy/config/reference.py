@@ -36,7 +36,10 @@ def type_of(key: str) -> str:
 
 
 def nearest(topic: str, others: Iterable[str] = ()) -> str | None:
-    """The section, setting or other name that a topic is most like."""
+    """The section, setting or other name that a topic is most like; one whose last word it is before all others."""
+    names = [*topics(), *(setting.key for setting in describe.settings_of(Settings))]
+    if found := next((name for name in names if name.rpartition(".")[2] == topic), None):
+        return found
     close = difflib.get_close_matches(topic, [*topics(), *others], n=1)
     return close[0] if close else describe.nearest(topic, Settings)
 

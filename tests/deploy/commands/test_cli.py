@@ -113,6 +113,8 @@ def test_settings_may_stand_before_and_after_the_command(capsys: pytest.CaptureF
         (["help", "sevre.engine"], "there is no topic sevre.engine; did you mean serve.engine?"),
         (["help", "polices"], "did you mean policies?"),
         (["config", "reference", "shedule"], "there is no section or setting shedule; did you mean schedule?"),
+        (["help", "cron"], "there is no topic cron; did you mean schedule.cron?"),
+        (["erase"], "there is no command erase; did you mean `millrace lake erase`?"),
         (["policies", "--serve.prot", "1"], "did you mean serve.port?"),
         (["policies", "--serve.port"], "--serve.port needs a value"),
         (["--config", "nowhere.yaml", "policies"], "nowhere.yaml"),
