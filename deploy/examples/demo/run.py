@@ -74,7 +74,8 @@ def run(folder: Path, *, recipe: str, cycles: int, users: int, seed: int) -> Non
                         wait_for(f"cycle {number}", lambda n=number: len(finished(settings)) >= n, [up, crowd])  # type: ignore[misc]
                 with stages("refusal"):
                     ruin = ["--train.optimizer.learning_rate", str(RUINOUS_LEARNING_RATE), "--train.steps", "2"]
-                    ruin += ["--cycle.min_on_policy_feedback", "0"]  # it is refused whatever the users have said
+                    # It is refused whatever the users have said since.
+                    ruin += ["--cycle.min_on_policy_feedback", "0", "--train.reward_model.min_new_feedback", "1000000"]
                     call(settings, stages.say, "cycle", *ruin)
         with stages("report"):
             figures = summary.write(settings, folder, account(folder), {**stages.seconds, "total": stages.elapsed})
