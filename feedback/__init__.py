@@ -1,6 +1,13 @@
 """What happened: interactions and feedback are recorded, kept and scored. Imports no torch, vLLM or Ray.
 
-Read ``schema`` (the three tables) first, then follow a row: ``journal`` (durable on this machine), ``ingest`` (into the
-lake), ``lake`` (the Delta tables and how they are read), ``scoring`` (rewards), ``datasets`` (training data).
-``maintenance`` compacts, retains and erases. ``files`` is the only place that writes atomically, fsyncs or locks.
+Read ``schema`` (the three tables), ``events`` (feedback as it comes in, validated, to a row) and ``redaction`` (removes
+from texts what must not be kept), then follow a row: ``journal`` (durable on this machine), ``ingest`` (into the lake),
+``lake`` (the Delta tables and how they are read), ``scoring`` (rewards), ``datasets`` (training data). ``exchange``
+(sets of other tools, in and out), ``maintenance`` (compacts, retains and erases).
+
+For all of them: ``config`` (settings of the journal, the lake, feedback and scoring), ``settings_base`` (the base of
+every group of settings, here and elsewhere), ``files`` (the only place that writes atomically, fsyncs or locks),
+``ids`` (time-ordered ids, UUID version 7), ``user_code`` (where the user's own modules are found), ``process_signals``
+(signals that are another process's to handle), ``process_exit`` (how a process ends: with its parent, without
+teardown).
 """

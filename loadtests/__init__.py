@@ -1,0 +1,15 @@
+"""Load, faults and benchmarks from outside: they speak HTTP and the command line, and import nothing of the product.
+
+For several of them: ``server`` (runs ``millrace``), ``tiny_model`` (a random model that starts in seconds), ``load`` (a
+closed loop of cheap HTTP clients), ``users`` (simulated users, by locust), ``turns`` (training jobs that take turns).
+
+What must hold: ``crash`` (kills servers and commands, counts what was lost), ``fuzz`` (requests that nobody should
+send), ``fuzz_valid`` (requests that the docs allow) with ``valid_requests`` (draws them) and ``valid_answers`` (what an
+answer must be), ``thumbs`` (a person with nothing but thumbs), ``model_shapes`` (models of usual shapes on default
+settings), ``trl_round_trip`` (feedback to TRL and back) with ``trl_sets`` (TRL trains on it; needs
+``requirements-trl.txt``).
+
+What is measured: ``bench_capture`` (the data plane), ``bench_serve`` (against vLLM's own server), ``bench_swap`` (swaps
+under streaming clients), ``bench_reshard`` (weight sync by plan against gathering), ``bench_train`` (GRPO steps against
+TRL's) with ``trl_grpo`` (TRL's side of it), ``bench_overlap`` (what sampling ahead saves).
+"""

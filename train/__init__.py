@@ -1,6 +1,12 @@
 """Makes a better policy: algorithms, hybrid engine, the Ray job.
 
-Read ``job`` (a training run from beginning to end), then ``dataflows`` (what a step does), ``algorithms`` over
-``objectives`` (pure functions), ``workers`` (the computation) over ``controller`` (how they are called) and ``model``
-(FSDP2), and ``weight_sync`` (from training to generation). ``launch`` starts a job; ``run`` and ``checkpoint`` keep it.
+Read ``launch`` (where a job runs: a Ray of its own, a cluster, torchrun), ``job`` (a training run from beginning to
+end) and ``context`` (its input and result), then ``dataflows`` (what a step does), ``data`` (what it learns from, and
+what rewards it), ``batch`` (packed tokens), ``algorithms`` (one small file each) over ``objectives`` (pure functions:
+advantages, losses, KL), ``workers`` (the computation, on each rank) over ``controller`` (how they are called) and
+``model`` (FSDP2, attention, LoRA), and ``weight_sync`` (from training to generation).
+
+``run`` (how a run begins, continues and publishes), ``checkpoint`` (the files that a killed run continues from),
+``observe`` (progress, health, trackers, hooks), ``config`` (settings of training), ``import_object`` (imports what a
+setting names as ``module:name``).
 """

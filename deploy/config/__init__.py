@@ -1,3 +1,4 @@
-"""All settings: ``root`` composes what each package declares, ``sources`` says where values come from, ``describe``
-explains keys and finds the nearest right one.
+"""All settings: ``root`` (composes what each package declares), ``sources`` (where values come from: options,
+environment, file), ``describe`` (keys and their meaning, the nearest right key, YAML), ``reference`` (all settings on a
+terminal), ``json_schema`` (types in a few words, for the reference and the docs).
 """

@@ -1,1 +1,4 @@
-"""What commands print and the report shows: ``tables``, ``query_output``, ``statistics``, ``report_data``."""
+"""What commands print and the report shows: ``tables`` (listings in columns), ``query_output`` (rows of a query, as
+text or Parquet), ``statistics`` (the lake's, as text and JSON), ``report_data`` (all that the report shows, gathered),
+``proxy_reward`` (what the reward model says of policies, beside what is true).
+"""

@@ -1,4 +1,8 @@
-"""The loop: ``cycle`` (score, train, evaluate, promote) with ``records``, ``preflight`` (what would fail an hour
-later), ``promotion`` (moving the serving pointer), ``wait_for_serving``, ``schedule``, ``lineage`` (what a
-policy was trained on).
+"""The loop: its cycles and their schedule, and every move of the serving pointer.
+
+Read ``cycle`` (score, train, evaluate, promote) with ``records`` (what became of each cycle), ``preflight`` (checks
+settings that would fail an hour later), ``recipes`` (what a cycle trains, and what `auto` stands for), ``killed_runs``
+(what the next cycle goes on with where one was killed), ``promotion`` (moving the serving pointer, and back),
+``wait_for_serving`` (until the server follows it). ``schedule`` (starts cycles and maintenance when they are due),
+``lineage`` (what a policy was trained on).
 """

@@ -1,1 +1,1 @@
-"""Child processes: ``children``, and ``subreaper``, which leaves nothing of them behind."""
+"""Child processes: ``children`` (starts, follows and stops them), ``subreaper`` (leaves nothing of them behind)."""

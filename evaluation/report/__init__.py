@@ -1,1 +1,3 @@
-"""The report, one HTML file that needs nothing else: ``page`` and its ``templates``, ``charts`` (SVG)."""
+"""The report, one HTML file that needs nothing else: ``page`` (writes it, from what ``deploy.display.report_data``
+gathers) with ``templates`` (the HTML), ``charts`` (its pictures, as SVG).
+"""

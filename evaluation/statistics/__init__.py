@@ -3,8 +3,8 @@
 Of a suite's items: read ``betting`` (tests and confidence sequences that hold at every look), ``error_budget`` (the
 level of each candidate), ``guardrails`` (what it is measured by), ``verdict`` (pass, refuse, undecided), ``power`` (how
 many items a gain needs), ``intervals`` (the bootstrap, Wilson's interval, best of n). Of traffic and judges:
-``experiment`` (a candidate on live traffic, with its ``wealth``), ``off_policy`` (on logged traffic), ``pairwise`` (win
-rates and Bradley-Terry strengths).
+``experiment`` (a candidate on live traffic) with ``wealth`` (betting where each row has its own bounds), ``off_policy``
+(a candidate on logged traffic), ``pairwise`` (win rates and Bradley-Terry strengths).
 
 The gate decides by ``intervals``; the rest decides in `make simulate` alone so far.
 """

@@ -1,5 +1,5 @@
-"""Sets of other tools, in and out: ``record_files`` (reads them), ``trl`` (what their rows mean), ``export`` (the
-lake's feedback as such sets) and ``imports`` (such sets as rows of the lake).
+"""Sets of other tools, in and out: ``record_files`` (reads JSONL, Parquet and Arrow files), ``trl`` (what TRL's rows
+mean), ``imports`` (such sets as rows of the lake), ``export`` (the lake's feedback as such sets).
 """
 
 from typing import Literal

@@ -1,6 +1,8 @@
 """The Delta tables, on a local disk or an object store.
 
-Read ``tables`` (create, append, replace, read), then ``data_files`` and ``delta_log`` (what is durable when),
-``table_changes`` (which commits added what), ``views`` (DuckDB over all of it) and ``erasure_registry`` (what must not
-come back). ``query`` is SQL that people write; ``statistics`` is ``lake stats``.
+Read ``tables`` (create, append, replace, read), then ``data_files`` (Parquet files, durable before a commit names
+them), ``delta_log`` (the log: made durable, without torn commits and what must be forgotten), ``table_changes`` (which
+files each commit added and removed), ``views`` (DuckDB over tables and journal) and ``erasure_registry`` (what was
+erased, and must not come back). ``query`` (SQL that people write, and that can only read), ``statistics`` (the numbers
+of `lake stats`).
 """

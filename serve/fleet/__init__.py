@@ -1,6 +1,9 @@
 """Several replicas of the server on Ray Serve, which change their policy together.
 
-Read ``deployment`` (starts it all), then ``planner`` (the next step, a pure function), ``controller`` (drives it),
-``state`` and ``reports`` (the durable record and the replicas' reports), ``replica`` and ``member`` (one replica's
-part), ``router``, ``proxy`` and ``proxy_state`` (in Ray Serve's proxies), ``rate_limit_store``.
+Read ``deployment`` (starts it all), then ``state`` (the desired state: a durable record, and each replica's task in
+it), ``planner`` (the next step, a pure function), ``controller`` (takes the steps, one at a time), ``replica`` (a whole
+server on Ray Serve) with ``member`` (its part in the fleet: takes a name, follows the record) and ``reports`` (which
+replicas there are, and what each reports). In Ray Serve's proxies: ``router`` (which replica answers: canary's share,
+sticky sessions), ``proxy`` (reads bodies, and answers where no replica does), ``proxy_state`` (what the two share). One
+for all replicas: ``rate_limit_store`` (the token buckets of all keys).
 """

@@ -1,4 +1,4 @@
-"""Ends what is left of a local Ray whose owner has died: ``python ray_reaper.py TOKEN_PATH``.
+"""Ends what is left of a local Ray whose owner has died: ``python reaper.py TOKEN_PATH``.
 
 Its standard input is a pipe that the owner holds and that ends with it. Ray's daemons end then too, but its agents only
 when they have tried for a minute to say so, and workers that are busy later still. Imports the standard library alone.

@@ -1,4 +1,4 @@
-"""The principal of a request: its key, its tenant, and what it may do."""
+"""Checks keys: whether one is known, not revoked and not expired, and whose it is (principal, tenant, scopes)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,3 @@
-"""Logs and metrics: ``log_format`` and ``metrics`` (for Prometheus)."""
+"""Logs and metrics: ``log_format`` (lines as text or JSON, with a request's ids), ``metrics`` (counters and gauges for
+Prometheus).
+"""

@@ -1,6 +1,7 @@
 """Policies on disk, and the pointer to the one that serves.
 
-Read ``store`` first, then ``pointer`` (which policy serves, and every move), ``folder`` (what a policy's folder holds),
-``probe`` (the numbers by which a server proves that it serves what was trained), ``records`` (the JSON files beside the
-weights) and ``mapped_safetensors`` (weights read without a copy).
+Read ``store`` (publishes, finds and verifies versions), then ``pointer`` (which policy serves, every move, and what
+came of it), ``folder`` (what a policy's folder holds), ``records`` (the JSON files beside the weights), ``probe`` (the
+numbers by which a server proves that it serves what was trained), ``retention`` (which versions keep their weights, and
+which ancestor training starts from after an erasure), ``mapped_safetensors`` (weights read without a copy).
 """

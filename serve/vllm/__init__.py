@@ -1,7 +1,14 @@
 """Everything that touches vLLM's engine and its internals.
 
-Read ``engine`` first, then ``boot`` (how an engine starts: for serving, for evaluation, for training), then
-``response_collector`` (vLLM's scheduler, which sends whole responses), ``standby_weights`` and ``weight_update`` (new
-weights into a live engine), ``openai_engine``, ``openai_request`` and ``openai_handlers`` (vLLM's own OpenAI handlers
-over our engine), ``detokenizer`` and ``stat_logger``. ``compat`` lists what is used beyond public interfaces.
+Read ``engine`` (requests; ``commit``: pause, exchange, label what follows, resume), then ``boot`` (how an engine
+starts: for serving, for evaluation, for training) with ``tied_python`` (the Python of a server's engine, which dies
+with the server). New weights into a live engine: ``weight_update`` (what is called inside vLLM's worker),
+``standby_weights`` (the second set of weights, and its exchange with the one that serves).
+
+What comes out: ``response_collector`` (vLLM's scheduler: sends whole responses, and notes which policy sampled which
+token), ``per_request_logprobs`` (vLLM's sampler, mended where one request asks for the logprobs of certain tokens),
+``detokenizer`` (text of tokens while they come), ``stat_logger`` (the engine's newest numbers, for admission and
+metrics). For /v1: ``openai_handlers`` (vLLM's own OpenAI handlers over our engine), ``openai_engine`` (what they take
+for the engine: every response is recorded on its way), ``openai_request`` (one HTTP request, and what its rows say of
+it). ``compat`` (what is used beyond public interfaces, and the versions it was tested with).
 """

@@ -1,4 +1,12 @@
-"""Algorithms, one small file each; a name in the config picks one. This file imports no torch."""
+"""Algorithms, one small file each; a name in the config picks one. This file imports no torch.
+
+Read ``base`` (what every algorithm is, and how to write your own) and ``grpo`` (advantages within a prompt's group).
+The others, by what sets them apart: ``dr_grpo`` (without GRPO's two biases), ``dapo`` (two clip bounds, dynamic
+sampling, a cost of length), ``gspo`` (the ratio of a whole response is clipped), ``cispo`` (the weight is clipped, not
+the update), ``rloo`` (baseline: the other responses), ``remax`` (baseline: the greedy response), ``reinforce_pp``
+(normalised over the whole batch; also with a baseline), ``ppo`` (the one with a critic), ``online_dpo`` (pairs of fresh
+responses). ``offline`` (from feedback: DPO, KTO, SFT, reward models).
+"""
 
 from __future__ import annotations
 

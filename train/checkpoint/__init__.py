@@ -1,3 +1,4 @@
-"""What a killed run continues from: ``folders`` (which are whole), ``dcp`` (sharded model and optimizer),
-``random_state``. ``train.run`` says when.
+"""What a killed run continues from: ``folders`` (which checkpoints are whole, which is the last, what goes), ``dcp`` (a
+model with its optimizer, sharded, written in the background), ``random_state`` (random number generators as JSON). When
+to save is in ``train.run.checkpoints``, whether to continue in ``train.run.resume``.
 """

@@ -3,7 +3,7 @@
 It is a folder, ``actor`` or ``critic``, in that of the checkpoint (train/checkpoint/folders.py): the shards
 (torch.distributed.checkpoint: it loads on any number of ranks) and ``rank-0003.json`` of each rank, its random and
 schedule state. What the training process does after ``Saver.start`` returned does not change what is written. The
-driver makes the checkpoint whole when all its parts are written (train/run/resume.py).
+driver makes the checkpoint whole when all its parts are written (train/run/checkpoints.py).
 """
 
 from __future__ import annotations

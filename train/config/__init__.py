@@ -1,5 +1,6 @@
 """Settings of training. Imports no torch, so that they are checked before anything is loaded.
 
-``training`` (all of them, and which work together) with ``sections``, ``algorithms`` and ``placement``;
-``context_length`` is needed before a cycle begins.
+``training`` (all of them, and which work together) with ``sections`` (optimizer, FSDP, LoRA, rollout, data,
+checkpoint), ``algorithms`` (what an algorithm does: clipping, KL, corrections, critic) and ``placement`` (which workers
+share processes); ``context_length`` (how many tokens a prompt and its response may have, needed before a cycle begins).
 """

@@ -1,6 +1,7 @@
 """Dataflows: what one step of a run does with the worker groups. This file imports no torch.
 
-``base``; ``online`` (responses and rewards), ``offline`` (feedback), ``reward_training`` (a reward model).
+``base`` (what every dataflow is, and how to write your own); ``online`` (learns from responses: sample, score, learn,
+reshard), ``offline`` (learns from feedback), ``reward_training`` (trains a reward model).
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
 """From FSDP shards to vLLM's weights, in the processes that hold both.
 
-A plan says, once, which rank sends which slice of which tensor to whom: from FSDP2's placements (``fsdp_shards``) and
-from what vLLM's own loaders ask for (``loader_tracing``), by pure arithmetic on shapes (``plan``, ``slices``). Each
-step then executes it (``sync``) in buckets (``exchange``, ``vllm_writer``), and compares ``checksums``. ``gather`` is
-the way without a plan; ``transfer`` is for pools that share no process.
+Read ``sync`` (plan once; then, at each step, execute and compare). Planning: ``fsdp_shards`` (what FSDP2 has put
+where), ``loader_tracing`` (what vLLM's own loaders read, and where they put it), ``slices`` (boxes of tensors),
+``plan`` (which rank sends which slice of which tensor to whom, by pure arithmetic on shapes). Executing: ``exchange``
+(buckets, by all-to-all), ``vllm_writer`` (writes slices into the live model), ``checksums`` (proof that generation has
+the weights that training has).
+
+``gather`` (the way without a plan: every tensor whole); ``transfer`` (for pools that share no process).
 """

@@ -1,5 +1,8 @@
-"""The SPMD workers, one class each, and which groups of them a job has (``role_groups``).
+"""The SPMD workers, one class each.
 
-``actor``, ``critic``, ``reference``, ``reward``, ``rollout`` (vLLM), ``scorer`` (a reward model in training);
-``model_worker`` is what actor, critic and scorer share; ``disaggregated``: generation on a pool of its own.
+Read ``role_groups`` (which groups of them a job has, and on which pool), then ``model_worker`` (what actor, critic and
+scorer share: optimizer, a step, their part of a checkpoint), ``actor`` (the policy in training), ``rollout`` (fresh
+responses, by vLLM with the weights in training), ``reference`` (the frozen parent, which KL is measured to), ``critic``
+(how good the state before each token is), ``reward`` (rewards of fresh responses, on processes of their own),
+``scorer`` (a reward model in training), ``disaggregated`` (actor and rollout where generation has a pool of its own).
 """

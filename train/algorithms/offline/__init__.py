@@ -1,1 +1,3 @@
-"""Algorithms that learn from feedback and sample nothing: ``dpo``, ``kto``, ``sft``, ``reward_model``."""
+"""Algorithms that learn from feedback and sample nothing: ``sft`` (from demonstrations), ``dpo`` (from pairs; also IPO
+and cDPO), ``kto`` (from thumbs), ``reward_model`` (a score per response, from pairs and votes).
+"""
