@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from deploy.examples.demo import SEED
 from deploy.supervise.children import no_leftovers, stop_on_signals
 
 
@@ -27,7 +28,7 @@ from deploy.supervise.children import no_leftovers, stop_on_signals
 @click.option("--cycles", type=click.IntRange(min=1), default=3, show_default=True, help="Cycles that train.")
 @click.option("--users", type=click.IntRange(min=1), default=4, show_default=True, help="Simulated users.")
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=7, show_default=True, help="Of prompts, model, users and training."
+    "--seed", type=click.IntRange(min=0), default=SEED, show_default=True, help="Of prompts, model, users and training."
 )
 def demo(folder: Path, recipe: str, cycles: int, users: int, seed: int) -> None:
     """Turn the whole loop on this machine, with a small model trained here and simulated users."""
