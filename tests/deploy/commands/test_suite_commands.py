@@ -148,4 +148,4 @@ def test_items_of_ones_own_are_added_all_or_none(
 
 def test_a_suite_that_is_not_there_is_named(home: Settings, capsys: pytest.CaptureFixture[str]) -> None:
     code, printed = run(home, capsys, "show")
-    assert (code, "suite.jsonl can't be read: No such file" in printed) == (1, True), printed
+    assert (code, "suite.jsonl is not there. `millrace suite sample` draws one" in printed) == (1, True), printed
