@@ -17,8 +17,7 @@ from typing import Any, Final
 
 from deploy.config.root import Settings
 from deploy.loop import records
-from deploy.loop.records import CycleRecord
-from deploy.up import LOOP_OFF
+from deploy.loop.records import LOOP_OFF, CycleRecord
 from feedback.files import is_locked
 from feedback.journal.segment import CLOSED
 from serve.policies.store import Pointer, PolicyStore

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Final
 
 from deploy import initialise
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import preflight
 from deploy.loop.cycle import LOCK_WAIT_S
+from deploy.loop.records import LOOP_OFF
 from deploy.loop.schedule import trigger
 from deploy.supervise.children import Child, start
 from feedback.files import locked, replace_file
-
-LOOP_OFF: Final = ".loop-off"
-"""A file in home: why no cycle can work with the settings of the `up` that runs; empty if one can."""
 
 _POLL_S = 0.2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, Field
 
@@ -15,6 +15,10 @@ EVALUATION_REWARD_MODEL = "evaluation-reward-model"
 """The stage that trains the one that evaluation scores by, on the held-out slice."""
 
 IDLE_CYCLES = 3  # in a row that trained and published nothing: from then on it is worth a warning
+
+
+LOOP_OFF: Final = ".loop-off"
+"""A file in home: why no cycle can work with the settings of the `up` that runs; empty if one can."""
 
 
 class Stage(BaseModel):

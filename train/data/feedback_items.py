@@ -93,7 +93,7 @@ class OfflineData:
         rows: list[JudgedRow] = []
         fit, unfit = set[str](), set[str]()  # responses of pairs that could be read, and that could not
         for kind, row, responses in DATASETS[dataset](lake, versions, config, left_out):
-            if row.get("in_a_pair") and row["response_id"] not in unfit - fit:
+            if row.get("in_a_pair") and (row["response_id"] in fit or row["response_id"] not in unfit):
                 continue
             if reason := judged_by.reason(row):
                 left_out[reason] += 1
