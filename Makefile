@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint docs bench-capture bench-serve bench-swap bench-reshard bench-train bench-overlap learn simulate thumbs crash-test fuzz model-shapes trl-round-trip format lock wheel clean
+.PHONY: help setup demo test lint docs bench-capture bench-serve bench-start bench-swap bench-reshard bench-train bench-overlap learn simulate thumbs crash-test fuzz model-shapes trl-round-trip format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,9 @@ bench-capture: setup   ## measure the journal, the lake and scoring: about 4 min
 
 bench-serve: setup     ## measure the server against vLLM's own: about 10 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_serve $(ARGS)
+
+bench-start: setup     ## measure how long a server takes to start against vLLM's own; the last line is JSON
+	$(BIN)/python -m loadtests.bench_start $(ARGS)
 
 bench-swap: setup      ## measure swaps under streaming clients; the last line is JSON
 	$(BIN)/python -m loadtests.bench_swap $(ARGS)

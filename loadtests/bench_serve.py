@@ -56,7 +56,8 @@ class Millrace(Target):
         settings = ["--home", str(home), "--serve.port", str(port)]
         settings += ["--serve.engine.kv_cache_bytes", str(KV_CACHE_BYTES)]
         settings += ["--serve.engine.max_num_seqs", str(SEQUENCES)]
-        run("init", "--model", str(model), *settings, folder=home)
+        if not (home / "policies").is_dir():
+            run("init", "--model", str(model), *settings, folder=home)
         super().__init__([MILLRACE, "serve", *settings], port, home / "millrace.log")
 
     def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:

@@ -16,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from feedback.config import FeedbackConfig
+from feedback.process_exit import skip_teardown
 from feedback.process_signals import handled_by, handled_signals
 from serve import http
 from serve.api import admin, completions, feedback, generate
@@ -79,13 +80,20 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
     listener = bind(config.host, config.port)  # before the engine takes its seconds
     server = server or Server(config, feedback_config)
     app = create_app(config, feedback_config, server=server)
+    stopping: list[int] = []
     try:
         server.keyring.load()
         server.keyring.check_host(config.host)
+        log.info("%s", server.keyring.describe())
+        with handled_by(lambda number, _: stopping.append(number), handled_signals()):
+            server.prepare(lambda: bool(stopping))
     except BaseException:
         listener.close()
         raise
-    log.info("%s", server.keyring.describe())
+    if stopping:
+        listener.close()
+        skip_teardown("vLLM's imports may still run")
+        return
     uvicorn_server = _Uvicorn(
         server,
         uvicorn.Config(

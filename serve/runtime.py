@@ -114,6 +114,11 @@ class Server:
         self._sealing = False
         self._following: list[asyncio.Task[None]] = []
 
+    def prepare(self, stopped: Callable[[], bool]) -> None:
+        """See ``Engine.prepare``; nothing for an engine that isn't vLLM's."""
+        if self._with_vllm:
+            self.engine.prepare(stopped)
+
     async def start(self) -> None:
         """Open journal and lake, start the engine. Raises what keeps it from serving, everything closed again."""
         try:

@@ -1,9 +1,10 @@
 """Everything that touches vLLM's engine and its internals.
 
 Read ``engine`` (requests; ``commit``: pause, exchange, label what follows, resume), then ``boot`` (how an engine
-starts: for serving, for evaluation, for training) with ``tied_python`` (the Python of a server's engine, which dies
-with the server). New weights into a live engine: ``weight_update`` (what is called inside vLLM's worker),
-``standby_weights`` (the second set of weights, and its exchange with the one that serves).
+starts: for serving, for evaluation, for training) with ``engine_process`` (a server's engine, forked once vLLM is
+imported) and ``tied_python`` (the Python of an engine that is not, which dies with the server). New weights into a live
+engine: ``weight_update`` (what is called inside vLLM's worker), ``standby_weights`` (the second set of weights, and its
+exchange with the one that serves).
 
 What comes out: ``response_collector`` (vLLM's scheduler: sends whole responses, and notes which policy sampled which
 token), ``per_request_logprobs`` (vLLM's sampler, mended where one request asks for the logprobs of certain tokens),

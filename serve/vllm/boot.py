@@ -11,8 +11,8 @@ import multiprocessing.spawn
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import cache, partial
 from multiprocessing import resource_tracker
@@ -24,7 +24,8 @@ from serve.config import EngineConfig
 from serve.kv_cache import SERVER_SHARE, KVCache, fit_engine
 from serve.local_ray.cluster import environment, loopback_sockets
 from serve.policies.folder import compute_dtype
-from serve.vllm import compat
+from serve.vllm import compat, engine_process
+from serve.vllm.engine_process import WaitingProcess
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -53,10 +54,41 @@ SILENCED: Final = {
 """Warnings that nobody can do anything about: how they begin, by logger."""
 
 
-def server_engine(config: EngineConfig, path: Path, stats: dict[str, float]) -> AsyncLLM:
+def prepare_server(config: EngineConfig, stopped: Callable[[], bool]) -> WaitingProcess | None:
+    """Import vLLM, and fork the engine's process where that is safe, unless ``stopped``.
+
+    For the main thread. Raises IncompatibleVersion, OSError, and what an import raises.
+    """
+    compat.require()
+    if config.extra.get("numa_bind"):  # for which vLLM starts the interpreter by a program of its own
+        return None
+    with environment(_server_variables(config)):
+        _silence()
+        return engine_process.prepare(_import_server, stopped)
+
+
+def _import_server() -> bool:
+    """Import what the API's process and the engine's have in common, and what the engine imports by name.
+
+    Returns whether the process may fork then: CUDA doesn't survive that.
+    """
+    import torch
+    import vllm.v1.engine.async_llm
+    import vllm.v1.engine.core
+    import vllm.v1.worker.worker_base  # noqa: F401
+
+    from serve.vllm import response_collector, weight_update  # noqa: F401
+
+    return not torch.cuda.is_initialized()
+
+
+def server_engine(
+    config: EngineConfig, path: Path, stats: dict[str, float], waiting: WaitingProcess | None = None
+) -> AsyncLLM:
     """Boot a server's engine on the policy in ``path``; it dies with this process. ``stats``: gets its newest numbers.
 
-    Raises IncompatibleVersion, and what vLLM raises.
+    waiting: the process that becomes the engine; by default a new one. Raises IncompatibleVersion, and what vLLM
+    raises.
     """
     compat.require()  # the versions, before a name is imported that another one may lack
     with environment(_server_variables(config)):
@@ -97,7 +129,8 @@ def server_engine(config: EngineConfig, path: Path, stats: dict[str, float]) -> 
         }
         if config.tensor_parallel_size == 1:
             arguments["distributed_executor_backend"] = "uni"
-        with _children_die_with_this_process():
+        started = nullcontext() if waiting is None else engine_process.started_by(waiting)
+        with _children_die_with_this_process(), started:
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**(arguments | config.extra)),
                 usage_context=UsageContext.ENGINE_CONTEXT,

@@ -41,6 +41,11 @@ USES: Final = {
         "serve.vllm.engine: a swap sends pause, exchange, label and resume together: AsyncLLM.pause_generation sleeps "
         "20 ms after each pause, and AsyncLLM.abort answers without the tokens that the engine has",
     ),
+    "vllm.v1.engine.utils": (
+        "get_mp_context",
+        "serve.vllm.engine_process: on a CPU vLLM starts its engine in a new interpreter (VLLM_WORKER_MULTIPROC_METHOD "
+        "is set to spawn), and imports everything a second time; there is no setting for a process that is there",
+    ),
     "vllm.v1.engine.output_processor": (
         "OutputProcessor",
         "serve.vllm.engine: its external_req_ids map a request's id to the ids by which the engine can abort it",

@@ -14,7 +14,7 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,8 @@ from serve.generation.request import Sampling as Sampling
 from serve.generation.request import sampled_logprobs as sampled_logprobs
 from serve.generation.tokenizer import Text
 from serve.policies.store import Policy
-from serve.vllm.boot import sampling_params, server_engine
+from serve.vllm.boot import prepare_server, sampling_params, server_engine
+from serve.vllm.engine_process import WaitingProcess
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput, RequestOutput
@@ -80,6 +81,7 @@ class Engine:
         self._whole: set[str] = set()  # of these requests, those that the scheduler collects until they are whole
         self._text: Text | None = None
         self._llm: AsyncLLM | None = None
+        self._waiting: WaitingProcess | None = None
         self.cache_salt = ""
         """What prefixes are cached under: one load of one policy."""
         self._loads = 0
@@ -89,6 +91,17 @@ class Engine:
         """Ids of the worker processes."""
 
     # Start and stop
+
+    def prepare(self, stopped: Callable[[], bool]) -> None:
+        """Import vLLM and fork the process that ``start`` makes the engine, which saves it ten seconds.
+
+        For the main thread, before there are others; returns soon when ``stopped``. Raises EngineError if vLLM can't
+        be imported.
+        """
+        try:
+            self._waiting = prepare_server(self.config, stopped)
+        except Exception as error:
+            raise EngineError(f"vLLM can't start: {error}") from error
 
     async def start(self, policy: Policy) -> None:
         """Start vLLM on a policy. Raises EngineError with vLLM's own reason when it can't."""
@@ -108,10 +121,13 @@ class Engine:
             await self.generate("warm-up", [0, 0], Sampling(n=2, max_tokens=2, seed=0))
 
     def _boot(self, path: Path) -> None:
-        self._llm = server_engine(self.config, path, self.stats)  # so that close() stops it if start was cancelled
+        # Kept here, so that close() stops it if the start was cancelled.
+        self._llm = server_engine(self.config, path, self.stats, self._waiting)
 
     async def close(self) -> None:
         """Stop the engine's process. Requests still in flight are lost; may be called twice."""
+        if self._waiting is not None:
+            self._waiting.close()
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:  # else it reports the end of the process as a failure

@@ -1,0 +1,195 @@
+"""The process of a server's engine, forked once vLLM is imported, so that it need not import it again.
+
+vLLM takes ten seconds to import, and starts its engine in a new interpreter, where it does so a second time. A server
+forks the engine's process itself: after the imports, before there are threads or a CUDA context. The process waits,
+with nothing in it, until vLLM starts its engine, and is what vLLM starts then. Where a server has threads by then, or
+has not called ``prepare``, vLLM starts a new interpreter as ever.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import os
+import pickle
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import popen_fork, process, reduction, resource_tracker, util
+from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
+from typing import Any, Final, NoReturn
+
+from feedback.process_exit import end_with_parent
+from feedback.process_signals import stop_signals_blocked
+
+_LENGTH: Final = struct.Struct("<Q")
+_POLL_S: Final = 0.05
+
+
+class WaitingProcess:
+    """A child of this process that does nothing until ``start`` gives it something to run. For the main thread."""
+
+    def __init__(self) -> None:
+        """Raises OSError if the machine has no room for it."""
+        resource_tracker.ensure_running()  # the child is to share ours
+        parent = os.getpid()
+        orders, self._orders = os.pipe()
+        self.sentinel, alive = os.pipe()  # readable when the child has ended
+        gc.collect()
+        gc.freeze()  # what was imported stays in memory that both share
+        with stop_signals_blocked():  # in the child for good: it acts on this process's signals (response_collector)
+            self.pid = os.fork()
+            if self.pid == 0:
+                _wait(parent, orders, alive)
+        gc.unfreeze()
+        os.close(orders)
+        os.close(alive)
+        self._taken = False
+
+    def start(self, process_object: SpawnProcess) -> None:
+        """Run ``process_object`` there, in the environment that this process has now.
+
+        Raises what pickling raises; OSError if the child has died.
+        """
+        buffer = io.BytesIO()
+        reduction.dump((dict(os.environ), process_object), buffer)
+        self._taken = True
+        with open(self._orders, "wb", closefd=False) as pipe:
+            pipe.write(_LENGTH.pack(buffer.getbuffer().nbytes) + buffer.getvalue())
+
+    @property
+    def file_descriptors(self) -> tuple[int, int]:
+        """To close when the process has ended."""
+        return self.sentinel, self._orders
+
+    def close(self) -> None:
+        """End it, unless it was given something to run."""
+        if self._taken:
+            return
+        self._taken = True
+        os.close(self._orders)
+        os.close(self.sentinel)
+        os.waitpid(self.pid, 0)
+
+
+def prepare(modules: Callable[[], bool], stopped: Callable[[], bool]) -> WaitingProcess | None:
+    """Import, and fork; None where that is not safe, or once ``stopped``, with the imports going on.
+
+    modules: imports what the engine needs, and says whether a fork is safe then; in a thread, so that handlers of
+    signals run meanwhile. Other Python threads make it unsafe too: they may hold locks. Raises what ``modules`` raises.
+    For the main thread.
+    """
+    failed: list[Exception] = []
+    safe = False
+
+    def load() -> None:
+        nonlocal safe
+        try:
+            safe = modules()
+        except Exception as error:  # noqa: BLE001 - a thread's failure is raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=load, name="imports", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        if stopped():
+            return None
+        thread.join(_POLL_S)
+    if failed:
+        raise failed[0]
+    return WaitingProcess() if safe and threading.active_count() == 1 else None
+
+
+@contextmanager
+def started_by(waiting: WaitingProcess) -> Iterator[None]:
+    """Have the first process that vLLM starts for an engine be the waiting one."""
+    from vllm.v1.engine import utils
+
+    before = utils.get_mp_context
+    utils.get_mp_context = lambda: _Context(waiting)
+    try:
+        yield
+    finally:
+        utils.get_mp_context = before
+
+
+class _Context(SpawnContext):
+    """multiprocessing's, whose process is the waiting one."""
+
+    def __init__(self, waiting: WaitingProcess) -> None:
+        vars(self)["Process"] = partial(_Process, waiting)
+
+
+class _Process(SpawnProcess):
+    """A process as multiprocessing has it, without what it is started by where it is sent there."""
+
+    def __init__(self, waiting: WaitingProcess, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._waiting = waiting
+
+    def _Popen(self, process_object: Any) -> Any:  # type: ignore[override]  # noqa: N802
+        return _Popen(process_object, self._waiting)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_waiting": None}
+
+
+class _Popen(popen_fork.Popen):
+    """What multiprocessing asks about a child; ours is one that it did not fork."""
+
+    method = "spawn"  # pickled for it, as for a new interpreter
+
+    def __init__(self, process_object: SpawnProcess, waiting: WaitingProcess) -> None:
+        self._waiting = waiting
+        super().__init__(process_object)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Raises ValueError: it was forked before there was such a file."""
+        raise ValueError("a process that waits can't be given open files")
+
+    def _launch(self, process_object: SpawnProcess) -> None:
+        set_spawning_popen(self)  # type: ignore[arg-type]
+        try:
+            self._waiting.start(process_object)
+        finally:
+            set_spawning_popen(None)
+        self.pid, self.sentinel = self._waiting.pid, self._waiting.sentinel
+        self.finalizer = util.Finalize(self, _close, self._waiting.file_descriptors)
+
+
+def _wait(parent: int, orders: int, alive: int) -> NoReturn:
+    """The child: wait, run what it is given, end. It ends with its parent, and where nothing comes."""
+    code = 1
+    try:
+        end_with_parent(parent)
+        with suppress(ImportError):  # vLLM names its processes where it can, which it can't once variables have changed
+            importlib.import_module("setproctitle").setproctitle("millrace engine")
+        _keep_only(0, 1, 2, orders, alive, resource_tracker.getfd())
+        with open(orders, "rb", closefd=False) as pipe:
+            if head := pipe.read(_LENGTH.size):
+                process.current_process()._inheriting = True  # type: ignore[attr-defined]
+                environment, process_object = pickle.loads(pipe.read(_LENGTH.unpack(head)[0]))  # noqa: S301 - from our parent
+                for name in os.environ.keys() - environment.keys():
+                    del os.environ[name]
+                os.environ.update(environment)
+                code = process_object._bootstrap(parent_sentinel=orders)
+            else:
+                code = 0
+    finally:
+        os._exit(code)
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _keep_only(*descriptors: int | None) -> None:
+    """Close all other files: a listening socket that the engine held would outlive the server."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in descriptors:
+            with suppress(OSError):  # the listing's own
+                os.close(int(name))
