@@ -240,7 +240,7 @@ def test_killed_while_vllm_starts_it_leaves_no_process(tmp_path: Path, model_fol
     spawned: list[int] = []
     while not spawned and time.monotonic() < deadline:  # vLLM's engine, at the very beginning of its life
         time.sleep(0.02)
-        spawned = [one for one in descendants(os.getpid()) if "--multiprocessing-fork" in command_of(one)]
+        spawned = [one for one in descendants(os.getpid()) if "millrace engine" in command_of(one)]
     assert spawned
     server = psutil.Process(spawned[0]).parent()
     assert server is not None
