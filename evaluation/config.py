@@ -178,13 +178,15 @@ class EvaluationConfig(Section):
 
     suite: Path = Field(
         Path("suite.jsonl"),
-        description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata.",
+        description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata, cluster (items "
+        "that depend on each other name the same one), segment (a kind of prompt or user).",
     )
     suite_items: int = Field(
         200,
         ge=1,
-        description="Items that a suite drawn from traffic has, or fewer, as many as gate.min_items, while there are "
-        "no more prompts. Cycles add to it until it has so many.",
+        description="Fresh items that a suite drawn from traffic has, or fewer, as many as gate.min_items, while there "
+        "are no more prompts. An item decides on one candidate and is not fresh then; cycles add to the suite until it "
+        "has so many again.",
     )
     holdout: float = Field(
         0.0,

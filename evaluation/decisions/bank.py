@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 
-from evaluation.decisions.observations import names_of, prompt_key, voices
+from evaluation.decisions.observations import names_of, voices
+from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Item
 
 Voice = tuple[Item, ...]

@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from evaluation.decisions import bank
 from evaluation.decisions.ledger import Entry, Ledger, LedgerDamaged
 from evaluation.decisions.observations import Look
 from evaluation.decisions.plan import Plan
 from evaluation.statistics import error_budget
+from evaluation.suites.suite import Suite
 
 
 class Party(BaseModel):
@@ -125,3 +127,8 @@ def looks_of(ledger: Ledger, found: Ruling) -> list[Look]:
         return [Look.model_validate(look) for look in evidence["looks"]]
     except (KeyError, TypeError, ValidationError) as error:
         raise LedgerDamaged(f"evidence {found.evidence[:12]}… holds no looks at a candidate") from error
+
+
+def fresh_items(suite: Suite, history: History) -> int:
+    """How many items of a suite have not decided yet."""
+    return sum(len(voice) for voice in bank.fresh(suite.items, history.used))

@@ -23,7 +23,7 @@ from evaluation.decisions.bank import Voice
 from evaluation.decisions.gate import State
 from evaluation.decisions.history import History, Party, Ruling, hypothesis, looks_of
 from evaluation.decisions.ledger import Entry, Ledger
-from evaluation.decisions.observations import Look, Observation, observe, prompt_key
+from evaluation.decisions.observations import Look, Observation, observe
 from evaluation.decisions.plan import Plan, plan
 from evaluation.evaluate import Scoring, compare
 from evaluation.judging import Judged, Sources
@@ -31,6 +31,7 @@ from evaluation.results import Evaluation
 from evaluation.statistics import intervals
 from evaluation.statistics.error_budget import ErrorBudget
 from evaluation.suites import answers, text_metrics
+from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Item, Suite
 from serve.policies.store import Policy
 
@@ -49,7 +50,8 @@ class Verdict(BaseModel):
     ``reasons`` says why: each requirement that was missed, or, for a pass, what was shown. ``n`` voices have decided,
     of ``items`` that were looked at; ``difference`` is their mean gain, with a bootstrap interval as a picture of it.
     ``e_value`` of 1 / ``level`` and more shows the gain. ``needs``, of an undecided candidate: about how many more
-    items; ``fresh`` how many there are. ``entry`` is None while nothing of it is on record.
+    items; ``fresh`` how many there are. ``kl`` is that of what was looked at now, if it was measured. ``entry`` is None
+    while nothing of it is on record.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,17 +130,21 @@ def judge(
     """
     with ledger.evaluating():
         history = History.of(ledger.entries())
-        scoring = Scoring(config, sources or Sources())
         last = history.last(candidate.sha256, incumbent.sha256)
+        if last is not None and last[1].final and not config.score_unused:
+            looked = looks_of_race(ledger, history, last[1])
+            return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), None)
+        scoring = Scoring(config, sources or Sources())
         whole = _Answered(candidate, incumbent, suite, config, folder, scoring) if config.score_unused else None
         if last is not None and last[1].final:
             evaluation = whole.evaluation(range(len(suite.items)), chooser) if whole else None
-            return Judgement(_verdict(history, last, looks_of_race(ledger, history, last[1]), config, 0), evaluation)
+            looked = looks_of_race(ledger, history, last[1])
+            return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), evaluation)
         race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, last)
         if race.plan.level <= 0:
             entry = _record(ledger, race, candidate, incumbent, suite, race.state, (), who)
             history.add(entry[0])
-            return Judgement(_verdict(history, entry, (), config, _count(race.fresh)), None)
+            return Judgement(_verdict(history, entry, (), candidate, incumbent, config, _count(race.fresh)), None)
         wanted = bank.take(race.fresh, race.plan.max_items - race.state.items)
         if not wanted:
             evaluation = whole.evaluation(range(len(suite.items)), chooser) if whole else None
@@ -155,12 +161,10 @@ def judge(
         items_seen = range(len(suite.items)) if whole is not None else seen
         evaluation = answered.evaluation(items_seen, chooser)
         left = _count(race.fresh) - sum(len(look.fresh) for look in looks)
-        return Judgement(_verdict(history, entry, (*race.earlier, *looks), config, left), evaluation)
-
-
-def fresh_items(suite: Suite, history: History) -> int:
-    """How many items of a suite have not decided yet."""
-    return _count(bank.fresh(suite.items, history.used))
+        verdict = _verdict(history, entry, (*race.earlier, *looks), candidate, incumbent, config, left)
+        if evaluation is not None and evaluation.kl is not None:
+            verdict = verdict.model_copy(update={"kl": evaluation.kl.incumbent_candidate.value})
+        return Judgement(verdict, evaluation)
 
 
 def looks_of_race(ledger: Ledger, history: History, found: Ruling) -> tuple[Look, ...]:
@@ -358,8 +362,15 @@ def standings(found: Iterable[object]) -> tuple[dict[str, object], ...]:
 
 
 def _verdict(
-    history: History, on_record: tuple[Entry, Ruling], looks: Sequence[Look], config: EvaluationConfig, fresh: int
+    history: History,
+    on_record: tuple[Entry, Ruling],
+    looks: Sequence[Look],
+    candidate: Policy,
+    incumbent: Policy,
+    config: EvaluationConfig,
+    fresh: int,
 ) -> Verdict:
+    """What is on record, of these policies: the entry may have named others with the same files."""
     entry, found = on_record
     state, _, _ = gate.replay(found.plan, looks)
     reasons = found.reasons
@@ -367,7 +378,7 @@ def _verdict(
         reasons = (*reasons, _wants(found.needs, fresh))
     return _shown(
         history, found.plan, state, config,
-        verdict=found.verdict, reasons=reasons, candidate=found.candidate.version, incumbent=found.incumbent.version,
+        verdict=found.verdict, reasons=reasons, candidate=candidate.version, incumbent=incumbent.version,
         e_value=found.e_value, needs=found.needs, fresh=fresh, entry=entry.number, entry_sha256=entry.sha256,
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ voice is one observation, the mean of its items, however often its prompt stands
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from evaluation.statistics.betting import cluster_means
 from evaluation.statistics.guardrails import relative_difference
 from evaluation.statistics.intervals import Floats
-from evaluation.suites.held_out import conversation, normal
+from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Item
 from evaluation.suites.text_metrics import distinct_n, repeated
 
@@ -58,12 +57,6 @@ class Look(BaseModel):
 
     fresh: tuple[Observation, ...]
     regression: tuple[Observation, ...] = ()
-
-
-def prompt_key(item: Item) -> str:
-    """What a prompt is recognised by, in any suite: a hash of it in normal form (``held_out.normal``)."""
-    text = normal(item.prompt) if item.prompt is not None else conversation(item.messages or ())
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def observe(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from evaluation.decisions import bank
-from evaluation.decisions.observations import per_voice, prompt_key
+from evaluation.decisions.observations import per_voice
+from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Item
 from tests.evaluation.decisions.worlds import seen
 

@@ -62,12 +62,17 @@ def judged(
     observations: tuple[Observation, ...],
     *,
     incumbent: int = 1,
+    shas: tuple[str, str] | None = None,
     settings: EvaluationConfig | None = None,
     **more: Any,
 ) -> Entry:
-    """A verdict on record, as an evaluation leaves it; policies' hashes are made of their versions."""
+    """A verdict on record, as an evaluation leaves it; policies' hashes are made of their versions, if there are none.
+
+    Looks go on until the verdict is final, and the items behind it stay fresh.
+    """
     history = History.of(ledger.entries())
-    parties = Party(version=candidate, sha256=f"sha-{candidate}"), Party(version=incumbent, sha256=f"sha-{incumbent}")
+    names = shas or (f"sha-{candidate}", f"sha-{incumbent}")
+    parties = Party(version=candidate, sha256=names[0]), Party(version=incumbent, sha256=names[1])
     settings = settings or config()
     last = history.last(parties[0].sha256, parties[1].sha256)
     budget = settings.gate.budget
