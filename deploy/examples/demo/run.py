@@ -120,12 +120,13 @@ def demo_config(folder: Path, recipe: str, cycles: int, seed: int) -> dict[str, 
             "suite": str(folder / "heldout.jsonl"),
             "scorer": RULE,
             "max_tokens": 12,
-            "best_of": 4,
+            "best_of": 2,
             "engine": {**context, "dtype": "float32"},
             # The whole suite's accuracy is what the demo shows; nobody chooses among candidates by it.
             "score_unused": True,
-            # Half of the right answers are longer than the habits that they replace, or shorter.
-            "gate": {"max_items": 700, "guardrails": {"length": None}},
+            # If each cycle's candidate uses all that it may, the ruined one still finds fresh items. Half of the right
+            # answers are longer than the habits that they replace, or shorter.
+            "gate": {"max_items": max((HELD_OUT - 50) // cycles, 50), "guardrails": {"length": None}},
         },
         "train": {
             "seed": seed,

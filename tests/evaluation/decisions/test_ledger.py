@@ -163,3 +163,21 @@ def test_two_evaluations_never_run_at_once(ledger: Ledger) -> None:
     assert time.monotonic() - started < 10
     with ledger.evaluating():
         pass
+
+
+def test_an_evaluation_that_is_killed_keeps_no_other_from_running(ledger: Ledger) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from evaluation.decisions.ledger import Ledger\n"
+        "with Ledger(Path(sys.argv[1])).evaluating():\n"
+        "    print('at work', flush=True); time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", script, str(ledger.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "at work\n"
+        with pytest.raises(EvaluationBusy), ledger.evaluating():
+            pass
+        process.kill()
+    with ledger.evaluating():
+        pass
