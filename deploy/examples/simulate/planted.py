@@ -84,8 +84,8 @@ def rare_catastrophe(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def sycophancy(rng: np.random.Generator) -> dict[str, Any]:
-    """It pleases the proxy; by the reward that training did not see it is two points worse."""
-    differs = rng.choice([-1, 0, 1], LOOK, p=[0.11, 0.8, 0.09])
+    """It pleases the proxy; by the reward that training did not see it is five points worse."""
+    differs = rng.choice([-1, 0, 1], LOOK, p=[0.125, 0.8, 0.075])
     incumbent = np.where(differs == 0, rng.random(LOOK) < 0.6, differs < 0).astype(np.float64)
     return honest(rng) | {"candidate": incumbent + differs, "incumbent": incumbent}
 
