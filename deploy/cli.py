@@ -52,6 +52,8 @@ COMMANDS: Final = {
     "lake": "deploy.commands.lake:lake",
     "data": "deploy.commands.data:data",
     "suite": "deploy.commands.suite:suite",
+    "decisions": "deploy.commands.decisions:decisions",
+    "power": "deploy.commands.decisions:power",
     "status": "deploy.commands.inspect:status",
     "report": "deploy.commands.inspect:report",
     "doctor": "deploy.commands.inspect:doctor",
@@ -65,7 +67,7 @@ COMMANDS: Final = {
 GROUPS: Final = {
     "Run": ("up", "status", "doctor", "init", "serve", "schedule", "demo"),
     "Turn the loop by hand": ("score", "train", "evaluate", "cycle"),
-    "Policies": ("policies", "promote", "rollback", "history", "reward-models", "runs"),
+    "Policies": ("policies", "promote", "rollback", "history", "decisions", "power", "reward-models", "runs"),
     "Data": ("lake", "data", "suite", "report"),
     "Settings": ("help", "config", "keys"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -55,17 +56,91 @@ class EngineConfig(Section):
     )
 
 
+class BudgetConfig(Section):
+    """How much error the gate may make over all candidates, and how it is spread over them."""
+
+    rule: Literal["e_lond", "fixed_horizon"] = Field(
+        default="e_lond",
+        description="e_lond: of the candidates that pass, the expected share that is no better is at most alpha, over "
+        "any number of candidates; most is spent on the first ones, and each pass earns some. fixed_horizon: the "
+        "chance that any candidate that is no better ever passes is at most alpha, over horizon candidates; those that "
+        "follow are refused.",
+    )
+    alpha: float = Field(default=0.05, gt=0, lt=1, description="The error that is allowed in all.")
+    horizon: int = Field(default=1000, ge=1, description="fixed_horizon: over how many candidates alpha is spread.")
+
+
+class GuardrailsConfig(Section):
+    """What a candidate may lose at most, each as a mean over the items; null leaves a guardrail out.
+
+    A pass needs each of them shown to be not worse than its margin. Where there are too few items to show it (a rare
+    segment, few regression items), harm that is shown still refuses.
+    """
+
+    length: float | None = Field(
+        default=0.25, gt=0, lt=1, description="How much longer responses may be, as a share of the longer one's tokens."
+    )
+    truncation: float | None = Field(
+        default=0.05, gt=0, lt=1, description="How much more of the responses may be cut at max_tokens."
+    )
+    distinct_n: float | None = Field(
+        default=0.1, gt=0, lt=1, description="How much less of a response's pairs of tokens may be distinct."
+    )
+    repetition: float | None = Field(
+        default=0.1, gt=0, lt=1, description="How much more of a response may repeat four tokens that it had before."
+    )
+    segments: float | None = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="How much reward any segment (an item's field of that name) may lose, as a share of the width of "
+        "reward_bounds.",
+    )
+    regression: float | None = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="How much reward may be lost on items that decided on earlier candidates, as such a share.",
+    )
+
+
 class GateConfig(Section):
-    """What a candidate must prove on the held-out suite before it may serve."""
+    """What a candidate must prove on fresh held-out items before it may serve."""
 
     metric: Literal["reward", "accuracy"] = Field(
         default="reward", description="What is compared: the mean reward, or the share of items with reward 1."
     )
-    confidence: float = Field(default=0.95, gt=0.5, lt=1, description="Level of every interval (two-sided).")
-    min_difference: float = Field(
-        default=0.0, description="The lower end of the interval of candidate less incumbent must lie above this."
+    reward_bounds: tuple[float, float] = Field(
+        default=(0.0, 1.0),
+        description="The least and the greatest reward that the scorer may give; a value outside is refused. The test "
+        "is valid for any rewards within them, and the closer they are, the fewer items it needs.",
     )
-    min_items: int = Field(default=50, ge=1, description="Fewest items with a score for both policies.")
+    min_difference: float = Field(
+        default=0.0, ge=0, description="The candidate's mean less the incumbent's must be shown to lie above this."
+    )
+    worthwhile: float | None = Field(
+        default=0.02,
+        gt=0,
+        description="The smallest gain that is worth waiting for: a candidate that is shown to gain less is refused "
+        "early. null: it may use up max_items.",
+    )
+    budget: BudgetConfig = Field(default_factory=BudgetConfig, description=BudgetConfig.__doc__)
+    guardrails: GuardrailsConfig = Field(default_factory=GuardrailsConfig, description=GuardrailsConfig.__doc__)
+    max_kl: float | None = Field(
+        default=None,
+        gt=0,
+        description="A guardrail too: largest KL(incumbent || candidate), in nats per token, as the mean over items; "
+        "null sets no bound.",
+    )
+    look_items: int = Field(default=50, ge=1, description="Fresh items between two looks at the evidence.")
+    min_items: int = Field(
+        default=50, ge=1, description="Fewest items that a pass rests on, and that a suite drawn from traffic has."
+    )
+    max_items: int = Field(
+        default=1000,
+        ge=1,
+        description="Most fresh items that one candidate may use; one that has not passed by then is refused.",
+    )
     max_missing: float | None = Field(
         default=None,
         ge=0,
@@ -74,9 +149,28 @@ class GateConfig(Section):
         f"judge, pairwise or reward_model {JUDGED_MISSING:g}. With these three a missing score counts as 0 for the "
         "candidate and as 1 for the incumbent; a function's or a rule's leaves the item out.",
     )
-    max_kl: float | None = Field(
-        default=None, gt=0, description="Largest KL(incumbent || candidate), in nats per token; null sets no bound."
+    confidence: float = Field(
+        default=0.95, gt=0.5, lt=1, description="Level of the intervals that reports show (two-sided); none decides."
     )
+
+    @model_validator(mode="after")
+    def _bounds_leave_room(self) -> Self:
+        low, high = self.reward_bounds
+        if not -math.inf < low < high < math.inf:
+            raise ValueError(f"gate.reward_bounds are the least and the greatest reward, and {low:g} >= {high:g}")
+        width = 1.0 if self.metric == "accuracy" else high - low
+        for name in ("min_difference", "worthwhile"):
+            if (value := getattr(self, name)) is not None and value >= width:
+                raise ValueError(f"gate.{name}={value:g} can't be reached: rewards differ by {width:g} at most")
+        if self.min_items > self.max_items:
+            raise ValueError(f"gate.min_items={self.min_items} is more than gate.max_items={self.max_items}")
+        return self
+
+    def missing_allowed(self, scorer: str) -> float:
+        """The share of items that this scorer may leave without a score."""
+        if self.max_missing is not None:
+            return self.max_missing
+        return JUDGED_MISSING if scorer in JUDGING else 0.0
 
 
 class EvaluationConfig(Section):
@@ -84,13 +178,15 @@ class EvaluationConfig(Section):
 
     suite: Path = Field(
         Path("suite.jsonl"),
-        description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata.",
+        description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata, cluster (items "
+        "that depend on each other name the same one), segment (a kind of prompt or user).",
     )
     suite_items: int = Field(
         200,
         ge=1,
-        description="Items that a suite drawn from traffic has, or fewer, as many as gate.min_items, while there are "
-        "no more prompts. Cycles add to it until it has so many.",
+        description="Fresh items that a suite drawn from traffic has, or fewer, as many as gate.min_items, while there "
+        "are no more prompts. An item decides on one candidate and is not fresh then; cycles add to the suite until it "
+        "has so many again.",
     )
     holdout: float = Field(
         0.0,
@@ -130,6 +226,15 @@ class EvaluationConfig(Section):
     seed: int = Field(0, ge=0, description="Seed of the bootstrap and of the KL samples.")
     folder: Path = Field(Path("evaluations"), description="Where evaluations and cached responses are kept.")
     samples: int = Field(20, ge=0, description="Items kept with both responses in an evaluation, for people to read.")
+    decisions: Path = Field(
+        Path("decisions"), description="Folder of the ledger: every verdict and promotion, with its evidence."
+    )
+    score_unused: bool = Field(
+        False,
+        description="Answer and score the whole suite at each evaluation, so that reports show every policy on the "
+        "same items. Whoever then chooses among candidates by scores of items that did not decide yet breaks the level "
+        "of the gate: for demonstrations, and suites that nobody looks at.",
+    )
     engine: EngineConfig = Field(default_factory=EngineConfig, description=EngineConfig.__doc__)
     gate: GateConfig = Field(default_factory=GateConfig, description=GateConfig.__doc__)
 

@@ -50,23 +50,56 @@ def evaluate(
     the scorers that need one; ``chooser``: of best-of-n. Raises EngineError, ValueError if no item has a score for
     both, and what the scorer raises.
     """
-    judging = Judging(config, sources or Sources()) if config.scorer in JUDGING else None
-    scorer = load_scorer(config) if judging is None else None
+    scoring = Scoring(config, sources or Sources())
     before = answers.answer(incumbent, suite, config, folder)
     after = answers.answer(candidate, suite, config, folder, incumbent=incumbent)
+    judged = scoring(suite, after.table, before.table)
+    return compare((candidate, incumbent), suite, (after, before), judged, scoring, config, chooser=chooser)
+
+
+class Scoring:
+    """What scores answers, as the settings say: a function, a built-in rule, a judge or a reward model.
+
+    ``name`` identifies all that decides its scores, and ``details`` says it in words.
+    """
+
+    def __init__(self, config: EvaluationConfig, sources: Sources) -> None:
+        """Raises RuleError, JudgingError and what a source raises that can't be loaded."""
+        self.judging = Judging(config, sources) if config.scorer in JUDGING else None
+        self.details: dict[str, Any] = {}
+        self.rate: Rate | None
+        if self.judging is not None:
+            self.name, self.details, alone = self.judging.name, self.judging.details, self.judging.alone
+            self.rate = None if alone is None else lambda items, table: alone(scorer_batch(items, table))
+        else:
+            scorer = load_scorer(config)
+            self.name, self.rate = scorer_name(scorer), partial(score, scorer=scorer)
+
+    def __call__(self, suite: Suite, after: pa.Table, before: pa.Table) -> Judged:
+        """The scores of both policies' answers to a suite, the candidate's first."""
+        if self.judging is not None:
+            return self.judging(scorer_batch(suite, after), scorer_batch(suite, before))
+        assert self.rate is not None
+        return Judged(self.rate(suite, after), self.rate(suite, before))
+
+
+def compare(
+    policies: tuple[Policy, Policy],
+    suite: Suite,
+    answered: tuple[answers.Answers, answers.Answers],
+    judged: Judged,
+    scoring: Scoring,
+    config: EvaluationConfig,
+    *,
+    chooser: best_of.Chooser | None = None,
+) -> Evaluation:
+    """The evaluation that scored answers make; the candidate's come first. Raises ValueError if no item has scores."""
+    (candidate, incumbent), (after, before) = policies, answered
     started = time.monotonic()
     kl, kl_missing = _kl(after, len(suite.items), config)
-    rate: Rate | None
-    if judging is not None:
-        name, judged = judging.name, judging(scorer_batch(suite, after.table), scorer_batch(suite, before.table))
-        alone = judging.alone
-        rate = None if alone is None else lambda items, table: alone(scorer_batch(items, table))
-    else:
-        assert scorer is not None
-        rate = partial(score, scorer=scorer)
-        name, judged = scorer_name(scorer), Judged(rate(suite, after.table), rate(suite, before.table))
+    judging, name = scoring.judging, scoring.name
     new, old = judged.candidate, judged.incumbent
-    best, best_missing = _best_of(suite, before.table, rate, config, chooser)
+    best, best_missing = _best_of(suite, before.table, scoring.rate, config, chooser)
     both = ~np.isnan(old) & ~np.isnan(new)
     # Of a judge's scores none is left out: a candidate must not gain by answers that it can't score, or not in time.
     judged_all = np.nan_to_num(new, nan=0.0), np.nan_to_num(old, nan=1.0)
@@ -94,7 +127,7 @@ def evaluate(
         suite_sha256=suite.sha256,
         suite_items=len(suite.items),
         scorer=name,
-        scorer_details={} if judging is None else judging.details,
+        scorer_details=scoring.details,
         missing_reasons=judged.missing,
         position_consistency=judged.consistency,
         settings=answers.settings_hash(candidate, config),

@@ -211,7 +211,7 @@ def judged(folder: Path) -> list[dict[str, Any]]:
     cycles = json.loads(done.stdout)["cycles"]
     if failed := next((cycle for cycle in cycles if cycle["status"] == "failed"), None):
         raise SystemExit(f"cycle {failed['number']} failed: {failed['reason']}")
-    return [cycle for cycle in cycles if cycle["status"] in ("promoted", "refused")]
+    return [cycle for cycle in cycles if cycle["status"] in ("promoted", "refused", "undecided")]
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import click
 
 from deploy.commands.common import json_out, pass_settings, write_result
 from deploy.config.root import ConfigError, Settings
-from deploy.loop import lineage
+from deploy.loop import lineage, promotion
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
 from serve.policies.store import PolicyStore
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from evaluation.best_of import Chooser
+    from evaluation.decisions.judgement import Verdict
     from evaluation.results import BestOfPoint, Evaluation, PolicyResult
     from train.context import JobResult
     from train.data.rewards import RewardSettings
@@ -193,10 +194,13 @@ def print_result(result: JobResult) -> int:
 @json_out
 @pass_settings
 def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
-    """Compare policy CANDIDATE (by default the newest) with the one that serves, and apply the gate."""
+    """Compare policy CANDIDATE (by default the newest) with the one that serves, and apply the gate.
+
+    It looks at as many fresh items of the suite as a verdict takes. A pass or a refusal is final; an undecided
+    candidate goes on with the next fresh items, as soon as there are some, when it is evaluated again.
+    """
     from deploy.loop.preflight import judging_problems, reward_of
-    from evaluation.evaluate import evaluate as compare
-    from evaluation.gate import decide
+    from evaluation.decisions.judgement import judge
     from evaluation.suites.suite import Suite
 
     store = settings.policy_store()
@@ -208,27 +212,28 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         raise ConfigError("\n".join(problems))
     suite = Suite.load(config.suite)
     with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent):
-        click.echo(f"policy {candidate} against policy {incumbent} on {len(suite.items)} items of {config.suite}")
+        click.echo(f"policy {candidate} against policy {incumbent}, with {len(suite.items)} items of {config.suite}")
         chooser = None
         if config.best_of and (rewarded_by := reward_of(settings)) is not None:
             chooser = _chooser(rewarded_by, settings.train.step_timeout_s)
         policies, sources = (store.verify(candidate), store.verify(incumbent)), settings.evaluation_sources()
         if sources.note:
             click.echo(sources.note)
-        evaluation = compare(*policies, suite, config, config.folder, sources, chooser=chooser)
-    file = evaluation.save(config.folder)
-    verdict = decide(evaluation, config.gate)
+        who = promotion.person()
+        judged = judge(
+            *policies, suite, config, config.folder, settings.ledger(), who=who, sources=sources, chooser=chooser
+        )
+    verdict, evaluation = judged.verdict, judged.evaluation
+    file = evaluation and evaluation.save(config.folder)
     store.record_gate(candidate, verdict.model_dump(mode="json"))
-    results = (evaluation.incumbent, evaluation.candidate)
-    for result in results:
-        click.echo(f"policy {result.version}: {_scores(result)}, {result.length_mean:.1f} tokens")
-    if evaluation.position_consistency is not None:
-        click.echo(f"judged alike in both orders: {evaluation.position_consistency:.1%} of the pairs")
-    for reason, count in evaluation.missing_reasons.items():
-        click.echo(f"no score: {count} × {reason}")
-    for line in _best_of_lines(evaluation):
+    for line in _evaluation_lines(evaluation):
         click.echo(line)
+    click.echo(
+        f"{verdict.items} items looked at, e-value {verdict.e_value:.3g} of the {_needed(verdict)} that a pass needs; "
+        f"{verdict.budget_spent:.2g} of the error budget spent ({verdict.budget})"
+    )
     click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
+    results = () if evaluation is None else (evaluation.incumbent, evaluation.candidate)
     write_result(
         {
             "candidate": candidate,
@@ -238,9 +243,9 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
                 measure: {str(result.version): result.model_dump()[measure] for result in results}
                 for measure in ("accuracy", "reward")
             },
-            "best_of": evaluation.best_of and evaluation.best_of.model_dump(mode="json"),
-            "seconds": evaluation.seconds,
-            "evaluation": str(file),
+            "best_of": evaluation and evaluation.best_of and evaluation.best_of.model_dump(mode="json"),
+            "seconds": {} if evaluation is None else evaluation.seconds,
+            "evaluation": file and str(file),
         },
         json_out,
     )
@@ -277,6 +282,24 @@ def _chooser(rewarded_by: RewardSettings, timeout_s: float) -> Chooser:
 
 def _refuse(why: RuntimeError, _: pa.Table) -> NoReturn:
     raise why
+
+
+def _needed(verdict: Verdict) -> str:
+    """The e-value that shows a gain at the candidate's level."""
+    return f"{1 / verdict.level:.3g}" if verdict.level > 0 else "infinitely many"
+
+
+def _evaluation_lines(evaluation: Evaluation | None) -> Iterator[str]:
+    """What was measured, for people; none of it decides."""
+    if evaluation is None:
+        return
+    for result in (evaluation.incumbent, evaluation.candidate):
+        yield f"policy {result.version}: {_scores(result)}, {result.length_mean:.1f} tokens"
+    if evaluation.position_consistency is not None:
+        yield f"judged alike in both orders: {evaluation.position_consistency:.1%} of the pairs"
+    for reason, count in evaluation.missing_reasons.items():
+        yield f"no score: {count} × {reason}"
+    yield from _best_of_lines(evaluation)
 
 
 def _scores(result: PolicyResult | BestOfPoint) -> str:

@@ -275,10 +275,11 @@ def prune_runs(settings: Settings, dry_run: bool, json_out: Path | None) -> None
 def promote(settings: Settings, version: int, why: str | None, override: bool, wait: bool) -> None:
     """Make policy VERSION the one that serves, and wait until the running server, or fleet, has followed."""
     _require_reason(override, why)
-    store = settings.policy_store()
+    store, ledger = settings.policy_store(), settings.ledger()
     pointer = promotion.promote(
-        store, version, who=promotion.person(), why=why or "promoted by hand", override=override
+        store, ledger, version, who=promotion.person(), why=why or "promoted by hand", override=override
     )
+    promotion.record_moves(store, ledger)
     _wait(settings, store, pointer, wait=wait)
 
 
@@ -295,6 +296,7 @@ def rollback(settings: Settings, to: int | None, why: str | None, override: bool
     pointer = promotion.rollback(
         store, who=promotion.person(), why=why or "rolled back by hand", to=to, override=override
     )
+    promotion.record_moves(store, settings.ledger())
     _wait(settings, store, pointer, wait=wait)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from deploy.supervise.children import NOTHING_TO_LEARN, stop_on_signals
 
 if TYPE_CHECKING:
     from evaluation.suites.held_out import HeldOut
-    from evaluation.suites.suite import Suite
+    from evaluation.suites.suite import Item, Suite
 
 _LOCK_TIMEOUT_S = 30.0
 
@@ -31,7 +31,8 @@ _LOCK_TIMEOUT_S = 30.0
 @click.option(
     "--grow",
     is_flag=True,
-    help="Keep the items of a drawn suite, and add others up to that number, at least half as many again.",
+    help="Keep the items of a drawn suite, and add others until so many are fresh: those that have decided on a "
+    "candidate don't count.",
 )
 @click.option("--seed", type=int, help="Another seed draws other prompts; evaluation.seed by default.")
 @json_out
@@ -41,14 +42,17 @@ def sample(
 ) -> int:
     """Draw a suite from the prompts of traffic that no policy learns from (evaluation.holdout).
 
-    One prompt of each conversation, at random; nothing that was imported, redacted or is being erased. The items have
+    One prompt of each conversation, at random; nothing that was imported, redacted or is being erased, and no prompt
+    that has decided on a candidate, whichever suite it stood in. The items have
     no right answers: a judge or a reward model scores the answers to them. A cycle does the same, with --grow.
 
     Exit code 3 if there are too few prompts.
     """
+    from evaluation.decisions.history import History, fresh_items
+    from evaluation.suites.held_out import prompt_key
     from evaluation.suites.sampling import TooFewPrompts
     from evaluation.suites.sampling import sample as draw
-    from evaluation.suites.suite import Suite
+    from evaluation.suites.suite import Suite, SuiteError
     from feedback.files import replace_file
     from feedback.ingest.seal import seal
     from serve.kv_cache import BATCH_SHARE, fit_engine
@@ -71,10 +75,16 @@ def sample(
             own = " with items or answers of your own" if grow else ""
             raise click.UsageError(f"there is a suite {config.suite}{own}: --replace puts another in its place")
         before = () if suite is None else suite.items
-        more = max((items or config.suite_items) - len(before), 0)
-        # Every policy answers a larger suite anew, so it grows in few steps.
+        history = History.of(settings.ledger().entries())
+        fresh = 0 if suite is None else fresh_items(suite, history)
+        more = max((items or config.suite_items) - fresh, 0)
         least = items or min(config.suite_items, config.gate.min_items)
-        least = least if suite is None else min(more, max(len(before) // 2, 1))
+        least = least if suite is None else min(more, config.gate.look_items)
+        decided: tuple[Item, ...] = ()
+        if suite is None and config.suite.exists():
+            with suppress(SuiteError):  # it is replaced, whatever it is
+                replaced = Suite.load(config.suite).items
+                decided = tuple(item for item in replaced if prompt_key(item) in history.used)
         lake.create()
         seal(lake, Path(settings.resolved().feedback.journal.folder))
         try:
@@ -86,7 +96,8 @@ def sample(
                 least=least,
                 longest=None if context < 0 else context - min(config.max_tokens, context // 2),
                 seed=config.seed if seed is None else seed,
-                beside=before,
+                beside=(*before, *decided),
+                used=history.used,
             )
         except TooFewPrompts as error:
             click.echo(f"{'error: ' if suite is None else ''}{error}", err=True)
@@ -144,9 +155,11 @@ def show(settings: Settings, as_json: bool) -> None:
     click.echo(f"{shown['path']}: {shown['items']} items, sha256 {shown['sha256']}")
     click.echo(f"  {shown['text']} texts, {shown['chat']} chats, {shown['answers']} with an answer")
     click.echo(f"  {shown['in_slice']} of the held-out slice (evaluation.holdout={shown['holdout']:g})")
+    click.echo(f"  {shown['fresh']} fresh: they have decided on no candidate yet")
 
 
 def _shown(settings: Settings) -> dict[str, Any]:
+    from evaluation.decisions.history import History, fresh_items
     from evaluation.suites.suite import Suite, SuiteError
     from feedback.scoring.sources.builtin import DEFAULT_REFERENCE
 
@@ -167,6 +180,7 @@ def _shown(settings: Settings) -> dict[str, Any]:
         "answers": sum(DEFAULT_REFERENCE in item.scorer_metadata() for item in suite.items),
         "holdout": settings.evaluation.holdout,
         "in_slice": _in_slice(_held_out(settings), suite),
+        "fresh": fresh_items(suite, History.of(settings.ledger().entries())),
     }
 
 

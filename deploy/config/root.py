@@ -44,6 +44,7 @@ from serve.middleware.api_keys import local_file
 from train.config.training import TrainConfig
 
 if TYPE_CHECKING:
+    from evaluation.decisions.ledger import Ledger
     from evaluation.judging import Sources
     from feedback.lake.tables import Lake
     from serve.policies.store import PolicyStore
@@ -375,6 +376,7 @@ class Settings(Section):
             "suite": self.path(evaluation.suite),
             "reward_model_folder": self.path(evaluation.reward_model_folder),
             "folder": self.path(evaluation.folder),
+            "decisions": self.path(evaluation.decisions),
             "engine": evaluation.engine.model_copy(update=computing),
         }
         return self.model_copy(
@@ -429,6 +431,11 @@ class Settings(Section):
         from serve.policies.store import PolicyStore
 
         return PolicyStore(self.path(self.serve.policies))
+
+    def ledger(self) -> Ledger:
+        from evaluation.decisions.ledger import Ledger
+
+        return Ledger(self.path(self.evaluation.decisions))
 
     def stores(self) -> Stores:
         """Of policies, of reward models, and of those that evaluation scores by."""

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import promotion, recipes
-from deploy.loop.killed_runs import passed_before, unfinished_training
+from deploy.loop.killed_runs import judged_before, passed_before, unfinished_training
 from deploy.loop.preflight import check
 from deploy.loop.records import (
     EVALUATION_REWARD_MODEL,
@@ -30,6 +30,10 @@ from deploy.loop.records import (
 )
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
+from evaluation.decisions.gate import SPENT
+from evaluation.decisions.history import History, fresh_items, hypothesis
+from evaluation.decisions.ledger import LedgerError
+from evaluation.statistics.error_budget import ErrorBudget
 from evaluation.suites.suite import Suite, SuiteError
 from feedback.datasets import count_on_policy
 from feedback.files import locked
@@ -38,6 +42,9 @@ from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 from train.run.unfinished import give_up
 
+_NO_FRESH = (
+    "an item decides once; `millrace suite add FILE` adds some, and held-out traffic does where the suite is drawn"
+)
 LOCK_WAIT_S = 0.5  # `millrace status` holds it for an instant, to see whether it is free
 
 
@@ -86,6 +93,9 @@ def training_parent(store: PolicyStore, serving: int, say: Callable[[str], None]
     return clean.version
 
 
+_FAILURES = (StageFailed, NotServed, promotion.PromotionRefused, PolicyError, ConfigError, SuiteError, LedgerError)
+
+
 class _Cycle:
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         number = next_number(settings)
@@ -93,13 +103,14 @@ class _Cycle:
         self.say = lambda text: say(f"cycle {number}: {text}")
         self.follow = say
         self.store = settings.policy_store()
+        self.ledger, self._history, self._counted = settings.ledger(), History(), 0
         self.record = CycleRecord(number=number, started_at=now())
 
     def run(self) -> CycleRecord:
         self._save()
         try:
             self._turn()
-        except (StageFailed, NotServed, promotion.PromotionRefused, PolicyError, ConfigError, SuiteError) as error:
+        except _FAILURES as error:
             self._end("failed", str(error))
         except BaseException as error:
             self._end(
@@ -113,11 +124,16 @@ class _Cycle:
         if pointer is None:
             raise StageFailed(f"no policy serves in {self.store.root}: run `millrace init --model NAME_OR_FOLDER`")
         self.record.incumbent = pointer.version
+        promotion.record_moves(self.store, self.ledger)
 
         scored = self._run("score", self.settings.cycle.score_timeout_s)
         self.record.rewards, self.record.feedback = (scored["counts"][table] for table in ("rewards", "feedback"))
-        taken_up = self._passed_before(pointer.version)
-        parent, reason = (pointer.version, None) if taken_up else self._train_candidate(pointer.version)
+        if self._passed_before(pointer.version):
+            parent, reason = pointer.version, None
+        elif (waits := self._judged_before(pointer.version)) is not None:
+            parent, reason = self._parent_of_candidate(pointer.version), waits
+        else:
+            parent, reason = self._train_candidate(pointer.version)
         if self.record.candidate is None:
             return self._end("skipped", reason)
 
@@ -125,36 +141,105 @@ class _Cycle:
         timeout = self.settings.cycle.evaluate_timeout_s
         judged = self._run("evaluate", timeout, candidate, "--incumbent", incumbent)
         self.record.verdict = judged["verdict"]
+        why = "; ".join(judged["verdict"]["reasons"])
+        if judged["verdict"]["verdict"] == "undecided":
+            return self._end("undecided", why)
         if judged["verdict"]["verdict"] != "pass":
-            why = "; ".join(judged["verdict"]["reasons"]) or "the gate refused it"
+            why = why or "the gate refused it"
             if parent != pointer.version:  # what serves is marked: a better parent is where the next cycle starts from
                 self._run("evaluate", timeout, candidate, "--incumbent", str(parent), stage="evaluate-parent")
                 why += f"; policy {incumbent} is marked for retraining, and serves on"
             return self._end("refused", why)
 
-        self._promote(self.record.candidate, pointer)
+        try:
+            self._promote(self.record.candidate, pointer)
+        finally:
+            promotion.record_moves(self.store, self.ledger)
         self._end("promoted", None)
+
+    def history(self) -> History:
+        """What the ledger says now; of it only what is new is read."""
+        entries = self.ledger.entries()
+        for entry in entries[self._counted :]:
+            self._history.add(entry)
+        self._counted = len(entries)
+        return self._history
 
     def _passed_before(self, incumbent: int) -> bool:
         """Take up the candidate of a cycle that was killed after it had passed the gate, and before it was promoted."""
-        last, why_not = passed_before(self.settings, self.record.number, incumbent)
+        last, why_not = passed_before(self.settings, self.history(), self.record.number, incumbent)
         if last is None:
             return False
         left = f"policy {last.candidate} has passed the gate in cycle {last.number}"
         if why_not:
             self.say(f"{left}, and is not promoted: {why_not}")
             return False
-        self.say(f"{left}, which ended before it was promoted: it is judged again, by the answers that are kept")
+        self.say(f"{left}, which ended before it was promoted: its verdict is on record")
+        self._take_up(last)
+        return True
+
+    def _judged_before(self, incumbent: int) -> str | None:
+        """Take up the candidate that is in the race; why it waits, if it does, and None if there is none.
+
+        While it waits for fresh items nothing is trained: what would come of it could not be judged either.
+        """
+        last, why_not = judged_before(self.settings, self.history(), self.record.number, incumbent)
+        if last is None or last.candidate is None:
+            return None
+        if why_not:
+            self.say(f"policy {last.candidate} is undecided, and is let go: {why_not}")
+            return None
+        candidate = self.store.get(last.candidate)
+        on_record = self.history().last(candidate.sha256, self.store.get(incumbent).sha256)
+        if on_record is not None and on_record[1].final:
+            self.say(f"policy {last.candidate} was judged in cycle {last.number}, which ended before it could say so")
+        else:
+            self._suite()
+            if (fresh := self._fresh()) == 0:
+                needs = (last.verdict or {}).get("needs")
+                more = f"about {needs} more items" if needs else "more items"
+                return f"policy {last.candidate} is undecided and needs {more}: {_NO_FRESH}"
+            self.say(
+                f"policy {last.candidate} is undecided since cycle {last.number}: {fresh} fresh items go on with it"
+            )
+        self._take_up(last)
+        return ""
+
+    def _take_up(self, last: CycleRecord) -> None:
         for name in ("recipe", "recipe_reason", "run", "reward_model", "candidate", "rewards", "feedback"):
             setattr(self.record, name, getattr(last, name))
         self.record.stages += [stage.model_copy(update={"seconds": 0.0}) for stage in last.stages if stage.run]
-        return True
+
+    def _parent_of_candidate(self, incumbent: int) -> int:
+        """What a candidate that is taken up was trained from, where what serves is marked for retraining."""
+        if self.record.candidate is None or not self.store.get(incumbent).marked:
+            return incumbent
+        return self.store.get(self.record.candidate).parent or incumbent
+
+    def _fresh(self) -> int:
+        """How many items of the suite can still decide."""
+        return fresh_items(Suite.load(self.settings.path(self.settings.evaluation.suite)), self.history())
+
+    def _not_to_be_judged(self) -> str | None:
+        """Why what would be trained now could not pass, whatever it learned."""
+        gate = self.settings.evaluation.gate
+        budget = ErrorBudget(gate.budget.alpha, gate.budget.rule, gate.budget.horizon)
+        if self.history().level(budget, hypothesis("another", "one")) <= 0:
+            return SPENT
+        if (fresh := self._fresh()) < gate.min_items:
+            return f"{fresh} of the suite's items are fresh, gate.min_items is {gate.min_items}: {_NO_FRESH}"
+        return None
 
     def _train_candidate(self, incumbent: int) -> tuple[int, str | None]:
         """Train one, if there is something to learn from: (what training starts from, why there is no candidate)."""
         if not self._has_recipe():
             return incumbent, self.record.recipe_reason
-        if reason := self._nothing_new() or self._little_on_policy(incumbent) or self._suite():
+        if (
+            reason := self._nothing_new()
+            or self._little_on_policy(incumbent)
+            or self._suite()
+            or self._not_to_be_judged()
+        ):
             return incumbent, reason
         parent = training_parent(self.store, incumbent, self.say)
         if self.settings.trains_reward_model_to_evaluate and (
@@ -210,7 +295,8 @@ class _Cycle:
         evaluation, suite = self.settings.evaluation, None
         if (path := self.settings.path(evaluation.suite)).exists():
             suite = Suite.load(path)
-            if not evaluation.holdout or len(suite.items) >= evaluation.suite_items or not suite.drawn:
+            enough = fresh_items(suite, self.history()) >= evaluation.suite_items
+            if not evaluation.holdout or enough or not suite.drawn:
                 return None
         reason = self._run("suite", self.settings.cycle.score_timeout_s, "sample", "--grow")["reason"]
         return None if suite or reason is None else f"there is no suite yet: {reason}"
@@ -341,7 +427,12 @@ class _Cycle:
         with self._stage("promote") as stage:
             running = server_policy(self.settings) is not None
             pointer = promotion.promote(
-                self.store, version, who="cycle", why=f"cycle {self.record.number}: passed the gate", expected=incumbent
+                self.store,
+                self.ledger,
+                version,
+                who="cycle",
+                why=f"cycle {self.record.number}: passed the gate",
+                expected=incumbent,
             )
             stage.result = {"version": version, "generation": pointer.generation, "server": running}
         self.say(f"promoted policy {version} (before: {incumbent.version})")
@@ -371,7 +462,9 @@ class _Cycle:
             self._save()
         self.say(f"{name} took {stage.seconds:.1f} s")
 
-    def _end(self, status: Literal["promoted", "refused", "skipped", "failed"], reason: str | None) -> None:
+    def _end(
+        self, status: Literal["promoted", "refused", "undecided", "skipped", "failed"], reason: str | None
+    ) -> None:
         self.record.status, self.record.reason, self.record.finished_at = status, reason, now()
         self._save()
         self.say(f"{status}{f': {reason}' if reason else ''}")

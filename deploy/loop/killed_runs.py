@@ -1,7 +1,10 @@
-"""What the next cycle goes on with where one was killed: what it has trained, or its candidate that has passed."""
+"""What the next cycle goes on with: what one that was killed has trained, or its candidate that has passed the gate, or
+one that is undecided.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +14,10 @@ from deploy.config.root import RecipeStage, Settings
 from deploy.loop import recipes
 from deploy.loop.preflight import reward_of
 from deploy.loop.records import CycleRecord, Stage, load_all
+from evaluation.decisions.history import History, Ruling
 from feedback.config import ScoringConfig
+from feedback.scoring.sources.reward_model import RewardModelError
+from feedback.scoring.sources.rules import RuleError
 from serve.policies.retention import in_marked_line
 from serve.policies.store import PolicyError, PolicyStore
 from train.config.training import TrainConfig
@@ -102,33 +108,82 @@ def _to_keep(
     return found, ""
 
 
-def passed_before(settings: Settings, number: int, incumbent: int) -> tuple[CycleRecord | None, str]:
+def passed_before(settings: Settings, history: History, number: int, incumbent: int) -> tuple[CycleRecord | None, str]:
     """The last cycle before ``number`` that trained, if its candidate passed the gate and was never promoted.
 
-    And why it can't be promoted now; empty if it can, once it has passed again: what serves is what it passed against,
-    no erasure has reached it, it has learned nothing of what is the suite now, and it was not tried too often.
+    And why it can't be promoted now; empty if it can: what serves is what it passed against, no erasure has reached
+    it, it has learned nothing of what is the suite now, and it was not tried too often.
     """
     before = [record for record in load_all(settings) if record.run is not None and record.number < number]
     store, last = settings.policy_store(), before[-1] if before else None
     if last is None or last.status != "failed" or last.candidate is None:
         return None, ""
-    try:
-        gate = store.get(last.candidate).gate or {}
-    except PolicyError:
-        gate = {}
-    if gate.get("verdict") != "pass" or any(pointer.version == last.candidate for pointer in store.history()):
+    found = _verdicts(store, history, last.candidate)
+    passed = [ruling for ruling in found if ruling.verdict == "pass"]
+    if not passed or any(pointer.version == last.candidate for pointer in store.history()):
         return None, ""
-    if gate["incumbent"] != incumbent:
-        return last, f"it passed against policy {gate['incumbent']}, and policy {incumbent} serves"
+    if not any(ruling.incumbent.sha256 == _sha256(store, incumbent) for ruling in passed):
+        return last, f"it passed against policy {passed[-1].incumbent.version}, and policy {incumbent} serves"
     if sum(record.candidate == last.candidate for record in before) >= ATTEMPTS:
         return last, f"{ATTEMPTS} cycles have ended before it was"
-    if settings.trains_reward_model_to_evaluate and (none_yet := settings.evaluation_sources().none_yet):
-        return last, f"there is no reward model to judge it by again; {none_yet}"
     runs, config = settings.path(settings.train.runs), settings.training()
     learned = [started(runs / str(stage.run)) for stage in last.stages if stage.run and not stage.of_evaluation]
     changed = [why for start in learned for why in changed_suites(start, config)]
     why_not = _lost(store, last.candidate) or _weights_gone(store, last.candidate)
     return last, why_not or "; ".join(changed[:1])
+
+
+def judged_before(settings: Settings, history: History, number: int, incumbent: int) -> tuple[CycleRecord | None, str]:
+    """The last cycle before ``number`` that trained, if its candidate is still in the race, or the gate has refused it
+    and the cycle was killed before it could say so.
+
+    And why the candidate is let go; empty if it is to be judged on: the same policy serves, no erasure has reached it,
+    it has its weights, the scorer is that of its first look, and cycles have not failed at it too often.
+    """
+    before = [record for record in load_all(settings) if record.run is not None and record.number < number]
+    store, last = settings.policy_store(), before[-1] if before else None
+    if last is None or last.candidate is None or last.status not in ("undecided", "failed"):
+        return None, ""
+    found = _verdicts(store, history, last.candidate)
+    if last.status == "failed" and not found:  # the gate has said nothing of it
+        return None, ""
+    of_now = [ruling for ruling in found if ruling.incumbent.sha256 == _sha256(store, incumbent)]
+    if of_now and of_now[-1].verdict == "pass":  # it could not be promoted
+        return None, ""
+    if last.incumbent != incumbent or (found and not of_now):
+        return last, f"it was compared with policy {last.incumbent}, and policy {incumbent} serves"
+    if of_now and of_now[-1].final:
+        return last, ""
+    failed = itertools.takewhile(lambda record: record.status == "failed", reversed(before))
+    if sum(record.candidate == last.candidate for record in failed) >= ATTEMPTS:
+        return last, f"{ATTEMPTS} cycles in a row have failed at it"
+    if of_now and (scorer := _gates_scorer(settings)) not in (None, of_now[-1].plan.scorer):
+        return last, f"it was scored by {of_now[-1].plan.scorer}, and evaluation.scorer is {scorer} now"
+    return last, _lost(store, last.candidate) or _weights_gone(store, last.candidate)
+
+
+def _verdicts(store: PolicyStore, history: History, candidate: int) -> list[Ruling]:
+    """The newest verdict on a candidate against each policy that it was compared with."""
+    sha256 = _sha256(store, candidate)
+    return [race[-1][1] for race in history.races.values() if race[-1][1].candidate.sha256 == sha256]
+
+
+def _sha256(store: PolicyStore, version: int) -> str | None:
+    try:
+        return store.get(version).sha256
+    except PolicyError:  # removed by hand, or damaged
+        return None
+
+
+def _gates_scorer(settings: Settings) -> str | None:
+    """What identifies the scorer of evaluation; None if it can't be had now, of which the evaluation says why."""
+    from evaluation.evaluate import Scoring
+    from evaluation.judging import JudgingError
+
+    try:
+        return Scoring(settings.resolved().evaluation, settings.evaluation_sources()).name
+    except (JudgingError, RuleError, RewardModelError):
+        return None
 
 
 def _lost(store: PolicyStore, version: int, *, rewards: bool = False) -> str:

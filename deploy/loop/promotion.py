@@ -1,13 +1,19 @@
-"""Promotion and rollback: moving the serving pointer, with the gate's verdict or a person's name on record."""
+"""Promotion and rollback: moving the serving pointer, with the gate's verdict or a person's name on record.
+
+What decides is the ledger. Every move of the pointer is put into it too, whoever made it: by ``record_moves``, behind
+the move, so that one that was killed in between, or a server's own move back, gets there with the next.
+"""
 
 from __future__ import annotations
 
 import os
 import pwd
 import socket
+from typing import Any
 
+from evaluation.decisions.ledger import Entry, Kind, Ledger, LedgerError
 from serve.policies.retention import in_marked_line, retraining_parent
-from serve.policies.store import Pointer, PolicyStore, RecordDamaged
+from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged
 
 
 class PromotionRefused(RuntimeError):
@@ -16,6 +22,7 @@ class PromotionRefused(RuntimeError):
 
 def promote(
     store: PolicyStore,
+    ledger: Ledger,
     version: int,
     *,
     who: str,
@@ -24,6 +31,8 @@ def promote(
     expected: Pointer | None = None,
 ) -> Pointer:
     """Point the servers at ``version``, which must have passed the gate against the policy that serves.
+
+    That is so if the ledger has a passing verdict on these two policies, by the hashes of their files.
 
     The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that serves
     already: it gets a new generation, at which a replica that failed to load it tries again. What an erasure has
@@ -37,10 +46,10 @@ def promote(
     """
     store.verify(version)
     # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
-    gate, pointer = store.get(version).gate, expected or store.serving()
-    verdict = dict(gate) if gate else None
+    pointer, verdict = expected or store.serving(), None
     if pointer is not None and pointer.version != version:
-        objections = (_objection(version, verdict, pointer.version), _erased_from(store, version))
+        verdict, objection = _on_record(store, ledger, version, pointer.version, override=override)
+        objections = (objection, _erased_from(store, version))
         if objection := "; ".join(filter(None, objections)):
             verdict = _overridden(verdict, objection, f"millrace promote {version}", override=override, why=why)
     return store.promote(version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict)
@@ -112,21 +121,127 @@ def person() -> str:
     return f"{name}@{socket.gethostname()}"
 
 
-def _objection(version: int, verdict: dict[str, object] | None, incumbent: int) -> str | None:
-    """Why the verdict doesn't let ``version`` replace ``incumbent``; None if it does."""
+def record_moves(store: PolicyStore, ledger: Ledger) -> list[Entry]:
+    """Put the moves of the pointer that are not in the ledger yet into it, in order; the entries.
+
+    Raises LedgerError: the pointer stays where it is.
+    """
+    try:
+        known = {_move(entry) for entry in ledger.entries() if entry.kind != "verdict"}
+        moves = [pointer for pointer in store.history() if (pointer.generation, pointer.at) not in known]
+        return [_record(store, ledger, pointer) for pointer in moves]
+    except LedgerError as error:
+        pointer = store.serving()
+        serves = "" if pointer is None else f"the pointer names policy {pointer.version}, and "
+        raise LedgerError(f"{serves}the ledger can't take that up: {error}") from error
+
+
+def missing_from(ledger: Ledger, store: PolicyStore) -> list[str]:
+    """What policies and moves of the pointer refer to, and what the ledger doesn't have: each in a sentence."""
+    entries = {entry.sha256: entry for entry in ledger.entries()}
+    claims: list[tuple[str, dict[str, Any], str | None]] = []
+    for version in store.versions():
+        policy = store.get(version)
+        claims.append((f"the verdict on policy {version}", dict(policy.gate or {}), policy.sha256))
+    for pointer in store.history():
+        claims.append((f"the verdict of move {pointer.generation} of the pointer", dict(pointer.verdict or {}), None))
+    found = []
+    for what, verdict, sha256 in claims:
+        if (named := verdict.get("entry_sha256")) is None:
+            continue
+        entry = entries.get(named)
+        if entry is None:
+            found.append(f"{what} is entry {verdict.get('entry')}, which the ledger does not have")
+        elif entry.body.get("verdict") != verdict.get("verdict"):
+            found.append(f"{what} is {verdict.get('verdict')}, and entry {entry.number} says {entry.body['verdict']}")
+        elif sha256 is not None and entry.body["candidate"]["sha256"] != sha256:
+            found.append(f"{what} is entry {entry.number}, which is on other files")
+    return found
+
+
+def _record(store: PolicyStore, ledger: Ledger, pointer: Pointer) -> Entry:
+    verdict = dict(pointer.verdict or {})
+    kind: Kind = "rollback" if "rollback_from" in verdict else "promotion"
+    body = {
+        "version": pointer.version,
+        "sha256": _sha256(store, pointer.version),
+        "previous": pointer.previous,
+        "previous_sha256": _sha256(store, pointer.previous),
+        "generation": pointer.generation,
+        "at": pointer.at,
+        "why": pointer.why,
+        "override": bool(verdict.get("override")),
+        "objection": verdict.get("objection"),
+        "verdict_entry": verdict.get("entry"),
+    }
+    move = (pointer.generation, pointer.at)
+
+    def recorded(entries: list[Entry]) -> str | None:
+        known = any(_move(entry) == move for entry in entries if entry.kind != "verdict")
+        return f"move {pointer.generation} of the pointer is there already" if known else None
+
+    return ledger.append(kind, body, who=pointer.who, unless=recorded)
+
+
+def _move(entry: Entry) -> tuple[int, str]:
+    """What tells a move of the pointer from all others; a new home counts from 1 again."""
+    return entry.body["generation"], entry.body["at"]
+
+
+def _sha256(store: PolicyStore, version: int | None) -> str | None:
+    """Of a policy's files; None if its manifest is gone."""
+    try:
+        return None if version is None else store.get(version).sha256
+    except PolicyError:
+        return None
+
+
+def _on_record(
+    store: PolicyStore, ledger: Ledger, version: int, incumbent: int, *, override: bool
+) -> tuple[dict[str, object] | None, str | None]:
+    """The ledger's verdict on a candidate, as the pointer's history keeps it; and why it doesn't let it serve.
+
+    A ledger that can't be read is an objection to override, and raised where nobody does.
+    """
+    from evaluation.decisions.history import History, hypothesis
+
     evaluate = f"run `millrace evaluate {version}`"
-    if verdict is None:
-        return f"policy {version} was not evaluated: {evaluate}"
-    if verdict.get("verdict") != "pass":
-        reasons = verdict.get("reasons")
-        why = "; ".join(map(str, reasons)) if isinstance(reasons, (list, tuple)) and reasons else "no reason"
-        return f"policy {version} did not pass the gate ({why})"
-    if verdict.get("incumbent") != incumbent:
-        return (
-            f"policy {version} passed the gate against policy {verdict.get('incumbent')}, "
+    try:
+        history = History.of(ledger.entries())
+    except LedgerError as error:
+        if not override:
+            raise
+        return None, str(error)
+    sha256 = store.get(version).sha256
+    races = [race[-1] for race in history.races.values() if race[-1][1].candidate.sha256 == sha256]
+    if not races:
+        return None, f"policy {version} was not evaluated: {evaluate}"
+    asked = hypothesis(sha256, str(_sha256(store, incumbent)))
+    against = [race for race in races if race[1].hypothesis == asked]
+    entry, found = max(against or races, key=lambda race: race[0].number)
+    verdict: dict[str, object] = {
+        "verdict": found.verdict,
+        "reasons": list(found.reasons),
+        "candidate": version,
+        "incumbent": found.incumbent.version,
+        "difference": found.difference,
+        "items": found.items,
+        "e_value": found.e_value,
+        "level": found.plan.level,
+        "entry": entry.number,
+        "entry_sha256": entry.sha256,
+    }
+    reasons = "; ".join(found.reasons) or "no reason"
+    if found.verdict == "undecided":
+        return verdict, f"policy {version} is undecided ({reasons}): {evaluate}"
+    if found.verdict != "pass":
+        return verdict, f"policy {version} did not pass the gate ({reasons})"
+    if not against:
+        return verdict, (
+            f"policy {version} passed the gate against policy {found.incumbent.version}, "
             f"but policy {incumbent} serves: {evaluate}"
         )
-    return None
+    return verdict, None
 
 
 def _erased_from(store: PolicyStore, version: int) -> str | None:

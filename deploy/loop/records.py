@@ -43,10 +43,13 @@ class Stage(BaseModel):
 
 
 class CycleRecord(BaseModel):
-    """What became of a cycle; ``reason`` says why it was skipped, refused or failed."""
+    """What became of a cycle; ``reason`` says why it was skipped, refused or failed, or is undecided.
+
+    An undecided candidate stays in the race: the next cycle goes on with it.
+    """
 
     number: int
-    status: Literal["running", "promoted", "refused", "skipped", "failed"] = "running"
+    status: Literal["running", "promoted", "refused", "undecided", "skipped", "failed"] = "running"
     reason: str | None = None
     started_at: datetime
     finished_at: datetime | None = None

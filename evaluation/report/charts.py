@@ -96,12 +96,15 @@ def by_policy(points: Sequence[tuple[int, Interval, bool]], *, colour: str, perc
     return _svg(figure, label)
 
 
+_VERDICTS = {"pass": (GOOD, "passed"), "undecided": (MUTED, "undecided")}
+
+
 @mpl.rc_context(_STYLE)
 def gates(rows: Sequence[Any], *, percent: bool, label: str) -> str:
     """Difference and interval of each verdict, one row each, first on top; the bar to pass is the dark line."""
     figure, axes = _figure(_WIDE, 0.9 + 0.46 * len(rows))
     for i, row in enumerate(rows):
-        shade, words = (GOOD, "passed") if row.verdict == "pass" else (BAD, "refused")
+        shade, words = _VERDICTS.get(row.verdict, (BAD, "refused"))
         axes.plot([row.ci_low, row.ci_high], [i, i], color=shade, linewidth=7, alpha=0.22, zorder=2)
         axes.plot(row.difference, i, "o", color=shade, markersize=8, zorder=3)
         axes.annotate(

@@ -48,14 +48,20 @@ class PolicyRow(_Row):
 
 
 class GateRow(_Row):
-    """A verdict of the gate (``Verdict.model_dump()`` fits)."""
+    """A verdict of the gate (``Verdict.model_dump()`` fits). The interval is a picture; ``e_value`` decides, by
+    ``level``."""
 
     candidate: int
     incumbent: int
-    difference: float
-    ci_low: float
-    ci_high: float
+    difference: float | None
+    ci_low: float | None
+    ci_high: float | None
     verdict: str
+    items: int | None = None
+    level: float | None = None
+    e_value: float | None = None
+    budget: str | None = None
+    budget_spent: float | None = None
     metric: str = "accuracy"
     min_difference: float = 0.0
     reasons: tuple[str, ...] = ()
@@ -116,7 +122,23 @@ class ReportData(BaseModel):
     @cached_property
     def refused(self) -> frozenset[int]:
         """Versions that a gate refused and none passed."""
-        return frozenset(gate.candidate for gate in self.gates) - self.passed
+        return frozenset(gate.candidate for gate in self.gates if gate.verdict == "refuse") - self.passed
+
+    @cached_property
+    def undecided(self) -> frozenset[int]:
+        """Versions that are still in the race."""
+        return frozenset(gate.candidate for gate in self.gates) - self.passed - self.refused
+
+    @cached_property
+    def drawn_gates(self) -> list[GateRow]:
+        """The last verdicts that have a difference to draw."""
+        return [gate for gate in self.gates if None not in (gate.difference, gate.ci_low, gate.ci_high)][-_GATES:]
+
+    @cached_property
+    def budget(self) -> GateRow | None:
+        """The verdict after which most of the error budget was spent."""
+        known = [gate for gate in self.gates if gate.budget_spent is not None]
+        return max(known, key=lambda gate: gate.budget_spent or 0.0, default=None)
 
     @cached_property
     def ranked(self) -> list[PolicyRow]:
@@ -183,7 +205,8 @@ def _headline(data: ReportData) -> str:
         since = f"; v{first}, which the loop started from, {before:.1%}" if len(data.served) > 1 else ""
         parts.append(f"On held-out prompts, policy v{last} answers {after:.1%} right{since}.")
     if data.gates:
-        parts.append(f"Of {_count(len(data.gates), 'candidate')}, {_passes(data)} passed the gate.")
+        waits = f", {len(data.undecided)} undecided" if data.undecided else ""
+        parts.append(f"Of {_count(len(data.gates), 'candidate')}, {_passes(data)} passed the gate{waits}.")
     failed = data.totals.get("failed_requests")
     if data.swaps and failed is not None:
         swaps = sum(swap.ok for swap in data.swaps)
@@ -204,8 +227,12 @@ def _tiles(data: ReportData) -> list[dict[str, str]]:
         gain = 100 * (after - before)
         add("Held-out accuracy", f"{gain:+.1f}", f"points, v{first} to v{last}", "good" if gain > 0 else "bad")
     if data.gates:
-        passed = _passes(data)
-        add("Candidates", f"{passed} of {len(data.gates)}", f"passed, {len(data.gates) - passed} refused")
+        passed, undecided = _passes(data), sum(gate.verdict == "undecided" for gate in data.gates)
+        waits = f", {undecided} undecided" if undecided else ""
+        refused = len(data.gates) - passed - undecided
+        add("Candidates", f"{passed} of {len(data.gates)}", f"passed, {refused} refused{waits}")
+    if (budget := data.budget) is not None and budget.budget_spent is not None:
+        add("Error budget", f"{budget.budget_spent:.3g}", f"spent ({budget.budget})")
     if data.swaps:
         holds = [swap.hold_ms for swap in data.swaps if swap.ok and swap.hold_ms is not None]
         failures = sum(not swap.ok for swap in data.swaps)
@@ -248,10 +275,10 @@ def _pictures(data: ReportData) -> dict[str, str | None]:
         ]:
             label = f"Held-out {name} by policy"
             pictures[name] = charts.by_policy(points, colour=colour, percent=name == "accuracy", label=label)
-    if data.gates:
+    if data.drawn_gates:
         percent = all(gate.metric == "accuracy" for gate in data.gates)
         label = "Difference and interval at each gate"
-        pictures["gates"] = charts.gates(data.gates[-_GATES:], percent=percent, label=label)
+        pictures["gates"] = charts.gates(data.drawn_gates, percent=percent, label=label)
     runs = {name: rows for name, rows in data.training.items() if rows}
     known = {key for rows in runs.values() for row in rows for key, value in row.items() if value is not None}
     if "kl_ref" in known:

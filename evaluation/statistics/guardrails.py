@@ -25,10 +25,12 @@ class Metric:
 
     ``margin``, 0 or more: a success metric's gain must lie above it; a guardrail may lose less than it. ``worthwhile``
     (success metrics, above the margin): a gain that is shown to be smaller ends the race; by default the margin itself.
+    A *watch* is a guardrail for which there may be too few items to show that nothing is lost: harm that is shown
+    refuses, and a lack of evidence does not.
     """
 
     name: str
-    role: Literal["success", "guardrail"]
+    role: Literal["success", "guardrail", "watch"]
     low: float
     high: float
     margin: float = 0.0
@@ -36,12 +38,12 @@ class Metric:
     worthwhile: float | None = None
 
     def __post_init__(self) -> None:
-        if self.margin < 0 or (self.role == "guardrail" and self.margin == 0):
+        if self.margin < 0 or (self.role != "success" and self.margin == 0):
             raise ValueError(
                 f"{self.name} can't have a margin of {self.margin:g}: "
                 "that a guardrail loses nothing at all can't be shown by any number of items"
             )
-        if self.worthwhile is not None and (self.role == "guardrail" or self.worthwhile < self.margin):
+        if self.worthwhile is not None and (self.role != "success" or self.worthwhile < self.margin):
             raise ValueError(f"{self.name}: a gain of {self.worthwhile:g} can't be what is worthwhile")
         _ = self.shown, self.refuted  # raise ValueError where a bound leaves nothing to test
 

@@ -19,7 +19,7 @@ class Standing:
     """
 
     metric: str
-    role: Literal["success", "guardrail"]
+    role: Literal["success", "guardrail", "watch"]
     state: Literal["shown", "refuted", "open"]
     n: int
     mean: float
@@ -63,13 +63,14 @@ def decide(
       over their number); or every success metric is shown to gain less than is worthwhile (``beta`` / 2 each); or
       ``max_items`` have been looked at. A worthwhile candidate that breaks nothing is refused by evidence with
       probability ``beta`` at most. A refusal passes nobody, so none of these rules costs any alpha.
+      Of a metric that is only watched nothing needs to be shown; harm refuses as that of a guardrail does.
     - **undecided**: else. It goes on with the next items from its evidence so far, at the same levels.
 
     ``items_left`` is what the bank has; it only goes into the reasons. A metric without evidence is open. Raises
     ValueError without a success metric, or for two metrics of one name.
     """
     success = [metric for metric in metrics if metric.role == "success"]
-    guardrails = [metric for metric in metrics if metric.role == "guardrail"]
+    guardrails = [metric for metric in metrics if metric.role != "success"]
     if not success or len({metric.name for metric in metrics}) < len(metrics):
         raise ValueError(f"{len(success)} success metrics of {len(metrics)}: one at least, and no name twice")
     gained = [_standing(metric, evidence, alpha / len(success), beta / 2) for metric in success]
@@ -85,7 +86,7 @@ def decide(
     if harms := [standing for standing in guarded if standing.state == "refuted"]:
         return decision("refuse", [f"{_seen(harm)}: worse than its margin allows" for harm in harms])
     winners = [standing for standing in gained if standing.state == "shown"]
-    open_guardrails = [standing for standing in guarded if standing.state == "open"]
+    open_guardrails = [standing for standing in guarded if standing.state == "open" and standing.role == "guardrail"]
     if winners and not open_guardrails:
         return decision("pass", [f"{_seen(winner)}: better, at level {winner.level:.2g}" for winner in winners])
     if all(standing.state == "refuted" for standing in gained):

@@ -17,7 +17,8 @@ import json
 import logging
 import platform
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -68,6 +69,21 @@ class Answers:
     kl: KlSamples | None
     kl_missing: str | None
     seconds: float
+
+    def take(self, items: Sequence[int]) -> Answers:
+        """Those to some items, by their places in the suite."""
+        if self.kl is None:
+            return replace(self, table=self.table.take(list(items)))
+        of: dict[int, list[int]] = {}
+        for sample, item in enumerate(self.kl.item):
+            of.setdefault(item, []).append(sample)
+        samples = [(i, sample) for i, item in enumerate(items) for sample in of.get(item, ())]
+        kl = KlSamples(
+            [i for i, _ in samples],
+            [self.kl.incumbent[sample] for _, sample in samples],
+            [self.kl.candidate[sample] for _, sample in samples],
+        )
+        return replace(self, table=self.table.take(list(items)), kl=kl)
 
 
 def settings_hash(policy: Policy, config: EvaluationConfig) -> str:

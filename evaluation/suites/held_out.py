@@ -198,6 +198,12 @@ def position(opening: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
+def prompt_key(item: Item) -> str:
+    """What a prompt is recognised by, in any suite: a hash of it in normal form, without what the system says."""
+    text = normal(item.prompt) if item.prompt is not None else conversation(item.messages or ())
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+
+
 def normal(text: str) -> str:
     """A text without what does not change its meaning."""
     seen = "".join(character for character in text if unicodedata.category(character) != "Cf")

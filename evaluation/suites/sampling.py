@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import ValidationError
 
-from evaluation.suites.held_out import HeldOut
+from evaluation.suites.held_out import HeldOut, prompt_key
 from evaluation.suites.suite import Item, SuiteError, drawn_id
 from feedback.lake.erasure_registry import meant_by_pending, needed_columns
 from feedback.lake.tables import Lake
@@ -67,6 +67,7 @@ def sample(
     longest: int | None,
     seed: int,
     beside: Sequence[Item] = (),
+    used: Collection[str] = (),
 ) -> Drawn:
     """Draw prompts of the held-out slice at random, one of each conversation: turns of one are no independent items.
 
@@ -80,6 +81,7 @@ def sample(
         longest: tokens that a prompt may have.
         seed: another one draws others, of the same prompts.
         beside: items that there are already; none of their conversations is drawn.
+        used: prompts that have decided on a candidate, by ``held_out.prompt_key``; none is drawn again.
 
     Raises:
         TooFewPrompts, feedback.lake.tables.LakeError.
@@ -98,7 +100,9 @@ def sample(
         item = _item(row, text)
         if item is None or (longest is not None and len(row["prompt_token_ids"]) > longest):
             left_out[UNWRITABLE if item is None else TOO_LONG] += 1
-        elif item.id not in ids and (opening := held_out.opening(row)) not in taken:
+        elif item.id in ids or prompt_key(item) in used:
+            continue
+        elif (opening := held_out.opening(row)) not in taken:
             conversations[opening].append(item)
     available, out = len(conversations), dict(sorted(left_out.items()))
     if available < least:

@@ -19,7 +19,11 @@ class SuiteError(ValueError):
 
 
 class Item(BaseModel):
-    """One held-out prompt: text or chat messages, with what a scorer needs to judge the response."""
+    """One held-out prompt: text or chat messages, with what a scorer needs to judge the response.
+
+    ``cluster``: items of one cluster depend on each other, and count as one voice; so do items with the same prompt.
+    ``segment``: the kind of prompt or user that must lose nothing.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,6 +32,8 @@ class Item(BaseModel):
     messages: list[dict[str, Any]] | None = Field(None, min_length=1)
     answer: str | None = None
     metadata: dict[str, str] = {}
+    cluster: str | None = Field(None, min_length=1)
+    segment: str | None = Field(None, min_length=1)
 
     @model_validator(mode="after")
     def _one_prompt(self) -> Self:

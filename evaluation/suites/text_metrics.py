@@ -18,6 +18,12 @@ def distinct_n(responses: Sequence[Sequence[int]], n: int) -> float:
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
+def repeated(tokens: Sequence[int], n: int) -> float:
+    """The share of a response's n-grams (token ids) that it had before; 0 if it has fewer than n + 1 tokens."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
 def kl_terms(
     incumbent: NDArray[np.floating], candidate: NDArray[np.floating]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

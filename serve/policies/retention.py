@@ -93,7 +93,7 @@ class Kept:
             return policy.version > serving and bool(policy.metrics.get("keep"))
         if policy.gate is None:  # one that another was trained from is a stage of a recipe
             return policy.version > serving and policy.version not in trained_from
-        return policy.version > serving and policy.gate.get("verdict") == "pass"
+        return policy.version > serving and policy.gate.get("verdict") in ("pass", "undecided")
 
 
 def retraining_parent(store: PolicyStore, version: int) -> Policy | None:

@@ -20,6 +20,7 @@ from deploy.loop import promotion, records, wait_for_serving
 from deploy.loop.wait_for_serving import NotServed
 from deploy.supervise.children import millrace
 from deploy.up import switches
+from evaluation.decisions.ledger import Ledger
 from feedback.files import locked
 from feedback.lake.tables import Lake
 from loadtests.server import free_port
@@ -191,7 +192,9 @@ def test_it_serves_records_swaps_and_stops_without_a_trace(
 
         store = PolicyStore(small.path(small.serve.policies))
         store.publish(model, parent=1, lineage={}, metrics={})
-        pointer = promotion.promote(store, 2, who="tests", why="test", override=True)
+        pointer = promotion.promote(
+            store, Ledger(store.root.parent / "decisions"), 2, who="tests", why="test", override=True
+        )
         served = wait_for_serving.wait_until_served(small, store, pointer)
         assert served["replica"] == small.serve.replica_name
         assert _policy(small)["version"] == 2

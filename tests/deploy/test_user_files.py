@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
     home.mkdir()
     make_home(home)
     suite = [
-        {"id": str(i), "prompt": x.prompt, "answer": x.answer} for i, x in enumerate(itertools.islice(items(2), 8))
+        {"id": str(i), "prompt": x.prompt, "answer": x.answer} for i, x in enumerate(itertools.islice(items(2), 60))
     ]
     (home / "suite.jsonl").write_text("".join(json.dumps(item) + "\n" for item in suite))
     (tmp_path / "millrace.yaml").write_text(json.dumps(SETTINGS))
@@ -115,7 +115,7 @@ def check(millrace: Path, folder: Path) -> None:
     assert "own:" in run(millrace, folder, "score")
     printed = run(millrace, folder, "cycle", "--train.launcher", "ray", timeout=900)
     record = json.loads((folder / "home" / "cycles" / "000001.json").read_text())
-    assert record["status"] in ("promoted", "refused"), printed
+    assert record["status"] in ("promoted", "refused", "undecided"), printed
     assert (folder / "home" / "runs" / "cycle-000001" / "noted").exists()
 
 

@@ -16,7 +16,6 @@ from evaluation.best_of import Chooser
 from evaluation.config import EvaluationConfig
 from evaluation.engine import EngineError, OfflineEngine
 from evaluation.evaluate import compare_samples, evaluate
-from evaluation.gate import decide
 from evaluation.judging import Sources
 from evaluation.results import Evaluation
 from evaluation.suites import answers
@@ -300,8 +299,6 @@ def test_a_judge_s_scores_and_comparisons_are_those_of_an_evaluation(
     assert found.missing_reasons == {"no score in the judge's answer '?'": 8}
     assert found.scorer.startswith("judge@")
     assert found.scorer_details["rubric"] == "ask {prompt} [{response}]"
-    refused = decide(found, alone.gate)
-    assert "4 of 60 items (6.7%) have no score" in "; ".join(refused.reasons)
 
     # Where both are as long the judge says B, whatever stands there: a tie, which is not alike in both orders.
     asked = [(len(a), len(b)) for name, (a, b) in texts.items() if a != b and name not in silent]

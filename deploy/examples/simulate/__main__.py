@@ -13,11 +13,12 @@ from typing import Any
 
 import click
 
-from deploy.examples.simulate import gate, live
+from deploy.examples.simulate import gate, live, planted
 from deploy.examples.simulate.world import World
 
 WORLDS: dict[str, World] = {
     **gate.WORLDS,
+    **planted.WORLDS,
     **live.WORLDS,
 }
 

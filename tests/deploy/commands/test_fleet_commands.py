@@ -16,6 +16,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import promotion, wait_for_serving
 from deploy.loop.wait_for_serving import NotServed
+from evaluation.decisions.ledger import Ledger
 from serve.policies.store import PolicyStore
 
 
@@ -25,7 +26,7 @@ def store(settings: Settings, model: Path) -> PolicyStore:
     store = PolicyStore(settings.path(settings.serve.policies))
     for parent in (None, 1):
         store.publish(model, parent=parent, lineage={}, metrics={})
-    promotion.promote(store, 1, who="tests", why="first")
+    promotion.promote(store, Ledger(store.root.parent / "decisions"), 1, who="tests", why="first")
     return store
 
 
@@ -59,14 +60,14 @@ def test_a_policy_is_promoted_when_the_whole_fleet_is_there(
 ) -> None:
     answers += [answer(1, 1, phase) for phase in ("settled", "preparing", "canary", "committing")]
     answers.append(answer(2, 2, "settled"))
-    pointer = promotion.promote(store, 2, who="tests", why="x", override=True)
+    pointer = promotion.promote(store, Ledger(store.root.parent / "decisions"), 2, who="tests", why="x", override=True)
     assert wait_for_serving.wait_until_served(settings, store, pointer)["seconds"] >= 4 * 0.25
 
 
 def test_a_rollout_that_was_undone_is_a_failure_that_says_where_the_pointer_is(
     settings: Settings, store: PolicyStore, answers: list[dict[str, Any]]
 ) -> None:
-    pointer = promotion.promote(store, 2, who="tests", why="x", override=True)
+    pointer = promotion.promote(store, Ledger(store.root.parent / "decisions"), 2, who="tests", why="x", override=True)
     failed = {"version": 2, "generation": 2, "error": "replica-1: not enough memory"}
     store.promote(1, expected=2, who="fleet", why="undone")
     answers += [answer(1, 1, "undoing", failed), answer(1, 3, "settled", failed)]
@@ -83,8 +84,10 @@ def test_a_pointer_that_the_server_could_not_move_goes_back_to_what_has_served(
     assert first is not None
     store.record_outcome(first, served=True, by="replica-0")
     store.publish(store.get(1).path, parent=1, lineage={}, metrics={})
-    promotion.promote(store, 2, who="tests", why="named while no server ran", override=True)
-    pointer = promotion.promote(store, 3, who="tests", why="x", override=True)
+    promotion.promote(
+        store, Ledger(store.root.parent / "decisions"), 2, who="tests", why="named while no server ran", override=True
+    )
+    pointer = promotion.promote(store, Ledger(store.root.parent / "decisions"), 3, who="tests", why="x", override=True)
     answers.append(answer(1, 1, "settled", {"version": 3, "generation": 3, "error": "not enough memory"}))
     with pytest.raises(NotServed, match=r"not enough memory; the pointer is back at 1"):
         wait_for_serving.wait_until_served(settings, store, pointer)
@@ -94,7 +97,7 @@ def test_a_pointer_that_the_server_could_not_move_goes_back_to_what_has_served(
 def test_a_canary_that_is_held_is_waited_for_and_reported_once(
     settings: Settings, store: PolicyStore, answers: list[dict[str, Any]]
 ) -> None:
-    pointer = promotion.promote(store, 2, who="tests", why="x", override=True)
+    pointer = promotion.promote(store, Ledger(store.root.parent / "decisions"), 2, who="tests", why="x", override=True)
     fleet = settings.serve.fleet.model_copy(update={"canary_seconds": 1, "canary_hold_seconds": 99})
     settings = settings.model_copy(
         update={

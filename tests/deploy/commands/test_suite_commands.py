@@ -10,8 +10,9 @@ import pytest
 
 from deploy import cli
 from deploy.config.root import Settings
-from evaluation.suites.held_out import position
+from evaluation.suites.held_out import position, prompt_key
 from evaluation.suites.suite import Suite
+from tests.evaluation.decisions.worlds import judged, seen
 from tests.feedback.feedback_rows import interaction, put
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -64,15 +65,15 @@ def test_a_suite_is_drawn_shown_and_not_drawn_again_unless_it_is_to_be(
     code, printed = run(home, capsys, "show", "--json", *HALF)
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     expected = {"path": str(path), "items": 60, "sha256": sha256, "text": 60, "chat": 0, "answers": 60}
-    assert json.loads(printed) == expected | {"holdout": 0.5, "in_slice": 60}
+    assert json.loads(printed) == expected | {"holdout": 0.5, "in_slice": 60, "fresh": 60}
     code, printed = run(home, capsys, "show", *HALF)
     assert "60 of the held-out slice (evaluation.holdout=0.5)" in printed
 
 
-def test_a_drawn_suite_grows_by_half_or_more_up_to_its_size_and_its_items_stay(
+def test_a_drawn_suite_grows_by_a_look_or_more_up_to_its_size_and_its_items_stay(
     home: Settings, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Of SLICE, of which 60 are drawn: to 80, the size; then a suite of 70 can't be had of what is left."""
+    """Of SLICE, of which 60 are drawn: to 80, the size; then too few for another look are left."""
     path, grow = home.path("suite.jsonl"), ("sample", *HALF, "--grow", "--evaluation.suite_items")
     assert run(home, capsys, *grow, "60")[0] == 0
     first = path.read_bytes()
@@ -88,8 +89,8 @@ def test_a_drawn_suite_grows_by_half_or_more_up_to_its_size_and_its_items_stay(
     assert path.read_bytes() == second, "the same again after a kill"
 
     assert run(home, capsys, *grow, "80")[0] == 0
-    code, printed = run(home, capsys, *grow, "200")  # fewer than half of 80 are left
-    assert (code, f"{len(SLICE) - 80} more conversations" in printed, "40 are added at once" in printed) == (
+    code, printed = run(home, capsys, *grow, "200")  # fewer than gate.look_items are left
+    assert (code, f"{len(SLICE) - 80} more conversations" in printed, "50 are added at once" in printed) == (
         3,
         True,
         True,
@@ -100,6 +101,26 @@ def test_a_drawn_suite_grows_by_half_or_more_up_to_its_size_and_its_items_stay(
     assert run(home, capsys, "add", mine)[0] == 0
     code, printed = run(home, capsys, *grow, "200")
     assert (code, "with items or answers of your own" in printed) == (2, True), printed
+
+
+def test_what_has_decided_is_not_drawn_again_and_a_drawn_suite_grows_by_as_many(
+    home: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, size = home.path("suite.jsonl"), ("--evaluation.suite_items", "60", "--evaluation.gate.look_items", "20")
+    assert run(home, capsys, "sample", *HALF, *size)[0] == 0
+    first = Suite.load(path).items
+    used = [seen(item.id, 1.0, 1.0, prompt=prompt_key(item)) for item in first[:20]]
+    judged(home.ledger(), 2, tuple(used))
+    assert json.loads(run(home, capsys, "show", "--json", *HALF)[1])["fresh"] == 40
+    assert run(home, capsys, "sample", *HALF, *size, "--grow")[0] == 0
+    grown = Suite.load(path).items
+    assert (grown[:60], len(grown)) == (first, 80)
+    assert json.loads(run(home, capsys, "show", "--json", *HALF)[1])["fresh"] == 60
+    assert run(home, capsys, "sample", *HALF, "--replace", "--evaluation.suite_items", "200")[0] == 0
+    assert {item.prompt for item in Suite.load(path).items} == SLICE - {item.prompt for item in first[:20]}
+    path.unlink()
+    assert run(home, capsys, "sample", *HALF, "--evaluation.suite_items", "200")[0] == 0
+    assert {item.prompt for item in Suite.load(path).items} == SLICE - {item.prompt for item in first[:20]}
 
 
 @pytest.mark.parametrize(

@@ -66,3 +66,9 @@ def test_the_worlds_without_improvement_have_none(draw, tolerance):
     assert drawn.min() >= -1
     assert drawn.max() <= 1
     assert drawn.mean() == pytest.approx(0, abs=tolerance)
+
+
+def test_what_only_seems_to_be_better_is_refused_and_an_honest_gain_is_not():
+    result, figures = run("--worlds", "honest_refused,hacks_refused", "--histories", "5")
+    assert result.exit_code == 0, result.stdout
+    assert figures == {"honest_refused": 0.0, "hacks_refused": 1.0}

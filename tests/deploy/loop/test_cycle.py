@@ -28,10 +28,12 @@ from deploy.loop.killed_runs import passed_before, unfinished_training
 from deploy.loop.preflight import check, reward_of
 from deploy.loop.records import CycleRecord
 from deploy.supervise.children import millrace
+from evaluation.decisions.history import History
 from evaluation.suites.held_out import position
 from evaluation.suites.suite import Suite
 from feedback.config import ScoringConfig
 from serve.policies.store import PolicyStore
+from tests.evaluation.decisions.worlds import items, judged
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
 from train.context import JobResult
@@ -288,6 +290,13 @@ def begun(settings: Settings, name: str, config: dict[str, Any], **fields: Any) 
     return run
 
 
+def another_policy(store: PolicyStore, model: Path) -> None:
+    """One with the same weights, and another file beside them: not the same candidate."""
+    folder = Path(shutil.copytree(model, store.root.parent / f"model-{len(store.versions())}"))
+    (folder / "generation_config.json").write_text(json.dumps({"number": len(store.versions())}))
+    store.publish(folder, parent=1, lineage={}, metrics={})
+
+
 def killed(settings: Settings, number: int, **columns: Any) -> None:
     """A cycle whose training was killed."""
     fields = {"incumbent": 1, "run": "cycle-000001", "status": "failed", "rewards": 7}
@@ -388,6 +397,7 @@ def test_while_a_marked_policy_serves_what_the_gate_refuses_is_judged_against_it
         "train.data.prompts_per_step": "8",
         "evaluation.kl_samples": "0",
         "evaluation.engine.kv_cache_bytes": str(2**25),
+        "evaluation.gate.max_items": "50",  # then it is refused
     }
     settings = changed(home_with_policy, *options.items())
     lake = settings.lake()
@@ -465,21 +475,22 @@ def test_a_candidate_that_passed_in_a_cycle_that_was_killed_is_promoted_by_the_n
 ) -> None:
     settings = home_with_policy
     run = begun(settings, "cycle-000001", settings.training().model_dump(mode="json"))
-    store = settings.policy_store()
-    store.publish(model, parent=1, lineage={}, metrics={})
+    store, ledger = settings.policy_store(), settings.ledger()
+    another_policy(store, model)
     passed = {"ok": True, "killed": False, "candidate": 2, "verdict": {"verdict": "pass"}, "result": {"candidate": 2}}
     killed(settings, 1, **passed)
 
     def why(number: int = 2, incumbent: int = 1) -> str | None:
         """Why it is not promoted; empty if it may be, None if there is none."""
-        record, why = passed_before(settings, number, incumbent)
+        record, why = passed_before(settings, History.of(ledger.entries()), number, incumbent)
         assert record is None or record.candidate == 2
         return None if record is None else why
 
     assert why() is None, "the gate has said nothing of it"
-    store.record_gate(2, {"verdict": "refuse", "incumbent": 1})
-    assert why() is None, "the gate refused it"
-    store.record_gate(2, {"verdict": "pass", "incumbent": 1})
+    shas = store.get(2).sha256, store.get(1).sha256
+    judged(ledger, 2, items(50, gain=0.0, name="a"), shas=shas)
+    assert why() is None, "the gate is undecided"
+    judged(ledger, 2, items(400, gain=0.5, differing=0.6, name="b"), shas=shas)
     assert why() == ""
     assert why(incumbent=3) == "it passed against policy 1, and policy 3 serves"
     suite = settings.path("suite.jsonl")
@@ -503,7 +514,6 @@ def test_a_cycle_takes_up_what_had_passed_when_one_was_killed_and_promotes_it(
     home_with_policy: Settings, model: Path, nothing_left: Callable[[], list[str]]
 ) -> None:
     options = {
-        "evaluation.gate.min_difference": "-0.5",  # the candidate is what serves
         "evaluation.kl_samples": "0",
         "evaluation.max_tokens": "4",
         "evaluation.engine.kv_cache_bytes": str(2**25),
@@ -511,8 +521,9 @@ def test_a_cycle_takes_up_what_had_passed_when_one_was_killed_and_promotes_it(
     settings = changed(home_with_policy, *options.items())
     begun(settings, "cycle-000001", settings.training().model_dump(mode="json"))
     store = settings.policy_store()
-    store.publish(model, parent=1, lineage={}, metrics={})
-    store.record_gate(2, {"verdict": "pass", "incumbent": 1})
+    another_policy(store, model)
+    shas = store.get(2).sha256, store.get(1).sha256
+    judged(settings.ledger(), 2, items(400, gain=0.5, differing=0.6), shas=shas)
     killed(settings, 1, ok=True, killed=False, result={"candidate": 2}, candidate=2, verdict={"verdict": "pass"})
     said_lines: list[str] = []
     record = run_cycle(settings, say=said_lines.append)
@@ -521,6 +532,9 @@ def test_a_cycle_takes_up_what_had_passed_when_one_was_killed_and_promotes_it(
     )
     assert [stage.name for stage in record.stages] == ["score", "train", "evaluate", "promote"]
     assert any("policy 2 has passed the gate in cycle 1, which ended before it was promoted" in x for x in said_lines)
+    recorded = [(entry.kind, entry.body.get("version"), entry.who) for entry in settings.ledger().entries()[1:]]
+    assert recorded == [("promotion", 1, "tests"), ("promotion", 2, "cycle")]
+    assert cli.run(["--config", str(settings.snapshot()), "decisions", "verify"]) == 0
     pointer = store.serving()
     assert pointer is not None
     assert (pointer.version, pointer.who, (pointer.verdict or {})["verdict"]) == (2, "cycle", "pass")

@@ -26,6 +26,7 @@ THUMBS_ALONE = {
     "evaluation.scorer": "reward_model",
     "evaluation.max_tokens": "4",
     "evaluation.suite_items": "55",
+    "evaluation.gate.max_items": "55",  # then it is refused, if it has not passed
     "train.launcher": "torchrun",
     "train.dtype": "float32",
     "train.steps": "1",
@@ -78,7 +79,7 @@ def test_thumbs_alone_turn_a_whole_cycle_whose_gate_scores_by_feedback_that_no_t
     assert found.scorer.startswith("reward_model@")
     details = {"model": str(judge.path), "version": 1, "agreement": judge.metrics["agreement"]}
     assert found.scorer_details == details
-    assert found.n == 55
+    assert found.n == (record.verdict or {})["items"] in (50, 55), "it was looked at all of them, or decided before"
     assert 0 < found.incumbent.reward.low <= found.incumbent.reward.high < 1
     said_of = "\n".join(printed)
     rest = len(ASKED) - len(SLICE)

@@ -47,6 +47,7 @@ def home(home_with_policy: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyP
         "evaluation.max_tokens": "4",
         "evaluation.kl_samples": "0",
         "evaluation.best_of": "2",
+        "evaluation.gate.max_items": "60",  # then it is refused, if it has not passed
     }
     settings = root.load(home_with_policy.snapshot(), list(options.items()), {})
     lake = settings.lake()

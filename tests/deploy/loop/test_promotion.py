@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,27 @@ import pytest
 
 from deploy.loop import promotion
 from deploy.loop.promotion import PromotionRefused
+from evaluation.decisions.ledger import Entry, Ledger, LedgerDamaged, LedgerError
+from evaluation.decisions.verification import verify
 from serve.policies.store import Pointer, PolicyCorrupt, PolicyNotFound, PolicyStore, StalePointer, record_erasure
+from tests.evaluation.decisions.worlds import items, judged
 
 
 @pytest.fixture
 def store(tmp_path: Path, model: Path) -> PolicyStore:
     """Policies 1, 2, 3 and 4, of which 1 serves, in a server that is up."""
     store = PolicyStore(tmp_path / "policies")
-    for parent in (None, 1, 2, 3):
-        store.publish(model, parent=parent, lineage={}, metrics={})
-    promotion.promote(store, 1, who="tests", why="first")
+    for number, parent in enumerate((None, 1, 2, 3)):
+        other = shutil.copytree(model, tmp_path / f"model-{number}")
+        (other / "generation_config.json").write_text(json.dumps({"number": number}))
+        store.publish(other, parent=parent, lineage={}, metrics={})
+    promotion.promote(store, ledger_of(store), 1, who="tests", why="first")
     follow(store)
     return store
+
+
+def ledger_of(store: PolicyStore) -> Ledger:
+    return Ledger(store.root.parent / "decisions")
 
 
 def pointer_of(store: PolicyStore) -> Pointer:
@@ -41,19 +51,21 @@ def refuse(store: PolicyStore) -> None:
     follow(store)
 
 
-def judge(
-    store: PolicyStore, version: int, incumbent: int, verdict: str = "pass", reasons: tuple[str, ...] = ()
-) -> None:
-    store.record_gate(version, {"verdict": verdict, "incumbent": incumbent, "reasons": list(reasons)})
+def judge(store: PolicyStore, version: int, incumbent: int, gain: float = 0.3, n: int = 500) -> Entry:
+    """Put a verdict on a candidate on record; n items, on which it is right so much more often."""
+    shas = store.get(version).sha256, store.get(incumbent).sha256
+    observed = items(n, gain=gain, differing=0.4, name=f"{version}-{incumbent}-{n}-")
+    return judged(ledger_of(store), version, observed, incumbent=incumbent, shas=shas)
 
 
 def promote(store: PolicyStore, version: int, **more: object) -> int:
-    return promotion.promote(store, version, who="tests", why="test", **more).version  # type: ignore[arg-type]
+    pointer = promotion.promote(store, ledger_of(store), version, who="tests", why="test", **more)  # type: ignore[arg-type]
+    return pointer.version
 
 
 def test_a_policy_that_passed_against_the_one_that_serves_is_promoted_with_its_verdict(store: PolicyStore) -> None:
     judge(store, 2, incumbent=1)
-    pointer = promotion.promote(store, 2, who="me", why="better")
+    pointer = promotion.promote(store, ledger_of(store), 2, who="me", why="better")
     assert (pointer.version, pointer.previous, pointer.who, pointer.why) == (2, 1, "me", "better")
     assert pointer.verdict is not None
     assert pointer.verdict["verdict"] == "pass"
@@ -65,9 +77,87 @@ def test_what_was_not_evaluated_is_refused(store: PolicyStore) -> None:
 
 
 def test_what_the_gate_refused_is_refused_with_its_reasons(store: PolicyStore) -> None:
-    judge(store, 2, incumbent=1, verdict="refuse", reasons=("too few items",))
-    with pytest.raises(PromotionRefused, match="too few items"):
+    judge(store, 2, incumbent=1, gain=-0.3)
+    with pytest.raises(PromotionRefused, match=r"policy 2 did not pass the gate \(reward is -0.*no worthwhile gain\)"):
         promote(store, 2)
+
+
+def test_what_is_undecided_is_refused_and_says_what_goes_on_with_it(store: PolicyStore) -> None:
+    judge(store, 2, incumbent=1, gain=0.0, n=50)
+    with pytest.raises(PromotionRefused, match=r"policy 2 is undecided \(.*\): run `millrace evaluate 2`"):
+        promote(store, 2)
+
+
+def test_a_verdict_that_no_ledger_has_promotes_nobody(store: PolicyStore) -> None:
+    """What a policy's own folder says of it is a copy."""
+    store.record_gate(2, {"verdict": "pass", "incumbent": 1, "entry": 1, "entry_sha256": "0" * 64})
+    with pytest.raises(PromotionRefused, match="policy 2 was not evaluated"):
+        promote(store, 2)
+    missing = promotion.missing_from(ledger_of(store), store)
+    assert missing == ["the verdict on policy 2 is entry 1, which the ledger does not have"]
+
+
+def test_a_verdict_is_on_files_and_not_on_a_version_s_number(store: PolicyStore, tmp_path: Path, model: Path) -> None:
+    """As in a home that was made anew beside its old ledger, and counts from 1 again."""
+    judge(store, 2, incumbent=1)
+    shutil.rmtree(store.root)
+    again = PolicyStore(store.root)
+    for number in (7, 8):
+        other = shutil.copytree(model, tmp_path / f"model-{number}")
+        (other / "generation_config.json").write_text(json.dumps({"number": number}))
+        again.publish(other, parent=None, lineage={}, metrics={})
+    promotion.promote(again, ledger_of(again), 1, who="me", why="first")
+    with pytest.raises(PromotionRefused, match="policy 2 was not evaluated"):
+        promote(again, 2)
+
+
+def test_every_move_of_the_pointer_gets_into_the_ledger_once_whoever_made_it(store: PolicyStore) -> None:
+    ledger = ledger_of(store)
+    judge(store, 2, incumbent=1)
+    promote(store, 2)
+    refuse(store)
+    promotion.promote(store, ledger, 3, who="me", why="I know better", override=True)
+    follow(store)
+    promotion.rollback(store, who="me", why="I did not")
+    recorded = promotion.record_moves(store, ledger)
+    assert promotion.record_moves(store, Ledger(ledger.folder)) == []
+    moves = [(entry.kind, entry.body["version"], entry.who, entry.body["override"]) for entry in recorded]
+    assert moves == [
+        ("promotion", 1, "tests", False),
+        ("promotion", 2, "tests", False),
+        ("rollback", 1, "replica-0", False),
+        ("promotion", 3, "me", True),
+        ("rollback", 1, "me", False),
+    ]
+    assert recorded[1].body["verdict_entry"] == 1
+    assert recorded[3].body["why"] == "I know better"
+    assert verify(Ledger(ledger.folder)).problems == ()
+    assert promotion.missing_from(ledger, store) == []
+
+
+def test_a_pointer_that_was_moved_past_the_gate_is_found(store: PolicyStore) -> None:
+    ledger = ledger_of(store)
+    judge(store, 3, incumbent=1, gain=-0.3)
+    store.promote(2, expected=1, who="somebody", why="by hand")
+    promotion.record_moves(store, ledger)
+    (problem,) = verify(ledger).problems
+    assert problem.endswith("policy 2 was promoted without a passing verdict against policy 1")
+
+
+def test_a_damaged_ledger_promotes_by_override_only_and_a_rollback_works(store: PolicyStore) -> None:
+    ledger = ledger_of(store)
+    judge(store, 2, incumbent=1)
+    promote(store, 2)
+    follow(store)
+    ledger.file.write_text(ledger.file.read_text().replace("reward", "Reward", 1))
+    judge_again = Ledger(ledger.folder)
+    with pytest.raises(LedgerDamaged, match="line 1 was changed"):
+        promotion.promote(store, judge_again, 3, who="me", why="x")
+    assert promotion.rollback(store, who="me", why="bad").version == 1
+    pointer = promotion.promote(store, judge_again, 3, who="me", why="it must be", override=True)
+    assert "line 1 was changed" in (pointer.verdict or {})["objection"]
+    with pytest.raises(LedgerError, match=r"the pointer names policy 3, and the ledger can't take that up: .*line 1"):
+        promotion.record_moves(store, judge_again)
 
 
 def test_a_verdict_against_a_policy_that_no_longer_serves_is_not_enough(store: PolicyStore) -> None:
@@ -80,7 +170,7 @@ def test_a_verdict_against_a_policy_that_no_longer_serves_is_not_enough(store: P
 
 
 def test_an_override_goes_on_record(store: PolicyStore) -> None:
-    promotion.promote(store, 2, who="me", why="I know better", override=True)
+    promotion.promote(store, ledger_of(store), 2, who="me", why="I know better", override=True)
     last = store.history()[-1]
     assert (last.version, last.who, last.why) == (2, "me", "I know better")
     assert last.verdict is not None
@@ -90,7 +180,7 @@ def test_an_override_goes_on_record(store: PolicyStore) -> None:
 
 def test_an_override_that_was_not_needed_is_none(store: PolicyStore) -> None:
     judge(store, 2, incumbent=1)
-    pointer = promotion.promote(store, 2, who="me", why="x", override=True)
+    pointer = promotion.promote(store, ledger_of(store), 2, who="me", why="x", override=True)
     assert "override" not in (pointer.verdict or {})
 
 
@@ -111,7 +201,7 @@ def test_a_pointer_that_moved_meanwhile_is_not_overwritten(store: PolicyStore) -
 
 
 def test_the_policy_that_serves_can_be_promoted_again_for_a_new_generation(store: PolicyStore) -> None:
-    assert promotion.promote(store, 1, who="me", why="try again").generation == 2
+    assert promotion.promote(store, ledger_of(store), 1, who="me", why="try again").generation == 2
 
 
 def test_a_second_rollback_goes_further_back_and_not_forward_again(store: PolicyStore) -> None:
@@ -141,7 +231,7 @@ def test_a_rollback_can_name_its_target(store: PolicyStore) -> None:
 
 
 def test_what_has_not_served_is_no_rollbacks_target_without_an_override(store: PolicyStore) -> None:
-    judge(store, 2, incumbent=1, verdict="refuse", reasons=("it is worse",))
+    judge(store, 2, incumbent=1, gain=-0.3)
     with pytest.raises(PromotionRefused, match=r"policy 2 has not served.*rollback --to 2 --override --why"):
         promotion.rollback(store, who="me", why="x", to=2)
     assert pointer_of(store).version == 1
@@ -190,39 +280,38 @@ def test_an_override_without_a_reason_is_refused(store: PolicyStore, why: str) -
     with pytest.raises(PromotionRefused, match="an override needs a reason"):
         promotion.rollback(store, who="me", why=why, to=2, override=True)
     with pytest.raises(PromotionRefused, match="an override needs a reason"):
-        promotion.promote(store, 2, who="me", why=why, override=True)
+        promotion.promote(store, ledger_of(store), 2, who="me", why=why, override=True)
     assert pointer_of(store).version == 1
 
 
 def test_a_server_takes_back_no_later_move_to_the_policy_that_it_refused(store: PolicyStore) -> None:
-    refused = promotion.promote(store, 2, who="me", why="x", override=True)
-    promotion.promote(store, 2, who="me", why="there is more memory now", override=True)
+    refused = promotion.promote(store, ledger_of(store), 2, who="me", why="x", override=True)
+    promotion.promote(store, ledger_of(store), 2, who="me", why="there is more memory now", override=True)
     with pytest.raises(StalePointer, match="has moved since it named policy 2"):
         store.move_back(refused, 1, who="replica-0", why="not enough memory")
     assert pointer_of(store).version == 2
 
 
 def test_a_rollback_undoes_the_move_that_was_meant_and_no_other(store: PolicyStore) -> None:
-    meant = promotion.promote(store, 2, who="me", why="x", override=True)
-    promotion.promote(store, 3, who="you", why="y", override=True)
+    meant = promotion.promote(store, ledger_of(store), 2, who="me", why="x", override=True)
+    promotion.promote(store, ledger_of(store), 3, who="you", why="y", override=True)
     with pytest.raises(StalePointer):
         promotion.rollback(store, who="me", why="z", expected=meant)
     assert pointer_of(store).version == 3
 
 
-def test_a_verdict_that_changes_while_the_files_are_verified_is_the_one_that_counts(
+def test_a_verdict_that_comes_while_the_files_are_verified_counts(
     store: PolicyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judge(store, 2, incumbent=1)
-    verify = store.verify
+    verify_files = store.verify
 
     def judged_meanwhile(version: int) -> Any:
-        policy = verify(version)
-        judge(store, 2, incumbent=1, verdict="refuse", reasons=("it is worse",))
+        policy = verify_files(version)
+        judge(store, 2, incumbent=1, gain=-0.3)
         return policy
 
     monkeypatch.setattr(store, "verify", judged_meanwhile)
-    with pytest.raises(PromotionRefused, match="it is worse"):
+    with pytest.raises(PromotionRefused, match="did not pass the gate"):
         promote(store, 2)
 
 
@@ -245,14 +334,14 @@ def test_in_a_store_without_outcomes_what_no_server_took_back_has_served(store: 
     assert store.served() == {1, 2}
     with pytest.raises(PromotionRefused, match="policy 3 has not served"):
         promotion.rollback(store, who="me", why="x", to=3)
-    promotion.promote(store, 4, who="me", why="x", override=True)  # from here on, outcomes are kept
+    promotion.promote(store, ledger_of(store), 4, who="me", why="x", override=True)  # from here on, outcomes are kept
     assert store.served() == {1, 2}
     assert [pointer.generation for pointer in store.history()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_outcomes_that_a_crash_tore_are_read_and_repaired(store: PolicyStore) -> None:
     file = store.root / "outcomes.jsonl"
-    promotion.promote(store, 2, who="me", why="x", override=True)
+    promotion.promote(store, ledger_of(store), 2, who="me", why="x", override=True)
     follow(store)
     file.write_bytes(file.read_bytes()[:-20])
     assert store.served() == {1}
@@ -270,7 +359,7 @@ def damage_outcomes(store: PolicyStore) -> str:
 
 
 def test_a_damaged_record_of_what_has_served_keeps_only_rollbacks_and_tells_what_to_do(store: PolicyStore) -> None:
-    promotion.promote(store, 2, who="me", why="x", override=True)
+    promotion.promote(store, ledger_of(store), 2, who="me", why="x", override=True)
     follow(store)
     where = damage_outcomes(store)
     for to in (None, 1):
@@ -293,9 +382,9 @@ def test_what_is_reported_while_the_record_of_what_has_served_is_damaged_is_know
 ) -> None:
     damage_outcomes(store)
     for version in (2, 3):
-        promotion.promote(store, version, who="me", why="x", override=True)
+        promotion.promote(store, ledger_of(store), version, who="me", why="x", override=True)
         follow(store)
-    promotion.promote(store, 4, who="me", why="x", override=True)
+    promotion.promote(store, ledger_of(store), 4, who="me", why="x", override=True)
     refuse(store)
     file = store.root / "outcomes.jsonl"
     file.write_text(file.read_text().replace("{}garbage\n", ""))
@@ -306,7 +395,7 @@ def test_what_is_reported_while_the_record_of_what_has_served_is_damaged_is_know
 
 def test_an_outcome_is_reported_once_behind_a_damaged_record_also(store: PolicyStore) -> None:
     damage_outcomes(store)
-    pointer = promotion.promote(store, 2, who="me", why="x", override=True)
+    pointer = promotion.promote(store, ledger_of(store), 2, who="me", why="x", override=True)
     for _ in range(3):
         store.record_outcome(pointer, served=True, by="replica-0")
     lines = (store.root / "outcomes.jsonl").read_text().splitlines()

@@ -328,3 +328,12 @@ def test_an_ancestor_whose_folder_was_removed_ends_the_line_and_no_cycle(store: 
     assert clean.version == 2
     with pytest.raises(PolicyNotFound):
         retraining_parent(store, 1)
+
+
+def test_a_candidate_that_is_undecided_waits_and_a_refused_one_does_not(store: PolicyStore) -> None:
+    filled(store, 3)
+    serve(store, 1, 3)
+    for number, verdict in ((4, "undecided"), (5, "refuse"), (6, "fail")):
+        store.record_gate(publish(store, float(number), parent=3), {"verdict": verdict})
+    assert Kept(store, LAST).reasons().get(4) == "a candidate"
+    assert 5 not in Kept(store, LAST).reasons()

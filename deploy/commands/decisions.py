@@ -1,0 +1,158 @@
+"""decisions list, decisions show, decisions verify, power: what was decided and on what, and what a decision takes."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from deploy.commands.common import as_json_option, pass_settings
+from deploy.config.root import Settings
+from deploy.display.tables import print_table
+
+if TYPE_CHECKING:
+    from evaluation.decisions.ledger import Entry
+
+
+@click.command("list")
+@as_json_option
+@pass_settings
+def list_(settings: Settings, as_json: bool) -> None:
+    """List the decisions: verdicts, promotions and rollbacks; newest last."""
+    from evaluation.decisions.history import History
+
+    ledger = settings.ledger()
+    entries = ledger.entries()
+    if as_json:
+        click.echo(json.dumps([entry.model_dump() for entry in entries], indent=2))
+        return
+    rows = [
+        [str(entry.number), entry.at[:19].replace("T", " "), entry.kind, entry.who, *_summary(entry)]
+        for entry in entries
+    ]
+    empty = f"no decisions in {ledger.folder} yet: `millrace evaluate` and cycles take them"
+    print_table(["id", "at (UTC)", "decision", "who", "policy", "against", "items", "what"], rows, empty)
+    history = History.of(entries)
+    if history.races:
+        budget = settings.evaluation.gate.budget
+        click.echo(
+            f"\n{len(history.races)} candidates, {history.passes} passed; {history.spent():.3g} of the error budget "
+            f"spent ({budget.rule}, alpha {budget.alpha:g})"
+        )
+
+
+@click.command()
+@click.argument("number", type=click.IntRange(min=1), metavar="ID")
+@click.option("--evidence", is_flag=True, help="The scores that it rests on too, item by item.")
+@pass_settings
+def show(settings: Settings, number: int, evidence: bool) -> None:
+    """Print decision ID, as JSON."""
+    ledger = settings.ledger()
+    entries = ledger.entries()
+    if number > len(entries):
+        raise click.UsageError(f"there is no decision {number}: {ledger.file} has {len(entries)}")
+    entry = entries[number - 1]
+    shown = entry.model_dump()
+    if evidence and entry.kind == "verdict":
+        shown["evidence"] = ledger.evidence(entry.body["evidence"])
+    click.echo(json.dumps(shown, indent=2))
+
+
+@click.command()
+@as_json_option
+@pass_settings
+def verify(settings: Settings, as_json: bool) -> int:
+    """Compute every verdict again from the scores that were kept, and check the chain of decisions.
+
+    Names each decision that is not what it must be; exit code 1 if there is one. Also a policy whose verdict, or a move
+    of the serving pointer, is not in the ledger.
+    """
+    from dataclasses import asdict
+
+    from deploy.loop.promotion import missing_from
+    from evaluation.decisions.verification import verify as recompute
+
+    ledger = settings.ledger()
+    found = recompute(ledger)
+    problems = [*found.problems, *([] if found.problems else missing_from(ledger, settings.policy_store()))]
+    if as_json:
+        click.echo(json.dumps(asdict(found) | {"problems": problems}, indent=2))
+    else:
+        for problem in problems:
+            click.echo(f"wrong: {problem}")
+        click.echo(
+            f"{found.entries} decisions, {found.verdicts} verdicts recomputed: "
+            f"{f'{len(problems)} problems' if problems else 'all as recorded'}"
+        )
+    return 1 if problems else 0
+
+
+@click.command()
+@click.option("--gain", type=click.FloatRange(min=0, min_open=True), required=True, help="The gain to be shown.")
+@click.option(
+    "--differ",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=0.1,
+    show_default=True,
+    help="The share of items on which the two policies' rewards differ, by the whole width of gate.reward_bounds.",
+)
+@click.option(
+    "--power",
+    "share",
+    type=click.FloatRange(0, 1, True, True),
+    default=0.9,
+    show_default=True,
+    help="The probability with which it is to be shown.",
+)
+@as_json_option
+@pass_settings
+def power(settings: Settings, gain: float, differ: float, share: float, as_json: bool) -> None:
+    """Say how many fresh items the gate needs to show a gain, at the level that the next candidate would have."""
+    from evaluation.decisions.history import History
+    from evaluation.statistics.betting import Hypothesis
+    from evaluation.statistics.error_budget import ErrorBudget
+    from evaluation.statistics.power import items_needed, three_points
+
+    gate = settings.evaluation.gate
+    history = History.of(settings.ledger().entries())
+    budget = ErrorBudget(gate.budget.alpha, gate.budget.rule, gate.budget.horizon)
+    level = history.level(budget, "the next one")
+    low, high = (0.0, 1.0) if gate.metric == "accuracy" else gate.reward_bounds
+    width = high - low
+    if level <= 0:
+        raise click.UsageError("the error budget is spent: no candidate can pass until evaluation.gate.budget has more")
+    if gain <= gate.min_difference:
+        raise click.UsageError(f"a gain of {gain:g} is not above gate.min_difference={gate.min_difference:g}")
+    hypothesis = Hypothesis(gate.min_difference, -width, width)
+    try:
+        need = items_needed(three_points(gain, differ, width), hypothesis, level, power=share)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    if as_json:
+        shown = {"gain": gain, "differ": differ, "level": level, "items": need.items, "median": need.median}
+        click.echo(json.dumps(shown | {"power": share, "max_items": gate.max_items}, indent=2))
+        return
+    if need.items is None:
+        click.echo(f"more than {need.max_items} items, at level {level:.2g}")
+        return
+    click.echo(
+        f"{need.items} items show a gain of {gain:g} with probability {share:g}, {need.median} in half of cases, at "
+        f"level {level:.2g}, where {differ:.1%} of items differ"
+    )
+    if need.items > gate.max_items:
+        click.echo(
+            f"evaluation.gate.max_items={gate.max_items} is fewer: candidates with such a gain are often refused"
+        )
+
+
+def _summary(entry: Entry) -> list[str]:
+    body = entry.body
+    if entry.kind == "verdict":
+        found = [body["candidate"]["version"], body["incumbent"]["version"], body["items"]]
+        return [*map(str, found), f"{body['verdict']}: {'; '.join(body['reasons'])}"]
+    what = f"overridden ({body.get('objection')}): {body.get('why')}" if body.get("override") else body.get("why")
+    return [str(body.get("version")), str(body.get("previous") or "-"), "-", str(what)]
+
+
+decisions = click.Group("decisions", commands=[list_, show, verify], help="What was decided, on what, and by whom.")

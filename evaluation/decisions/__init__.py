@@ -1,0 +1,7 @@
+"""Decisions, and what they rest on: an append-only ledger from which every verdict can be computed again.
+
+Read ``observations`` (what one look at a candidate saw, item by item), ``plan`` (by what a candidate is judged, settled
+at its first look), ``gate`` (pass, refuse or undecided, look by look), ``bank`` (which items are fresh), ``ledger``
+(the file of decisions, and the evidence beside it), ``history`` (what the ledger says of candidates, items and levels),
+``judgement`` (one evaluation: items, answers, scores, verdict, ledger), ``verification`` (all of it recomputed).
+"""

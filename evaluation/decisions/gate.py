@@ -1,0 +1,134 @@
+"""The gate: what a candidate must prove before it may serve. Pass, refuse or undecided, look by look.
+
+Pure functions of a plan and of looks: the same ones give the same verdict, bit for bit. A candidate that is no better
+passes with the probability of its level at most, however often it is looked at; over candidates the error budget says
+how levels add up (``statistics.error_budget``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from evaluation.decisions.observations import Look
+from evaluation.decisions.plan import Plan
+from evaluation.statistics import betting, power
+from evaluation.statistics.guardrails import Evidence, observe
+from evaluation.statistics.intervals import Floats
+from evaluation.statistics.verdict import Decision
+from evaluation.statistics.verdict import decide as decide_by_evidence
+
+MOST_FORESEEN = 20_000
+"""Items that are counted up to, where it is said how many more a candidate needs."""
+
+SPENT = "the error budget is spent: no candidate can pass until a new one is declared (evaluation.gate.budget)"
+
+
+@dataclass(frozen=True)
+class State:
+    """A race so far. ``items`` were looked at, of which ``missing`` have no score for one of the policies; ``gains``
+    [k] is what the success metric observed, a voice each."""
+
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    items: int = 0
+    missing: int = 0
+    gains: Floats = field(default_factory=lambda: np.empty(0))
+
+
+def advance(plan: Plan, state: State, look: Look) -> State:
+    """The state with another look. Raises OutOfBounds naming the item of a reward outside the declared bounds."""
+    evidence = dict(state.evidence)
+    values = plan.values(look)
+    for metric in plan.metrics:
+        before = evidence.get(metric.name) or Evidence.none()
+        evidence[metric.name] = observe(metric, before, *values[metric.name])
+    missing = sum(one.candidate is None or one.incumbent is None for one in look.fresh)
+    return State(
+        evidence,
+        state.items + len(look.fresh),
+        state.missing + missing,
+        np.concatenate([state.gains, values[plan.metric][0]]),
+    )
+
+
+def decide(plan: Plan, state: State) -> Decision:
+    """The verdict on what was looked at so far."""
+    decision = decide_by_evidence(
+        plan.metrics, state.evidence, alpha=plan.level, guardrail_alpha=plan.guardrail_alpha, beta=plan.beta
+    )
+    if plan.level <= 0:
+        return replace(decision, reasons=(SPENT,))
+    if "kl" in plan.margins and state.items and state.evidence["kl"].shown.n == 0:
+        return replace(decision, verdict="refuse", reasons=("gate.max_kl is set, and KL could not be measured",))
+    if decision.verdict == "pass" and (wanting := _wanting(plan, state)):
+        decision = replace(decision, verdict="undecided", reasons=wanting)
+    elif decision.verdict == "undecided":
+        decision = replace(decision, reasons=decision.reasons[:-1])  # without the forecast, for which see ``needs``
+    if decision.verdict == "undecided" and state.items >= plan.max_items:
+        most = f"{state.items} items were looked at, gate.max_items is {plan.max_items}"
+        return replace(decision, verdict="refuse", reasons=(*decision.reasons, most), needs=None)
+    return decision
+
+
+def replay(plan: Plan, looks: Iterable[Look], state: State | None = None) -> tuple[State, Decision, int]:
+    """All looks in order, up to the one that decides: (state, decision, how many looks that took)."""
+    state, seen = state or State(), 0
+    decision = decide(plan, state)
+    for look in looks:
+        state, seen = advance(plan, state, look), seen + 1
+        decision = decide(plan, state)
+        if decision.verdict != "undecided":
+            break
+    return state, decision, seen
+
+
+def needs(plan: Plan, state: State, decision: Decision) -> int | None:
+    """About how many more items an undecided candidate needs; None if no number up to MOST_FORESEEN is enough.
+
+    The test itself is played on draws of what it was seen to do (``statistics.power``), for the gain that was seen, or
+    for the smallest one that is worthwhile if less was seen. Guardrails may need more, and are counted at their rate.
+    """
+    n = len(state.gains)
+    mean = float(state.gains.mean()) if n else 0.0
+    least = max(plan.min_difference, plan.worthwhile or 0.0) or (plan.high - plan.low) / 50
+    gain, width = max(mean, least), plan.high - plan.low
+    try:
+        outcomes = power.tilted(state.gains, gain)
+    except ValueError:  # nothing was seen, or nothing that differs
+        outcomes = power.three_points(gain, max(0.1, min(1.0, gain / width)), width)
+    need = power.items_needed(outcomes, plan.success.shown, plan.level, max_items=MOST_FORESEEN)
+    if need.items is None:
+        return None
+    guarded = [one.needs or 0 for one in decision.standings if one.role == "guardrail" and one.state == "open"]
+    return max([need.items - n, plan.min_items - n, 1, *guarded])
+
+
+def wealth(plan: Plan, state: State) -> betting.Wealth:
+    """The success metric's test."""
+    return (state.evidence.get(plan.metric) or Evidence.none()).shown
+
+
+def _wanting(plan: Plan, state: State) -> tuple[str, ...]:
+    """What a candidate that is shown to be better still lacks."""
+    found = []
+    if len(state.gains) < plan.min_items:
+        found.append(f"{len(state.gains)} items have decided, gate.min_items is {plan.min_items}")
+    if (share := state.missing / state.items) > plan.max_missing:
+        found.append(
+            f"{state.missing} of {state.items} items ({share:.1%}) have no score, gate.max_missing allows "
+            f"{plan.max_missing:.1%}"
+        )
+    return tuple(found)
+
+
+def blocks(looks: Sequence[int], size: int) -> list[slice]:
+    """Slices of voices that have so many items each [k], of ``size`` items or a little more; the last may be less."""
+    found, start, items = [], 0, 0
+    for i, count in enumerate(looks):
+        items += count
+        if items >= size:
+            found.append(slice(start, i + 1))
+            start, items = i + 1, 0
+    return [*found, slice(start, len(looks))] if start < len(looks) else found

@@ -1,0 +1,205 @@
+"""By what a candidate is judged: settled before its first look, and the same for all of its looks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Final, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from evaluation.config import JUDGING, EvaluationConfig, GateConfig
+from evaluation.decisions.observations import Look, Observation, difference, per_voice, relative
+from evaluation.statistics import betting, power
+from evaluation.statistics.error_budget import ErrorBudget
+from evaluation.statistics.guardrails import GUARDRAILS, Metric, segment_guardrails
+from evaluation.statistics.intervals import Floats
+
+GUARDRAIL_ALPHA: Final = 0.05
+BETA: Final = 0.05
+"""The levels at which guardrails are shown, and at which harm and hopelessness are (``statistics.verdict.decide``)."""
+
+_DIFFERING: Final = 0.2  # share of a segment's items that are taken to differ, to know how many show that none is lost
+_ORDINARY: Final = ("length", "truncation", "distinct_n", "repetition")
+
+
+class Plan(BaseModel):
+    """Settings of one candidate's race, as its first look found them.
+
+    ``low`` and ``high`` bound a policy's figure of ``metric``; ``margins`` are those of guardrails, by name, and those
+    of ``segments``, ``watched`` (segments too rare to show anything of but harm) and ``regression`` are absolute.
+    ``level`` is the candidate's share of ``budget``; ``scorer`` identifies all that decides a score, and ``judged``
+    says that of its scores none is left out.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    metric: Literal["reward", "accuracy"]
+    low: float
+    high: float
+    min_difference: float
+    worthwhile: float | None
+    level: float
+    guardrail_alpha: float
+    beta: float
+    min_items: int
+    max_items: int
+    max_missing: float
+    judged: bool
+    scorer: str
+    margins: dict[str, float]
+    segments: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
+    regression: Literal["guardrail", "watch"] | None = None
+    rule: Literal["e_lond", "fixed_horizon"]
+    alpha: float
+    horizon: int
+
+    @property
+    def budget(self) -> ErrorBudget:
+        return ErrorBudget(self.alpha, self.rule, self.horizon)
+
+    @property
+    def success(self) -> Metric:
+        """What must be shown to be better."""
+        width = self.high - self.low
+        worthwhile = None if self.worthwhile is None else max(self.worthwhile, self.min_difference)
+        return Metric(self.metric, "success", -width, width, self.min_difference, worthwhile=worthwhile)
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """The success metric and all guardrails. Raises ValueError for margins that leave nothing to test."""
+        found = [self.success]
+        found += [replace(GUARDRAILS[name], margin=self.margins[name]) for name in _ORDINARY if name in self.margins]
+        if "kl" in self.margins:
+            margin = self.margins["kl"]
+            found.append(replace(GUARDRAILS["kl_incumbent"], name="kl", high=max(1.0, 2 * margin), margin=margin))
+        if self.segments or self.watched:
+            of = segment_guardrails(self.success, (*self.segments, *self.watched), self.margins["segments"])
+            found += [
+                metric if segment in self.segments else replace(metric, role="watch") for segment, metric in of.items()
+            ]
+        if self.regression is not None:
+            margin = self.margins["regression"]
+            regression = replace(self.success, name="regression", margin=margin, worthwhile=None, role=self.regression)
+            found.append(regression)
+        return tuple(found)
+
+    def gain(self, one: Observation) -> float | None:
+        """What the success metric makes of an item: candidate less incumbent; None if it is left out.
+
+        Raises OutOfBounds, naming the item, for a reward outside the declared bounds.
+        """
+        pair = one.candidate, one.incumbent
+        if self.metric == "reward":
+            known = [value for value in pair if value is not None]
+            try:
+                betting.check_bounds(np.array(known), self.low, self.high, [one.item] * len(known))
+            except betting.OutOfBounds as error:
+                raise betting.OutOfBounds(f"{error} of evaluation.gate.reward_bounds") from None
+        else:
+            pair = tuple(None if value is None else float(value == 1) for value in pair)  # type: ignore[assignment]
+        candidate, incumbent = pair
+        if self.judged:
+            candidate = self.low if candidate is None else candidate
+            incumbent = self.high if incumbent is None else incumbent
+        return None if candidate is None or incumbent is None else candidate - incumbent
+
+    def values(self, look: Look) -> dict[str, tuple[Floats, list[str]]]:
+        """What each metric observes at a look: values [k], a voice each, and the items that name them."""
+        fresh, found = look.fresh, dict[str, tuple[Floats, list[str]]]()
+        for metric in self.metrics:
+            match metric.name:
+                case self.metric:
+                    found[metric.name] = per_voice(fresh, self.gain)
+                case "length":
+                    found[metric.name] = per_voice(fresh, lambda one: relative(one.length))
+                case "truncation":
+                    found[metric.name] = per_voice(fresh, lambda one: difference(one.truncated))
+                case "distinct_n":
+                    found[metric.name] = per_voice(fresh, lambda one: difference(one.distinct))
+                case "repetition":
+                    found[metric.name] = per_voice(fresh, lambda one: difference(one.repeated))
+                case "kl":
+                    found[metric.name] = per_voice(fresh, partial(_kl, most=metric.high))
+                case "regression":
+                    found[metric.name] = per_voice(look.regression, self.gain)
+                case _:
+                    segment = metric.name.removeprefix(f"{self.metric}[").removesuffix("]")
+                    found[metric.name] = per_voice([one for one in fresh if one.segment == segment], self.gain)
+        return found
+
+
+def plan(
+    config: EvaluationConfig,
+    *,
+    scorer: str,
+    level: float,
+    fresh_segments: Mapping[str, int],
+    fresh: int,
+    decided: int,
+) -> Plan:
+    """The plan of a candidate that is about to be looked at for the first time.
+
+    Args:
+        scorer: identifies what scores.
+        level: its share of the error budget.
+        fresh_segments: how many fresh voices each segment of the suite has.
+        fresh: how many there are in all.
+        decided: how many voices have decided on earlier candidates.
+    """
+    gate, judged = config.gate, config.scorer in JUDGING
+    low, high = (0.0, 1.0) if gate.metric == "accuracy" else gate.reward_bounds
+    width = high - low
+    guardrails = gate.guardrails
+    margins = {name: margin for name in _ORDINARY if (margin := getattr(guardrails, name)) is not None}
+    if gate.max_kl is not None:
+        margins["kl"] = gate.max_kl
+    segments: tuple[str, ...] = ()
+    watched: tuple[str, ...] = ()
+    if guardrails.segments is not None and fresh_segments:
+        margins["segments"] = guardrails.segments * width
+        needed = _needed(gate, margins["segments"], width)
+        enough = {name: gate.max_items * count / max(fresh, 1) >= needed for name, count in fresh_segments.items()}
+        segments = tuple(sorted(name for name, can in enough.items() if can))
+        watched = tuple(sorted(name for name, can in enough.items() if not can))
+    regression: Literal["guardrail", "watch"] | None = None
+    if guardrails.regression is not None and decided:
+        margins["regression"] = guardrails.regression * width
+        regression = "guardrail" if decided >= _needed(gate, margins["regression"], width) else "watch"
+    return Plan(
+        metric=gate.metric,
+        low=low,
+        high=high,
+        min_difference=gate.min_difference,
+        worthwhile=gate.worthwhile,
+        level=level,
+        guardrail_alpha=GUARDRAIL_ALPHA,
+        beta=BETA,
+        min_items=gate.min_items,
+        max_items=gate.max_items,
+        max_missing=gate.missing_allowed(config.scorer),
+        judged=judged,
+        scorer=scorer,
+        margins=margins,
+        segments=segments,
+        watched=watched,
+        regression=regression,
+        rule=gate.budget.rule,
+        alpha=gate.budget.alpha,
+        horizon=gate.budget.horizon,
+    )
+
+
+def _kl(one: Observation, most: float) -> float | None:
+    return None if one.kl is None else min(one.kl, most)
+
+
+def _needed(gate: GateConfig, margin: float, width: float) -> float:
+    """How many items show that nothing is lost, of which a fifth differs; infinity if not even max_items do."""
+    hypothesis = betting.Hypothesis(-margin, -width, width)
+    outcomes = power.three_points(0.0, _DIFFERING, width)
+    need = power.items_needed(outcomes, hypothesis, GUARDRAIL_ALPHA, max_items=gate.max_items)
+    return float("inf") if need.items is None else need.items

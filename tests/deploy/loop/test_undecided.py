@@ -1,0 +1,149 @@
+"""An undecided candidate stays in the race: by real cycles, real evaluations, and a real ledger."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy import cli
+from deploy.config import root
+from deploy.config.root import Settings
+from deploy.loop import records
+from deploy.loop.cycle import run_cycle
+from deploy.loop.killed_runs import judged_before
+from deploy.loop.records import CycleRecord
+from evaluation.config import EvaluationConfig
+from evaluation.decisions.history import History
+from evaluation.evaluate import Scoring
+from tests.evaluation.decisions.worlds import config, items, judged, seen
+
+FAST = {
+    "evaluation.kl_samples": "0",
+    "evaluation.max_tokens": "4",
+    "evaluation.engine.kv_cache_bytes": str(2**25),
+}
+
+
+@pytest.fixture
+def home(home_with_policy: Settings, model: Path, tmp_path: Path) -> Settings:
+    """Policies 1, which serves, 2 and 3, all with the same weights; cycle 1 has trained policy 2."""
+    settings = root.load(home_with_policy.snapshot(), list(FAST.items()), {})
+    store = settings.policy_store()
+    for number in (2, 3):
+        folder = Path(shutil.copytree(model, tmp_path / f"model-{number}"))
+        (folder / "generation_config.json").write_text(json.dumps({"number": number}))
+        store.publish(folder, parent=1, lineage={}, metrics={})
+    settings.path("cycles").mkdir()
+    ended(settings, "undecided")
+    return settings
+
+
+def ended(settings: Settings, status: str, number: int = 1, **fields: Any) -> None:
+    """A cycle that trained policy 2 and ended so."""
+    stage = records.Stage(name="train", started_at=datetime.now(UTC), run="cycle-000001", ok=True)
+    about: dict[str, Any] = {"incumbent": 1, "candidate": 2, "run": "cycle-000001", "rewards": 7, **fields}
+    record = CycleRecord(number=number, status=status, started_at=datetime.now(UTC), stages=[stage], **about)  # type: ignore[arg-type]
+    records.write(settings, record)
+
+
+def on_record(settings: Settings, observed: tuple[Any, ...], by: EvaluationConfig | None = None) -> str:
+    """A verdict on policy 2, as an evaluation would leave it."""
+    store = settings.policy_store()
+    scorer = Scoring(settings.resolved().evaluation, settings.evaluation_sources()).name
+    shas = store.get(2).sha256, store.get(1).sha256
+    return str(judged(settings.ledger(), 2, observed, shas=shas, scorer=scorer, settings=by).body["verdict"])
+
+
+def still(settings: Settings, number: int = 2, incumbent: int = 1) -> str | None:
+    """Why policy 2 is let go; empty if it is in the race, None if it is not the question."""
+    last, why = judged_before(settings, History.of(settings.ledger().entries()), number, incumbent)
+    return None if last is None else why
+
+
+def test_it_goes_on_with_fresh_items_waits_without_any_and_is_refused_in_the_end(
+    home: Settings, nothing_left: Callable[[], list[str]]
+) -> None:
+    assert on_record(home, tuple(seen(f"s{i}", 1.0, 1.0) for i in range(50))) == "undecided"
+    said: list[str] = []
+    record = run_cycle(home, say=said.append)
+    assert (record.status, record.candidate, record.rewards) == ("undecided", 2, 7), said
+    assert [stage.name for stage in record.stages] == ["score", "train", "evaluate"]
+    assert (record.verdict or {})["items"] == 110, "50 were looked at before, and 60 are in the suite"
+    assert any("policy 2 is undecided since cycle 1: 60 fresh items go on with it" in line for line in said)
+
+    waits = run_cycle(home, say=said.append)
+    assert (waits.status, waits.candidate, [stage.name for stage in waits.stages]) == ("skipped", None, ["score"])
+    assert str(waits.reason).startswith("policy 2 is undecided and needs about ")
+    assert "`millrace suite add FILE` adds some" in str(waits.reason)
+
+    with home.path("suite.jsonl").open("a") as suite:
+        suite.writelines(f'{{"id": "m{i}", "prompt": "{i}+2=", "answer": "{i + 2}"}}\n' for i in range(400))
+    last = run_cycle(home, say=said.append)
+    assert (last.status, last.candidate) == ("refused", 2), said
+    assert "no worthwhile gain" in str(last.reason)
+    assert (last.verdict or {})["fresh"] > 0
+    assert cli.run(["--config", str(home.snapshot()), "decisions", "verify"]) == 0
+    assert nothing_left() == []
+
+
+def test_a_refusal_that_is_on_record_is_seen_by_the_cycle_after_the_one_that_was_killed_behind_it(
+    home: Settings, nothing_left: Callable[[], list[str]]
+) -> None:
+    ended(home, "failed")
+    assert on_record(home, items(500, gain=-0.3)) == "refuse"
+    said: list[str] = []
+    record = run_cycle(home, say=said.append)
+    assert (record.status, record.candidate) == ("refused", 2), said
+    assert len([entry for entry in home.ledger().entries() if entry.kind == "verdict"]) == 1, "nothing decides twice"
+    assert any("policy 2 was judged in cycle 1, which ended before it could say so" in line for line in said)
+
+
+def test_it_is_let_go_when_another_policy_serves_or_it_can_not_be_judged_on(home: Settings) -> None:
+    assert still(home) == "", "the suite was used up before the first look"
+    assert on_record(home, items(50, gain=0.0)) == "undecided"
+    assert still(home) == ""
+    assert still(home, incumbent=3) == "it was compared with policy 1, and policy 3 serves"
+    other = root.load(home.snapshot(), [("evaluation.scorer", "repetition_penalty")], {})
+    assert str(still(other)).startswith("it was scored by exact_match@")
+    for number in (2, 3):
+        ended(home, "failed", number)
+        assert still(home, number + 1) == ""
+    ended(home, "failed", 4)
+    assert still(home, 5) == "3 cycles in a row have failed at it"
+    ended(home, "refused", 5)
+    assert still(home, 6) is None
+    ended(home, "undecided", 6)
+    home.policy_store().record_erasure(2, certainty="yes", why="w", retrain=True)
+    assert still(home, 7) == "an erasure has reached policy 2"
+
+
+def test_a_cycle_that_ended_before_the_gate_said_anything_leaves_its_training_to_be_gone_on_with(
+    home: Settings,
+) -> None:
+    ended(home, "failed")
+    assert still(home) is None
+
+
+def test_nothing_is_trained_that_could_not_be_judged(home: Settings) -> None:
+    ended(home, "refused")
+    settings = root.load(home.snapshot(), [("cycle.min_new_rewards", "0")], {})
+    suite = home.path("suite.jsonl").read_text().splitlines(keepends=True)
+    home.path("suite.jsonl").write_text("".join(suite[:40]))
+    record = run_cycle(settings)
+    assert (record.status, [stage.name for stage in record.stages]) == ("skipped", ["score"])
+    assert str(record.reason).startswith(
+        "40 of the suite's items are fresh, gate.min_items is 50: an item decides once"
+    )
+    home.path("suite.jsonl").write_text("".join(suite))
+    spent = {"rule": "fixed_horizon", "horizon": 1}
+    on_record(home, items(400, gain=-0.3), by=config(budget=spent))
+    spent_options = [(f"evaluation.gate.budget.{name}", str(value)) for name, value in spent.items()]
+    record = run_cycle(root.load(settings.snapshot(), spent_options, {}))
+    assert (record.status, [stage.name for stage in record.stages]) == ("skipped", ["score"])
+    assert str(record.reason).startswith("the error budget is spent")

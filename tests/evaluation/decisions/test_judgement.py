@@ -1,0 +1,289 @@
+"""Whole evaluations: real vLLM on tiny real policies, a real ledger, a real judge's server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from evaluation.config import EvaluationConfig
+from evaluation.decisions.history import History
+from evaluation.decisions.judgement import Judgement, NotJudged, judge
+from evaluation.decisions.ledger import EvaluationBusy, Ledger
+from evaluation.decisions.verification import verify
+from evaluation.judging import Sources
+from evaluation.statistics.betting import OutOfBounds
+from evaluation.suites.suite import Suite
+from feedback.config import JudgeConfig
+from serve.policies.store import Policy
+from tests.feedback.judge_server import Answer, Asked, judge_server, says
+
+ITEMS = 300
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where answers are cached, for all tests here."""
+    return tmp_path_factory.mktemp("evaluations")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "decisions")
+
+
+def bank(path: Path, n: int = ITEMS, start: int = 0, **more: Any) -> Suite:
+    rows = [{"id": f"i{i}", "prompt": f"{i}+1=", "answer": str(i + 1), **more} for i in range(start, start + n)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Suite.load(path)
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return bank(tmp_path / "bank.jsonl")
+
+
+def by_first_token(rows: pa.Table) -> list[float]:
+    """A reward by which the tiny random policies differ: policy 2 scores more than policy 1."""
+    return [(ids[0] % 8) / 7 for ids in rows["response_token_ids"].to_pylist()]
+
+
+def too_much(rows: pa.Table) -> list[float]:
+    return [7.5 if prompt == "7+1=" else 0.5 for prompt in rows["prompt"].to_pylist()]
+
+
+def nothing(rows: pa.Table) -> list[None]:
+    return [None] * len(rows)
+
+
+def configured(config: EvaluationConfig, scorer: str = "by_first_token", **of_gate: Any) -> EvaluationConfig:
+    guardrails = {"length": None, "truncation": None, "distinct_n": None, "repetition": None}
+    gate = {"metric": "reward", "look_items": 50, "guardrails": guardrails, **of_gate}
+    return EvaluationConfig.model_validate(
+        config.model_dump() | {"scorer": f"{__name__}:{scorer}", "gate": gate, "best_of": 0, "kl_samples": 0}
+    )
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr("evaluation.suites.answers.OfflineEngine", refuse)
+
+
+@pytest.fixture(scope="module")
+def better_and_worse(policies: list[Policy], tmp_path_factory: pytest.TempPathFactory, folder: Path) -> tuple[int, int]:
+    """Places of two policies of which the first has the higher reward; which one that is, chance has decided."""
+    from evaluation.config import EngineConfig
+    from evaluation.evaluate import evaluate
+    from tests.evaluation.conftest import MIB
+
+    settings = EvaluationConfig(
+        max_tokens=6,
+        kl_samples=0,
+        engine=EngineConfig(dtype="float32", max_num_seqs=64, max_batched_tokens=512, kv_cache_bytes=8 * MIB),
+        scorer=f"{__name__}:by_first_token",
+    )
+    probe = bank(tmp_path_factory.mktemp("probe") / "probe.jsonl", 100, start=5000)
+    found = evaluate(policies[1], policies[0], probe, settings, folder)
+    assert abs(found.reward.value) > 0.05
+    return (1, 0) if found.reward.value > 0 else (0, 1)
+
+
+def test_a_better_candidate_passes_on_record_with_the_items_that_it_took_and_a_worse_one_is_refused(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+) -> None:
+    better, worse = (policies[i] for i in better_and_worse)
+    settings = configured(config)
+    found = judge(better, worse, suite, settings, folder, ledger, who="me")
+    assert found.verdict.verdict == "pass", found.verdict
+    assert found.evaluation is not None
+    assert 50 <= found.verdict.items == found.evaluation.suite_items < ITEMS, "no item that did not decide is scored"
+    assert found.verdict.fresh == ITEMS - found.verdict.items
+    assert found.verdict.e_value >= 1 / found.verdict.level
+    (entry,) = ledger.entries()
+    assert (entry.who, entry.sha256, entry.number) == ("me", found.verdict.entry_sha256, found.verdict.entry)
+
+    other = judge(worse, better, suite, settings, folder, ledger, who="me")
+    assert other.verdict.verdict == "refuse"
+    assert other.verdict.fresh == ITEMS - found.verdict.items - other.verdict.items, "no item decides twice"
+    assert other.verdict.level > 0.05 * 2**-1.6 / 2.3 * 1.9, "a pass before it has earned some"
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+
+def test_a_final_verdict_stands_whatever_is_evaluated_again(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Another seed, another suite, another confidence, another scorer, another level: and no engine is started."""
+    better, worse = (policies[i] for i in better_and_worse)
+    first = judge(worse, better, suite, configured(config), folder, ledger, who="me").verdict
+    assert first.verdict == "refuse"
+    request.getfixturevalue("no_engine")
+    another = bank(tmp_path / "another.jsonl", start=400)
+    for settings, of in (
+        (configured(config).model_copy(update={"seed": 7}), suite),
+        (configured(config), another),
+        (configured(config, confidence=0.6), suite),
+        (configured(config, scorer="nothing"), suite),
+        (configured(config, budget={"alpha": 0.9}, worthwhile=None), suite),
+    ):
+        again = judge(worse, better, of, settings, folder, ledger, who="you").verdict
+        assert (again.verdict, again.entry, again.items) == ("refuse", first.entry, first.items)
+    assert len(ledger.entries()) == 1
+
+
+def test_an_undecided_candidate_goes_on_with_fresh_items_and_waits_without_any(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+    tmp_path: Path,
+) -> None:
+    better, worse = (policies[i] for i in better_and_worse)
+    path = tmp_path / "growing.jsonl"
+    settings = configured(config, min_items=120, budget={"alpha": 1e-4})
+    first = judge(better, worse, bank(path, 60), settings, folder, ledger, who="me").verdict
+    assert (first.verdict, first.items, first.fresh, first.entry) == ("undecided", 60, 0, 1)
+    assert first.needs is not None
+    assert f"needs about {first.needs} more items; 0 fresh ones are left in the suite" in first.reasons[-1]
+    waits = judge(better, worse, Suite.load(path), settings, folder, ledger, who="me").verdict
+    assert (waits.verdict, waits.items, waits.entry) == ("undecided", 60, 1)
+    assert len(ledger.entries()) == 1, "nothing was looked at"
+
+    other = settings.model_copy(update={"scorer": f"{__name__}:too_much"})
+    with pytest.raises(NotJudged, match=r"by the scores of \S+:by_first_token@\w+, and .* is \S+:too_much@"):
+        judge(better, worse, Suite.load(path), other, folder, ledger, who="me")
+
+    looser = configured(config, budget={"alpha": 0.9}, min_items=50)  # what its first look found is what counts
+    then = judge(better, worse, bank(path, 400), looser, folder, ledger, who="me").verdict
+    assert (then.verdict, then.level) == ("pass", first.level)
+    assert then.items >= 120
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+
+def test_a_spent_budget_refuses_and_uses_no_item_up(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+    request: pytest.FixtureRequest,
+) -> None:
+    better, worse = (policies[i] for i in better_and_worse)
+    settings = configured(config, budget={"rule": "fixed_horizon", "horizon": 1})
+    used = judge(worse, better, suite, settings, folder, ledger, who="me").verdict.items
+    request.getfixturevalue("no_engine")
+    found = judge(better, worse, suite, settings, folder, ledger, who="me").verdict
+    assert (found.verdict, found.items, found.level, found.fresh) == ("refuse", 0, 0.0, ITEMS - used)
+    assert found.reasons[0].startswith("the error budget is spent")
+
+
+def test_a_reward_outside_its_bounds_names_the_item_and_nothing_is_recorded(
+    policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, ledger: Ledger
+) -> None:
+    with pytest.raises(OutOfBounds, match=r"item 'i7' has the value 7\.5, outside the bounds \[0, 1\] of evaluation"):
+        judge(policies[1], policies[0], suite, configured(config, "too_much", min_items=300), folder, ledger, who="me")
+    assert ledger.entries() == []
+
+
+def test_what_scores_nothing_decides_nothing_and_uses_nothing_up(
+    policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, ledger: Ledger
+) -> None:
+    with pytest.raises(NotJudged, match=r"gave no score to 50 of 50 answers of policy 1, which serves: nothing was"):
+        judge(policies[1], policies[0], suite, configured(config, "nothing"), folder, ledger, who="me")
+    assert ledger.entries() == []
+
+
+def test_a_judge_that_is_down_is_asked_again_later_by_the_same_items_at_the_same_level(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+    tmp_path: Path,
+) -> None:
+    better, worse = (policies[i] for i in better_and_worse)
+    down = [True]
+
+    def answer(asked: Asked, _: int) -> Answer:
+        if down[0]:
+            return says("I am down")
+        return says(json.dumps({"score": len(asked.text.split("[")[1].split("]")[0])}))
+
+    with judge_server(answer) as server:
+        sources = Sources(
+            judge=JudgeConfig(
+                url=server.url, model="m", rubric="rate {prompt} [{response}]", cache=str(tmp_path / "judge"), high=6
+            )
+        )
+        settings = configured(config).model_copy(update={"scorer": "judge"})
+        arguments = (better, worse, suite, settings, folder, ledger)
+        for _ in range(2):
+            with pytest.raises(NotJudged, match="evaluate again when it scores"):
+                judge(*arguments, who="me", sources=sources)
+        assert ledger.entries() == []
+        down[0] = False
+        found = judge(*arguments, who="me", sources=sources).verdict
+    assert found.level == pytest.approx(0.05 / 2.2857656660680787)
+    assert History.of(ledger.entries()).spent() == found.level
+
+
+def test_a_policy_of_a_reused_version_number_is_another_candidate(
+    policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, ledger: Ledger
+) -> None:
+    """And the same weights under another number are the same one."""
+    settings = configured(config, worthwhile=0.3)
+    first = judge(policies[1], policies[0], suite, settings, folder, ledger, who="me").verdict
+    assert first.entry == 1
+    again = judge(policies[1], policies[2], suite, settings, folder, ledger, who="me").verdict
+    assert (again.entry, again.incumbent) == (1, policies[2].version)
+    reused = Policy(**{**policies[0].__dict__, "version": policies[1].version})
+    assert judge(reused, policies[1], suite, settings, folder, ledger, who="me").verdict.entry == 2
+
+
+def test_with_score_unused_the_whole_suite_is_shown_and_a_part_of_it_decides(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+) -> None:
+    better, worse = (policies[i] for i in better_and_worse)
+    settings = configured(config).model_copy(update={"score_unused": True})
+
+    def judged() -> Judgement:
+        return judge(better, worse, suite, settings, folder, ledger, who="me")
+
+    found, again = judged(), judged()
+    assert found.verdict.items < ITEMS
+    for one in (found, again):
+        assert one.evaluation is not None
+        assert one.evaluation.suite_items == ITEMS
+    assert again.verdict.entry == found.verdict.entry
+
+
+def test_two_evaluations_at_once_are_one_too_many(
+    policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, ledger: Ledger
+) -> None:
+    with ledger.evaluating(), pytest.raises(EvaluationBusy):
+        judge(policies[1], policies[0], suite, configured(config), folder, ledger, who="me")
