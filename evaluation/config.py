@@ -78,10 +78,10 @@ class GuardrailsConfig(Section):
     """
 
     length: float | None = Field(
-        default=0.25, gt=0, lt=1, description="How much longer responses may be, as a share of the longer one's tokens."
+        default=0.5, gt=0, lt=1, description="How much longer responses may be, as a share of the longer one's tokens."
     )
     truncation: float | None = Field(
-        default=0.05, gt=0, lt=1, description="How much more of the responses may be cut at max_tokens."
+        default=0.1, gt=0, lt=1, description="How much more of the responses may be cut at max_tokens."
     )
     distinct_n: float | None = Field(
         default=0.1, gt=0, lt=1, description="How much less of a response's pairs of tokens may be distinct."

@@ -2,7 +2,7 @@
 
 Makes a tiny chat model that greets people, politely in two answers of five. Starts it with one command in an empty
 folder; no suite, no rule, no judge, no Python. The person greets it again and again, gives a thumb up to what is
-polite, is wrong one time in ten, and goes on until as many cycles have judged a candidate as asked. The options are
+polite, is wrong one time in ten, and goes on until as many candidates have a final verdict as asked. The options are
 there because the model is tiny (it needs larger steps than the defaults', and gives short answers), and because nobody
 wants to wait an hour for a cycle.
 
@@ -46,9 +46,9 @@ OPTIONS: Final = {
     "train.steps": "10",
     "train.algorithm.name": "dr_grpo",
     "train.optimizer.learning_rate": "3e-4",
-    "train.rollout.max_tokens": "12",
+    "train.rollout.max_tokens": "16",
     "train.reward_model.learning_rate": "5e-4",
-    "evaluation.max_tokens": "12",
+    "evaluation.max_tokens": "16",
     "feedback.lake.seal_seconds": "1",
 }
 
@@ -144,7 +144,7 @@ class Person:
     def answer(self, name: str, **sampling: Any) -> dict[str, Any]:
         """The answer of the chat API to somebody of that name."""
         messages = [{"role": "user", "content": f"i am {name}"}]
-        body = {"model": "millrace", "messages": messages, "max_tokens": 12, **sampling}
+        body = {"model": "millrace", "messages": messages, "max_tokens": 16, **sampling}
         answer = self.http.post("/v1/chat/completions", json=body)
         answer.raise_for_status()
         return dict(answer.json())
@@ -204,20 +204,20 @@ class Transcript:
 
 
 def judged(folder: Path) -> list[dict[str, Any]]:
-    """The cycles that have judged a candidate, newest first. Raises SystemExit if one failed."""
+    """The cycles that have come to a final verdict, newest first. Raises SystemExit if one failed."""
     done = subprocess.run(
         [MILLRACE, "status", "--json"], cwd=folder, capture_output=True, text=True, timeout=120, check=False
     )
     cycles = json.loads(done.stdout)["cycles"]
     if failed := next((cycle for cycle in cycles if cycle["status"] == "failed"), None):
         raise SystemExit(f"cycle {failed['number']} failed: {failed['reason']}")
-    return [cycle for cycle in cycles if cycle["status"] in ("promoted", "refused", "undecided")]
+    return [cycle for cycle in cycles if cycle["status"] in ("promoted", "refused")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/thumbs"), help="a folder of its own; emptied first")
-    parser.add_argument("--cycles", type=int, default=2, help="cycles that judge a candidate")
+    parser.add_argument("--cycles", type=int, default=2, help="cycles that come to a final verdict")
     parser.add_argument("--model", type=Path, help="a model that an earlier run made, to begin with")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="more settings")
     options = parser.parse_args()

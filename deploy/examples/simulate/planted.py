@@ -24,7 +24,13 @@ ITEMS: Final = 4000
 LOOK: Final = 100
 SEGMENTS: Final = ("de", "en", "fr")
 CONFIG: Final = EvaluationConfig.model_validate(
-    {"gate": {"max_items": ITEMS, "look_items": LOOK, "guardrails": {"segments": 0.07}}}
+    {
+        "gate": {
+            "max_items": ITEMS,
+            "look_items": LOOK,
+            "guardrails": {"length": 0.25, "truncation": 0.05, "segments": 0.07},
+        }
+    }
 )
 
 Draw = Callable[[np.random.Generator], dict[str, Any]]

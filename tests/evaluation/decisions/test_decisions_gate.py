@@ -52,7 +52,7 @@ def test_what_is_neither_shown_nor_ruled_out_is_undecided_and_the_looks_go_on_wh
 @pytest.mark.parametrize(
     ("guardrail", "fields"),
     [
-        ("length", {"length": (9, 5)}),
+        ("length", {"length": (15, 5)}),
         ("truncation", {"truncated": (1, 0)}),
         ("distinct_n", {"distinct": (0.4, 1)}),
         ("repetition", {"repeated": (0.5, 0)}),
