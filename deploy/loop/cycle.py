@@ -194,8 +194,14 @@ class _Cycle:
         if on_record is not None and on_record[1].final:
             self.say(f"policy {last.candidate} was judged in cycle {last.number}, which ended before it could say so")
         else:
-            self._suite()
-            if (fresh := self._fresh()) == 0:
+            try:
+                without = self._suite()
+                fresh = 0 if without else self._fresh()
+            except SuiteError as error:
+                without, fresh = str(error), 0
+            if without:
+                return f"policy {last.candidate} is undecided, and there is nothing to go on with: {without}"
+            if fresh == 0:
                 needs = (last.verdict or {}).get("needs")
                 more = f"about {needs} more items" if needs else "more items"
                 return f"policy {last.candidate} is undecided and needs {more}: {_NO_FRESH}"

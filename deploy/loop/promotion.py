@@ -180,7 +180,13 @@ def _record(store: PolicyStore, ledger: Ledger, pointer: Pointer) -> Entry:
         known = any(_move(entry) == move for entry in entries if entry.kind != "verdict")
         return f"move {pointer.generation} of the pointer is there already" if known else None
 
-    return ledger.append(kind, body, who=pointer.who, unless=recorded)
+    try:
+        return ledger.append(kind, body, who=pointer.who, unless=recorded)
+    except LedgerError:
+        there = [entry for entry in ledger.entries() if entry.kind != "verdict" and _move(entry) == move]
+        if not there:
+            raise
+        return there[0]  # another process was faster
 
 
 def _move(entry: Entry) -> tuple[int, str]:

@@ -38,6 +38,8 @@ from serve.policies.store import Policy
 SCORER_DOWN: Final = 0.1
 """The share of a look's items that may lack the incumbent's score; more say that the scorer is at fault, not anybody's
 answers. Nothing is then decided or used up."""
+FEW_MISSING: Final = 5
+"""So many may lack it in any look: of few items, or in one that some of them can never be scored."""
 
 
 class NotJudged(RuntimeError):
@@ -308,7 +310,7 @@ def _blocks(wanted: Sequence[Voice], race: _Race, config: EvaluationConfig) -> l
 
 def _check_scorer(fresh: Sequence[Observation], answered: _Answered) -> None:
     missing = sum(one.incumbent is None for one in fresh)
-    if missing > SCORER_DOWN * len(fresh):
+    if missing == len(fresh) or missing > max(FEW_MISSING, SCORER_DOWN * len(fresh)):
         whys = "".join(f"; {count} × {why}" for why, count in answered.judged.missing.items())
         raise NotJudged(
             f"{answered.scoring.name} gave no score to {missing} of {len(fresh)} answers of policy "

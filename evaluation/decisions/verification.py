@@ -117,9 +117,18 @@ def _of_items(history: History, found: Ruling, looks: list[Look]) -> Iterator[st
 
 
 def _of_promotion(history: History, entry: Entry) -> Iterator[str]:
-    """What is wrong with a promotion: it needs a passing verdict, or an override."""
+    """What is wrong with a move of the pointer: a promotion needs a passing verdict, a rollback a policy that has
+    served, or either an override.
+
+    Moves from before the first verdict are from before there was a ledger.
+    """
     body = entry.body
-    if entry.kind == "rollback" or body.get("override") or body.get("previous") in (None, body.get("version")):
+    if not history.races or body.get("override") or body.get("previous") in (None, body.get("version")):
+        return
+    if entry.kind == "rollback":
+        served = {other.body.get("sha256") for other in history.others}
+        if body.get("sha256") is not None and body["sha256"] not in served:
+            yield f"the pointer was moved back to policy {body.get('version')}, which has not served"
         return
     found = history.last(str(body.get("sha256")), str(body.get("previous_sha256")))
     if found is None or found[1].verdict != "pass":

@@ -70,16 +70,17 @@ def prepare_server(config: EngineConfig, stopped: Callable[[], bool]) -> Waiting
 def _import_server() -> bool:
     """Import what the API's process and the engine's have in common, and what the engine imports by name.
 
-    Returns whether the process may fork then: CUDA doesn't survive that.
+    Returns whether the process may fork then: on a CPU. What asks whether there is a GPU may already have begun a CUDA
+    context, which no fork survives.
     """
-    import torch
     import vllm.v1.engine.async_llm
     import vllm.v1.engine.core
     import vllm.v1.worker.worker_base  # noqa: F401
+    from vllm.platforms import current_platform
 
     from serve.vllm import response_collector, weight_update  # noqa: F401
 
-    return not torch.cuda.is_initialized()
+    return bool(current_platform.is_cpu())
 
 
 def server_engine(

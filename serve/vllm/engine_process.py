@@ -1,9 +1,9 @@
 """The process of a server's engine, forked once vLLM is imported, so that it need not import it again.
 
 vLLM takes ten seconds to import, and starts its engine in a new interpreter, where it does so a second time. A server
-forks the engine's process itself: after the imports, before there are threads or a CUDA context. The process waits,
-with nothing in it, until vLLM starts its engine, and is what vLLM starts then. Where a server has threads by then, or
-has not called ``prepare``, vLLM starts a new interpreter as ever.
+forks the engine's process itself: after the imports, before there are threads. The process waits, with nothing in it,
+until vLLM starts its engine, and is what vLLM starts then. Where there is a GPU, other threads or no room for it, or
+vLLM starts more than one, that is a new interpreter as ever.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from __future__ import annotations
 import gc
 import importlib
 import io
+import logging
 import os
 import pickle
+import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +26,8 @@ from typing import Any, Final, NoReturn
 
 from feedback.process_exit import end_with_parent
 from feedback.process_signals import stop_signals_blocked
+
+log = logging.getLogger(__name__)
 
 _LENGTH: Final = struct.Struct("<Q")
 _POLL_S: Final = 0.05
@@ -38,27 +42,41 @@ class WaitingProcess:
         parent = os.getpid()
         orders, self._orders = os.pipe()
         self.sentinel, alive = os.pipe()  # readable when the child has ended
+        self._lock, self._taken = threading.Lock(), False
         gc.collect()
         gc.freeze()  # what was imported stays in memory that both share
-        with stop_signals_blocked():  # in the child for good: it acts on this process's signals (response_collector)
-            self.pid = os.fork()
-            if self.pid == 0:
-                _wait(parent, orders, alive)
-        gc.unfreeze()
-        os.close(orders)
-        os.close(alive)
-        self._taken = False
+        try:
+            with stop_signals_blocked():  # in the child for good: it acts on its parent's signals alone
+                self.pid = os.fork()
+                if self.pid == 0:
+                    _wait(parent, orders, alive)
+        except OSError:
+            os.close(self._orders)
+            os.close(self.sentinel)
+            raise
+        finally:
+            gc.unfreeze()
+            os.close(orders)
+            os.close(alive)
 
-    def start(self, process_object: SpawnProcess) -> None:
-        """Run ``process_object`` there, in the environment that this process has now.
+    def start(self, process_object: SpawnProcess) -> bool:
+        """Run ``process_object`` there, in the environment that this process has now; False if it has died or is taken.
 
-        Raises what pickling raises; OSError if the child has died.
+        Raises what pickling raises.
         """
         buffer = io.BytesIO()
         reduction.dump((dict(os.environ), process_object), buffer)
-        self._taken = True
-        with open(self._orders, "wb", closefd=False) as pipe:
-            pipe.write(_LENGTH.pack(buffer.getbuffer().nbytes) + buffer.getvalue())
+        with self._lock:
+            if self._taken:
+                return False
+            try:
+                with open(self._orders, "wb", closefd=False) as pipe:
+                    pipe.write(_LENGTH.pack(buffer.getbuffer().nbytes) + buffer.getvalue())
+            except OSError:
+                self._end()
+                return False
+            self._taken = True
+            return True
 
     @property
     def file_descriptors(self) -> tuple[int, int]:
@@ -67,11 +85,13 @@ class WaitingProcess:
 
     def close(self) -> None:
         """End it, unless it was given something to run."""
-        if self._taken:
-            return
+        with self._lock:
+            if not self._taken:
+                self._end()
+
+    def _end(self) -> None:
         self._taken = True
-        os.close(self._orders)
-        os.close(self.sentinel)
+        _close(self._orders, self.sentinel)
         os.waitpid(self.pid, 0)
 
 
@@ -100,7 +120,13 @@ def prepare(modules: Callable[[], bool], stopped: Callable[[], bool]) -> Waiting
         thread.join(_POLL_S)
     if failed:
         raise failed[0]
-    return WaitingProcess() if safe and threading.active_count() == 1 else None
+    if not safe or threading.active_count() > 1:
+        return None
+    try:
+        return WaitingProcess()
+    except OSError as error:
+        log.warning("the engine's process can't be forked (%s): vLLM starts an interpreter", error)
+        return None
 
 
 @contextmanager
@@ -131,10 +157,17 @@ class _Process(SpawnProcess):
         self._waiting = waiting
 
     def _Popen(self, process_object: Any) -> Any:  # type: ignore[override]  # noqa: N802
-        return _Popen(process_object, self._waiting)
+        if (waiting := self._waiting) is not None:
+            with suppress(_NotWaiting):
+                return _Popen(process_object, waiting)
+        return SpawnProcess._Popen(process_object)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_waiting": None}
+
+
+class _NotWaiting(Exception):
+    """The process has died, or runs something else."""
 
 
 class _Popen(popen_fork.Popen):
@@ -153,7 +186,8 @@ class _Popen(popen_fork.Popen):
     def _launch(self, process_object: SpawnProcess) -> None:
         set_spawning_popen(self)  # type: ignore[arg-type]
         try:
-            self._waiting.start(process_object)
+            if not self._waiting.start(process_object):
+                raise _NotWaiting
         finally:
             set_spawning_popen(None)
         self.pid, self.sentinel = self._waiting.pid, self._waiting.sentinel
@@ -167,7 +201,7 @@ def _wait(parent: int, orders: int, alive: int) -> NoReturn:
         end_with_parent(parent)
         with suppress(ImportError):  # vLLM names its processes where it can, which it can't once variables have changed
             importlib.import_module("setproctitle").setproctitle("millrace engine")
-        _keep_only(0, 1, 2, orders, alive, resource_tracker.getfd())
+        _close_others(0, 1, 2, orders, alive, resource_tracker.getfd())
         with open(orders, "rb", closefd=False) as pipe:
             if head := pipe.read(_LENGTH.size):
                 process.current_process()._inheriting = True  # type: ignore[attr-defined]
@@ -187,9 +221,10 @@ def _close(*descriptors: int) -> None:
         os.close(descriptor)
 
 
-def _keep_only(*descriptors: int | None) -> None:
-    """Close all other files: a listening socket that the engine held would outlive the server."""
+def _close_others(*kept: int | None) -> None:
+    """Close all other sockets and pipes: one that listens, and that the engine held, would outlive the server."""
     for name in os.listdir("/proc/self/fd"):
-        if int(name) not in descriptors:
-            with suppress(OSError):  # the listing's own
+        with suppress(OSError):  # the listing's own
+            mode = os.fstat(int(name)).st_mode
+            if int(name) not in kept and (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)):
                 os.close(int(name))

@@ -82,6 +82,20 @@ def test_one_that_gets_nothing_to_run_ends_when_it_is_closed_and_one_that_runs_d
     process.join(30)
 
 
+def test_a_second_process_and_one_for_a_child_that_is_closed_or_dead_are_new_interpreters() -> None:
+    once, closed, dead = WaitingProcess(), WaitingProcess(), WaitingProcess()
+    closed.close()
+    os.kill(dead.pid, signal.SIGKILL)
+    time.sleep(0.2)
+    first = started(once, fail)
+    others = [started(waiting, fail) for waiting in (once, closed, dead)]
+    for process in (first, *others):
+        process.join(60)
+    assert [process.exitcode for process in (first, *others)] == [7, 7, 7, 7]
+    assert first.pid == once.pid
+    assert len({process.pid for process in (first, *others)} - {closed.pid, dead.pid}) == 4
+
+
 @pytest.mark.parametrize("works", [False, True])
 def test_it_dies_with_its_parent_waiting_or_at_work(works: bool) -> None:
     start = "engine_process._Context(waiting).Process(target=time.sleep, args=(600,)).start()" if works else ""
