@@ -115,8 +115,9 @@ class Server:
         self._following: list[asyncio.Task[None]] = []
 
     def prepare(self, stopped: Callable[[], bool]) -> None:
-        """See ``Engine.prepare``; nothing for an engine that isn't vLLM's."""
+        """See ``Engine.prepare``; nothing for an engine that isn't vLLM's. Raises PolicyError too."""
         if self._with_vllm:
+            self.swapper.require_policy()
             self.engine.prepare(stopped)
 
     async def start(self) -> None:

@@ -127,9 +127,7 @@ class Swapper:
 
         Raises PolicyError (no pointer, no such policy, a damaged one), EngineError.
         """
-        pointer = self._desired().serve
-        if pointer is None:
-            raise PolicyError(f"{self.store.root} has no serving policy yet: promote one first (millrace init)")
+        pointer = self.require_policy()
         await asyncio.to_thread(self._held.enter_context, self.store.hold(pointer.version))
         files = await asyncio.to_thread(read, self.store, pointer.version, check_finite=False)
         self._serving = Weights(self.store.get(pointer.version), files)
@@ -140,6 +138,17 @@ class Swapper:
         await asyncio.to_thread(self._record_served, pointer)
         self._pointer, self._seen, self._since = pointer, pointer.generation, now()
         self._task = asyncio.create_task(self._follow(), name="swapper")
+
+    def require_policy(self) -> Pointer:
+        """What to start on. Raises PolicyError: none, no such policy, or one whose files are not as long as they were.
+
+        That takes no time; ``start`` reads them whole.
+        """
+        pointer = self._desired().serve
+        if pointer is None:
+            raise PolicyError(f"{self.store.root} has no serving policy yet: promote one first (millrace init)")
+        self.store.get(pointer.version).require_whole()
+        return pointer
 
     async def close(self) -> None:
         """Stop following. A swap under way is brought to its end first, by its own timeouts."""
