@@ -250,6 +250,12 @@ def test_killed_while_vllm_starts_it_leaves_no_process(tmp_path: Path, model_fol
     starting.join(30)
 
 
+def test_its_engine_is_the_process_that_it_forked(server: LiveServer) -> None:
+    engines = [one for one in descendants(server.process.pid) if "EngineCore" in psutil.Process(one).name()]
+    assert len(engines) == 1
+    assert "MILLRACE_PARENT" not in psutil.Process(engines[0]).environ()  # which a new interpreter is given
+
+
 async def test_the_end_finishes_requests_seals_every_row_and_leaves_no_process(
     client: httpx.AsyncClient, server: LiveServer
 ) -> None:

@@ -19,7 +19,6 @@ import pytest
 from serve.vllm import engine_process
 from serve.vllm.engine_process import WaitingProcess
 from tests.paths import ROOT
-from tests.serve.conftest import LiveServer
 
 
 def never() -> bool:
@@ -145,10 +144,3 @@ def test_imports_that_fail_raise_and_a_stop_does_not_wait_for_them() -> None:
     release = threading.Event()
     assert engine_process.prepare(release.wait, lambda: True) is None
     release.set()
-
-
-def test_a_servers_engine_is_such_a_process(server: LiveServer) -> None:
-    children = psutil.Process(server.process.pid).children()
-    engines = [child for child in children if "EngineCore" in " ".join(child.cmdline()) + child.name()]
-    assert len(engines) == 1, [(child.pid, child.name(), child.cmdline()) for child in children]
-    assert "MILLRACE_PARENT" not in engines[0].environ()  # which a new interpreter is given
