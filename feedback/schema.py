@@ -41,7 +41,7 @@ INTERACTIONS: Final = pa.schema(
         pa.field("tenant", pa.string(), nullable=False),
         pa.field("endpoint", pa.string(), nullable=False),
         pa.field("replica", pa.string(), nullable=False),
-        pa.field("variant", pa.string()),
+        pa.field("variant", pa.string()),  # of an experiment: candidate, control; of a fleet's deployment: canary
         pa.field("created_at", TIMESTAMP, nullable=False),
         pa.field("completed_at", TIMESTAMP, nullable=False),
         pa.field("messages", pa.string()),  # JSON text of the chat messages, if the request had them
@@ -56,6 +56,8 @@ INTERACTIONS: Final = pa.schema(
         pa.field("status", pa.string(), nullable=False),  # complete, redacted (changed), aborted, error, imported
         pa.field("timings", TIMINGS, nullable=False),
         pa.field("metadata", pa.map_(pa.string(), pa.string()), nullable=False),
+        pa.field("experiment", pa.int64()),  # the number of the one that the request was part of
+        pa.field("propensity", pa.float64()),  # the probability with which its variant was drawn
     ]
 )
 

@@ -70,7 +70,7 @@ class Lake:
             raise LakeError(f"lake folder {self.uri!r}: deltalake can't use a path with '%' in it; choose another")
 
     def create(self) -> None:
-        """Make the tables that are missing; on a local disk, repair a log that a power loss tore.
+        """Make the tables, and the columns of older ones, that are missing; on a local disk, repair a torn log.
 
         An object store writes an object whole or not at all, so that nothing is torn there; of several that make a
         table at once the store lets one do it.
@@ -94,6 +94,7 @@ class Lake:
                 if self.local:
                     make_log_durable(folder, -1, 0)
                     fsync_path(folder)
+                self._add_columns(table, schema)
 
     def _create_table(self, table: str, schema: pa.Schema) -> None:
         DeltaTable.create(
@@ -106,6 +107,26 @@ class Lake:
             # Of two that make the table at once the second would otherwise give it another identity, as version 1.
             commit_properties=CommitProperties(max_commit_retries=0),
         )
+
+    def _add_columns(self, table: str, schema: pa.Schema) -> None:
+        """Add the columns that a table of an older Millrace lacks, in one commit; its rows have nulls there."""
+        snapshot = self.table(table, readable=False)
+        known = {field.name for field in snapshot.schema().fields}
+        if not (missing := [field for field in schema if field.name not in known]):
+            return
+        before = snapshot.version()
+        try:
+            snapshot.alter.add_columns(Schema.from_arrow(pa.schema(missing)).fields)
+        except (DeltaError, OSError) as error:
+            snapshot = self.table(table, readable=False)  # another replica may have added them at this moment
+            known = {field.name for field in snapshot.schema().fields}
+            if lacking := [field.name for field in missing if field.name not in known]:
+                text = self._error_text(error)
+                raise LakeError(
+                    f"table {self.table_uri(table)} can't be given the column {lacking[0]}: {text}"
+                ) from error
+        self.make_durable(table, snapshot, since=before)
+        log.info("table %s has new columns: %s", table, ", ".join(field.name for field in missing))
 
     def properties(self) -> dict[str, str]:
         """The Delta properties of the tables."""

@@ -72,7 +72,8 @@ def create_view(
     files = snapshot.file_uris()
     if files and local:
         names = quoted_files(unquote(file) for file in files)
-        source = f"read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}})"
+        by_name = ", union_by_name = true" * _lack_columns(snapshot)  # it opens every file at once
+        source = f"read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}}{by_name})"
     else:
         source = f"files_of_{table}"
         empty = pa.schema(snapshot.schema().to_arrow()).empty_table()
@@ -84,6 +85,17 @@ def create_view(
         ended = f"WHERE status <> '{STARTED}'" if "status" in unsealed.column_names else ""
         both = f"UNION ALL BY NAME SELECT * FROM unsealed_{table} {ended}"
     connection.execute(f"CREATE VIEW {table} AS SELECT * FROM sealed_{table} {both}")
+
+
+def _lack_columns(snapshot: DeltaTable) -> bool:
+    """Whether a data file may be older than a column of the table, by the statistics that deltalake reads of the log:
+
+    of its first columns, up to ``experiment``.
+    """
+    actions = pa.table(snapshot.get_add_actions(flatten=True))
+    schema = pa.schema(snapshot.schema().to_arrow())
+    names = [f"null_count.{field.name}" for field in schema if field.name != "date" and not pa.types.is_nested(field.type)]
+    return any(actions[name].null_count > 0 for name in names if name in actions.column_names)
 
 
 def unreadable_features(snapshot: DeltaTable) -> list[str]:
