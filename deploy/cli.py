@@ -53,6 +53,7 @@ COMMANDS: Final = {
     "data": "deploy.commands.data:data",
     "suite": "deploy.commands.suite:suite",
     "decisions": "deploy.commands.decisions:decisions",
+    "experiment": "deploy.commands.experiment:experiment",
     "power": "deploy.commands.decisions:power",
     "status": "deploy.commands.inspect:status",
     "report": "deploy.commands.inspect:report",
@@ -67,7 +68,17 @@ COMMANDS: Final = {
 GROUPS: Final = {
     "Run": ("up", "status", "doctor", "init", "serve", "schedule", "demo"),
     "Turn the loop by hand": ("score", "train", "evaluate", "cycle"),
-    "Policies": ("policies", "promote", "rollback", "history", "decisions", "power", "reward-models", "runs"),
+    "Policies": (
+        "policies",
+        "promote",
+        "rollback",
+        "history",
+        "decisions",
+        "experiment",
+        "power",
+        "reward-models",
+        "runs",
+    ),
     "Data": ("lake", "data", "suite", "report"),
     "Settings": ("help", "config", "keys"),
 }

@@ -26,7 +26,8 @@ COLUMNS: Final = {
         "tenant": "Tenant of the key that the request came with.",
         "endpoint": "Route that was called.",
         "replica": "Server that answered.",
-        "variant": "`canary` if any token is from a policy on trial in one replica.",
+        "variant": "In an experiment `candidate` or `control`; `canary` if any token is from a policy on trial in one "
+        "replica.",
         "created_at": "When the request came, UTC.",
         "completed_at": "When the response ended, UTC.",
         "messages": "Chat messages of the request, as JSON text; null if it had none.",
@@ -42,6 +43,8 @@ COLUMNS: Final = {
         "neither scored nor trained on; `imported`: a text that no policy here sampled.",
         "timings": "Milliseconds in the queue, to the first token and in all.",
         "metadata": "Texts that the request brought.",
+        "experiment": "Number of the experiment that the request was part of.",
+        "propensity": "Probability with which its variant was drawn.",
     },
     "feedback": {
         "feedback_id": "Id of the feedback; yours if you gave one.",

@@ -173,6 +173,123 @@ class GateConfig(Section):
         return JUDGED_MISSING if scorer in JUDGING else 0.0
 
 
+OutcomeName = Literal["feedback", "reward", "errors", "latency_s", "length"]
+
+
+class OutcomeConfig(Section):
+    """One outcome of an experiment, compared as the mean over blocks."""
+
+    role: Literal["success", "guardrail"] = Field(
+        default="success",
+        description="success: one of these must be shown better for a commit. guardrail: each of these must be shown "
+        "to be worse by less than its margin.",
+    )
+    margin: float = Field(
+        default=0.0,
+        ge=0,
+        description="success: by how much it must be better, at least. guardrail: how much worse it may be.",
+    )
+    rollback_margin: float = Field(
+        default=0.0, ge=0, description="A success outcome that is shown to be worse by more than this rolls back."
+    )
+    bounds: tuple[float, float] = Field(
+        default=(0.0, 1.0),
+        description="The least and the greatest value. A reward outside is refused; a latency or a length counts as "
+        "the bound.",
+    )
+
+    @model_validator(mode="after")
+    def _can_decide(self) -> Self:
+        if not -math.inf < self.bounds[0] < self.bounds[1] < math.inf:
+            raise ValueError(f"bounds are the least and the greatest value, and {self.bounds} are not")
+        if self.role == "guardrail" and self.margin == 0:
+            raise ValueError("a guardrail needs a margin above 0: no evidence shows that nothing at all is lost")
+        return self
+
+
+class PhaseConfig(Section):
+    """A part of an experiment."""
+
+    share: float = Field(gt=0, lt=1, description="Share of the blocks that the candidate has, drawn at random.")
+    blocks: int | None = Field(
+        default=None, ge=1, description="Blocks until the next phase; null: until the experiment ends."
+    )
+
+
+class ExperimentConfig(Section):
+    """The experiment on live traffic: candidate and incumbent take turns, and what people say decides."""
+
+    enabled: bool = Field(
+        default=False,
+        description="A candidate that passes the gate is tried on live traffic, and promoted only if that shows it "
+        "better. False: it is promoted.",
+    )
+    block_seconds: float = Field(
+        default=60.0,
+        ge=0.1,
+        description="Length of a block: one of the two policies answers everything in it. Long against a response, "
+        "short against a day.",
+    )
+    feedback_window_seconds: float = Field(
+        default=3600.0,
+        ge=0,
+        description="How long after its end a block waits for feedback; what comes later is left out.",
+    )
+    phases: list[PhaseConfig] = Field(
+        default_factory=lambda: [PhaseConfig(share=0.1, blocks=20), PhaseConfig(share=0.5)],
+        min_length=1,
+        description="The candidate's share of traffic, phase by phase.",
+    )
+    watch_seconds: float = Field(
+        default=86400.0, ge=0, description="How long a committed candidate is watched beside the one before it."
+    )
+    watch_share: float = Field(default=0.9, gt=0, lt=1, description="Its share of the blocks then.")
+    max_seconds: float = Field(
+        default=604800.0,
+        gt=0,
+        description="An experiment that has shown nothing by then ends, and nothing is promoted.",
+    )
+    look_seconds: float = Field(default=30.0, gt=0, description="Seconds between two looks at the evidence.")
+    alpha_commit: float = Field(
+        default=0.05, gt=0, lt=1, description="The chance that a candidate that is no better is committed."
+    )
+    alpha_rollback: float = Field(
+        default=0.05, gt=0, lt=1, description="The chance that one that does no harm is rolled back."
+    )
+    alpha_checks: float = Field(
+        default=0.01, gt=0, lt=1, description="The chance that a sound experiment is held by a check of its traffic."
+    )
+    response_margin: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="How far the shares of responses with feedback may differ between the arms, before it is held.",
+    )
+    min_voices: int = Field(
+        default=2,
+        ge=1,
+        description="A block's feedback counts if so many sources gave some; however many thumbs one gives, it is one "
+        "voice of its block.",
+    )
+    outcomes: dict[OutcomeName, OutcomeConfig] = Field(
+        default={"feedback": OutcomeConfig(), "errors": OutcomeConfig(role="guardrail", margin=0.05)},
+        description="What is compared. feedback: people's, from 0 to 1 as feedback.scoring.human has it. reward: what "
+        "scoring gave. errors: the share of requests that the engine failed. latency_s: seconds to the whole response. "
+        "length: tokens of the response.",
+    )
+
+    @model_validator(mode="after")
+    def _can_end(self) -> Self:
+        if all(outcome.role != "success" for outcome in self.outcomes.values()):
+            raise ValueError("experiment.outcomes has no success outcome, so nothing could ever be shown to be better")
+        for name in ("feedback", "errors"):
+            if name in self.outcomes and self.outcomes[name].bounds != (0.0, 1.0):
+                raise ValueError(f"experiment.outcomes.{name} lies between 0 and 1: take its bounds out")
+        if any(phase.blocks is None for phase in self.phases[:-1]) or self.phases[-1].blocks is not None:
+            raise ValueError("experiment.phases: all but the last need blocks, and the last has none")
+        return self
+
+
 class EvaluationConfig(Section):
     """Is this policy better than that one?"""
 
@@ -237,6 +354,7 @@ class EvaluationConfig(Section):
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description=EngineConfig.__doc__)
     gate: GateConfig = Field(default_factory=GateConfig, description=GateConfig.__doc__)
+    experiment: ExperimentConfig = Field(default_factory=ExperimentConfig, description=ExperimentConfig.__doc__)
 
     @field_validator("comparison")
     @classmethod

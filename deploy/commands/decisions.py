@@ -151,6 +151,10 @@ def _summary(entry: Entry) -> list[str]:
     if entry.kind == "verdict":
         found = [body["candidate"]["version"], body["incumbent"]["version"], body["items"]]
         return [*map(str, found), f"{body['verdict']}: {'; '.join(body['reasons'])}"]
+    if entry.kind == "experiment":
+        came_to = body["why"] if body["event"] == "start" else f"{body['decision']}: {body['why']}"
+        versions = [str(body[name]["version"]) for name in ("candidate", "control")]
+        return [*versions, "-", f"{body['event']} of experiment {body['number']}: {came_to}"]
     what = f"overridden ({body.get('objection')}): {body.get('why')}" if body.get("override") else body.get("why")
     return [str(body.get("version")), str(body.get("previous") or "-"), "-", str(what)]
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import promotion, recipes
+from deploy.loop.experiments import Controller, ExperimentRefused
 from deploy.loop.killed_runs import judged_before, passed_before, unfinished_training
 from deploy.loop.preflight import check
 from deploy.loop.records import (
@@ -38,6 +39,7 @@ from evaluation.suites.suite import Suite, SuiteError
 from feedback.datasets import count_on_policy
 from feedback.files import locked
 from feedback.process_exit import SIGNALLED
+from serve.policies.experiments import Experiments
 from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 from train.run.unfinished import give_up
@@ -93,7 +95,16 @@ def training_parent(store: PolicyStore, serving: int, say: Callable[[str], None]
     return clean.version
 
 
-_FAILURES = (StageFailed, NotServed, promotion.PromotionRefused, PolicyError, ConfigError, SuiteError, LedgerError)
+_FAILURES = (
+    StageFailed,
+    NotServed,
+    promotion.PromotionRefused,
+    ExperimentRefused,
+    PolicyError,
+    ConfigError,
+    SuiteError,
+    LedgerError,
+)
 
 
 class _Cycle:
@@ -128,6 +139,8 @@ class _Cycle:
 
         scored = self._run("score", self.settings.cycle.score_timeout_s)
         self.record.rewards, self.record.feedback = (scored["counts"][table] for table in ("rewards", "feedback"))
+        if (tried := Experiments(self.store.root).current()) is not None:
+            return self._end("skipped", f"experiment {tried.number} tries policy {tried.candidate} on live traffic")
         if self._passed_before(pointer.version):
             parent, reason = pointer.version, None
         elif (waits := self._judged_before(pointer.version)) is not None:
@@ -151,6 +164,8 @@ class _Cycle:
                 why += f"; policy {incumbent} is marked for retraining, and serves on"
             return self._end("refused", why)
 
+        if self.settings.evaluation.experiment.enabled:
+            return self._try_on_traffic(self.record.candidate)
         try:
             self._promote(self.record.candidate, pointer)
         finally:
@@ -428,6 +443,14 @@ class _Cycle:
             kept.result = result
         return result
 
+    def _try_on_traffic(self, version: int) -> None:
+        """Start an experiment; `millrace up` or `millrace schedule` looks at it from then on."""
+        with self._stage("experiment") as stage:
+            why = f"cycle {self.record.number}: passed the gate"
+            started = Controller(self.settings, say=self.say).start(version, who="cycle", why=why)
+            stage.result = {"experiment": started.number}
+        self._end("experiment", f"experiment {started.number} tries policy {version} on live traffic")
+
     def _promote(self, version: int, incumbent: Pointer) -> None:
         """Move the pointer, and see that the running server follows. Raises StageFailed if it doesn't."""
         with self._stage("promote") as stage:
@@ -469,7 +492,7 @@ class _Cycle:
         self.say(f"{name} took {stage.seconds:.1f} s")
 
     def _end(
-        self, status: Literal["promoted", "refused", "undecided", "skipped", "failed"], reason: str | None
+        self, status: Literal["promoted", "experiment", "refused", "undecided", "skipped", "failed"], reason: str | None
     ) -> None:
         self.record.status, self.record.reason, self.record.finished_at = status, reason, now()
         self._save()

@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import pwd
 import socket
-from typing import Any
+from typing import Any, Final
 
 from evaluation.decisions.ledger import Entry, Kind, Ledger, LedgerError
 from serve.policies.retention import in_marked_line, retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged
+
+_MOVES: Final[tuple[Kind, ...]] = ("promotion", "rollback")
 
 
 class PromotionRefused(RuntimeError):
@@ -48,7 +50,7 @@ def promote(
     # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
     pointer, verdict = expected or store.serving(), None
     if pointer is not None and pointer.version != version:
-        verdict, objection = _on_record(store, ledger, version, pointer.version, override=override)
+        verdict, objection = verdict_on(store, ledger, version, pointer.version, override=override)
         objections = (objection, _erased_from(store, version))
         if objection := "; ".join(filter(None, objections)):
             verdict = _overridden(verdict, objection, f"millrace promote {version}", override=override, why=why)
@@ -127,7 +129,7 @@ def record_moves(store: PolicyStore, ledger: Ledger) -> list[Entry]:
     Raises LedgerError: the pointer stays where it is.
     """
     try:
-        known = {_move(entry) for entry in ledger.entries() if entry.kind != "verdict"}
+        known = {_move(entry) for entry in ledger.entries() if entry.kind in _MOVES}
         moves = [pointer for pointer in store.history() if (pointer.generation, pointer.at) not in known]
         return [_record(store, ledger, pointer) for pointer in moves]
     except LedgerError as error:
@@ -177,13 +179,13 @@ def _record(store: PolicyStore, ledger: Ledger, pointer: Pointer) -> Entry:
     move = (pointer.generation, pointer.at)
 
     def recorded(entries: list[Entry]) -> str | None:
-        known = any(_move(entry) == move for entry in entries if entry.kind != "verdict")
+        known = any(_move(entry) == move for entry in entries if entry.kind in _MOVES)
         return f"move {pointer.generation} of the pointer is there already" if known else None
 
     try:
         return ledger.append(kind, body, who=pointer.who, unless=recorded)
     except LedgerError:
-        there = [entry for entry in ledger.entries() if entry.kind != "verdict" and _move(entry) == move]
+        there = [entry for entry in ledger.entries() if entry.kind in _MOVES and _move(entry) == move]
         if not there:
             raise
         return there[0]  # another process was faster
@@ -202,12 +204,13 @@ def _sha256(store: PolicyStore, version: int | None) -> str | None:
         return None
 
 
-def _on_record(
+def verdict_on(
     store: PolicyStore, ledger: Ledger, version: int, incumbent: int, *, override: bool
 ) -> tuple[dict[str, object] | None, str | None]:
     """The ledger's verdict on a candidate, as the pointer's history keeps it; and why it doesn't let it serve.
 
-    A ledger that can't be read is an objection to override, and raised where nobody does.
+    An experiment that it has harmed since is such a reason too. A ledger that can't be read is an objection to
+    override, and raised where nobody does.
     """
     from evaluation.decisions.history import History, hypothesis
 
@@ -247,6 +250,11 @@ def _on_record(
             f"policy {version} passed the gate against policy {found.incumbent.version}, "
             f"but policy {incumbent} serves: {evaluate}"
         )
+    for tried in (other.body for other in history.others if other.kind == "experiment"):
+        pair = hypothesis(tried["candidate"]["sha256"], tried["control"]["sha256"])
+        if pair == asked and tried.get("decision") in ("roll back", "failed"):
+            why = f"experiment {tried['number']} came to: {tried['decision']}: {tried['why']}"
+            return verdict, f"policy {version} passed the gate, and {why}"
     return verdict, None
 
 

@@ -45,11 +45,12 @@ class Stage(BaseModel):
 class CycleRecord(BaseModel):
     """What became of a cycle; ``reason`` says why it was skipped, refused or failed, or is undecided.
 
-    An undecided candidate stays in the race: the next cycle goes on with it.
+    An undecided candidate stays in the race: the next cycle goes on with it. ``experiment``: it passed the gate, and is
+    tried on live traffic; what comes of that is in the ledger.
     """
 
     number: int
-    status: Literal["running", "promoted", "refused", "undecided", "skipped", "failed"] = "running"
+    status: Literal["running", "promoted", "experiment", "refused", "undecided", "skipped", "failed"] = "running"
     reason: str | None = None
     started_at: datetime
     finished_at: datetime | None = None

@@ -1,7 +1,8 @@
 """The scheduler: starts a cycle when it is due, by cron or interval, one at a time, missed ones as one.
 
-Beside the cycles it runs the lake's maintenance at an interval, and behind it the retention of policies, reward models
-and runs. One that fails is reported, and tried again when the next one is due.
+Beside the cycles it looks at the experiment that runs, if one does, and runs the lake's maintenance, at intervals each,
+and behind that the retention of policies, reward models and runs. One that fails is reported, and tried again when the
+next one is due.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from apscheduler.triggers.interval import IntervalTrigger
 from deploy.config.root import ConfigError, ScheduleConfig, Settings
 from deploy.loop import preflight, records
 from deploy.loop.cycle import LOCK_WAIT_S, CycleBusy
+from deploy.loop.experiments import Controller, running
 from deploy.supervise.children import Child, start
 from feedback.files import locked
 
 LOCK = ".schedule.lock"
 """In the home: schedulers that run share it."""
 
-_CYCLE, _MAINTENANCE = "cycle", "maintenance"
+_CYCLE, _MAINTENANCE, _EXPERIMENT = "cycle", "maintenance", "look at the experiment"
 _FIRST_MAINTENANCE_S = 300.0  # a scheduler that is often started again does maintenance too
 
 
@@ -46,6 +48,7 @@ class Scheduler:
         self._stop_requests: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe in a signal handler
         self._stopping = self._ended = False
         self._overlap_reported: set[str] = set()
+        self._experiment_trouble: str | None = None
         self._before = {record.number for record in records.load_all(settings)}
         logging.getLogger("apscheduler").setLevel(logging.ERROR)  # _report prints what it warns of
         # Its jobs run one at a time each, and missed runs of one become one, as is APScheduler's default.
@@ -71,6 +74,12 @@ class Scheduler:
                 + timedelta(seconds=min(schedule.maintenance_seconds, _FIRST_MAINTENANCE_S)),
                 misfire_grace_time=None,
             )
+        self._scheduler.add_job(
+            self._experiment,
+            IntervalTrigger(seconds=self._settings.evaluation.experiment.look_seconds, timezone=UTC),
+            id=_EXPERIMENT,
+            misfire_grace_time=None,
+        )
         self._scheduler.add_listener(self._report, EVENT_JOB_ERROR | EVENT_JOB_MAX_INSTANCES | EVENT_JOB_MISSED)
         wait = max(0.0, (first - datetime.now(UTC)).total_seconds())
         every = f"cron {schedule.cron!r}" if schedule.cron else f"every {schedule.interval_seconds:g} s"
@@ -134,6 +143,17 @@ class Scheduler:
             if code and not self._stopping:
                 file = self._settings.path(self._settings.up.logs) / "maintenance.log"
                 self._say(f"schedule: {what} ended with code {code}, see {file}; the next run tries again")
+
+    def _experiment(self) -> None:
+        """Look at the experiment that runs, if one does. What goes wrong is said once, and tried again."""
+        try:
+            if running(self._settings) is not None:
+                Controller(self._settings, say=lambda text: self._say(f"schedule: {text}")).look()
+            self._experiment_trouble = None
+        except Exception as error:  # noqa: BLE001  whatever it was, the next look comes to what this one would have
+            if (trouble := f"{type(error).__name__}: {error}") != self._experiment_trouble:
+                self._say(f"schedule: the experiment could not be looked at: {trouble}; the next look tries again")
+            self._experiment_trouble = trouble
 
     def _run_child(self, name: str, command: list[str], *, log: str, grace: float, most: float) -> int | None:
         """Run a command of ours to its end; the exit code, None if the scheduling has ended."""

@@ -78,7 +78,7 @@ def ruling(entry: Entry) -> Ruling:
 @dataclass
 class History:
     """``races``: the verdicts on each hypothesis, with their entries. ``used``: prompts that have decided.
-    ``looks``: for the error budget. ``others``: promotions and rollbacks."""
+    ``looks``: for the error budget. ``others``: promotions, rollbacks and experiments."""
 
     races: dict[str, list[tuple[Entry, Ruling]]] = field(default_factory=dict)
     used: set[str] = field(default_factory=set)

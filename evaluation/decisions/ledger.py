@@ -30,7 +30,7 @@ FIRST: Final = "0" * 64
 _LOCK_WAIT_S: Final = 30.0
 _GATE_WAIT_S: Final = 0.5
 
-Kind = Literal["verdict", "promotion", "rollback"]
+Kind = Literal["verdict", "promotion", "rollback", "experiment"]
 
 
 class LedgerError(RuntimeError):

@@ -11,6 +11,7 @@ from evaluation.decisions.history import History, Ruling, looks_of, ruling
 from evaluation.decisions.judgement import standings
 from evaluation.decisions.ledger import Entry, Ledger, LedgerDamaged
 from evaluation.decisions.observations import Look, names_of, voices
+from evaluation.experiments.verification import of_experiment
 from evaluation.statistics.betting import OutOfBounds
 
 
@@ -27,6 +28,8 @@ class Verification:
 def verify(ledger: Ledger) -> Verification:
     """Recompute the ledger: its chain, and of each verdict the level, the items, the evidence and the verdict itself.
 
+    Of each experiment its draws, its evidence and what it came to.
+
     A verdict must follow from its plan and its looks bit for bit, none may follow a final one, its plan must be that of
     its first look and its level the budget's, no prompt may decide twice, and a promotion must be of the candidate that
     passed against what served, or an override.
@@ -42,10 +45,12 @@ def verify(ledger: Ledger) -> Verification:
             if entry.kind == "verdict":
                 found = ruling(entry)
                 problems += [f"{where}: {why}" for why in _of_verdict(ledger, history, states, found)]
+            elif entry.kind == "experiment":
+                problems += [f"{where}: {why}" for why in of_experiment(ledger, history, entry)]
             else:
                 problems += [f"{where}: {why}" for why in _of_promotion(history, entry)]
             history.add(entry)
-        except (LedgerDamaged, OutOfBounds, ValueError) as error:
+        except (LedgerDamaged, OutOfBounds, KeyError, ValueError) as error:
             problems.append(f"{where}: {error}")
     verdicts = sum(entry.kind == "verdict" for entry in entries)
     return Verification(len(entries), verdicts, history.spent(), tuple(problems))

@@ -46,7 +46,8 @@ class Rows:
 
     ``candidate``: whether it was assigned to the candidate, ``propensities``: with what probability, ``values``: the
     mean of each outcome over the source's interactions, NaN without one. ``covariates``: each outcome's mean before the
-    experiment, NaN for the new. ``predictions``: each outcome's predicted mean over all interactions. ``pending``
+    experiment, NaN for the new. ``predictions``: each outcome's predicted mean over all interactions. ``responded``:
+    the share of the source's interactions with a value of each outcome; without it, whether there is one. ``pending``
     sources have not closed yet, ``late`` values came after their row had closed and count for nothing, ``crossed``
     sources were served by both arms and count for the one that they met first.
     """
@@ -56,6 +57,7 @@ class Rows:
     values: Mapping[str, Floats]
     covariates: Mapping[str, Floats] = field(default_factory=dict)
     predictions: Mapping[str, Floats] = field(default_factory=dict)
+    responded: Mapping[str, Floats] = field(default_factory=dict)
     pending: int = 0
     late: int = 0
     crossed: int = 0
@@ -392,8 +394,9 @@ def _evidence(rows: Rows, outcome: Outcome, plan: Plan) -> tuple[Path, Path, flo
 
 
 def _response_rates(rows: Rows, name: str, margin: float) -> float:
-    """The highest evidence so far that the arms' shares of sources with a value differ by more than ``margin``."""
-    psi, low, high = pseudo_outcomes(~np.isnan(rows.values[name]), rows.candidate, rows.propensities)
+    """The highest evidence so far that the arms' shares of what has a value differ by more than ``margin``."""
+    responded = rows.responded.get(name, ~np.isnan(rows.values[name]))
+    psi, low, high = pseudo_outcomes(responded, rows.candidate, rows.propensities)
     paths = (wealth_path(psi, low, margin) + wealth_path(-psi, -high, margin)) / 2
     return float(paths.max(initial=1.0))
 

@@ -93,9 +93,9 @@ def _lack_columns(snapshot: DeltaTable) -> bool:
     of its first columns, up to ``experiment``.
     """
     actions = pa.table(snapshot.get_add_actions(flatten=True))
-    schema = pa.schema(snapshot.schema().to_arrow())
-    names = [f"null_count.{field.name}" for field in schema if field.name != "date" and not pa.types.is_nested(field.type)]
-    return any(actions[name].null_count > 0 for name in names if name in actions.column_names)
+    flat = [field for field in pa.schema(snapshot.schema().to_arrow()) if not pa.types.is_nested(field.type)]
+    nulls = {f"null_count.{field.name}" for field in flat} & set(actions.column_names)
+    return any(actions[name].null_count > 0 for name in nulls)
 
 
 def unreadable_features(snapshot: DeltaTable) -> list[str]:

@@ -231,6 +231,7 @@ def _openai_request(request: Request, understood: Understood, server: Server) ->
             replica=server.config.replica_name,
             tenant=principal.tenant,
             variants=server.variants,
+            turn=server.swapper.turn,
             session_id=labels.session_id,
             user=labels.user or labels.safety_identifier,
             metadata=labels.metadata or {},

@@ -321,6 +321,7 @@ async def _understand(
         endpoint="/generate",
         replica=server.config.replica_name,
         variants=server.variants,
+        turn=server.swapper.turn,
         tenant=tenant,
         prompt_token_ids=token_ids,
         prompt=prompt,

@@ -21,6 +21,9 @@ _TIMINGS: Final = ("queue_ms", "first_token_ms", "total_ms")
 RESERVED: Final = "millrace:"
 """What the keys of a row's metadata begin with that are not the client's."""
 
+BLOCK: Final = RESERVED + "block"
+"""The block of an experiment, as metadata."""
+
 
 def build_rows(
     request: GenerationRequest, generation: Generation, response_ids: list[str] | None = None, *, failed: bool = False
@@ -34,7 +37,7 @@ def build_rows(
         **{column: getattr(request, column) for column in _OF_REQUEST},
         "sampling": {**{name: getattr(sampling, name) for name in _OF_SAMPLING}, "stop": list(sampling.stop)},
         "timings": {name: getattr(generation, name) for name in _TIMINGS},
-        "metadata": [*request.metadata.items(), *_other_sampling(sampling)],
+        "metadata": [*request.metadata.items(), *_other_sampling(sampling), *_block(request)],
         "completed_at": datetime.now(UTC),
     }
     rows = []
@@ -47,6 +50,7 @@ def build_rows(
             {
                 **of_all,
                 "variant": request.variants.label_of(request.requested_at, versions) if request.variants else None,
+                **_of_experiment(request, response.policy_spans),
                 "response_id": response_id,
                 "response": response.text,
                 "response_token_ids": response.token_ids,
@@ -59,6 +63,21 @@ def build_rows(
             }
         )
     return rows
+
+
+def _of_experiment(request: GenerationRequest, spans: list[tuple[int, int]]) -> dict[str, Any]:
+    """The columns of an experiment; none where the first token is of another policy than the one whose turn it was.
+
+    Such a request waited while the policies were exchanged.
+    """
+    turn = request.turn
+    if turn is None or (spans and spans[0][1] != turn.version):
+        return {"experiment": None, "propensity": None}
+    return {"experiment": turn.experiment, "variant": turn.variant, "propensity": turn.propensity}
+
+
+def _block(request: GenerationRequest) -> list[tuple[str, str]]:
+    return [] if request.turn is None else [(BLOCK, str(request.turn.block))]
 
 
 def _other_sampling(sampling: Sampling) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any, Final
 
 from serve.config import RetentionConfig
+from serve.policies.experiments import Experiments
 from serve.policies.records import read_json
 from serve.policies.store import Policy, PolicyError, PolicyStore
 
@@ -44,6 +45,8 @@ class Kept:
         newest = {policy.version for policy in found[-config.keep_last :]}
         pointer, served = store.serving(), _served_since(store, timedelta(days=config.served_days))
         fleet = _versions_in(read_json(store.root / _FLEET))
+        experiment = None if self.rewards else Experiments(store.root).current()
+        tried = () if experiment is None else (experiment.candidate, experiment.control)
         clean = untouched = None
         if pointer is not None and not self.rewards:
             clean, untouched = retraining_parent(store, pointer.version), untouched_ancestor(store, pointer.version)
@@ -57,6 +60,7 @@ class Kept:
                 (clean is not None and version == clean.version, "the next training starts from it"),
                 (untouched is not None and version == untouched.version, "no erasure can mark it"),
                 (version in fleet, "the fleet serves it or is moved to it"),
+                (version in tried, "it is in an experiment"),
                 (policy.pinned is not None, f"pinned: {(policy.pinned or {}).get('why')}"),
                 (self._waits(policy, pointer.version if pointer else 0, trained_from), "a candidate"),
                 (version in newest, f"one of the last {config.keep_last}"),

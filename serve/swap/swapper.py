@@ -3,6 +3,8 @@
 Prepare, still serving: compare, verify, prepare standby weights -> commit: exchange the weights between two engine
 steps -> prove it by the numbers in the manifest. Requests in flight go on under the new policy. If anything fails, the
 old weights are what serves, the replica says so, and the pointer's generation is not tried again.
+
+While an experiment holds (``serve.policies.experiments``), its two policies take turns in place of the pointer's.
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from serve.config import SwapConfig
 from serve.engine import EngineError
+from serve.policies.experiments import Experiment, Experiments, Turn
 from serve.policies.probe import Numbers, judge
 from serve.policies.records import append_json, now
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
@@ -29,6 +32,7 @@ from serve.vllm.engine import Engine, Exchanged, Weights
 log = logging.getLogger(__name__)
 
 REMEMBERED: Final = 20
+_RETRY_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class DesiredState:
 
     serve: Pointer | None
     prepare: Pointer | None = None
+    experiment: Experiment | None = None
 
 
 class Swapper:
@@ -108,6 +113,14 @@ class Swapper:
         self.failed: dict[str, Any] | None = None
         """The pointer that could not be followed, or prepared for, until another one is."""
         self.name = name
+        self.turn: Turn | None = None
+        """What of an experiment is served at the moment, from the exchange of the weights on until the next one."""
+        self.experiments = Experiments(store.root)
+        self._taking_turns: int | None = None  # the experiment whose policies take turns
+        self._experiment: Experiment | None = None  # the one that holds
+        self._unreadable_experiment: str | None = None
+        self._retry_at = 0.0  # by time.monotonic
+        self._void: int | None = None  # the last experiment that this replica could not serve its part of
         self._desired_state = desired_state
         self._ready: tuple[int, Prepared] | None = None  # the generation that was prepared for
         self._readied = 0  # the newest generation that was prepared for, well or not
@@ -170,7 +183,7 @@ class Swapper:
 
     def status(self) -> dict[str, Any]:
         """What ``GET /policy`` says of this replica."""
-        pointer = self._pointer
+        pointer, turn = self._pointer, self.turn
         return {
             "version": self.engine.version,
             "previous": pointer.previous if pointer else None,
@@ -178,12 +191,13 @@ class Swapper:
             "generation": pointer.generation if pointer else 0,
             "swaps": [swap.to_json() for swap in self._swaps],
             "failed": self.failed,
+            "experiment": asdict(turn) if turn is not None else None,
         }
 
     async def _follow(self) -> None:
         unreadable = None
         while self.broken is None:
-            await asyncio.sleep(self.config.poll_seconds)
+            await asyncio.sleep(self._pause())
             try:
                 desired = self._desired()
                 unreadable = None
@@ -192,15 +206,7 @@ class Swapper:
                     log.error("the serving pointer can't be read, policy %d stays: %s", self.engine.version, error)
                 unreadable = str(error)
                 continue
-            if desired.serve is not None and desired.serve.generation != self._seen:
-                self._seen = desired.serve.generation
-                step = self._act(desired.serve)
-            elif desired.prepare is not None and desired.prepare.generation != self._readied:
-                self._readied = desired.prepare.generation
-                step = self._prepare_ahead(desired.prepare)
-            elif desired.prepare is None and self._ready is not None:
-                step = self._discard_prepared()
-            else:
+            if (step := self._step(desired)) is None:
                 continue
             # Shielded: once begun, a swap is finished or undone, also when the server stops.
             swap = asyncio.create_task(step, name="swap")
@@ -210,8 +216,95 @@ class Swapper:
                 await swap
                 raise
 
+    def _step(self, desired: DesiredState) -> Coroutine[Any, Any, None] | None:
+        """What to do next, if anything."""
+        pointer, experiment = desired.serve, desired.experiment
+        if pointer is not None and experiment is not None and experiment.number != self._void:
+            turn = experiment.turn(experiment.block_at(time.time()))
+            if turn != self.turn or pointer.generation != self._seen:
+                return self._take_turn(turn, pointer)
+            return None
+        if pointer is not None and self._taking_turns is not None:
+            return self._end_turns(pointer) if time.monotonic() >= self._retry_at else None
+        if pointer is not None and pointer.generation != self._seen:
+            self._seen = pointer.generation
+            return self._act(pointer)
+        if desired.prepare is not None and desired.prepare.generation != self._readied:
+            self._readied = desired.prepare.generation
+            return self._prepare_ahead(desired.prepare)
+        if desired.prepare is None and self._ready is not None:
+            return self._discard_prepared()
+        return None
+
+    def _pause(self) -> float:
+        """Until the next look at what is desired: at the latest when another block of an experiment begins."""
+        if (turn := self.turn) is None or (experiment := self._experiment) is None:
+            return self.config.poll_seconds
+        return min(self.config.poll_seconds, max(0.0, experiment.begins(turn.block + 1) - time.time()))
+
     def _desired(self) -> DesiredState:
-        return DesiredState(self.store.serving()) if self._desired_state is None else self._desired_state()
+        if self._desired_state is not None:
+            return self._desired_state()
+        pointer = self.store.serving()
+        self._experiment = None if pointer is None else self._experiment_under(pointer)
+        return DesiredState(pointer, experiment=self._experiment)
+
+    def _experiment_under(self, pointer: Pointer) -> Experiment | None:
+        """The experiment that holds while the pointer is there. One that can't be read is none: the pointer counts."""
+        try:
+            found = self.experiments.current()
+            self._unreadable_experiment = None
+        except (PolicyError, OSError) as error:
+            if str(error) != self._unreadable_experiment:
+                log.error("no experiment is taken part in: %s", error)
+            self._unreadable_experiment = str(error)
+            return None
+        holds = found is not None and found.holds and found.generation == pointer.generation
+        return found if holds and found is not None and found.block_at(time.time()) >= 0 else None
+
+    async def _take_turn(self, turn: Turn, pointer: Pointer) -> None:
+        """Serve the policy whose block it is. What can't be served ends the experiment, and the pointer counts."""
+        self._taking_turns = turn.experiment
+        if turn.version != self.engine.version:
+            self.turn = None  # what begins during the exchange belongs to neither
+            swap = await self.swap_to(replace(pointer, version=turn.version))
+            await self._note(swap)
+            if not swap.ok:
+                self._void = turn.experiment
+                why = f"policy {turn.version} was refused: {swap.error}"
+                log.error("experiment %d can't go on: %s", turn.experiment, why)
+                await asyncio.to_thread(self._stop_experiment, turn.experiment, why)
+                return
+        if pointer.generation != self._seen:
+            await asyncio.to_thread(self._record_served, pointer)
+            self._pointer, self._seen, self.failed = pointer, pointer.generation, None
+        self.turn = turn
+
+    async def _end_turns(self, pointer: Pointer) -> None:
+        """Serve what the pointer names, or named: the next step follows it to where it is now.
+
+        Tried until it works: nobody has decided that the other policy may serve.
+        """
+        self.turn = None
+        decided = pointer if self._pointer is None or pointer.generation == self._seen else self._pointer
+        if self.engine.version not in (decided.version, pointer.version):
+            swap = await self.swap_to(decided)
+            await self._note(swap)
+            if not swap.ok:
+                self._fail(decided, swap.error or "")
+                self._retry_at = time.monotonic() + _RETRY_S
+                log.error("policy %d does not serve again yet: %s", decided.version, swap.error)
+                return
+        self._taking_turns, self.failed = None, None
+        if self._spare is not None and not self.config.shadow_weights:
+            self._spare = None
+            await self.engine.release()
+
+    def _stop_experiment(self, number: int, why: str) -> None:
+        try:
+            self.experiments.stop(number, who=self.name, why=why, failed=True)
+        except (PolicyError, OSError) as error:
+            log.error("that experiment %d is over can't be put on record: %s", number, error)
 
     async def _act(self, pointer: Pointer) -> None:
         if pointer.version == self.engine.version:
@@ -220,7 +313,6 @@ class Swapper:
             await self._discard_prepared()
             return
         swap = await self.swap_to(pointer)
-        self._swaps.append(swap)
         if swap.ok:
             await asyncio.to_thread(self._record_served, pointer)
             self._pointer, self._since, self.failed = pointer, swap.at, None
@@ -230,6 +322,11 @@ class Swapper:
             if self._desired_state is None and self.broken is None and self.engine.healthy:
                 await asyncio.to_thread(self._move_back, pointer, swap)
             self._fail(pointer, swap.error or "")
+        await self._note(swap)
+
+    async def _note(self, swap: Swap) -> None:
+        """Put a swap on record."""
+        self._swaps.append(swap)
         self._observe(swap)
         try:
             await asyncio.to_thread(append_json, self.record, swap.to_json())
@@ -364,7 +461,7 @@ class Swapper:
                 hold_ms = round(exchanged.ms, 3)
             probe = await self._prove(prepared)
             self._serving = prepared.weights
-            if exchanged is not None and exchanged.kept and config.shadow_weights:
+            if exchanged is not None and exchanged.kept and (config.shadow_weights or self._taking_turns is not None):
                 self._spare = old
             else:
                 await self.engine.release()

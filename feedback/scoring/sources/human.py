@@ -61,6 +61,15 @@ def votes_sql(
     ``among``: a relation with tenant and response_id; votes on other responses are left out. ``weighed``: with a
     further column ``weight``, the mean of the sources' weights.
     """
+    return f"""
+        SELECT tenant, response_id, sum(weight * opinion) / sum(weight) AS {NAME} {", avg(weight) AS weight" * weighed}
+        FROM ({opinions_sql(feedback, config, kinds, among=among)})
+        GROUP BY tenant, response_id
+    """
+
+
+def opinions_sql(feedback: str, config: HumanConfig, kinds: KindsConfig, *, among: str | None = None) -> str:
+    """SQL for (tenant, response_id, source, opinion, weight), one row for each source's opinion of a response."""
     weights = " ".join(f"WHEN '{kind}' THEN {weight!r}" for kind, weight in _weights(config).items())
     item = (
         f"CASE kind WHEN 'rating' THEN coalesce(name, {quoted(kinds.default_scale or '')}) WHEN 'metric' THEN name "
@@ -84,15 +93,10 @@ def votes_sql(
                    max_by(vote, (created_at, feedback_id)) AS vote
             FROM votes
             GROUP BY tenant, response_id, source, kind, item
-        ),
-        opinions AS (
-            SELECT tenant, response_id, sum(weight * vote) / sum(weight) AS opinion, max(weight) AS weight
-            FROM last_votes
-            GROUP BY tenant, response_id, source
         )
-        SELECT tenant, response_id, sum(weight * opinion) / sum(weight) AS {NAME} {", avg(weight) AS weight" * weighed}
-        FROM opinions
-        GROUP BY tenant, response_id
+        SELECT tenant, response_id, source, sum(weight * vote) / sum(weight) AS opinion, max(weight) AS weight
+        FROM last_votes
+        GROUP BY tenant, response_id, source
     """
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from feedback_rows import interaction, put, table_of
+from feedback_rows import interaction, table_of
 
 from feedback.config import LakeConfig
 from feedback.lake import tables

@@ -1,0 +1,42 @@
+"""One look at an experiment: commit, hold or roll back, and what it says so by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from evaluation.experiments.blocks import Observed
+from evaluation.experiments.plan import ExperimentPlan
+from evaluation.statistics.experiment import Decision, decide
+
+
+def look(plan: ExperimentPlan, observed: Observed) -> Decision:
+    """What the closed blocks say. The same blocks give the same decision, whenever and however often one looks."""
+    return decide(observed.rows(plan), [outcome.for_statistics for outcome in plan.outcomes], plan.for_statistics)
+
+
+def to_json(decision: Decision, observed: Observed) -> dict[str, Any]:
+    """A decision as records keep it; what is not known is null."""
+    return {
+        "decision": decision.decision,
+        "reasons": list(decision.reasons),
+        "holds": list(decision.holds),
+        "differences": [
+            {name: _finite(value) for name, value in asdict(difference).items()} for difference in decision.differences
+        ],
+        "sample_ratio": decision.sample_ratio,
+        "response_rates": decision.response_rates,
+        "blocks": {
+            "candidate": sum(block.candidate for block in observed.blocks),
+            "control": sum(not block.candidate for block in observed.blocks),
+            "pending": observed.pending,
+        },
+        "requests": sum(block.requests for block in observed.blocks),
+        "late": observed.late,
+        "mislabelled": observed.mislabelled,
+    }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

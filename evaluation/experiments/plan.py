@@ -1,0 +1,83 @@
+"""By what an experiment is decided: settled when it starts, and kept with it, whatever the settings say later."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from evaluation.config import ExperimentConfig, OutcomeName
+from evaluation.statistics import experiment as statistics
+
+
+class Outcome(BaseModel):
+    """One outcome, in its own units; see ``evaluation.statistics.experiment.Outcome``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: OutcomeName
+    bounds: tuple[float, float]
+    role: str
+    margin: float
+    rollback_margin: float
+
+    @property
+    def for_statistics(self) -> statistics.Outcome:
+        return statistics.Outcome(
+            name=self.name,
+            bounds=self.bounds,
+            higher_is_better=self.name in ("feedback", "reward"),
+            role="guardrail" if self.role == "guardrail" else "success",
+            margin=self.margin,
+            rollback_margin=self.rollback_margin,
+        )
+
+
+class ExperimentPlan(BaseModel):
+    """Levels, outcomes and times of an experiment; the times in seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    alpha_commit: float
+    alpha_rollback: float
+    alpha_checks: float
+    response_margin: float
+    min_voices: int
+    window_s: float
+    watch_s: float
+    watch_share: float
+    max_s: float
+    outcomes: tuple[Outcome, ...]
+
+    @classmethod
+    def of(cls, config: ExperimentConfig) -> Self:
+        """As the settings have it now."""
+        outcomes = tuple(
+            Outcome(name=name, **outcome.model_dump(include={"bounds", "role", "margin", "rollback_margin"}))
+            for name, outcome in sorted(config.outcomes.items())
+        )
+        return cls(
+            alpha_commit=config.alpha_commit,
+            alpha_rollback=config.alpha_rollback,
+            alpha_checks=config.alpha_checks,
+            response_margin=config.response_margin,
+            min_voices=config.min_voices,
+            window_s=config.feedback_window_seconds,
+            watch_s=config.watch_seconds,
+            watch_share=config.watch_share,
+            max_s=config.max_seconds,
+            outcomes=outcomes,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As records keep it."""
+        return self.model_dump(mode="json")
+
+    @property
+    def for_statistics(self) -> statistics.Plan:
+        return statistics.Plan(
+            alpha_commit=self.alpha_commit,
+            alpha_rollback=self.alpha_rollback,
+            alpha_checks=self.alpha_checks,
+            response_margin=self.response_margin,
+        )

@@ -1,0 +1,98 @@
+"""``GET /experiments``, ``/experiments/{number}`` and ``POST /experiments/{number}/stop``."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from serve.http import Problem, body_of, json_response, parse, problems
+from serve.policies.experiments import Experiment, Experiments, NoSuchExperiment
+from serve.policies.store import PolicyError
+
+if TYPE_CHECKING:
+    from serve.runtime import Server
+
+router = APIRouter()
+
+
+class ExperimentOut(BaseModel):
+    """An experiment on live traffic."""
+
+    model_config = ConfigDict(extra="allow")
+
+    number: int = Field(description="Its number, from 1.")
+    candidate: int = Field(description="The policy that is tried.")
+    control: int = Field(description="The policy that it is compared with.")
+    state: str = Field(
+        description="running; committed (the candidate serves, and is watched); stopping (nothing is tried any more, "
+        "the end is not on record yet); ended."
+    )
+    phases: list[dict[str, Any]] = Field(description="From which block on the candidate has which share of blocks.")
+    block_s: float = Field(description="Length of a block, in seconds.")
+    latest: dict[str, Any] | None = Field(description="The last look at the evidence, and what it says.")
+    end: dict[str, Any] | None = Field(description="What it came to, when and why.")
+
+
+class ExperimentsOut(BaseModel):
+    """All experiments, oldest first."""
+
+    experiments: list[ExperimentOut]
+
+
+class StopIn(BaseModel):
+    """Why it is stopped."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    why: str = Field(min_length=1, max_length=2000, description="The reason, which goes on record.")
+
+
+@router.get("/experiments", responses={200: {"model": ExperimentsOut}, **problems(401, 403)})
+async def experiments(request: Request) -> Response:
+    """All experiments on live traffic, oldest first."""
+    store = _of(request)
+    found = await asyncio.to_thread(lambda: [asdict(store.get(number)) for number in store.numbers()])
+    return json_response({"experiments": found})
+
+
+@router.get("/experiments/{number}", responses={200: {"model": ExperimentOut}, **problems(401, 403, 404, 422)})
+async def experiment(request: Request, number: int) -> Response:
+    """One experiment: its arms, its plan, the last look at it and its end."""
+    return json_response(asdict(await asyncio.to_thread(_get, _of(request), number)))
+
+
+@router.post(
+    "/experiments/{number}/stop",
+    responses={200: {"model": ExperimentOut}, **problems(401, 403, 404, 409, 413, 422, 503)},
+    openapi_extra=body_of(StopIn),
+)
+async def stop(request: Request, number: int) -> Response:
+    """Have the server follow the serving pointer again, at once. What the experiment came to is then ``stopped``."""
+    said = parse(await request.body(), StopIn)
+    store = _of(request)
+    before = await asyncio.to_thread(_get, store, number)
+    if not before.holds:
+        raise Problem(409, f"experiment {number} is {before.state}: there is nothing to stop")
+    key = request.scope["principal"].key
+    who = "a client of the server" if key is None else f"key {key}"
+    try:
+        after = await asyncio.to_thread(store.stop, number, who=who, why=said.why)
+    except (PolicyError, OSError) as error:
+        raise Problem(503, f"experiment {number} could not be stopped: {error}", retry_after=5) from error
+    return json_response(asdict(after))
+
+
+def _of(request: Request) -> Experiments:
+    server: Server = request.app.state.server
+    return server.swapper.experiments
+
+
+def _get(store: Experiments, number: int) -> Experiment:
+    try:
+        return store.get(number)
+    except NoSuchExperiment as error:
+        raise Problem(404, str(error)) from error
