@@ -143,7 +143,7 @@ def observe(
             GROUP BY block, source
             """
         )
-        per_block = connection.execute(
+        per_block = connection.sql(
             """
             WITH of_requests AS (
                 SELECT block, any_value(variant) AS variant, any_value(propensity) AS propensity,
@@ -166,7 +166,7 @@ def observe(
             FROM of_requests LEFT JOIN of_voices USING (block)
             ORDER BY block
             """,
-            {
+            params={
                 "latency_low": bounds.get("latency_s", (0.0, 0.0))[0],
                 "latency_high": bounds.get("latency_s", (0.0, 1.0))[1],
                 "length_low": bounds.get("length", (0.0, 0.0))[0],

@@ -1,0 +1,151 @@
+"""Blocks of an experiment, from rows in a lake."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evaluation.config import ExperimentConfig, OutcomeConfig
+from evaluation.experiments import looks
+from evaluation.experiments.blocks import BadEvidence, Observed, observe
+from evaluation.experiments.plan import ExperimentPlan
+from feedback.config import HumanConfig, KindsConfig, LakeConfig
+from feedback.lake.tables import Lake
+from serve.generation.interaction_rows import BLOCK
+from serve.policies.experiments import Experiment, Phase
+from tests.feedback.feedback_rows import interaction, put, reward, said
+
+NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
+EXPERIMENT = Experiment(3, 2, 1, "seed", NOON.timestamp(), 60.0, (Phase(0, 0.5),), 1, "running", "test", "test", {})
+WINDOW_S = 100.0
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    made = Lake(str(tmp_path / "lake"), LakeConfig())
+    made.create()
+    return made
+
+
+def plan_of(**changed: Any) -> ExperimentPlan:
+    outcomes = changed.pop("outcomes", {"feedback": OutcomeConfig()})
+    return ExperimentPlan.of(
+        ExperimentConfig(feedback_window_seconds=WINDOW_S, outcomes=outcomes, **({"min_voices": 1} | changed))
+    )
+
+
+def asked(response: str, block: int, *, second: float = 1.0, **columns: Any) -> dict[str, Any]:
+    """A response in a block, labelled as that was drawn."""
+    turn, at = EXPERIMENT.turn(block), NOON + timedelta(seconds=60 * block + second)
+    labels = {"experiment": 3, "variant": turn.variant, "propensity": turn.propensity, "created_at": at}
+    labels |= {"completed_at": at, "metadata": {BLOCK: str(block)}}
+    return interaction(response, **(labels | columns))
+
+
+def thumb(number: int, response: str, block: int, value: float, source: str, *, second: float = 2.0) -> dict[str, Any]:
+    at = NOON + timedelta(seconds=60 * block + second)
+    return said(f"f{number}", response, "thumb", value=value, source=source, created_at=at)
+
+
+def seen(lake: Lake, plan: ExperimentPlan, *, after_s: float = 1e6) -> Observed:
+    journal = Path(lake.uri).parent / "journal"
+    return observe(lake, journal, EXPERIMENT, plan, HumanConfig(), KindsConfig(), now=NOON.timestamp() + after_s)
+
+
+def test_a_block_is_one_row_and_a_source_is_one_voice_of_it(lake: Lake) -> None:
+    put(lake, "interactions", [asked(f"r{i}", 0) for i in range(5)] + [asked("s", 1), asked("unsaid", 1)])
+    loud = [thumb(i, f"r{i}", 0, 0.0, "loud") for i in range(4)]
+    put(lake, "feedback", [*loud, thumb(4, "r4", 0, 1.0, "quiet"), thumb(5, "s", 1, 1.0, "quiet")])
+    found = seen(lake, plan_of())
+    assert [(block.block, block.requests, block.voices) for block in found.blocks] == [(0, 5, 2), (1, 2, 1)]
+    assert [block.values["feedback"] for block in found.blocks] == [0.5, 1.0]
+    assert [block.responded for block in found.blocks] == [1.0, 0.5]
+    turns = [EXPERIMENT.turn(block) for block in (0, 1)]
+    assert [block.candidate for block in found.blocks] == [turn.variant == "candidate" for turn in turns]
+
+
+def test_a_block_with_too_few_voices_says_nothing(lake: Lake) -> None:
+    put(lake, "interactions", [asked(f"r{i}", 0) for i in range(100)])
+    put(lake, "feedback", [thumb(i, f"r{i}", 0, 1.0, "one") for i in range(100)])
+    [block] = seen(lake, plan_of(min_voices=2)).blocks
+    assert (block.voices, block.values["feedback"]) == (1, None)
+
+
+def test_a_block_closes_and_never_changes(lake: Lake) -> None:
+    put(lake, "interactions", [asked("r", 0), asked("slow", 0, completed_at=NOON + timedelta(seconds=161))])
+    put(lake, "feedback", [thumb(1, "r", 0, 1.0, "ann", second=159), thumb(2, "r", 0, 0.0, "bob", second=161)])
+    assert seen(lake, plan_of(), after_s=159).blocks == ()
+    assert seen(lake, plan_of(), after_s=159).pending == 1
+    [block] = seen(lake, plan_of(), after_s=160).blocks
+    assert (block.requests, block.values["feedback"]) == (1, 1.0)
+    assert seen(lake, plan_of(), after_s=160).late == 1
+    assert seen(lake, plan_of(), after_s=1e6).blocks == (block,)
+
+
+def test_what_is_not_labelled_as_it_was_drawn_does_not_count(lake: Lake) -> None:
+    turn = EXPERIMENT.turn(0)
+    other = "control" if turn.variant == "candidate" else "candidate"
+    rows = [asked("right", 0), asked("wrong", 0, variant=other), asked("share", 0, propensity=0.9)]
+    rows += [
+        asked("no block", 0, metadata={}),
+        asked("of another", 0, experiment=2),
+        asked("of none", 0, experiment=None),
+    ]
+    put(lake, "interactions", rows)
+    put(lake, "feedback", [thumb(i, name, 0, 1.0, "ann") for i, name in enumerate(("right", "wrong", "share"))])
+    found = seen(lake, plan_of())
+    assert [block.requests for block in found.blocks] == [1]
+    assert found.mislabelled == 3
+
+
+def test_errors_latency_and_length_are_means_over_requests(lake: Lake) -> None:
+    long = {"response_token_ids": [1] * 50, "logprobs": [-1.0] * 50, "timings": {"total_ms": 9000.0}}
+    put(lake, "interactions", [asked("a", 0, status="error"), asked("b", 0), asked("c", 0, **long), asked("d", 0)])
+    outcomes = {
+        "feedback": OutcomeConfig(),
+        "errors": OutcomeConfig(role="guardrail", margin=0.1),
+        "latency_s": OutcomeConfig(role="guardrail", margin=1.0, bounds=(0.0, 4.0)),
+        "length": OutcomeConfig(role="guardrail", margin=1.0, bounds=(0.0, 10.0)),
+    }
+    [block] = seen(lake, plan_of(outcomes=outcomes)).blocks
+    assert block.values["feedback"] is None
+    assert block.values["errors"] == 0.25
+    assert block.values["latency_s"] == pytest.approx((3 * 0.009 + 4.0) / 4)
+    assert block.values["length"] == pytest.approx((3 * 2 + 10) / 4)
+
+
+def test_a_reward_outside_its_bounds_names_the_response(lake: Lake) -> None:
+    outcomes = {"reward": OutcomeConfig(bounds=(-1.0, 1.0))}
+    put(lake, "interactions", [asked("r", 0), asked("s", 0)])
+    put(lake, "rewards", [reward("r", 0.5), reward("s", 1.0, scored_at=NOON + timedelta(hours=1))])
+    [block] = seen(lake, plan_of(outcomes=outcomes)).blocks
+    assert block.values["reward"] == 0.5  # the other one came too late
+    put(lake, "rewards", [reward("s", 1.5, minute=1)])
+    with pytest.raises(BadEvidence, match=r"response s has reward 1\.5, outside .*\[-1, 1\]"):
+        seen(lake, plan_of(outcomes=outcomes))
+
+
+def test_without_traffic_nothing_is_decided(lake: Lake) -> None:
+    plan = plan_of()
+    found = seen(lake, plan)
+    decision = looks.look(plan, found)
+    assert (found.blocks, decision.decision) == ((), "hold")
+    assert looks.to_json(decision, found)["differences"][0]["value"] is None
+
+
+def test_ten_thousand_thumbs_of_one_source_promote_nothing(lake: Lake) -> None:
+    rows, thumbs = [], []
+    for block in range(100):
+        liked = EXPERIMENT.turn(block).variant == "candidate"
+        for i in range(100):
+            rows.append(asked(f"r{block}-{i}", block))
+            thumbs.append(thumb(100 * block + i, f"r{block}-{i}", block, float(liked), "one"))
+    put(lake, "interactions", rows)
+    put(lake, "feedback", thumbs)
+    plan = plan_of(min_voices=2)
+    decision = looks.look(plan, seen(lake, plan))
+    assert decision.decision == "hold"
+    assert decision.differences[0].candidates == decision.differences[0].controls == 0
