@@ -72,10 +72,11 @@ def verify(settings: Settings, as_json: bool) -> int:
 
     from deploy.loop.promotion import missing_from
     from evaluation.decisions.verification import verify as recompute
+    from evaluation.experiments.verification import verify as recompute_experiments
 
     ledger = settings.ledger()
     found = recompute(ledger)
-    problems = [*found.problems, *([] if found.problems else missing_from(ledger, settings.policy_store()))]
+    problems = list(found.problems) or [*recompute_experiments(ledger), *missing_from(ledger, settings.policy_store())]
     if as_json:
         click.echo(json.dumps(asdict(found) | {"problems": problems}, indent=2))
     else:

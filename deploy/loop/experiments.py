@@ -147,7 +147,8 @@ class Controller:
             at = time.time()
             try:
                 observed = self._observe(experiment, plan, at)
-                decision = looks.look(plan, observed)
+                since = experiment.phases[-1].from_block if experiment.state == "committed" else None
+                decision = looks.look(plan, observed, watched_from=since)
             except (BadEvidence, ValueError) as error:  # nothing can be concluded: the candidate must not stay for it
                 self.experiments.stop(experiment.number, who="experiment", why=str(error), failed=True)
                 return self._end(self.experiments.get(experiment.number))

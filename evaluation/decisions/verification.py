@@ -11,7 +11,6 @@ from evaluation.decisions.history import History, Ruling, looks_of, ruling
 from evaluation.decisions.judgement import standings
 from evaluation.decisions.ledger import Entry, Ledger, LedgerDamaged
 from evaluation.decisions.observations import Look, names_of, voices
-from evaluation.experiments.verification import of_experiment
 from evaluation.statistics.betting import OutOfBounds
 
 
@@ -28,7 +27,7 @@ class Verification:
 def verify(ledger: Ledger) -> Verification:
     """Recompute the ledger: its chain, and of each verdict the level, the items, the evidence and the verdict itself.
 
-    Of each experiment its draws, its evidence and what it came to.
+    Experiments are ``evaluation.experiments.verification``'s.
 
     A verdict must follow from its plan and its looks bit for bit, none may follow a final one, its plan must be that of
     its first look and its level the budget's, no prompt may decide twice, and a promotion must be of the candidate that
@@ -45,9 +44,7 @@ def verify(ledger: Ledger) -> Verification:
             if entry.kind == "verdict":
                 found = ruling(entry)
                 problems += [f"{where}: {why}" for why in _of_verdict(ledger, history, states, found)]
-            elif entry.kind == "experiment":
-                problems += [f"{where}: {why}" for why in of_experiment(ledger, history, entry)]
-            else:
+            elif entry.kind != "experiment":
                 problems += [f"{where}: {why}" for why in _of_promotion(history, entry)]
             history.add(entry)
         except (LedgerDamaged, OutOfBounds, KeyError, ValueError) as error:

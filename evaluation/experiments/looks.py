@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from evaluation.experiments.blocks import Observed
@@ -11,9 +11,16 @@ from evaluation.experiments.plan import ExperimentPlan
 from evaluation.statistics.experiment import Decision, decide
 
 
-def look(plan: ExperimentPlan, observed: Observed) -> Decision:
-    """What the closed blocks say. The same blocks give the same decision, whenever and however often one looks."""
-    return decide(observed.rows(plan), [outcome.for_statistics for outcome in plan.outcomes], plan.for_statistics)
+def look(plan: ExperimentPlan, observed: Observed, *, watched_from: int | None = None) -> Decision:
+    """What the closed blocks say. The same blocks give the same decision, whenever and however often one looks.
+
+    watched_from: the block since which a committed candidate is watched. Only what came since counts then, as all that
+    spoke for it before would keep harm from being seen. Of alpha_rollback each of the two parts has one half.
+    """
+    blocks = [block for block in observed.blocks if watched_from is None or block.block >= watched_from]
+    rows = observed.model_copy(update={"blocks": tuple(blocks)}).rows(plan)
+    levels = replace(plan.for_statistics, alpha_rollback=plan.alpha_rollback / 2)
+    return decide(rows, [outcome.for_statistics for outcome in plan.outcomes], levels)
 
 
 def to_json(decision: Decision, observed: Observed) -> dict[str, Any]:

@@ -15,8 +15,26 @@ from evaluation.experiments.plan import ExperimentPlan
 from serve.policies.experiments import Experiment, Phase
 
 
-def of_experiment(ledger: Ledger, history: History, entry: Entry) -> Iterator[str]:
-    """What is wrong with an entry of an experiment, after those before it. Raises LedgerDamaged, KeyError."""
+def verify(ledger: Ledger) -> list[str]:
+    """Recompute the ledger's experiments: their draws, their evidence, and what followed. Names each that is wrong.
+
+    A start must have a passing verdict or be an override, and one pair of policies is tried once. A commit, a rollback
+    and an end without harm must follow from the blocks that were kept. For a ledger whose verdicts are in order
+    (``evaluation.decisions.verification``).
+    """
+    history, problems = History(), list[str]()
+    for entry in ledger.entries():
+        try:
+            if entry.kind == "experiment":
+                problems += [f"entry {entry.number}: {why}" for why in _of_entry(ledger, history, entry)]
+            history.add(entry)
+        except (LedgerDamaged, KeyError, ValueError) as error:
+            problems.append(f"entry {entry.number}: {error}")
+    return problems
+
+
+def _of_entry(ledger: Ledger, history: History, entry: Entry) -> Iterator[str]:
+    """What is wrong with an entry of an experiment, after those before it."""
     body = entry.body
     number, event = body["number"], body["event"]
     before = [one for one in history.others if one.kind == "experiment"]
@@ -37,7 +55,7 @@ def of_experiment(ledger: Ledger, history: History, entry: Entry) -> Iterator[st
         if body["decision"] in ("commit", "roll back", "kept", "expired"):
             yield f"experiment {number} came to {body['decision']} without evidence"
         return
-    yield from _of_evidence(ledger, start, body)
+    yield from _of_evidence(ledger, start, body, committed="commit" in mine)
 
 
 def _of_start(history: History, before: list[Entry], body: dict[str, Any]) -> Iterator[str]:
@@ -58,7 +76,7 @@ def _of_start(history: History, before: list[Entry], body: dict[str, Any]) -> It
         yield f"experiment {number} tried a policy against another one for the second time"
 
 
-def _of_evidence(ledger: Ledger, start: dict[str, Any], body: dict[str, Any]) -> Iterator[str]:
+def _of_evidence(ledger: Ledger, start: dict[str, Any], body: dict[str, Any], *, committed: bool) -> Iterator[str]:
     evidence = ledger.evidence(body["evidence"])
     try:
         observed, plan = Observed.model_validate(evidence["observed"]), ExperimentPlan.model_validate(start["plan"])
@@ -93,7 +111,7 @@ def _of_evidence(ledger: Ledger, start: dict[str, Any], body: dict[str, Any]) ->
         if (block.candidate, block.propensity) != (turn.variant == "candidate", turn.propensity):
             yield f"block {block.block} was drawn for the {turn.variant} with probability {turn.propensity:g}"
             return
-    decision = looks.look(plan, observed)
+    decision = looks.look(plan, observed, watched_from=body["phases"][-1]["from_block"] if committed else None)
     expected = decision.decision
     claimed = body["decision"]
     if (claimed in ("commit", "roll back") and claimed != expected) or (

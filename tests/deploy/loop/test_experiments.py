@@ -22,7 +22,8 @@ from deploy.config import root
 from deploy.config.root import Settings
 from deploy.loop import promotion
 from deploy.loop.experiments import Controller, ExperimentRefused
-from evaluation.decisions.verification import verify
+from evaluation.decisions import verification as verdicts
+from evaluation.experiments import verification as experiments
 from loadtests.server import free_port
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments
 
@@ -159,6 +160,10 @@ def ledger_of(settings: Settings, number: int) -> list[dict[str, Any]]:
     return [entry.body for entry in entries if entry.kind == "experiment" and entry.body["number"] == number]
 
 
+def wrong_with(settings: Settings) -> list[str]:
+    return [*verdicts.verify(settings.ledger()).problems, *experiments.verify(settings.ledger())]
+
+
 def back_at(settings: Settings, version: int) -> None:
     """Have a policy serve again, by the pointer alone."""
     store = settings.policy_store()
@@ -202,7 +207,7 @@ def test_what_harms_people_goes_back_by_itself_and_nobody_loses_a_request(served
     assert pointer is not None
     assert pointer.version == 1
     assert [body["event"] for body in ledger_of(served, experiment.number)] == ["start", "end"]
-    assert verify(served.ledger()).problems == ()
+    assert wrong_with(served) == []
     with pytest.raises(promotion.PromotionRefused):
         promotion.promote(served.policy_store(), served.ledger(), 2, who="tests", why="it passed")
     with pytest.raises(ExperimentRefused, match="policy 2 was tried against policy 1 in experiment 1"):
@@ -226,7 +231,7 @@ def test_what_people_like_better_is_committed_watched_and_kept(served: Settings)
     assert ended.end["decision"] == "kept"
     assert [body["event"] for body in ledger_of(served, experiment.number)] == ["start", "commit", "end"]
     assert len(traffic.thumbs) == len(traffic.answered)
-    assert verify(served.ledger()).problems == ()
+    assert wrong_with(served) == []
     assert served.policy_store().serving() == pointer
     back_at(served, 1)
 
@@ -248,7 +253,7 @@ def test_harm_after_the_commit_moves_the_pointer_back(served: Settings) -> None:
     assert pointer is not None
     assert (pointer.version, (pointer.verdict or {})["rollback_from"]) == (1, 4)
     assert len(traffic.thumbs) == len(traffic.answered)
-    assert verify(settings.ledger()).problems == ()
+    assert wrong_with(settings) == []
 
 
 @pytest.mark.timeout(900)
@@ -271,7 +276,7 @@ def test_looks_that_are_killed_at_any_moment_come_to_one_end(served: Settings) -
     assert [body["event"] for body in ledger_of(served, experiment.number)] == ["start", "end"]
     [_, end] = ledger_of(served, experiment.number)
     assert end["decision"] == "roll back"
-    assert verify(served.ledger()).problems == ()
+    assert wrong_with(served) == []
     assert len(traffic.thumbs) == len(traffic.answered)
 
 
@@ -295,4 +300,4 @@ def test_two_equal_policies_are_held_and_a_person_stops_it_over_http(served: Set
     assert (ended.end["decision"], ended.end["why"]) == ("stopped", "lunch")
     back_at(served, 1)
     assert Controller(served).look() is None
-    assert verify(served.ledger()).problems == ()
+    assert wrong_with(served) == []
