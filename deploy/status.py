@@ -46,6 +46,7 @@ class Status:
     runs: dict[str, bool] = field(default_factory=dict)  # up, schedule, cycle
     loop_off: str | None = None  # why the `up` that runs turns no cycles
     cycle: dict[str, Any] | None = None  # number, since, stage, stage_since: the one that runs
+    experiment: dict[str, Any] | None = None  # number, candidate, control, state, decision: the one that runs
     next_cycle: str | None = None
     cycles: list[dict[str, Any]] = field(default_factory=list)  # the last that ended, newest first
     data: dict[str, Any] | None = None  # rows, and how many are new since the last training
@@ -61,7 +62,7 @@ def look(settings: Settings) -> Status:
     status = Status(str(settings.home))
     parts: tuple[Callable[[Settings, Status], None], ...] = (_policy,)
     if settings.policy_store().root.is_dir():
-        parts = (_policy, _runs, _server, _cycles, _next_cycle, _reward_model, _data, _journal, _disk)
+        parts = (_policy, _runs, _server, _experiment, _cycles, _next_cycle, _reward_model, _data, _journal, _disk)
     for part in parts:
         try:
             part(settings, status)
@@ -117,7 +118,7 @@ def _server(settings: Settings, status: Status) -> None:
         return status.wrong(what, "if it is another program, choose another serve.port; else see `millrace keys`")
     unready = None if ready.status_code == 200 else ready.text[:300]
     status.server = {"url": settings.server_url, "ready": unready is None, "unready": unready}
-    status.server |= {name: body.get(name) for name in ("version", "since", "generation", "replica", "failed")}
+    status.server |= {name: body.get(name) for name in ("version", "since", "generation", "replica", "failed", "experiment")}
     if unready is not None:
         status.wrong(f"the server takes no requests: {unready}", f"see {settings.path(settings.up.logs) / 'serve.log'}")
     pointer = settings.policy_store().serving()
@@ -130,11 +131,26 @@ def _follows(settings: Settings, status: Status, server: dict[str, Any], pointer
     if isinstance(failed, dict) and failed.get("generation") == pointer.generation:
         what = f"the server could not load policy {pointer.version}: {failed.get('error') or failed}"
         return status.wrong(what, "`millrace promote VERSION` another one, or `millrace rollback`")
+    if server["experiment"]:  # two policies take turns
+        return
     behind = server["version"] != pointer.version or (server["generation"] or pointer.generation) < pointer.generation
     seconds = (records.now() - datetime.fromisoformat(pointer.at)).total_seconds()
     if behind and seconds > settings.cycle.swap_timeout_s:
         what = f"the server serves policy {server['version']}, and the pointer names {pointer.version}"
         status.wrong(f"{what} for {seconds:.0f} s", "see its log; `millrace promote` again has it try again")
+
+
+def _experiment(settings: Settings, status: Status) -> None:
+    from serve.policies.experiments import Experiments
+
+    found = Experiments(settings.policy_store().root).current()
+    if found is None:
+        return
+    status.experiment = {name: getattr(found, name) for name in ("number", "candidate", "control", "state")}
+    status.experiment["decision"] = (found.latest or {}).get("decision")
+    if not status.runs["schedule"]:
+        what = f"experiment {found.number} runs, and nobody looks at it"
+        status.wrong(what, "`millrace up` and `millrace schedule` do; or: millrace experiment look")
 
 
 def _cycles(settings: Settings, status: Status) -> None:
@@ -239,6 +255,10 @@ def lines(status: Status) -> Iterator[tuple[str, str]]:
         running = [name for name, runs in status.runs.items() if runs]
         yield "running", ", ".join(f"millrace {name}" for name in running) or "nothing; `millrace up` starts it"
         yield "loop", _loop_line(status)
+    if tried := status.experiment:
+        looked = tried["decision"] or "not looked at yet"
+        text = f"{tried['number']}: policy {tried['candidate']} against {tried['control']}, {tried['state']}, {looked}"
+        yield "experiment", text
     for number, cycle in enumerate(status.cycles):
         recipe = f" ({cycle['recipe']})" if cycle["recipe"] else ""
         reason = f": {cycle['reason']}" if cycle["reason"] else ""

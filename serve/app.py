@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
+from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
@@ -31,6 +33,8 @@ from serve.runtime import CUT_OFF_S, Server
 from serve.swap.swapper import DesiredState
 
 log = logging.getLogger(__name__)
+
+_TEARDOWN_S: Final = 10.0
 
 
 def create_app(
@@ -117,7 +121,9 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
             raise
     finally:
         listener.close()
-    if server.failure is not None:
+    # All is written and sealed by now. What waits in the interpreter's end all the same is cut off, and says where.
+    faulthandler.dump_traceback_later(_TEARDOWN_S, exit=True)
+    if server.failure is not None and not uvicorn_server.stopped_early:
         raise server.failure
 
 
@@ -127,14 +133,22 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, server: Server, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._server = server
+        self.stopped_early = False
+        """A signal came before the server was ready; what then kept it from starting is no failure."""
         server.on_death = self._stop
 
     def _stop(self) -> None:
         self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """As uvicorn's, but further signals, which a service manager and a supervisor send too, cut nothing short."""
+        """As uvicorn's, but further signals, which a service manager and a supervisor send too, cut nothing short.
+
+        A server that is not ready yet has nothing to finish: its engine is not waited for.
+        """
         self._stop()
+        if not self.started:
+            self.stopped_early = True
+            self._server.give_up()
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -162,6 +162,10 @@ class Server:
         gc.freeze()
         log.info("policy %d serves as %s", self.engine.version, self.config.replica_name)
 
+    def give_up(self) -> None:
+        """Have ``start`` fail soon: the server is to stop. Safe in a signal handler."""
+        self.engine.give_up()
+
     async def close(self) -> None:
         """Stop the engine, write and seal what was recorded. May be called after a failed start."""
         self.draining = True

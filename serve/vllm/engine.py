@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import multiprocessing
 import os
 import time
 from collections.abc import AsyncIterator, Callable
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 _WHOLE: Final = {"millrace_whole": True}
 _STREAM: Final = {"millrace_whole": "stream"}
 _ABORT_TIMEOUT_S: Final = 10.0
+_GIVE_UP_POLL_S: Final = 0.1
 _ALIVE_CHECK_S: Final = 0.25  # between two checks that the engine's process is alive, while a call waits for it
 _CALL_TIMEOUT_S: Final = 60.0  # a call is served between two steps, and a step may be a long prefill
 
@@ -82,6 +84,7 @@ class Engine:
         self._text: Text | None = None
         self._llm: AsyncLLM | None = None
         self._waiting: WaitingProcess | None = None
+        self._given_up = False
         self.cache_salt = ""
         """What prefixes are cached under: one load of one policy."""
         self._loads = 0
@@ -104,7 +107,15 @@ class Engine:
             raise EngineError(f"vLLM can't start: {error}") from error
 
     async def start(self, policy: Policy) -> None:
-        """Start vLLM on a policy. Raises EngineError with vLLM's own reason when it can't."""
+        """Start vLLM on a policy. Raises EngineError with vLLM's own reason when it can't, or once it is given up."""
+        starting = asyncio.create_task(self._start(policy))
+        while not starting.done():
+            await asyncio.wait({starting}, timeout=_GIVE_UP_POLL_S)
+            if self._given_up:
+                self._kill_starting()
+        await starting
+
+    async def _start(self, policy: Policy) -> None:
         started = time.monotonic()
         try:
             # In a thread: it takes seconds, and signals should be noticed meanwhile.
@@ -120,7 +131,19 @@ class Engine:
             # The first steps make kernels, which takes seconds; no user should wait for them.
             await self.generate("warm-up", [0, 0], Sampling(n=2, max_tokens=2, seed=0))
 
+    def give_up(self) -> None:
+        """Have ``start`` fail soon, as nothing waits for the engine any more. Safe in a signal handler."""
+        self._given_up = True
+
+    def _kill_starting(self) -> None:
+        """Kill the engine's process, which has answered nobody yet; vLLM sees that, and raises."""
+        for process in multiprocessing.active_children():
+            if process.name.startswith("EngineCore"):
+                process.kill()
+
     def _boot(self, path: Path) -> None:
+        if self._given_up:
+            raise EngineError("the server was stopped")
         # Kept here, so that close() stops it if the start was cancelled.
         self._llm = server_engine(self.config, path, self.stats, self._waiting)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from serve.policies.store import PolicyStore
@@ -64,3 +66,45 @@ async def test_a_signal_to_every_process_at_once_cuts_off_nothing(live: LiveServ
     assert not list((live.home / "journal").glob("interactions*"))  # all of it is sealed
     output = live.log.read_text()
     assert "Traceback" not in output, output
+
+
+def test_a_server_whose_engine_still_starts_ends_without_waiting_for_it(
+    tmp_path: Path, model_folders: list[Path]
+) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    store.publish(model_folders[0], parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="first")
+    started: list[str] = []
+
+    def start() -> None:
+        try:
+            start_server(tmp_path, store)
+        except RuntimeError as error:  # it ended before it was ready
+            started.append(str(error))
+
+    before = {process.pid for process in psutil.Process().children()}
+    starting = threading.Thread(target=start)
+    starting.start()
+    deadline = time.monotonic() + PATIENCE_S
+    server, engines = None, []
+    while not engines and time.monotonic() < deadline:
+        time.sleep(0.02)
+        servers = [process for process in psutil.Process().children() if process.pid not in before]
+        server = servers[0] if servers else None
+        engines = [child for child in (server.children() if server else []) if "EngineCore" in _name(child)]
+    assert server is not None
+    processes = tree(server.pid)
+    server.send_signal(signal.SIGTERM)
+    starting.join(PATIENCE_S)
+    log = (tmp_path / "server.log").read_text()
+    assert len(started) == 1, log[-3000:]
+    assert left_of(processes) == []
+    assert "policy 1 serves as" not in log
+    assert "Traceback" not in log, log
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join([process.name(), *process.cmdline()])
+    except psutil.NoSuchProcess:
+        return ""
