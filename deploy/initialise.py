@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from deploy.config import describe
 from deploy.config.root import Settings
+from deploy.config.sources import from_options
 from feedback.files import private
 from serve.policies import probe
 from serve.policies.store import Pointer
@@ -20,7 +22,7 @@ _CONFIG = """\
 home: {home}   # all that Millrace keeps; paths below are relative to it
 
 serve:
-  port: {port}   # on this machine only, until `millrace keys create` has made a key and serve.host is set
+  port: 8000   # on this machine only, until `millrace keys create` has made a key and serve.host is set
 
 cycle:
   # What policies learn from. auto: people's feedback, by a reward model as soon as there is enough of it (rlhf), until
@@ -36,7 +38,7 @@ evaluation:
   scorer: reward_model   # or a function of your own, module:name, with evaluation.suite: a file of held-out prompts
 
 schedule:
-  interval_seconds: 3600   # a cycle every hour, if there is enough new feedback; or cron: "0 3 * * *"
+  interval_seconds: 3600   # seconds to the next cycle, if there is enough new feedback; or cron: "0 3 * * *"
 
 # What else may reward responses, beside people. In training these are weighed together.
 # feedback:
@@ -122,13 +124,41 @@ def has_chat_template(policy: Path) -> bool:
         return False
 
 
-def write_config(settings: Settings, file: Path) -> bool:
-    """Write the few settings that matter most, unless there is such a file; whether it was written."""
+def write_config(settings: Settings, file: Path, options: Sequence[tuple[str, str]] = ()) -> bool:
+    """Write the few settings that matter most, and ``options``, unless there is such a file; whether it was written.
+
+    options: (dotted key, text) of the command line, which are to count from now on.
+    """
     if file.exists():
         return False
+    text = _CONFIG.format(home=describe.scalar(str(settings.home)))
+    given = [(key, value) for key, value in options if key != "home"]
+    if all(key != "serve.port" for key, _ in given):
+        given.append(("serve.port", str(settings.serve.port)))
+    for section, values in from_options(Settings, given).values.items():
+        text = _with_values(text, section, values)
     with open(file, "x", opener=private) as output:  # keys will be put into it
-        output.write(_CONFIG.format(home=describe.scalar(str(settings.home)), port=settings.serve.port))
+        output.write(text)
     return True
+
+
+def _with_values(text: str, section: str, values: dict[str, Any]) -> str:
+    """The text of a YAML file with values in one of its sections: in place of those that stand there, or at its top."""
+    lines = text.splitlines(keepends=True)
+    try:
+        at = lines.index(f"{section}:\n") + 1
+    except ValueError:
+        lines += ["\n", f"{section}:\n"]
+        at = len(lines)
+    for key, value in values.items():
+        end = next((i for i in range(at, len(lines)) if lines[i][:1] not in (" ", "\n", "#")), len(lines))
+        there = next((i for i in range(at, end) if lines[i].startswith(f"  {key}:")), None)
+        if there is None:
+            lines.insert(at, f"  {key}: {describe.scalar(value)}\n")
+        else:
+            _, mark, comment = lines[there].rstrip("\n").partition("   #")
+            lines[there] = f"  {key}: {describe.scalar(value)}{mark}{comment}\n"
+    return "".join(lines)
 
 
 def _local(model: str) -> tuple[Path, bool]:

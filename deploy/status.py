@@ -15,9 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from deploy.config import root
 from deploy.config.root import Settings
 from deploy.loop import records
-from deploy.loop.records import LOOP_OFF, CycleRecord
+from deploy.loop.records import LOOP_OFF, RUNNING, CycleRecord
+from deploy.loop.wait_for_serving import is_of_another
 from feedback.files import is_locked
 from feedback.journal.segment import CLOSED
 from serve.policies.store import Pointer, PolicyStore
@@ -60,6 +62,7 @@ class Status:
 def look(settings: Settings) -> Status:
     """Every part. What can't be read is among what is wrong, and keeps nothing else from being read."""
     status = Status(str(settings.home))
+    settings = _as_running(settings)
     parts: tuple[Callable[[Settings, Status], None], ...] = (_policy,)
     if settings.policy_store().root.is_dir():
         parts = (_policy, _runs, _server, _experiment, _cycles, _next_cycle, _reward_model, _data, _journal, _disk)
@@ -70,6 +73,15 @@ def look(settings: Settings) -> Status:
             name = part.__name__.strip("_").replace("_", " ")
             status.wrong(f"{name}: {type(error).__name__}: {error}", "repair or restore the file that it names")
     return status
+
+
+def _as_running(settings: Settings) -> Settings:
+    """The settings of the `up` that runs in this home; those of the file and the line if none does."""
+    file = settings.path(RUNNING)
+    if not is_locked(settings.path(".up.lock")) or not file.is_file():
+        return settings
+    running = Path(file.read_text())
+    return root.load(running, environment={}) if running.is_file() else settings
 
 
 def _policy(settings: Settings, status: Status) -> None:
@@ -116,9 +128,14 @@ def _server(settings: Settings, status: Status) -> None:
     if answer.status_code != 200:
         what = f"what answers at {settings.server_url} does not say which policy it serves: {answer.status_code}"
         return status.wrong(what, "if it is another program, choose another serve.port; else see `millrace keys`")
+    if is_of_another(body, settings.policy_store()):
+        what = f"what answers at {settings.server_url} is the server of another home"
+        return status.wrong(what, "choose another serve.port here")
     unready = None if ready.status_code == 200 else ready.text[:300]
     status.server = {"url": settings.server_url, "ready": unready is None, "unready": unready}
-    status.server |= {name: body.get(name) for name in ("version", "since", "generation", "replica", "failed", "experiment")}
+    status.server |= {
+        name: body.get(name) for name in ("version", "since", "generation", "replica", "failed", "experiment")
+    }
     if unready is not None:
         status.wrong(f"the server takes no requests: {unready}", f"see {settings.path(settings.up.logs) / 'serve.log'}")
     pointer = settings.policy_store().serving()

@@ -12,10 +12,11 @@ from deploy import initialise
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import preflight
 from deploy.loop.cycle import LOCK_WAIT_S
-from deploy.loop.records import LOOP_OFF
+from deploy.loop.records import LOOP_OFF, RUNNING
 from deploy.loop.schedule import trigger
 from deploy.supervise.children import Child, start
 from feedback.files import locked, replace_file
+from serve.middleware.connections import bind
 
 _POLL_S = 0.2
 
@@ -47,25 +48,17 @@ def up(
     """
     if settings.policy_store().serving() is None:
         raise UpFailed(f"no policy serves in {settings.home}: name a model, `millrace up NAME_OR_FOLDER`")
-    if list_switches:
-        for line in switches(settings):
-            say("up", line)
-    off = ""
-    if schedule is not False:
-        try:
-            preflight.check(settings)
-            trigger(settings.schedule)
-        except ConfigError as error:
-            if schedule:
-                raise
-            off = str(error)
-            for line in off.splitlines():
-                say("up", f"loop: off, mend this and start `millrace up` again: {line}")
     lock = settings.path(".up.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     with locked(lock, LOCK_WAIT_S, busy=UpFailed(f"another `millrace up` runs in {settings.home}")):
+        _require_free_port(settings)
+        if list_switches:
+            for line in switches(settings):
+                say("up", line)
+        off = "" if schedule is False else _why_off(settings, required=bool(schedule), say=say)
         children: list[Child] = []
         replace_file(settings.path(LOOP_OFF), off.encode())
+        replace_file(settings.path(RUNNING), str(settings.snapshot()).encode())
         try:
             server = _start("serve", settings, say)
             children.append(server)
@@ -81,6 +74,29 @@ def up(
                 if child.poll() is None:
                     say("up", f"stopping {child.name}")
                     child.stop()
+
+
+def _require_free_port(settings: Settings) -> None:
+    """Raises UpFailed: else another program's answer would be taken for the server's."""
+    try:
+        bind(settings.serve.host, settings.serve.port).close()
+    except OSError as error:
+        why = f"{error.strerror}: another program has it; stop that, or choose another port: --serve.port N"
+        raise UpFailed(why) from None
+
+
+def _why_off(settings: Settings, *, required: bool, say: Callable[[str, str], None]) -> str:
+    """Why no cycle can work; empty if one can. Raises ConfigError if the loop is required."""
+    try:
+        preflight.check(settings)
+        trigger(settings.schedule)
+    except ConfigError as error:
+        if required:
+            raise
+        for line in str(error).splitlines():
+            say("up", f"loop: off, mend this and start `millrace up` again: {line}")
+        return str(error)
+    return ""
 
 
 def switches(settings: Settings) -> list[str]:

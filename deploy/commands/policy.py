@@ -29,11 +29,12 @@ Stores = Callable[[Settings], dict[str, Kept]]
 @click.option("--revision", metavar="REVISION", help="Branch, tag or commit on the hub.")
 @click.option("--write-config/--no-write-config", default=True, help="Write a short millrace.yaml if there is none.")
 @pass_settings
-def init(settings: Settings, model: str, revision: str | None, write_config: bool) -> None:
+@click.pass_context
+def init(ctx: click.Context, settings: Settings, model: str, revision: str | None, write_config: bool) -> None:
     """Make a Hugging Face causal LM policy 1, in a new home."""
     pointer = initialise.initialise(settings, model, revision=revision, who=promotion.person())
     click.echo(f"policy {pointer.version} of {settings.home} is {model}")
-    if write_config and initialise.write_config(settings, DEFAULT_FILE):
+    if write_config and initialise.write_config(settings, DEFAULT_FILE, ctx.meta["millrace.options"]):
         click.echo(f"wrote {DEFAULT_FILE}: the settings that matter most; `millrace config reference` prints all")
     click.echo("serve it and turn the loop with: millrace up; serve it alone with: millrace serve")
 

@@ -71,10 +71,11 @@ def _home_of(model: str, settings: Settings, ctx: click.Context, say: Callable[[
     from deploy import initialise
     from deploy.loop import promotion
 
-    written = ctx.find_root().params["file"] is None and initialise.write_config(settings, DEFAULT_FILE)
+    options = ctx.meta["millrace.options"]
+    written = ctx.find_root().params["file"] is None and initialise.write_config(settings, DEFAULT_FILE, options)
     try:
         # Before there is a home: the options may contradict the file.
-        loaded = root.load(None, ctx.meta["millrace.options"]) if written else settings
+        loaded = root.load(None, options) if written else settings
         if settings.policy_store().serving() is None:
             initialise.initialise(settings, model, revision=None, who=promotion.person())
             say(f"made {settings.home}: policy 1 is {model}")
@@ -85,7 +86,8 @@ def _home_of(model: str, settings: Settings, ctx: click.Context, say: Callable[[
             DEFAULT_FILE.unlink()
         raise
     if written:
-        say(f"wrote {DEFAULT_FILE}: the settings that matter most; `millrace config reference` prints all")
+        given = " and those given here" if options else ""
+        say(f"wrote {DEFAULT_FILE}: the settings that matter most{given}; `millrace config reference` prints all")
     return loaded
 
 

@@ -123,10 +123,11 @@ class _Cycle:
             self._turn()
         except _FAILURES as error:
             self._end("failed", str(error))
+        except Stopped as stopped:
+            self._end("stopped", f"by {stopped}")
+            raise
         except BaseException as error:
-            self._end(
-                "failed", f"stopped by {error}" if isinstance(error, Stopped) else f"{type(error).__name__}: {error}"
-            )
+            self._end("failed", f"{type(error).__name__}: {error}")
             raise
         return self.record
 
@@ -492,7 +493,9 @@ class _Cycle:
         self.say(f"{name} took {stage.seconds:.1f} s")
 
     def _end(
-        self, status: Literal["promoted", "experiment", "refused", "undecided", "skipped", "failed"], reason: str | None
+        self,
+        status: Literal["promoted", "experiment", "refused", "undecided", "skipped", "stopped", "failed"],
+        reason: str | None,
     ) -> None:
         self.record.status, self.record.reason, self.record.finished_at = status, reason, now()
         self._save()

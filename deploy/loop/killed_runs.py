@@ -116,7 +116,7 @@ def passed_before(settings: Settings, history: History, number: int, incumbent: 
     """
     before = [record for record in load_all(settings) if record.run is not None and record.number < number]
     store, last = settings.policy_store(), before[-1] if before else None
-    if last is None or last.status != "failed" or last.candidate is None:
+    if last is None or not last.unfinished or last.candidate is None:
         return None, ""
     found = _verdicts(store, history, last.candidate)
     passed = [ruling for ruling in found if ruling.verdict == "pass"]
@@ -142,10 +142,10 @@ def judged_before(settings: Settings, history: History, number: int, incumbent: 
     """
     before = [record for record in load_all(settings) if record.run is not None and record.number < number]
     store, last = settings.policy_store(), before[-1] if before else None
-    if last is None or last.candidate is None or last.status not in ("undecided", "failed"):
+    if last is None or last.candidate is None or not (last.unfinished or last.status == "undecided"):
         return None, ""
     found = _verdicts(store, history, last.candidate)
-    if last.status == "failed" and not found:  # the gate has said nothing of it
+    if last.unfinished and not found:  # the gate has said nothing of it
         return None, ""
     of_now = [ruling for ruling in found if ruling.incumbent.sha256 == _sha256(store, incumbent)]
     if of_now and of_now[-1].verdict == "pass":  # it could not be promoted
@@ -154,7 +154,7 @@ def judged_before(settings: Settings, history: History, number: int, incumbent: 
         return last, f"it was compared with policy {last.incumbent}, and policy {incumbent} serves"
     if of_now and of_now[-1].final:
         return last, ""
-    failed = itertools.takewhile(lambda record: record.status == "failed", reversed(before))
+    failed = itertools.takewhile(lambda record: record.unfinished, reversed(before))
     if sum(record.candidate == last.candidate for record in failed) >= ATTEMPTS:
         return last, f"{ATTEMPTS} cycles in a row have failed at it"
     if of_now and (scorer := _gates_scorer(settings)) not in (None, of_now[-1].plan.scorer):

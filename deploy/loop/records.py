@@ -20,6 +20,9 @@ IDLE_CYCLES = 3  # in a row that trained and published nothing: from then on it 
 LOOP_OFF: Final = ".loop-off"
 """A file in home: why no cycle can work with the settings of the `up` that runs; empty if one can."""
 
+RUNNING: Final = ".up-settings"
+"""A file in home: the path of the settings of the `up` that runs, or ran last."""
+
 
 class Stage(BaseModel):
     """One stage of a cycle; ``result`` is what it handed on."""
@@ -50,7 +53,9 @@ class CycleRecord(BaseModel):
     """
 
     number: int
-    status: Literal["running", "promoted", "experiment", "refused", "undecided", "skipped", "failed"] = "running"
+    status: Literal["running", "promoted", "experiment", "refused", "undecided", "skipped", "stopped", "failed"] = (
+        "running"
+    )
     reason: str | None = None
     started_at: datetime
     finished_at: datetime | None = None
@@ -75,7 +80,12 @@ class CycleRecord(BaseModel):
     @property
     def unjudged(self) -> bool:
         """Whether it ended before the gate had said something of what it trained."""
-        return self.status == "failed" and self.verdict is None
+        return self.unfinished and self.verdict is None
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether it ended before it had come to anything: it failed, or was stopped."""
+        return self.status in ("failed", "stopped")
 
 
 def load_all(settings: Settings) -> list[CycleRecord]:

@@ -18,7 +18,7 @@ class NotServed(RuntimeError):
 
 
 def server_policy(settings: Settings) -> dict[str, Any] | None:
-    """The answer of ``GET /policy`` of the configured server; None if there is none."""
+    """The answer of ``GET /policy`` of the configured server; None if there is none, or it is another home's."""
     import httpx
 
     try:
@@ -27,7 +27,15 @@ def server_policy(settings: Settings) -> dict[str, Any] | None:
         body = answer.json()
     except (httpx.HTTPError, ValueError):
         return None
-    return body if isinstance(body, dict) else None
+    if not isinstance(body, dict) or is_of_another(body, settings.policy_store()):
+        return None
+    return body
+
+
+def is_of_another(policy: dict[str, Any], store: PolicyStore) -> bool:
+    """Whether an answer of ``GET /policy`` is of a server that serves from another store."""
+    own = store.identity()
+    return own is not None and policy.get("store") not in (None, own)
 
 
 def wait_until_served(

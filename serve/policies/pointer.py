@@ -140,6 +140,11 @@ class ServingPointer:
             pointers.append(current)
         return pointers
 
+    def identity(self) -> str | None:
+        """What tells this store from others, wherever it lies: the time of its first move. Raises RecordDamaged."""
+        history = self.history()
+        return history[0].at if history else None
+
     def record_outcome(self, pointer: Pointer, *, served: bool, by: str) -> None:
         """Put on record that a server serves what ``pointer`` names, or refused it; once for each move.
 

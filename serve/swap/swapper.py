@@ -132,6 +132,7 @@ class Swapper:
         self._pointer: Pointer | None = None
         self._seen = 0  # the newest generation that was acted upon, well or not
         self._since = now()
+        self._store: str | None = None
         self._swaps: deque[Swap] = deque(maxlen=REMEMBERED)
         self._task: asyncio.Task[None] | None = None
 
@@ -150,6 +151,7 @@ class Swapper:
         log.info("probe of policy %d: %s", self.engine.version, proof)
         await asyncio.to_thread(self._record_served, pointer)
         self._pointer, self._seen, self._since = pointer, pointer.generation, now()
+        self._store = await asyncio.to_thread(self.store.identity)
         self._task = asyncio.create_task(self._follow(), name="swapper")
 
     def require_policy(self) -> Pointer:
@@ -192,6 +194,7 @@ class Swapper:
             "swaps": [swap.to_json() for swap in self._swaps],
             "failed": self.failed,
             "experiment": asdict(turn) if turn is not None else None,
+            "store": self._store,
         }
 
     async def _follow(self) -> None:

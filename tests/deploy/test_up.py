@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -294,3 +295,35 @@ def _until(condition: Callable[[], bool], process: subprocess.Popen[bytes], log:
         assert time.monotonic() < deadline, log.read_text()
         assert process.poll() is None, log.read_text()
         time.sleep(0.1)
+
+
+def test_options_that_made_the_file_count_from_then_on(model: Path, tmp_path: Path) -> None:
+    options = [
+        ("home", str(tmp_path / "elsewhere")),
+        ("schedule.interval_seconds", "20"),
+        ("serve.engine.threads", "1"),
+        ("serve.engine.dtype", "float32"),
+        ("feedback.lake.seal_seconds", "7"),
+    ]
+    before = root.load(None, options, {})
+    assert initialise.write_config(before, Path("millrace.yaml"), options)
+    assert not initialise.write_config(before, Path("millrace.yaml"), options)
+    written = root.load(None, [], {})
+    assert (written.home, written.schedule.interval_seconds) == (tmp_path / "elsewhere", 20.0)
+    assert (written.serve.port, written.serve.engine.threads, written.serve.engine.dtype) == (8000, 1, "float32")
+    assert written.feedback.lake.seal_seconds == 7.0
+    text = Path("millrace.yaml").read_text()
+    assert text.count("interval_seconds") == 1
+    assert text.count("port:") == 1
+
+
+def test_a_port_that_another_program_has_is_refused_before_anything_starts(
+    small: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    with socket.create_server(("127.0.0.1", small.serve.port)):
+        process = start(small, tmp_path / "up.log")
+        assert process.wait(60) == 1
+    output = (tmp_path / "up.log").read_text()
+    assert f"error: can't listen on 127.0.0.1:{small.serve.port}: Address already in use: another program" in output
+    assert "serving on" not in output
+    assert "error: error:" not in output

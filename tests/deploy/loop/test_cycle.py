@@ -600,7 +600,7 @@ def test_a_cycle_that_is_stopped_says_so_in_its_record_and_leaves_nothing(
     process.send_signal(number)
     assert process.wait(30) == 128 + number
     (record,) = records.load_all(home_with_policy)
-    assert (record.status, record.reason) == ("failed", f"stopped by {number.name}")
+    assert (record.status, record.reason) == ("stopped", f"by {number.name}")
     assert record.finished_at is not None
     assert nothing_left() == []
 

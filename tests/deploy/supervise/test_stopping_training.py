@@ -128,6 +128,6 @@ def test_sigterm_to_all_of_up_ends_its_requests_and_its_cycle_in_order(
     finally:
         process.kill()
     (record,) = records.load_all(home)
-    assert (record.status, record.reason) == ("failed", "stopped by SIGTERM")
+    assert (record.status, record.reason) == ("stopped", "by SIGTERM")
     assert [(stage.name, stage.ok, stage.killed) for stage in record.stages][-1] == ("train", False, True)
     assert nothing_left() == []
