@@ -48,10 +48,15 @@ def teardown_is_skipped() -> bool:
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process with an exit code. Functions registered with ``atexit`` run only if teardown isn't skipped."""
+    """End this process with an exit code. Functions registered with ``atexit`` run only if teardown isn't skipped.
+
+    multiprocessing's does so or so.
+    """
     if not _reasons:
         sys.exit(code)
     logging.shutdown()
+    if (multiprocessing := sys.modules.get("multiprocessing.util")) is not None:
+        multiprocessing._exit_function()  # gives semaphores back, which the resource tracker would call leaked
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # its reader is gone, or it is closed
             stream.flush()

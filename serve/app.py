@@ -6,13 +6,11 @@
 from __future__ import annotations
 
 import asyncio
-import faulthandler
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
-from typing import Final
 
 import uvicorn
 from fastapi import FastAPI
@@ -33,8 +31,6 @@ from serve.runtime import CUT_OFF_S, Server
 from serve.swap.swapper import DesiredState
 
 log = logging.getLogger(__name__)
-
-_TEARDOWN_S: Final = 10.0
 
 
 def create_app(
@@ -89,6 +85,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
         server.keyring.load()
         server.keyring.check_host(config.host)
         log.info("%s", server.keyring.describe())
+        log.info("importing vLLM, which takes some ten seconds")
         with handled_by(lambda number, _: stopping.append(number), handled_signals()):
             server.prepare(lambda: bool(stopping))
     except BaseException:
@@ -121,8 +118,8 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
             raise
     finally:
         listener.close()
-    # All is written and sealed by now. What waits in the interpreter's end all the same is cut off, and says where.
-    faulthandler.dump_traceback_later(_TEARDOWN_S, exit=True)
+    # All is written and sealed by now. To take vLLM and torch down takes seconds on a busy machine, and changes nothing.
+    skip_teardown("the server has ended in order")
     if server.failure is not None and not uvicorn_server.stopped_early:
         raise server.failure
 

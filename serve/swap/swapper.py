@@ -145,7 +145,10 @@ class Swapper:
         await asyncio.to_thread(self._held.enter_context, self.store.hold(pointer.version))
         files = await asyncio.to_thread(read, self.store, pointer.version, check_finite=False)
         self._serving = Weights(self.store.get(pointer.version), files)
+        log.info("starting the engine on policy %d", pointer.version)
+        started = time.monotonic()
         await self.engine.start(self._serving.policy)
+        log.info("the engine runs after %.1f s", time.monotonic() - started)
         numbers = Numbers.of(self.policy.probe) if self.config.probe else "serve.swap.probe is off"
         proof = await self._prove(Prepared(self._serving, in_place=False, numbers=numbers, before=None))
         log.info("probe of policy %d: %s", self.engine.version, proof)

@@ -48,6 +48,8 @@ SILENCED: Final = {
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
     "torch._library.triton": ("Triton not available",),
+    "vllm.triton_utils.importing": ("Triton not installed",),
+    "vllm.config.scheduler": ("Using custom scheduler class",),  # which compat and the pinned version see to
     # Logged at each call once the engine has bound its threads, in this process too.
     "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow to use `torch.set_num_threads`",),
 }
@@ -117,6 +119,7 @@ def server_engine(
             "max_num_seqs": config.max_num_seqs,
             "kv_cache_memory_bytes": cache.size,
             "gpu_memory_utilization": config.gpu_memory_utilization,
+            "use_tqdm_on_load": False,
             "enforce_eager": config.enforce_eager,
             "enable_prefix_caching": config.enable_prefix_caching,
             "tensor_parallel_size": config.tensor_parallel_size,
