@@ -118,7 +118,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
             raise
     finally:
         listener.close()
-    # All is written and sealed by now. To take vLLM and torch down takes seconds on a busy machine, and changes nothing.
+    # All is written and sealed by now. Taking vLLM down takes seconds on a busy machine, and changes nothing.
     skip_teardown("the server has ended in order")
     if server.failure is not None and not uvicorn_server.stopped_early:
         raise server.failure
