@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "score": "deploy.commands.loop:score",
     "train": "deploy.commands.loop:train",
     "evaluate": "deploy.commands.loop:evaluate",
+    "estimate": "deploy.commands.estimate:estimate",
     "cycle": "deploy.commands.loop:cycle",
     "policies": "deploy.commands.policy:policies",
     "reward-models": "deploy.commands.policy:reward_models",
@@ -66,7 +67,7 @@ COMMANDS: Final = {
 
 GROUPS: Final = {
     "Run": ("up", "status", "doctor", "init", "serve", "schedule", "demo"),
-    "Turn the loop by hand": ("score", "train", "evaluate", "cycle"),
+    "Turn the loop by hand": ("score", "train", "estimate", "evaluate", "cycle"),
     "Policies": ("policies", "promote", "rollback", "history", "decisions", "power", "reward-models", "runs"),
     "Data": ("lake", "data", "suite", "report"),
     "Settings": ("help", "config", "keys"),

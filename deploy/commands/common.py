@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ json_out = click.option(
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+date_and_time = click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"])
+
+
+def utc(_: click.Context, __: click.Parameter, value: datetime | None) -> datetime | None:
+    """What an option of ``date_and_time`` means: it is in UTC."""
+    return value and value.replace(tzinfo=UTC)
 
 
 def write_result(result: dict[str, Any], file: Path | None) -> None:

@@ -42,11 +42,12 @@ class OffPolicy:
     """What the log says of the candidate. ``verdict`` is "can't tell" for the ``reasons``, with counts.
 
     ``estimate``: the doubly robust one where a reward model predicted, else SNIPS; its interval is wider by what
-    ``unsupported`` responses could earn. ``lower``: what the mean reward exceeds with the stated confidence, whatever
-    the weights are like, one-sided, from weights clipped at ``clip``. ``ess``: (sum of weights)^2 / sum of squares,
-    over ``clusters`` of ``n`` responses. ``mean_weight`` is 1 in expectation where the behaviour policy can sample all
-    that the candidate can. ``unsupported``: the share of the candidate's responses that it can't, with its interval,
-    where they were given.
+    ``unsupported`` responses could earn. ``logged``: the mean of the rewards as they are, which the behaviour policy
+    earned; ``gain``: the estimate less that, on the same clusters. ``lower``: what the mean reward exceeds with the
+    stated confidence, whatever the weights are like, one-sided, from weights clipped at ``clip``. ``ess``: (sum of
+    weights)^2 / sum of squares, over ``clusters`` of ``n`` responses. ``mean_weight`` is 1 in expectation where the
+    behaviour policy can sample all that the candidate can. ``unsupported``: the share of the candidate's responses that
+    it can't, with its interval, where they were given.
     """
 
     verdict: Literal["estimated", "can't tell"]
@@ -55,6 +56,8 @@ class OffPolicy:
     ips: Estimate
     snips: Estimate
     doubly_robust: Estimate | None
+    logged: Estimate
+    gain: Estimate
     lower: float
     clip: float
     ess: float
@@ -105,14 +108,17 @@ def estimate(
         """Of each cluster."""
         return np.bincount(codes, column, minlength=count) / sizes
 
-    w, wr = mean(weights), mean(weights * r)
+    w, wr, plain = mean(weights), mean(weights * r), mean(r)
     ess = float((w / w.max()).sum() ** 2 / ((w / w.max()) ** 2).sum()) if w.max() > 0 else 0.0
     ips = _mean(wr, confidence)
     snips = _ratio(np.zeros(count), wr, w, confidence)
+    gain = _ratio(-plain, wr, w, confidence)
     robust = None
     if predicted is not None and expected is not None:
         q, v = _column(predicted, "predicted rewards", n), _column(expected, "expected rewards", n)
-        robust = _ratio(mean(v), mean(weights * (r - q)), w, confidence)
+        errors = mean(weights * (r - q))
+        robust = _ratio(mean(v), errors, w, confidence)
+        gain = _ratio(mean(v) - plain, errors, w, confidence)
     clip = float(np.sqrt(count))
     lower = low + (high - low) * _clipped_lower(
         mean(np.minimum(weights, clip) * (r - low)) / (high - low), clip, confidence
@@ -144,6 +150,8 @@ def estimate(
         ips=ips,
         snips=snips,
         doubly_robust=robust,
+        logged=_mean(plain, confidence),
+        gain=Estimate(gain.value, gain.low - gap, gain.high + gap),
         lower=lower,
         clip=clip,
         ess=ess,

@@ -1,0 +1,101 @@
+"""Which logged responses a policy or a reward model may have learned from: on those an estimate would flatter it.
+
+A policy that learned from a response that was rewarded makes it likelier, whatever it answers to others. And a reward
+model predicts the rewards that it was trained on better than any other's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from evaluation.estimation.logged_responses import LoggedResponse
+from evaluation.suites.held_out import HeldOut
+from feedback.lake.tables import Lake, LakeError
+from serve.policies.store import Policy, PolicyNotFound, PolicyStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainingRead:
+    """What a training run read: the table of interactions at ``version``, before ``until``; not what it held out."""
+
+    version: int
+    until: datetime
+    held_out: HeldOut
+
+    @classmethod
+    def of(cls, trained: Policy, tokenizer: Path) -> TrainingRead | None:
+        """By the manifest of a policy or a reward model; None if it was not trained from a lake.
+
+        ``tokenizer``: a policy's folder, by whose tokenizer prompts are texts.
+        """
+        version = (trained.lineage.get("lake_versions") or {}).get("interactions")
+        if version is None:
+            return None
+        data: Mapping[str, Any] = (trained.lineage.get("train") or {}).get("data") or {}
+        share, side = data.get("holdout", 0.0), data.get("holdout_side", "rest")
+        held_out = HeldOut(policy=tokenizer, share=share, learned=side)
+        return cls(version, datetime.fromisoformat(trained.created_at), held_out)
+
+
+def reads_of_policy(store: PolicyStore, policy: Policy) -> list[TrainingRead]:
+    """Those of the policy and of all that it descends from."""
+    reads: list[TrainingRead] = []
+    at: Policy | None = policy
+    while at is not None:
+        if (read := TrainingRead.of(at, policy.path)) is not None:
+            reads.append(read)
+        try:
+            at = None if at.parent is None else store.get(at.parent)
+        except PolicyNotFound:  # removed by hand, and all that is known of what was before it
+            at = None
+    return reads
+
+
+def learned_from(lake: Lake, reads: Iterable[TrainingRead], responses: Sequence[LoggedResponse]) -> set[str]:
+    """The ids of the responses that one of the reads has, or may have: where its version can't be read any more, those
+    that were made before what was trained of it.
+    """
+    newest: dict[HeldOut, TrainingRead] = {}  # what one version has and the lake still has, later versions have too
+    for read in reads:
+        other = newest.get(read.held_out, read)
+        newest[read.held_out] = TrainingRead(
+            max(read.version, other.version), max(read.until, other.until), read.held_out
+        )
+    found: set[str] = set()
+    for read in newest.values():
+        rest = [
+            response
+            for response in responses
+            if response.response_id not in found and read.held_out.reason(response.prompt_columns()) is None
+        ]
+        found |= _there(lake, read, rest)
+    return found
+
+
+def _there(lake: Lake, read: TrainingRead, responses: Sequence[LoggedResponse]) -> set[str]:
+    if not responses:
+        return set()
+    wanted = pa.table({"response_id": [response.response_id for response in responses]})
+    try:
+        rows = lake.read(
+            lambda views: (
+                views.register("wanted", wanted)
+                .sql("SELECT response_id FROM interactions SEMI JOIN wanted USING (response_id)")
+                .fetchall()
+            ),
+            versions={"interactions": read.version},
+            tables=("interactions",),
+        )
+    except LakeError as error:
+        log.info("interactions can't be read at version %d: %s", read.version, error)
+        return {response.response_id for response in responses if response.created_at <= read.until}
+    return {response_id for (response_id,) in rows}
