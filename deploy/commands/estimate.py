@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -14,10 +14,9 @@ from deploy.config.root import ConfigError, Settings
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
 
 if TYPE_CHECKING:
-    from evaluation.estimation.estimate import Baseline
+    from evaluation.estimation.estimate import Baseline, TrafficEstimate
     from evaluation.estimation.logged_responses import LoggedTraffic
-    from evaluation.estimation.result import TrafficEstimate
-    from evaluation.results import Interval
+    from evaluation.statistics.off_policy import Estimate
     from feedback.config import ClassifierConfig
     from feedback.lake.tables import Lake
     from serve.policies.store import Policy
@@ -73,17 +72,20 @@ def estimate(
 ) -> int:
     """Estimate what policy CANDIDATE would earn on traffic that the serving policy answered, before anybody meets it.
 
-    From responses of traffic that have a reward, each weighted by how much likelier CANDIDATE makes it. Those that it
-    may have learned from are left out: with evaluation.holdout there are always some that it has not. It decides
-    nothing. The result is kept in evaluation.folder.
+    From responses that have a reward, each weighted by how much likelier CANDIDATE makes it than the policy that
+    sampled it. Those that CANDIDATE may have learned from are left out; with evaluation.holdout there are always some
+    that it has not.
 
-    Exit code 3 if it can't tell: the effective sample size is below 100.
+    It is good for choosing which candidate to evaluate first, and for seeing one that users would like less. It decides
+    nothing and is recorded nowhere. It can't tell where CANDIDATE answers very differently, or at great length, and
+    knows nothing of responses that nobody rewarded, or of greedy ones.
+
+    Exit code 3 if it can't tell: the effective sample size is below 100, or the responses lack what CANDIDATE says.
     """
     from deploy.loop.preflight import judging_problems
     from evaluation.estimation.estimate import estimate as from_traffic
     from evaluation.estimation.logged_responses import read_logged
     from evaluation.estimation.training_reads import learned_from, reads_of_policy
-    from feedback.ingest.seal import seal
 
     store = settings.policy_store()
     if incumbent is None:
@@ -91,33 +93,22 @@ def estimate(
         if pointer is None:
             raise click.UsageError("no policy serves: name the one whose responses to use (--incumbent VERSION)")
         incumbent = pointer.version
-    config, lake = settings.resolved().evaluation, settings.lake()
     if problems := judging_problems(settings, store.get(candidate)):
         raise ConfigError("\n".join(problems))
-    store.get(incumbent)
-    lake.versions()  # raises if there is none
-    with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent):
-        policy, other = store.verify(candidate), store.verify(incumbent)
-        seal(lake, Path(settings.resolved().feedback.journal.folder))
+    lake = settings.lake()
+    with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent) as answered:
+        policy = store.verify(candidate)
         traffic = read_logged(lake, incumbent, since=since, limit=limit)
         learned = learned_from(lake, reads_of_policy(store, policy), traffic.responses)
         traffic = traffic.without(learned, f"that policy {candidate} may have learned from")
         baseline = _baseline(settings, lake, policy, traffic) if samples else "--samples is 0"
-        found = from_traffic(
-            *(policy, other, traffic, config),
-            baseline=baseline,
-            bounds=bounds,
-            samples=samples,
-            since=since,
-            limit=limit,
-        )
-    file = found.save(config.folder)
+        config = settings.resolved().evaluation
+        found = from_traffic(policy, answered, traffic, config, baseline=baseline, bounds=bounds, samples=samples)
     if as_json:
-        click.echo(found.model_dump_json(indent=2))
+        click.echo(found.to_json())
     else:
         for line in _lines(found):
             click.echo(line)
-        click.echo(f"kept in {file}")
     return 0 if found.verdict == "estimated" else NOTHING_TO_LEARN
 
 
@@ -143,20 +134,17 @@ def _reward_models(settings: Settings) -> Iterator[tuple[str, ClassifierConfig, 
     """(name, settings, manifest) of those that there are; one that Millrace did not train has no manifest."""
     from feedback.config import TRAINED, ClassifierConfig
 
-    own = set(ClassifierConfig.model_fields)
-    scoring, resolved = settings.feedback.scoring, settings.resolved().feedback.scoring
-    how = ClassifierConfig(name=TRAINED)  # to run one that was trained
-    for set_to, model in ((scoring.model, resolved.model), (scoring.human.model, resolved.human.model)):
-        if set_to is not None and set_to.name == TRAINED:
-            how = ClassifierConfig(**set_to.model_dump(include=own))
-        elif model is not None:
-            yield f"the reward model {model.name}", ClassifierConfig(**model.model_dump(include=own)), None
+    scoring = settings.resolved().feedback.scoring
+    own = settings.feedback.scoring.model
+    if own is not None and own.name != TRAINED and scoring.model is not None:
+        yield f"the reward model {own.name}", scoring.model, None
+    how = settings.feedback.scoring.human.model or ClassifierConfig(name=TRAINED)
     stores = settings.stores()
     for of, store in (("training", stores.reward_models), ("evaluation", stores.evaluation_reward_models)):
         pointer = store.serving()
         if pointer is not None and not (trained := store.get(pointer.version)).marked:
-            folder = {"name": str(trained.path), "revision": None, "label": 0}
-            yield f"{of}'s reward model {trained.version}", how.model_copy(update=folder), trained
+            version = {"name": str(trained.path), "revision": None, "label": 0}
+            yield f"{of}'s reward model {trained.version}", how.model_copy(update=version), trained
 
 
 def _lines(found: TrafficEstimate) -> Iterator[str]:
@@ -171,26 +159,25 @@ def _lines(found: TrafficEstimate) -> Iterator[str]:
     )
     if found.left_out:
         yield "left out: " + ", ".join(f"{count} {reason}" for reason, count in found.left_out.items())
-    if found.ess is not None:
+    if (numbers := found.numbers) is not None:
+        robust = ["-", f"none: {found.no_baseline}"]
         rows = [
-            ["IPS", *_cells(found.ips)],
-            ["SNIPS", *_cells(found.snips)],
-            ["doubly robust", *_cells(found.doubly_robust)],
-            ["lower bound", f"{found.lower:.3f}", f"weights clipped at {found.clip:.1f}"],
-            [f"{incumbent}, as logged", *_cells(found.incumbent_reward)],
-            ["gain", *_cells(found.gain, signed=True)],
+            ["IPS", *_cells(numbers.ips)],
+            ["SNIPS", *_cells(numbers.snips)],
+            ["doubly robust", *(robust if numbers.doubly_robust is None else _cells(numbers.doubly_robust))],
+            ["at least", f"{numbers.lower:.3f}", f"weights clipped at {numbers.clip:.1f}"],
+            [f"{incumbent}, as logged", *_cells(numbers.logged)],
+            ["gain", *_cells(numbers.gain, "+")],
         ]
         yield table(["", "reward", f"{found.confidence:.0%} interval"], rows)
-        if found.doubly_robust_missing:
-            yield f"doubly robust: none: {found.doubly_robust_missing}"
-        weights = "" if found.mean_weight is None else f"; weights average {found.mean_weight.value:.3f}"
-        heaviest = f"the heaviest has {found.largest_share:.1%} of all weight"
-        yield f"effective sample size {found.ess:.1f} of {found.clusters}{weights}; {heaviest}"
+        yield (
+            f"effective sample size {numbers.ess:.1f} of {found.clusters}; weights average "
+            f"{numbers.mean_weight.value:.3f}, the heaviest has {numbers.largest_share:.1%} of all"
+        )
     yield found.verdict + (f": {'; '.join(found.reasons)}" if found.reasons else "")
 
 
-def _cells(interval: Interval | None, *, signed: bool = False) -> list[str]:
-    if interval is None:
-        return ["-", "-"]
-    sign = "+" if signed else ""
-    return [f"{interval.value:{sign}.3f}", f"[{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"]
+def _cells(estimate: Estimate, sign: str = "") -> list[str]:
+    ends = estimate.low, estimate.high
+    interval = "[{:{sign}.3f}, {:{sign}.3f}]".format(*ends, sign=sign) if all(map(math.isfinite, ends)) else "-"
+    return [f"{estimate.value:{sign}.3f}", interval]

@@ -2,6 +2,5 @@
 
 Read ``logged_responses`` (which rows of the lake can be used, and why others can't), ``training_reads`` (which of them
 a policy or a reward model may have learned from), ``estimate`` (the candidate's log-probabilities of them, the reward
-model's baseline, the numbers), ``result`` (what is kept on disk). The statistics are
-``evaluation.statistics.off_policy``.
+model's baseline, the numbers). The statistics are ``evaluation.statistics.off_policy``.
 """

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 import pyarrow as pa
+from pydantic import TypeAdapter
 
 from evaluation.config import EvaluationConfig
 from evaluation.engine import OfflineEngine
 from evaluation.estimation.logged_responses import TOO_LONG, LoggedResponse, LoggedTraffic
-from evaluation.estimation.result import TrafficEstimate, interval
 from evaluation.statistics import off_policy
 from evaluation.statistics.intervals import Floats
-from evaluation.statistics.off_policy import MIN_ESS
+from evaluation.statistics.off_policy import MIN_ESS, OffPolicy
 from feedback.config import ClassifierConfig
 from feedback.scoring.sources.reward_model import RewardModel
 from serve.policies.folder import TOKENIZER_FILES
@@ -42,12 +40,32 @@ class Baseline:
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """What the engine found. ``candidate`` [n]: log-probabilities of the responses; ``samples`` [n * samples] texts."""
+class TrafficEstimate:
+    """What policy ``candidate`` would earn on traffic that policy ``incumbent`` answered.
 
-    candidate: Floats
-    samples: list[str]
-    dtype: str
+    ``reasons``: why the verdict is "can't tell". ``numbers``: None where too few responses could be used. ``responses``
+    were used, in ``clusters``: the users, sessions and requests that ``clustered_by`` counts. ``considered`` responses
+    of traffic were looked at; ``left_out`` says how many of them were not used, by reason. ``baseline`` names the
+    reward model of the doubly robust estimate; ``no_baseline`` says why there is none.
+    """
+
+    candidate: int
+    incumbent: int
+    verdict: Literal["estimated", "can't tell"]
+    reasons: tuple[str, ...]
+    considered: int
+    responses: int
+    clusters: int
+    clustered_by: dict[str, int]
+    left_out: dict[str, int]
+    confidence: float
+    baseline: str | None = None
+    no_baseline: str | None = None
+    numbers: OffPolicy | None = None
+
+    def to_json(self) -> str:
+        """As JSON; the end of an interval that has none is null."""
+        return TypeAdapter(TrafficEstimate).dump_json(self, indent=2).decode()
 
 
 def estimate(
@@ -59,109 +77,71 @@ def estimate(
     baseline: Baseline | str,
     bounds: tuple[float, float] = (0.0, 1.0),
     samples: int = 4,
-    since: datetime | None = None,
-    limit: int,
 ) -> TrafficEstimate:
     """The estimate from the responses of ``incumbent`` in ``traffic``. No engine starts where they can't be enough.
 
     ``baseline``: or why there is none. ``bounds``: what rewards lie between. ``samples``: how many responses of the
-    candidate to each prompt the baseline reads; ``since`` and ``limit``: by which traffic was read. Raises
-    EstimateError for a reward out of bounds and for policies whose tokenizers differ, what vLLM raises on a policy that
-    it can't load, and RewardModelError.
+    candidate to each prompt the baseline reads. Raises EstimateError for a reward out of bounds and for policies whose
+    tokenizers differ, what vLLM raises on a policy that it can't load, and RewardModelError.
     """
     _require_same_tokenizer(candidate, incumbent)
     _require_bounded(traffic.responses, bounds)
-    started = time.monotonic()
-    scored: _Scored | None = None
-    if len(_clusters(traffic.responses)) >= MIN_ESS:
+    numbers, name, missing = None, None, None
+    if _enough(traffic):
         with OfflineEngine(candidate.path, config.engine) as engine:
-            room = engine.longest_scored
-            traffic = traffic.without({r.response_id for r in traffic.responses if _tokens(r) > room}, TOO_LONG)
-            if len(_clusters(traffic.responses)) >= MIN_ESS:
-                scored = _score(engine, traffic.responses, samples if isinstance(baseline, Baseline) else 0, config)
-    numbers: dict[str, Any]
-    if scored is None:
-        numbers = {"verdict": "can't tell", "reasons": (_too_few(traffic),)}
-    else:
-        numbers = _numbers(traffic.responses, scored, baseline, samples, bounds, config.gate.confidence)
+            long = {r.response_id for r in traffic.responses if _tokens(r) > engine.longest_scored}
+            traffic = traffic.without(long, TOO_LONG)
+            scored = _enough(traffic)
+            if scored:
+                log_probs = _log_probs(engine, traffic.responses)
+                texts = _sample(engine, traffic.responses, 0 if isinstance(baseline, str) else samples, config.seed)
+        if scored:  # the engine's memory is free for the reward model
+            predicted, expected, name, missing = _predictions(traffic.responses, texts, baseline, samples)
+            numbers = off_policy.estimate(
+                [response.reward for response in traffic.responses],
+                [response.log_prob for response in traffic.responses],
+                log_probs,
+                bounds=bounds,
+                confidence=config.gate.confidence,
+                clusters=_codes(traffic.responses),
+                predicted=predicted,
+                expected=expected,
+            )
+    clusters = _clusters(traffic.responses)
     return TrafficEstimate(
         candidate=candidate.version,
-        candidate_sha256=candidate.sha256,
         incumbent=incumbent.version,
-        incumbent_sha256=incumbent.sha256,
-        **numbers,
-        responses=len(traffic.responses),
-        clusters=len(clusters := _clusters(traffic.responses)),
-        clustered_by=dict(Counter(kind for kind, _, _ in clusters)),
+        verdict="can't tell" if numbers is None else numbers.verdict,
+        reasons=(_too_few(traffic),) if numbers is None else numbers.reasons,
         considered=traffic.considered,
+        responses=len(traffic.responses),
+        clusters=len(clusters),
+        clustered_by=dict(Counter(kind for kind, _, _ in clusters)),
         left_out=traffic.left_out,
-        since=None if since is None else since.isoformat(),
-        limit=limit,
-        bounds=bounds,
         confidence=config.gate.confidence,
-        samples=samples,
-        seed=config.seed,
-        dtype=None if scored is None else scored.dtype,
-        lake_versions=traffic.versions,
-        created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-        seconds=round(time.monotonic() - started, 3),
+        baseline=name,
+        no_baseline=missing,
+        numbers=numbers,
     )
 
 
-def _score(
-    engine: OfflineEngine, responses: Sequence[LoggedResponse], samples: int, config: EvaluationConfig
-) -> _Scored:
+def _log_probs(engine: OfflineEngine, responses: Sequence[LoggedResponse]) -> Floats:
+    """Of each response [n] the candidate's log-probability, at the temperature that it was sampled at, in nats."""
     at: dict[float, list[int]] = defaultdict(list)
     for i, response in enumerate(responses):
         at[response.temperature].append(i)
-    candidate = np.full(len(responses), np.nan)
+    found = np.full(len(responses), np.nan)
     for temperature, rows in at.items():
         pairs = [(responses[i].prompt_token_ids, responses[i].response_token_ids) for i in rows]
-        log_probs = engine.score(pairs, temperature=temperature)
-        candidate[rows] = [of_response.astype(np.float64).sum() for of_response in log_probs]
+        scored = engine.score(pairs, temperature=temperature)
+        found[rows] = [of_response.astype(np.float64).sum() for of_response in scored]
+    return found
+
+
+def _sample(engine: OfflineEngine, responses: Sequence[LoggedResponse], samples: int, seed: int) -> list[str]:
+    """Texts [n * samples] of the candidate, sampled as the logged responses were."""
     repeated = [response for response in responses for _ in range(samples)]
-    texts = engine.sample([r.prompt_token_ids for r in repeated], [r.sampling for r in repeated], seed=config.seed)
-    return _Scored(candidate, texts, engine.dtype)
-
-
-def _numbers(
-    responses: Sequence[LoggedResponse],
-    scored: _Scored,
-    baseline: Baseline | str,
-    samples: int,
-    bounds: tuple[float, float],
-    confidence: float,
-) -> dict[str, Any]:
-    """The fields of the result that the statistics decide."""
-    predicted, expected, name, missing = _predictions(responses, scored.samples, baseline, samples)
-    codes = {cluster: i for i, cluster in enumerate(_clusters(responses))}
-    found = off_policy.estimate(
-        [response.reward for response in responses],
-        [response.log_prob for response in responses],
-        scored.candidate,
-        bounds=bounds,
-        confidence=confidence,
-        clusters=[codes[response.cluster] for response in responses],
-        predicted=predicted,
-        expected=expected,
-    )
-    return {
-        "verdict": found.verdict,
-        "reasons": found.reasons,
-        "estimate": interval(found.estimate),
-        "incumbent_reward": interval(found.logged),
-        "gain": interval(found.gain),
-        "ips": interval(found.ips),
-        "snips": interval(found.snips),
-        "doubly_robust": found.doubly_robust and interval(found.doubly_robust),
-        "doubly_robust_missing": missing,
-        "lower": found.lower,
-        "clip": found.clip,
-        "ess": found.ess,
-        "mean_weight": interval(found.mean_weight),
-        "largest_share": found.largest_share,
-        "baseline": name,
-    }
+    return engine.sample([r.prompt_token_ids for r in repeated], [r.sampling for r in repeated], seed=seed)
 
 
 def _predictions(
@@ -202,6 +182,16 @@ def _rows(responses: Sequence[LoggedResponse], texts: Sequence[str]) -> pa.Table
 
 def _clusters(responses: Sequence[LoggedResponse]) -> list[tuple[str, str, str]]:
     return list(dict.fromkeys(response.cluster for response in responses))
+
+
+def _codes(responses: Sequence[LoggedResponse]) -> list[int]:
+    """The number of each response's cluster."""
+    codes = {cluster: i for i, cluster in enumerate(_clusters(responses))}
+    return [codes[response.cluster] for response in responses]
+
+
+def _enough(traffic: LoggedTraffic) -> bool:
+    return len(_clusters(traffic.responses)) >= MIN_ESS
 
 
 def _tokens(response: LoggedResponse) -> int:
