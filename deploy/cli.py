@@ -2,7 +2,7 @@
 
 Settings can stand anywhere on the line as dotted options (``millrace up --serve.port 8001``). What fails is one
 line on stderr: exit code 2 for a wrong command or configuration, 1 for everything else, 128 + n after signal n.
-`train` ends with 3 where there was nothing to learn from.
+`train` ends with 3 where there was nothing to learn from, `estimate` where it can't tell.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands.common import as_json_option, date_and_time, pass_settings, utc
+from deploy.commands.common import as_json_option, date_and_time, existing_lake, pass_settings, utc
 from deploy.config.root import ConfigError, Settings
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
 
@@ -95,7 +95,7 @@ def estimate(
         incumbent = pointer.version
     if problems := judging_problems(settings, store.get(candidate)):
         raise ConfigError("\n".join(problems))
-    lake = settings.lake()
+    lake = existing_lake(settings)
     with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent) as answered:
         policy = store.verify(candidate)
         traffic = read_logged(lake, incumbent, since=since, limit=limit)

@@ -25,9 +25,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrainingRead:
-    """What a training run read: the table of interactions at ``version``, before ``until``; not what it held out."""
+    """What a training run read: the table of interactions at ``version``, before ``until``; not what it held out.
 
-    version: int
+    ``version`` is None where it isn't known.
+    """
+
+    version: int | None
     until: datetime
     held_out: HeldOut
 
@@ -47,31 +50,31 @@ class TrainingRead:
 
 
 def reads_of_policy(store: PolicyStore, policy: Policy) -> list[TrainingRead]:
-    """Those of the policy and of all that it descends from."""
-    reads: list[TrainingRead] = []
+    """Those of the policy and of all that it descends from; one that is gone may have read all before its child.
+
+    What a version of the table has and the lake still has, later versions have too: so the youngest read counts of
+    those that held out the same.
+    """
+    reads: dict[HeldOut, TrainingRead] = {}
     at: Policy | None = policy
     while at is not None:
         if (read := TrainingRead.of(at, policy.path)) is not None:
-            reads.append(read)
+            reads.setdefault(read.held_out, read)
         try:
             at = None if at.parent is None else store.get(at.parent)
-        except PolicyNotFound:  # removed by hand, and all that is known of what was before it
+        except PolicyNotFound:  # removed by hand
+            unknown = TrainingRead(None, datetime.fromisoformat(at.created_at), HeldOut(policy=policy.path))
+            reads.setdefault(unknown.held_out, unknown)
             at = None
-    return reads
+    return list(reads.values())
 
 
 def learned_from(lake: Lake, reads: Iterable[TrainingRead], responses: Sequence[LoggedResponse]) -> set[str]:
     """The ids of the responses that one of the reads has, or may have: where its version can't be read any more, those
     that were made before what was trained of it.
     """
-    newest: dict[HeldOut, TrainingRead] = {}  # what one version has and the lake still has, later versions have too
-    for read in reads:
-        other = newest.get(read.held_out, read)
-        newest[read.held_out] = TrainingRead(
-            max(read.version, other.version), max(read.until, other.until), read.held_out
-        )
     found: set[str] = set()
-    for read in newest.values():
+    for read in reads:
         rest = [
             response
             for response in responses
@@ -84,6 +87,8 @@ def learned_from(lake: Lake, reads: Iterable[TrainingRead], responses: Sequence[
 def _there(lake: Lake, read: TrainingRead, responses: Sequence[LoggedResponse]) -> set[str]:
     if not responses:
         return set()
+    if read.version is None:
+        return _older(responses, read.until)
     wanted = pa.table({"response_id": [response.response_id for response in responses]})
     try:
         rows = lake.read(
@@ -97,5 +102,9 @@ def _there(lake: Lake, read: TrainingRead, responses: Sequence[LoggedResponse]) 
         )
     except LakeError as error:
         log.info("interactions can't be read at version %d: %s", read.version, error)
-        return {response.response_id for response in responses if response.created_at <= read.until}
+        return _older(responses, read.until)
     return {response_id for (response_id,) in rows}
+
+
+def _older(responses: Sequence[LoggedResponse], until: datetime) -> set[str]:
+    return {response.response_id for response in responses if response.created_at <= until}

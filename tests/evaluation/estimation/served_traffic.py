@@ -1,4 +1,4 @@
-"""Traffic that a real server's engine has answered, in a lake, and candidates whose truth sampling tells."""
+"""Traffic that a real server's engine has answered, in a lake, and a candidate that prefers what is rewarded."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from feedback.lake.tables import Lake
 from serve.config import EngineConfig as ServingConfig
 from serve.policies.store import Policy, PolicyStore
@@ -20,6 +18,7 @@ from tests.feedback.feedback_rows import NOON, interaction, put, reward
 MIB = 1024 * 1024
 MAX_TOKENS = 6
 TEMPERATURES = (1.0, 0.7)
+BY_USER = 2
 
 
 def value(text: str) -> float:
@@ -36,13 +35,13 @@ def requests(n: int) -> list[tuple[str, Sampling]]:
 
 
 def serve(policy: Policy, n: int) -> list[dict[str, Any]]:
-    """Rows of interactions, as the server's engine answers; two of each user."""
+    """Rows of interactions, as the server's engine answers; BY_USER of each user, one at either temperature."""
 
     async def answer() -> list[dict[str, Any]]:
         engine = Engine(ServingConfig(kv_cache_bytes=8 * MIB, threads=1))
+        asked = requests(n)
         try:
             await engine.start(policy)
-            asked = requests(n)
             prompts = [await engine.text.encode(prompt, special_tokens=True) for prompt, _ in asked]
             found = await asyncio.gather(*(engine.generate(str(i), ids, asked[i][1]) for i, ids in enumerate(prompts)))
         finally:
@@ -50,7 +49,7 @@ def serve(policy: Policy, n: int) -> list[dict[str, Any]]:
         return [
             interaction(
                 f"r{i:04}",
-                user=f"user {i // 2}",
+                user=f"user {i // BY_USER}",
                 created_at=NOON + timedelta(seconds=i),
                 prompt=asked[i][0],
                 prompt_token_ids=prompts[i],
@@ -75,14 +74,24 @@ def record(lake: Lake, rows: Sequence[dict[str, Any]]) -> None:
     put(lake, "rewards", [reward(row["response_id"], value(row["response"])) for row in rows])
 
 
-def publish_blend(store: PolicyStore, one: Policy, other: Policy, share: float) -> Policy:
-    """Policy ``one`` with its weights moved by a share of the way to those of ``other``."""
+def publish_fond_of_digits(store: PolicyStore, policy: Policy, steps: int) -> Policy:
+    """The policy after some steps that make digits likelier, whatever stands before them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(policy.path, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        ids = torch.randint(2, 40, (64, 8), generator=generator)
+        loss = -model(ids).logits.log_softmax(-1)[..., 2:12].logsumexp(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
     def write(folder: Path) -> None:
-        for file in one.files:
-            shutil.copy2(one.path / file, folder / file)
-        first, second = (load_file(policy.path / "model.safetensors") for policy in (one, other))
-        blended = {name: weights.lerp(second[name], share) for name, weights in first.items()}
-        save_file(blended, folder / "model.safetensors", metadata={"format": "pt"})
+        for file in policy.files:
+            shutil.copy2(policy.path / file, folder / file)
+        model.save_pretrained(folder)
 
-    return store.publish(write, parent=one.version, lineage={}, metrics={})
+    return store.publish(write, parent=policy.version, lineage={}, metrics={})
