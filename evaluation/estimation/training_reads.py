@@ -56,16 +56,18 @@ def reads_of_policy(store: PolicyStore, policy: Policy) -> list[TrainingRead]:
     those that held out the same.
     """
     reads: dict[HeldOut, TrainingRead] = {}
-    at: Policy | None = policy
-    while at is not None:
-        if (read := TrainingRead.of(at, policy.path)) is not None:
+    tokenizer = policy.path
+    while True:
+        if (read := TrainingRead.of(policy, tokenizer)) is not None:
             reads.setdefault(read.held_out, read)
+        if policy.parent is None:
+            break
         try:
-            at = None if at.parent is None else store.get(at.parent)
+            policy = store.get(policy.parent)
         except PolicyNotFound:  # removed by hand
-            unknown = TrainingRead(None, datetime.fromisoformat(at.created_at), HeldOut(policy=policy.path))
+            unknown = TrainingRead(None, datetime.fromisoformat(policy.created_at), HeldOut(policy=tokenizer))
             reads.setdefault(unknown.held_out, unknown)
-            at = None
+            break
     return list(reads.values())
 
 
