@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 
 from deploy import cli
+from deploy.commands.estimate import _baseline
+from deploy.config import root
 from deploy.config.root import Settings
+from evaluation.estimation.estimate import Baseline
+from evaluation.estimation.logged_responses import read_logged
 from feedback.lake.tables import Lake
 from tests.evaluation.estimation.served_traffic import BY_USER, record, serve, value
 from tests.feedback.feedback_rows import interaction, put, reward
@@ -160,3 +164,31 @@ def test_what_the_candidate_was_trained_on_is_left_out_and_counted(
     home_with_policy.policy_store().publish(model, parent=1, lineage=lineage, metrics={})
     code, out, err = run(home_with_policy, capsys, "2")
     assert (code, "left out: 3 that policy 2 may have learned from" in out) == (3, True), out + err
+
+
+def test_the_baseline_is_the_first_reward_model_that_has_not_learned_from_the_responses(
+    home_with_policy: Settings, lake: Lake, model: Path
+) -> None:
+    fill(lake)
+    stores, policy, traffic = (
+        home_with_policy.stores(),
+        home_with_policy.policy_store().get(1),
+        read_logged(lake, 1, limit=9),
+    )
+    assert str(_baseline(home_with_policy, lake, policy, traffic)).startswith("there is no reward model")
+    before = {"lake_versions": {"interactions": 0}, "train": {"data": {}}}
+    after = {"lake_versions": lake.versions(), "train": {"data": {}}}
+    stores.reward_models.publish(model, parent=None, lineage=after, metrics={})
+    stores.reward_models.promote(1, expected=None, who="test", why="test")
+    why = "training's reward model 1 may have learned from 3 of the responses"
+    assert _baseline(home_with_policy, lake, policy, traffic) == why
+    stores.evaluation_reward_models.publish(model, parent=None, lineage=before, metrics={})
+    stores.evaluation_reward_models.promote(1, expected=None, who="test", why="test")
+    found = _baseline(home_with_policy, lake, policy, traffic)
+    assert isinstance(found, Baseline)
+    folder = str(stores.evaluation_reward_models.get(1).path)
+    assert (found.name, found.model.name) == ("evaluation's reward model 1", folder)
+    own = root.load(None, [("home", str(home_with_policy.home)), ("feedback.scoring.model.name", str(model))], {})
+    found = _baseline(own, lake, policy, traffic)
+    assert isinstance(found, Baseline)
+    assert (found.name, found.model.name) == (f"the reward model {model}", str(model))

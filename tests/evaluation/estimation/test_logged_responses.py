@@ -11,6 +11,7 @@ import pytest
 
 from evaluation.estimation.logged_responses import LoggedTraffic, read_logged
 from feedback.config import LakeConfig
+from feedback.lake.erasure_registry import register
 from feedback.lake.tables import Lake, LakeError
 from feedback.schema import IMPORTED
 from tests.feedback.feedback_rows import NOON, interaction, put, reward
@@ -129,3 +130,11 @@ def test_no_lake_and_no_limit_are_errors(tmp_path: Path, lake: Lake):
         read_logged(Lake(str(tmp_path / "none"), LakeConfig()), 1, limit=1)
     with pytest.raises(ValueError, match=r"limit \(0\) must be at least 1"):
         read_logged(lake, 1, limit=0)
+
+
+def test_what_an_erasure_that_has_not_gone_through_means_is_left_out(lake: Lake):
+    rows = [interaction("a", user="ann"), interaction("b", user="bob")]
+    assert len(read(lake, *rows).responses) == 2
+    register(lake, "user", ["bob"], NOON, lake.versions())
+    found = read_logged(lake, 1, limit=100)
+    assert ([one.response_id for one in found.responses], found.left_out) == (["a"], {"being erased": 1})
