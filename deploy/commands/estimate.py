@@ -73,8 +73,8 @@ def estimate(
     """Estimate what policy CANDIDATE would earn on traffic that the serving policy answered, before anybody meets it.
 
     From responses that have a reward, each weighted by how much likelier CANDIDATE makes it than the policy that
-    sampled it. Those that CANDIDATE may have learned from are left out; with evaluation.holdout there are always some
-    that it has not.
+    sampled it. Those that CANDIDATE may have learned from are left out: without evaluation.holdout, all that were there
+    when it was trained.
 
     It is good for choosing which candidate to evaluate first, and for seeing one that users would like less. It decides
     nothing and is recorded nowhere. It can't tell where CANDIDATE answers very differently, or at great length, and
