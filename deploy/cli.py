@@ -2,7 +2,7 @@
 
 Settings can stand anywhere on the line as dotted options (``millrace up --serve.port 8001``). What fails is one
 line on stderr: exit code 2 for a wrong command or configuration, 1 for everything else, 128 + n after signal n.
-`train` ends with 3 where there was nothing to learn from.
+`train` ends with 3 where there was nothing to learn from, `estimate` where it can't tell.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ COMMANDS: Final = {
     "score": "deploy.commands.loop:score",
     "train": "deploy.commands.loop:train",
     "evaluate": "deploy.commands.loop:evaluate",
+    "estimate": "deploy.commands.estimate:estimate",
     "cycle": "deploy.commands.loop:cycle",
     "policies": "deploy.commands.policy:policies",
     "reward-models": "deploy.commands.policy:reward_models",
@@ -67,7 +68,7 @@ COMMANDS: Final = {
 
 GROUPS: Final = {
     "Run": ("up", "status", "doctor", "init", "serve", "schedule", "demo"),
-    "Turn the loop by hand": ("score", "train", "evaluate", "cycle"),
+    "Turn the loop by hand": ("score", "train", "estimate", "evaluate", "cycle"),
     "Policies": (
         "policies",
         "promote",

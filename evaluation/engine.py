@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from evaluation.config import EngineConfig
 from serve.kv_cache import BATCH_SHARE, fit_engine
 from serve.policies.folder import compute_dtype
 from serve.vllm.boot import engine_variables, offline_engine, sampling_params
+from serve.vllm.prompt_temperature import EXTENSION
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class OfflineEngine:
             kv_cache_memory_bytes=cache.size,
             tensor_parallel_size=config.tensor_parallel_size,
             distributed_executor_backend="uni" if one_process else "mp",
+            worker_extension_cls=EXTENSION,
             enforce_eager=config.enforce_eager,
             use_tqdm_on_load=False,
         )
@@ -134,26 +136,65 @@ class OfflineEngine:
         sampled = [
             sampling_params(temperature=1.0, seed=seed + i, max_tokens=max_tokens) for i in range(len(work.sampled))
         ]
-        # vLLM scores a prompt's tokens on the way to a next one, which is thrown away: the pair must leave room for it.
-        score = sampling_params(temperature=0.0, max_tokens=1, logprobs=None, prompt_logprobs=0, detokenize=False)
-        room = self.max_model_len - 1
-        prompts = [*work.greedy, *work.sampled, *((prompt + response)[:room] for prompt, response in work.scored)]
-        if not prompts:
-            return Done([], [], [])
-        params = [greedy] * len(work.greedy) + sampled + [score] * len(work.scored)
-        with self._compile_mode():
-            outputs = self._llm.generate(
-                [{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=sys.stderr.isatty()
-            )
+        scored = [(prompt + response)[: self.longest_scored] for prompt, response in work.scored]
+        prompts = [*work.greedy, *work.sampled, *scored]
+        params = [greedy] * len(work.greedy) + sampled + [_score()] * len(scored)
+        outputs = self._generate(prompts, params)
         first, second = len(work.greedy), len(work.greedy) + len(work.sampled)
         return Done(
             greedy=[_generation(output.outputs[0]) for output in outputs[:first]],
             sampled=[_generation(output.outputs[0]) for output in outputs[first:second]],
-            scored=[
-                _chosen(output.prompt_logprobs, output.prompt_token_ids)[len(prompt) :]
-                for output, (prompt, _) in zip(outputs[second:], work.scored, strict=True)
-            ],
+            scored=_responses_logprobs(outputs[second:], work.scored),
         )
+
+    def score(self, pairs: Sequence[tuple[TokenIds, TokenIds]], *, temperature: float) -> list[NDArray[np.float32]]:
+        """Of each (prompt, response) the log-probabilities [response tokens] of sampling the response, in nats.
+
+        At that temperature, above 0, with nothing cut off. Raises EngineError on a pair that is longer than
+        ``longest_scored``.
+        """
+        prompts = [prompt + response for prompt, response in pairs]
+        if (longest := max(map(len, prompts), default=0)) > self.longest_scored:
+            raise EngineError(f"a prompt and its response have {longest} tokens, {self.longest_scored} can be scored")
+        self._llm.collective_rpc("millrace_set_prompt_temperature", args=(temperature,))
+        try:
+            return _responses_logprobs(self._generate(prompts, [_score()] * len(prompts)), pairs)
+        finally:
+            self._llm.collective_rpc("millrace_set_prompt_temperature", args=(1.0,))
+
+    def sample(self, prompts: Sequence[TokenIds], sampling: Sequence[Mapping[str, Any]], *, seed: int) -> list[str]:
+        """The text of a response to each prompt, sampled by vLLM's parameters for it, such as temperature."""
+        params = [sampling_params(seed=seed + i, logprobs=None, **of) for i, of in enumerate(sampling)]
+        return [output.outputs[0].text or "" for output in self._generate(prompts, params)]
+
+    @property
+    def longest_scored(self) -> int:
+        """Longest prompt and response together that can be scored, in tokens.
+
+        vLLM scores a prompt's tokens on the way to a next one, which is thrown away: the pair must leave room for it.
+        """
+        return self.max_model_len - 1
+
+    def _generate(self, prompts: Sequence[TokenIds], params: Sequence[Any]) -> list[Any]:
+        if not prompts:
+            return []
+        with self._compile_mode():
+            inputs = [{"prompt_token_ids": ids} for ids in prompts]
+            found: list[Any] = self._llm.generate(inputs, list(params), use_tqdm=sys.stderr.isatty())
+        return found
+
+
+def _score() -> Any:
+    return sampling_params(temperature=0.0, max_tokens=1, logprobs=None, prompt_logprobs=0, detokenize=False)
+
+
+def _responses_logprobs(
+    outputs: Sequence[Any], pairs: Sequence[tuple[TokenIds, TokenIds]]
+) -> list[NDArray[np.float32]]:
+    return [
+        _chosen(output.prompt_logprobs, output.prompt_token_ids)[len(prompt) :]
+        for output, (prompt, _) in zip(outputs, pairs, strict=True)
+    ]
 
 
 def _generation(output: Any) -> Generation:

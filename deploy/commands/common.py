@@ -1,14 +1,18 @@
-"""What several commands share: the settings, the result file, listings."""
+"""What several commands share: the settings, the lake, the result file, options."""
 
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from deploy.config.root import Settings
+
+if TYPE_CHECKING:
+    from feedback.lake.tables import Lake
 
 pass_settings = click.make_pass_decorator(Settings)
 
@@ -19,6 +23,12 @@ json_out = click.option(
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+date_and_time = click.DateTime(["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"])
+
+
+def utc(_: click.Context, __: click.Parameter, value: datetime | None) -> datetime | None:
+    """What an option of ``date_and_time`` means: it is in UTC."""
+    return value and value.replace(tzinfo=UTC)
 
 
 def write_result(result: dict[str, Any], file: Path | None) -> None:
@@ -28,3 +38,17 @@ def write_result(result: dict[str, Any], file: Path | None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, json.dumps(result, indent=2, default=str).encode() + b"\n")
+
+
+def existing_lake(settings: Settings) -> Lake:
+    """The lake. Raises LakeError if there is none; makes none."""
+    from feedback.lake.tables import LakeError
+
+    lake = settings.lake()
+    try:
+        lake.versions()
+    except LakeError as error:
+        if lake.local and not Path(lake.uri).exists():
+            raise LakeError(f"there is no lake at {lake.uri}: the server makes it when it starts") from error
+        raise
+    return lake

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from deploy.commands.common import json_out, pass_settings, write_result
+from deploy.commands.common import date_and_time, json_out, pass_settings, utc, write_result
 from deploy.config.root import Settings
 from deploy.supervise.children import stop_on_signals
 from feedback.exchange import ExportForm, ImportForm, Style
 
 if TYPE_CHECKING:
     from feedback.exchange.imports import Tokenise
-
-_DATE_FORMATS = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S"]
-
-
-def _utc(_: click.Context, __: click.Parameter, value: datetime | None) -> datetime | None:
-    return value and value.replace(tzinfo=UTC)
 
 
 def _source(_: click.Context, __: click.Parameter, name: str) -> str:
@@ -49,11 +43,11 @@ def _source(_: click.Context, __: click.Parameter, name: str) -> str:
 )
 @click.option(
     "--since",
-    type=click.DateTime(_DATE_FORMATS),
-    callback=_utc,
+    type=date_and_time,
+    callback=utc,
     help="Only what is as young (UTC): feedback; requests.",
 )
-@click.option("--until", type=click.DateTime(_DATE_FORMATS), callback=_utc, help="Only what is older (UTC).")
+@click.option("--until", type=date_and_time, callback=utc, help="Only what is older (UTC).")
 @click.option(
     "--policy", type=int, metavar="VERSION", help="Only responses that this policy sampled, to the last token."
 )

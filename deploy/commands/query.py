@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands.common import as_json_option, pass_settings
+from deploy.commands.common import as_json_option, existing_lake, pass_settings
 from deploy.config.root import Settings
 from deploy.supervise.children import stop_on_signals
-
-if TYPE_CHECKING:
-    from feedback.lake.tables import Lake
 
 _TABLES = ("interactions", "feedback", "rewards")
 
@@ -73,7 +69,7 @@ def sql(
         raise click.UsageError("Parquet is not for a terminal: give --out FILE")
     if query == "-":
         query = sys.stdin.read()
-    lake, journal = _lake(settings)
+    lake, journal = existing_lake(settings), Path(settings.resolved().feedback.journal.folder)
 
     from deploy.display.query_output import WRITERS, opened, write_table
     from feedback.lake.query import QueryError, Rows, run
@@ -105,7 +101,7 @@ def sql(
 @pass_settings
 def stats(settings: Settings, as_json: bool, orphans: bool, limit: int, sealed_only: bool) -> None:
     """Show how much is in the lake, how much feedback, the rewards by policy, the lag, and anomalies."""
-    lake, journal_folder = _lake(settings)
+    lake, journal_folder = existing_lake(settings), Path(settings.resolved().feedback.journal.folder)
     journal = None if sealed_only else journal_folder
 
     from deploy.display import statistics as display
@@ -119,20 +115,6 @@ def stats(settings: Settings, as_json: bool, orphans: bool, limit: int, sealed_o
             gathered = statistics.gather(lake, journal)
             text = display.to_json(gathered) if as_json else display.to_text(gathered)
     click.echo(text)
-
-
-def _lake(settings: Settings) -> tuple[Lake, Path]:
-    """The lake and the journal's folder. Raises LakeError if there is no lake; makes none."""
-    from feedback.lake.tables import LakeError
-
-    lake = settings.lake()
-    try:
-        lake.versions()
-    except LakeError as error:
-        if lake.local and not Path(lake.uri).exists():
-            raise LakeError(f"there is no lake at {lake.uri}: the server makes it when it starts") from error
-        raise
-    return lake, Path(settings.resolved().feedback.journal.folder)
 
 
 def _versions(pinned: tuple[str, ...]) -> dict[str, int]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtrit
 
-from evaluation.statistics.intervals import Floats, wilson
+from evaluation.statistics.intervals import Floats
 from evaluation.statistics.wealth import greatest_refuted, wealth_path
 
 MIN_ESS: Final = 100.0
@@ -41,12 +41,11 @@ class Estimate:
 class OffPolicy:
     """What the log says of the candidate. ``verdict`` is "can't tell" for the ``reasons``, with counts.
 
-    ``estimate``: the doubly robust one where a reward model predicted, else SNIPS; its interval is wider by what
-    ``unsupported`` responses could earn. ``lower``: what the mean reward exceeds with the stated confidence, whatever
-    the weights are like, one-sided, from weights clipped at ``clip``. ``ess``: (sum of weights)^2 / sum of squares,
-    over ``clusters`` of ``n`` responses. ``mean_weight`` is 1 in expectation where the behaviour policy can sample all
-    that the candidate can. ``unsupported``: the share of the candidate's responses that it can't, with its interval,
-    where they were given.
+    ``estimate``: the doubly robust one where a reward model predicted, else SNIPS. ``logged``: the mean of the rewards
+    as they are, which the behaviour policy earned; ``gain``: the estimate less that, on the same clusters. ``lower``:
+    what the mean reward exceeds with the stated confidence, whatever the weights are like, one-sided, from weights
+    clipped at ``clip``. ``ess``: (sum of weights)^2 / sum of squares, over ``clusters`` of ``n`` responses.
+    ``mean_weight`` is 1 in expectation where the behaviour policy can sample all that the candidate can.
     """
 
     verdict: Literal["estimated", "can't tell"]
@@ -55,6 +54,8 @@ class OffPolicy:
     ips: Estimate
     snips: Estimate
     doubly_robust: Estimate | None
+    logged: Estimate
+    gain: Estimate
     lower: float
     clip: float
     ess: float
@@ -62,7 +63,6 @@ class OffPolicy:
     clusters: int
     mean_weight: Estimate
     largest_share: float
-    unsupported: Estimate | None
 
 
 def estimate(
@@ -75,16 +75,14 @@ def estimate(
     clusters: ArrayLike | None = None,
     predicted: ArrayLike | None = None,
     expected: ArrayLike | None = None,
-    behaviour_of_candidates: ArrayLike | None = None,
 ) -> OffPolicy:
     """The candidate's mean reward from logged responses [n], rewards within ``bounds``.
 
     ``behaviour`` and ``candidate`` [n]: log-probabilities of the responses, nats, summed over tokens; the candidate's
     may be -inf. For the doubly robust estimate, ``predicted`` [n] is the reward model's value of the logged response
     and ``expected`` [n] its mean over responses that the candidate samples to the same prompt (or both a value of the
-    prompt alone). ``behaviour_of_candidates`` [m]: the behaviour policy's log-probabilities of responses that the
-    candidate sampled, -inf where it can't sample them. ``clusters`` [n] names users or sessions. Raises ValueError on
-    shapes that differ, no response, and a number that is none or out of bounds, naming its place.
+    prompt alone). ``clusters`` [n] names users or sessions. Raises ValueError on shapes that differ, no response, and a
+    number that is none or out of bounds, naming its place.
     """
     r, old = _column(rewards, "rewards"), _column(behaviour, "behaviour log-probabilities")
     n = len(r)
@@ -105,22 +103,22 @@ def estimate(
         """Of each cluster."""
         return np.bincount(codes, column, minlength=count) / sizes
 
-    w, wr = mean(weights), mean(weights * r)
+    w, wr, plain = mean(weights), mean(weights * r), mean(r)
     ess = float((w / w.max()).sum() ** 2 / ((w / w.max()) ** 2).sum()) if w.max() > 0 else 0.0
     ips = _mean(wr, confidence)
     snips = _ratio(np.zeros(count), wr, w, confidence)
+    gain = _ratio(-plain, wr, w, confidence)
     robust = None
     if predicted is not None and expected is not None:
         q, v = _column(predicted, "predicted rewards", n), _column(expected, "expected rewards", n)
-        robust = _ratio(mean(v), mean(weights * (r - q)), w, confidence)
+        errors = mean(weights * (r - q))
+        robust = _ratio(mean(v), errors, w, confidence)
+        gain = _ratio(mean(v) - plain, errors, w, confidence)
     clip = float(np.sqrt(count))
     lower = low + (high - low) * _clipped_lower(
         mean(np.minimum(weights, clip) * (r - low)) / (high - low), clip, confidence
     )
     mean_weight = _mean(w, 1 - _SUPPORT_ALPHA)
-    unsupported = None if behaviour_of_candidates is None else _unsupported(behaviour_of_candidates, confidence)
-    best = robust or snips
-    gap = unsupported.value * (high - low) if unsupported else 0.0
     reasons = []
     if not ess >= MIN_ESS:
         reasons.append(
@@ -132,18 +130,15 @@ def estimate(
             f"unequal support: weights average {mean_weight.value:.3f} (at most {mean_weight.high:.3f}) where they "
             f"should average 1, so the log lacks about {1 - mean_weight.value:.0%} of what the candidate says"
         )
-    if unsupported is not None and unsupported.low > _SMALLEST_GAP:
-        reasons.append(
-            f"unequal support: the behaviour policy can't sample {unsupported.value:.1%} of the candidate's responses "
-            "(top-k or top-p cut them off), so nothing logged says what they earn"
-        )
     return OffPolicy(
         verdict="can't tell" if reasons else "estimated",
         reasons=tuple(reasons),
-        estimate=Estimate(best.value, best.low - gap, best.high + gap),
+        estimate=robust or snips,
         ips=ips,
         snips=snips,
         doubly_robust=robust,
+        logged=_mean(plain, confidence),
+        gain=gain,
         lower=lower,
         clip=clip,
         ess=ess,
@@ -151,7 +146,6 @@ def estimate(
         clusters=count,
         mean_weight=mean_weight,
         largest_share=float(w.max() / w.sum()) if w.sum() > 0 else 1.0,
-        unsupported=unsupported,
     )
 
 
@@ -205,13 +199,6 @@ def _clipped_lower(values: Floats, clip: float, confidence: float) -> float:
     """
     found = greatest_refuted(lambda mean: wealth_path(values, 0.0, mean), 1 - confidence, 0.0, 1.0)
     return max(0.0, found)
-
-
-def _unsupported(behaviour_of_candidates: ArrayLike, confidence: float) -> Estimate:
-    theirs = np.asarray(behaviour_of_candidates, np.float64)
-    if theirs.ndim != 1 or theirs.size == 0 or np.isnan(theirs).any():
-        raise ValueError(f"behaviour_of_candidates must be a vector of log-probabilities, got shape {theirs.shape}")
-    return Estimate(*wilson(int(np.isneginf(theirs).sum()), len(theirs), confidence=confidence))
 
 
 def _column(values: ArrayLike, name: str, n: int | None = None, *, zero: bool = False) -> Floats:

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from feedback.ids import uuid7
+from feedback.sampling_parameters import SAMPLING_KEY
 from serve.generation.request import Generation, GenerationRequest, Sampling
 
 _STATUS: Final = {"abort": "aborted", "error": "error"}
@@ -87,4 +88,4 @@ def _other_sampling(sampling: Sampling) -> list[tuple[str, str]]:
     other = json.loads(sampling.other) if sampling.other else {}
     if sampling.stop_token_ids:
         other["stop_token_ids"] = list(sampling.stop_token_ids)
-    return [(RESERVED + "sampling", json.dumps(other))]
+    return [(SAMPLING_KEY, json.dumps(other))]

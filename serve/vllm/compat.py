@@ -115,6 +115,11 @@ USES: Final = {
         "serve.vllm.per_request_logprobs: one request's certain tokens overwrite others' logprobs in its step "
         "(vllm-project/vllm#51789)",
     ),
+    "vllm.v1.worker.gpu_model_runner": (
+        "GPUModelRunner._get_prompt_logprobs_dict",
+        "serve.vllm.prompt_temperature: a prompt's log-probabilities are those of what the model's compute_logits "
+        "gives; no sampling parameter reaches them",
+    ),
     "vllm.v1.executor.uniproc_executor": (
         "ExecutorWithExternalLauncher._distributed_args",
         "serve.vllm.boot: names its shared memory after the init method, so that two jobs on one machine would share "

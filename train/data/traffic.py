@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
@@ -11,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from evaluation.suites.held_out import HeldOut
+from feedback.sampling_parameters import altered_by
 from train.batch.packed import Rollout
 
 BELOW_FULL_SUPPORT: Final = "sampled below full support"
@@ -97,7 +97,7 @@ class Traffic:
 
 def _unusable(row: dict[str, Any], parent: int | None, max_staleness: int | None, longest: int | None) -> str | None:
     """Why a logged response can't be learned from; None if it can."""
-    if not full_support(row["sampling"]) or not _as_trained(dict(row["metadata"] or ())):
+    if altered_by(row["sampling"], row["metadata"]):
         return BELOW_FULL_SUPPORT
     if parent is not None and max_staleness is not None:
         versions = [span["policy_version"] for span in row["policy_spans"] or ()]
@@ -108,27 +108,6 @@ def _unusable(row: dict[str, Any], parent: int | None, max_staleness: int | None
     if longest is not None and len(row["prompt_token_ids"]) + len(row["response_token_ids"]) > longest:
         return TOO_LONG
     return None
-
-
-def full_support(sampling: dict[str, Any]) -> bool:
-    """Whether the logprobs of this sampling are those of the whole softmax, so that a ratio to them is unbiased.
-
-    Below full support (top-p, top-k, min-p, greedy) a captured logprob is that of a distribution without the tokens
-    that were cut off. Tokens that the policy would sample, and the behaviour never could, then have no weight that
-    makes up for them: importance sampling needs a behaviour that is positive wherever the policy is.
-    """
-    return (
-        sampling["temperature"] > 0
-        and (sampling["top_p"] is None or sampling["top_p"] >= 1)
-        and (sampling["top_k"] is None or sampling["top_k"] <= 0)
-        and not sampling["min_p"]
-    )
-
-
-def _as_trained(metadata: dict[str, str]) -> bool:
-    """Whether nothing else (penalties, biases, a grammar …) changed the distribution that was sampled from."""
-    further = json.loads(metadata.get("millrace:sampling", "{}"))
-    return further.keys() <= {"stop_token_ids"}
 
 
 def differ(group: list[Rollout]) -> bool:

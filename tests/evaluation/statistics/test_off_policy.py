@@ -132,17 +132,6 @@ def test_tokens_that_the_behaviour_policy_could_not_sample_show_in_weights_that_
     assert asked(traffic(rng, n, 0.5, 0.2)).reasons == ()
 
 
-def test_responses_of_the_candidate_that_the_behaviour_policy_can_not_sample_are_counted():
-    logged = traffic(np.random.default_rng(7), 2000, 0.3, 0.1)
-    lacking = asked(logged, behaviour_of_candidates=np.repeat([-np.inf, -12.0], [30, 70]))
-    assert lacking.verdict == "can't tell"
-    assert "can't sample 30.0% of the candidate's responses" in lacking.reasons[-1]
-    few = asked(logged, behaviour_of_candidates=np.repeat([-np.inf, -12.0], [2, 98]))
-    assert few.verdict == "estimated"
-    assert few.doubly_robust is not None
-    assert few.estimate.low == pytest.approx(few.doubly_robust.low - 0.02)
-
-
 def test_what_the_candidate_would_never_say_has_no_weight():
     found = estimate([1.0, 0.0, 0.5], np.full(3, -1.0), [-1.0, -np.inf, -1.0], **HOW)
     assert found.snips.value == 0.75
