@@ -6,6 +6,6 @@ many items a gain needs), ``intervals`` (the bootstrap, Wilson's interval, best 
 ``experiment`` (a candidate on live traffic) with ``wealth`` (betting where each row has its own bounds), ``off_policy``
 (a candidate on logged traffic), ``pairwise`` (win rates and Bradley-Terry strengths).
 
-`evaluation.decisions` decides by these; ``intervals`` are pictures. What is of traffic decides in `make simulate` alone
-so far.
+`evaluation.decisions` decides by what is of items, `evaluation.experiments` by ``experiment``, `evaluation.estimation`
+reports ``off_policy``; ``intervals`` are pictures.
 """
