@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from deploy.config import describe
 from deploy.config.root import Settings
-from deploy.config.sources import from_options
-from feedback.files import private
+from deploy.config.sources import from_options, overlaid
+from feedback.files import private, replace_file
+from serve.kv_cache import full_context
 from serve.policies import probe
 from serve.policies.store import Pointer
 
@@ -142,8 +145,31 @@ def write_config(settings: Settings, file: Path, options: Sequence[tuple[str, st
     return True
 
 
+def fit_responses(settings: Settings, file: Path) -> int | None:
+    """Write into a new settings file how long responses may be, if the serving policy's context is short.
+
+    Half of it is left to the prompt. The tokens, or None where the defaults, or what the settings say, have room.
+    """
+    pointer = settings.policy_store().serving()
+    assert pointer is not None, "the home is made"
+    folder = settings.policy_store().get(pointer.version).path
+    context = full_context(json.loads((folder / "config.json").read_bytes()))
+    longest = {"train": settings.train.rollout.max_tokens, "evaluation": settings.evaluation.max_tokens}
+    if context is None or max(longest.values()) < context:
+        return None
+    text = file.read_text()
+    half = max(1, context // 2)
+    for section, key, value in (("train", "rollout", {"max_tokens": half}), ("evaluation", "max_tokens", half)):
+        if longest[section] >= context:
+            text = _with_values(text, section, {key: value})
+    replace_file(file, text.encode(), private=True)
+    return half
+
+
 def _with_values(text: str, section: str, values: dict[str, Any]) -> str:
     """The text of a YAML file with values in one of its sections: in place of those that stand there, or at its top."""
+    before = (yaml.safe_load(text) or {}).get(section) or {}
+    values = {key: value for key, value in overlaid(before, values).items() if key in values}
     lines = text.splitlines(keepends=True)
     try:
         at = lines.index(f"{section}:\n") + 1

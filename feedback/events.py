@@ -64,6 +64,10 @@ def _number_or_boolean(value: object) -> float | bool:
     return number + 0.0  # -0 is 0
 
 
+ANYBODY: Final = "user"
+"""The source of feedback that names none."""
+
+
 class FeedbackIn(BaseModel):
     """Feedback on a response, from a person or a program: the body of ``POST /feedback``."""
 
@@ -98,7 +102,7 @@ class FeedbackIn(BaseModel):
         "sent again without an id, it is recorded again.",
     )
     source: Identifier = Field(
-        default="user", description="Whose feedback it is; a later thumb of the same source replaces an earlier."
+        default=ANYBODY, description="Whose feedback it is; a later thumb of the same source replaces an earlier."
     )
 
     @model_validator(mode="after")
@@ -112,7 +116,9 @@ class FeedbackIn(BaseModel):
             if present and field not in needs + may_have:
                 wrong[field] = f"kind {self.kind!r} takes no {field!r}"
         if (self.response_id is None) == (self.session_id is None):
-            wrong["response_id"] = "feedback is on a response or on a session: give response_id or session_id"
+            both = self.response_id is not None
+            given = "both are given: leave one out" if both else "give response_id or session_id"
+            wrong["response_id"] = f"feedback is on a response or on a session: {given}"
         elif self.session_id is not None and self.kind not in _OF_SESSIONS:
             wrong["session_id"] = f"kind {self.kind!r} is on a response, not on a session"
         if self.feedback_id is not None and TURN in self.feedback_id:

@@ -1,8 +1,9 @@
 """The blocks of an experiment as rows: what each came to, by the traffic and the feedback in the lake.
 
 A block is what was drawn for, so it is the unit: one row, however many requests and thumbs. It closes a fixed time
-after its end and has what was known by then, so it never changes. Feedback: first the mean of what one source said in
-the block, then the mean over sources. Everything else: the mean over its requests.
+after its end and has what was known by then, so it never changes. Feedback: first the mean of what one voice said in
+the block, then the mean over voices. A voice is a source of feedback or, where none was named, the request's user.
+Everything else: the mean over its requests.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from pydantic import BaseModel, ConfigDict
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.statistics.experiment import Rows
 from feedback.config import HumanConfig, KindsConfig
+from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
 from feedback.scoring.sources.human import opinions_sql
 from serve.generation.interaction_rows import BLOCK
 from serve.policies.experiments import Experiment
 
 _COLUMNS: Final = """
-    response_id, tenant, variant, propensity, completed_at, status, len(response_token_ids) AS tokens,
+    response_id, tenant, "user", variant, propensity, completed_at, status, len(response_token_ids) AS tokens,
     timings.total_ms / 1000 AS seconds
 """
 
@@ -33,7 +35,7 @@ class BadEvidence(RuntimeError):
 
 
 class Block(BaseModel):
-    """What one closed block came to. ``values`` are None where nothing was known; ``voices``: sources of feedback."""
+    """What one closed block came to. ``values`` are None where nothing was known; ``voices``: who gave feedback."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -137,10 +139,12 @@ def observe(
         bounds = {outcome.name: outcome.bounds for outcome in plan.outcomes}
         _check_rewards(connection, bounds.get("reward"))
         connection.execute(
-            """
+            f"""
             CREATE TEMP TABLE voices AS
-            SELECT block, source, avg(opinion) AS voice FROM opinions JOIN counted USING (tenant, response_id)
-            GROUP BY block, source
+            SELECT block, CASE source WHEN '{ANYBODY}' THEN coalesce("user", source) ELSE source END AS who,
+                   avg(opinion) AS voice
+            FROM opinions JOIN counted USING (tenant, response_id)
+            GROUP BY block, who
             """
         )
         per_block = connection.sql(

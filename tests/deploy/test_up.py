@@ -317,6 +317,17 @@ def test_options_that_made_the_file_count_from_then_on(model: Path, tmp_path: Pa
     assert text.count("port:") == 1
 
 
+def test_a_short_context_leaves_room_for_prompts(model: Path, tmp_path: Path) -> None:
+    made = root.load(None, [("home", str(tmp_path / "short"))], {})
+    initialise.initialise(made, str(model), revision=None, who="tests")  # a context of 128
+    assert initialise.write_config(made, Path("millrace.yaml"), [("train.rollout.temperature", "0.5")])
+    assert initialise.fit_responses(made, Path("millrace.yaml")) == 64
+    written = root.load(None, [], {})
+    assert written.train.rollout.temperature == 0.5
+    assert (written.train.rollout.max_tokens, written.evaluation.max_tokens) == (64, 64)
+    assert initialise.fit_responses(written, Path("millrace.yaml")) is None
+
+
 def test_a_port_that_another_program_has_is_refused_before_anything_starts(
     small: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]]
 ) -> None:

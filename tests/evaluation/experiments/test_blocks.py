@@ -13,6 +13,7 @@ from evaluation.experiments import looks
 from evaluation.experiments.blocks import BadEvidence, Observed, observe
 from evaluation.experiments.plan import ExperimentPlan
 from feedback.config import HumanConfig, KindsConfig, LakeConfig
+from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
 from serve.generation.interaction_rows import BLOCK
 from serve.policies.experiments import Experiment, Phase
@@ -72,6 +73,14 @@ def test_a_block_with_too_few_voices_says_nothing(lake: Lake) -> None:
     put(lake, "feedback", [thumb(i, f"r{i}", 0, 1.0, "one") for i in range(100)])
     [block] = seen(lake, plan_of(min_voices=2)).blocks
     assert (block.voices, block.values["feedback"]) == (1, None)
+
+
+def test_where_no_source_is_named_the_users_of_the_requests_are_the_voices(lake: Lake) -> None:
+    put(lake, "interactions", [asked(f"r{i}", 0, user=f"user-{i // 2}") for i in range(4)] + [asked("nobody", 0)])
+    put(lake, "feedback", [thumb(i, f"r{i}", 0, float(i < 2), ANYBODY) for i in range(4)])
+    put(lake, "feedback", [thumb(9, "nobody", 0, 1.0, ANYBODY)])
+    [block] = seen(lake, plan_of()).blocks
+    assert (block.voices, block.values["feedback"]) == (3, pytest.approx(2 / 3))
 
 
 def test_a_block_closes_and_never_changes(lake: Lake) -> None:
