@@ -57,7 +57,10 @@ class EngineConfig(Section):
 
 
 class BudgetConfig(Section):
-    """How much error the gate may make over all candidates, and how it is spread over them."""
+    """How much error the gate may make over all candidates, and how it is spread over them.
+
+    Another rule, alpha or horizon is declared on record with the next new candidate, and gives what is left.
+    """
 
     rule: Literal["e_lond", "fixed_horizon"] = Field(
         default="e_lond",
@@ -228,6 +231,11 @@ class EvaluationConfig(Section):
     samples: int = Field(20, ge=0, description="Items kept with both responses in an evaluation, for people to read.")
     decisions: Path = Field(
         Path("decisions"), description="Folder of the ledger: every verdict and promotion, with its evidence."
+    )
+    decisions_key: Path | None = Field(
+        None,
+        description="File with the key that signs the ledger, 64 hexadecimal digits: who can't read it can rewrite no "
+        "decision unseen. null: the ledger is not signed, and a hash chain and what refers to it must do.",
     )
     score_unused: bool = Field(
         False,

@@ -230,7 +230,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         click.echo(line)
     click.echo(
         f"{verdict.items} items looked at, e-value {verdict.e_value:.3g} of the {_needed(verdict)} that a pass needs; "
-        f"{verdict.budget_spent:.2g} of the error budget spent ({verdict.budget})"
+        f"levels given so far: {verdict.levels_given:.2g}; {verdict.budget}"
     )
     click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
     results = () if evaluation is None else (evaluation.incumbent, evaluation.candidate)

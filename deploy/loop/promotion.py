@@ -11,7 +11,7 @@ import pwd
 import socket
 from typing import Any
 
-from evaluation.decisions.ledger import Entry, Kind, Ledger, LedgerError
+from evaluation.decisions.ledger import MOVES, Entry, Kind, Ledger, LedgerError
 from serve.policies.retention import in_marked_line, retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged
 
@@ -127,7 +127,7 @@ def record_moves(store: PolicyStore, ledger: Ledger) -> list[Entry]:
     Raises LedgerError: the pointer stays where it is.
     """
     try:
-        known = {_move(entry) for entry in ledger.entries() if entry.kind != "verdict"}
+        known = {_move(entry) for entry in ledger.entries() if entry.kind in MOVES}
         moves = [pointer for pointer in store.history() if (pointer.generation, pointer.at) not in known]
         return [_record(store, ledger, pointer) for pointer in moves]
     except LedgerError as error:
@@ -177,13 +177,13 @@ def _record(store: PolicyStore, ledger: Ledger, pointer: Pointer) -> Entry:
     move = (pointer.generation, pointer.at)
 
     def recorded(entries: list[Entry]) -> str | None:
-        known = any(_move(entry) == move for entry in entries if entry.kind != "verdict")
+        known = any(_move(entry) == move for entry in entries if entry.kind in MOVES)
         return f"move {pointer.generation} of the pointer is there already" if known else None
 
     try:
         return ledger.append(kind, body, who=pointer.who, unless=recorded)
     except LedgerError:
-        there = [entry for entry in ledger.entries() if entry.kind != "verdict" and _move(entry) == move]
+        there = [entry for entry in ledger.entries() if entry.kind in MOVES and _move(entry) == move]
         if not there:
             raise
         return there[0]  # another process was faster

@@ -23,7 +23,7 @@ from evaluation.statistics.verdict import decide as decide_by_evidence
 MOST_FORESEEN = 20_000
 """Items that are counted up to, where it is said how many more a candidate needs."""
 
-SPENT = "the error budget is spent: no candidate can pass until a new one is declared (evaluation.gate.budget)"
+SPENT = "the error budget is spent: no candidate can pass until evaluation.gate.budget has a larger alpha"
 
 
 @dataclass(frozen=True)

@@ -193,6 +193,11 @@ def plan(
     )
 
 
+def declared(gate: GateConfig) -> ErrorBudget:
+    """The error budget that the settings declare."""
+    return ErrorBudget(gate.budget.alpha, gate.budget.rule, gate.budget.horizon)
+
+
 def _kl(one: Observation, most: float) -> float | None:
     return None if one.kl is None else min(one.kl, most)
 

@@ -129,7 +129,8 @@ def test_every_move_of_the_pointer_gets_into_the_ledger_once_whoever_made_it(sto
         ("promotion", 3, "me", True),
         ("rollback", 1, "me", False),
     ]
-    assert recorded[1].body["verdict_entry"] == 1
+    verdict = next(entry.number for entry in ledger.entries() if entry.kind == "verdict")
+    assert recorded[1].body["verdict_entry"] == verdict
     assert recorded[3].body["why"] == "I know better"
     assert verify(Ledger(ledger.folder)).problems == ()
     assert promotion.missing_from(ledger, store) == []
@@ -151,12 +152,12 @@ def test_a_damaged_ledger_promotes_by_override_only_and_a_rollback_works(store: 
     follow(store)
     ledger.file.write_text(ledger.file.read_text().replace("reward", "Reward", 1))
     judge_again = Ledger(ledger.folder)
-    with pytest.raises(LedgerDamaged, match="line 1 was changed"):
+    with pytest.raises(LedgerDamaged, match="line 2 was changed"):
         promotion.promote(store, judge_again, 3, who="me", why="x")
     assert promotion.rollback(store, who="me", why="bad").version == 1
     pointer = promotion.promote(store, judge_again, 3, who="me", why="it must be", override=True)
-    assert "line 1 was changed" in (pointer.verdict or {})["objection"]
-    with pytest.raises(LedgerError, match=r"the pointer names policy 3, and the ledger can't take that up: .*line 1"):
+    assert "line 2 was changed" in (pointer.verdict or {})["objection"]
+    with pytest.raises(LedgerError, match=r"the pointer names policy 3, and the ledger can't take that up: .*line 2"):
         promotion.record_moves(store, judge_again)
 
 
