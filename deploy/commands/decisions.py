@@ -71,16 +71,18 @@ def verify(settings: Settings, as_json: bool) -> int:
     """Compute every verdict again from the scores that were kept, and check the chain of decisions.
 
     Names each decision that is not what it must be; exit code 1 if there is one. Also a policy whose verdict, or a move
-    of the serving pointer, is not in the ledger.
+    of the serving pointer, is not in the ledger, and a look at items that the candidate has learned from.
     """
     from dataclasses import asdict
 
-    from deploy.loop.promotion import missing_from
+    from deploy.loop.promotion import learned_items, missing_from
     from evaluation.decisions.verification import verify as recompute
 
     ledger = settings.ledger()
     found = recompute(ledger)
-    problems = [*found.problems, *([] if found.problems else missing_from(ledger, settings.policy_store()))]
+    problems, store = list(found.problems), settings.policy_store()
+    if not problems:
+        problems = [*missing_from(ledger, store), *learned_items(ledger, store)]
     if as_json:
         click.echo(json.dumps(asdict(found) | {"problems": problems}, indent=2))
     else:

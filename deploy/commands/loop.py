@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _LINE_SECONDS: Final = 5.0
 _REASONS_SHOWN: Final = 3
 _REASONS_KEPT: Final = 20
+_MOST_NAMED: Final = 20
 
 
 @click.command()
@@ -219,9 +220,22 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         policies, sources = (store.verify(candidate), store.verify(incumbent)), settings.evaluation_sources()
         if sources.note:
             click.echo(sources.note)
-        who = promotion.person()
+        learned, unknown = store.learned_prompts(candidate)
+        if unknown:
+            versions = ", ".join(map(str, unknown))
+            click.echo(
+                f"what policy {candidate} has learned from is not all known: not what went into policy {versions}"
+            )
         judged = judge(
-            *policies, suite, config, config.folder, settings.ledger(), who=who, sources=sources, chooser=chooser
+            *policies,
+            suite,
+            config,
+            config.folder,
+            settings.ledger(),
+            who=promotion.person(),
+            sources=sources,
+            chooser=chooser,
+            learned=learned,
         )
     verdict, evaluation = judged.verdict, judged.evaluation
     file = evaluation and evaluation.save(config.folder)
@@ -232,6 +246,8 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         f"{verdict.items} items looked at, e-value {verdict.e_value:.3g} of the {_needed(verdict)} that a pass needs; "
         f"levels given so far: {verdict.levels_given:.2g}; {verdict.budget}"
     )
+    if verdict.learned:
+        click.echo(_refused(verdict))
     click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
     results = () if evaluation is None else (evaluation.incumbent, evaluation.candidate)
     write_result(
@@ -282,6 +298,13 @@ def _chooser(rewarded_by: RewardSettings, timeout_s: float) -> Chooser:
 
 def _refuse(why: RuntimeError, _: pa.Table) -> NoReturn:
     raise why
+
+
+def _refused(verdict: Verdict) -> str:
+    """Which items were refused, since the candidate has learned from them."""
+    named = ", ".join(map(repr, verdict.learned[:_MOST_NAMED]))
+    more = f" and {len(verdict.learned) - _MOST_NAMED} more" if len(verdict.learned) > _MOST_NAMED else ""
+    return f"items refused, as policy {verdict.candidate} has learned from them: {named}{more}"
 
 
 def _needed(verdict: Verdict) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -196,7 +196,7 @@ class _Cycle:
         else:
             try:
                 without = self._suite()
-                fresh = 0 if without else self._fresh(name)
+                fresh = 0 if without else self._fresh(name, self.store.learned_prompts(last.candidate)[0])
             except SuiteError as error:
                 without, fresh = str(error), 0
             if without:
@@ -222,9 +222,11 @@ class _Cycle:
             return incumbent
         return self.store.get(self.record.candidate).parent or incumbent
 
-    def _fresh(self, name: str | None = None) -> int:
-        """How many items of the suite can still decide, on a new candidate or on the hypothesis ``name``."""
-        return fresh_items(Suite.load(self.settings.path(self.settings.evaluation.suite)), self.history(), name)
+    def _fresh(self, name: str | None = None, learned: Collection[str] = ()) -> int:
+        """How many items of the suite can still decide, on a new candidate or on the hypothesis ``name``, which has
+        ``learned`` from some."""
+        suite = Suite.load(self.settings.path(self.settings.evaluation.suite))
+        return fresh_items(suite, self.history(), name, learned)
 
     def _not_to_be_judged(self) -> str | None:
         """Why what would be trained now could not pass, whatever it learned."""

@@ -159,6 +159,25 @@ def missing_from(ledger: Ledger, store: PolicyStore) -> list[str]:
     return found
 
 
+def learned_items(ledger: Ledger, store: PolicyStore) -> list[str]:
+    """Looks at items that their candidates have learned from, as far as that is known: each in a sentence.
+
+    Raises PolicyCorrupt if the list of what a policy has learned from is not the one that was published.
+    """
+    looks = [entry for entry in ledger.entries() if entry.kind in ("intent", "verdict")]
+    judged = {entry.body["candidate"]["sha256"] for entry in looks}
+    versions = {sha256: version for version in store.versions() if (sha256 := store.get(version).sha256) in judged}
+    learned = {sha256: store.learned_prompts(version)[0] for sha256, version in versions.items()}
+    found = []
+    for entry in looks:
+        sha256 = entry.body["candidate"]["sha256"]
+        if again := learned.get(sha256, frozenset()).intersection(entry.body["prompts"]):
+            found.append(
+                f"entry {entry.number} is on {len(again)} prompts that policy {versions[sha256]} has learned from"
+            )
+    return found
+
+
 def _record(store: PolicyStore, ledger: Ledger, pointer: Pointer) -> Entry:
     verdict = dict(pointer.verdict or {})
     kind: Kind = "rollback" if "rollback_from" in verdict else "promotion"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -74,6 +74,8 @@ class Ruling(BaseModel):
 
     ``prompts`` of fresh items are used up. ``items`` were looked at in all of the candidate's looks, ``difference`` is
     the mean gain of those that counted, None while there is none. ``needs``: about how many more items; a forecast.
+    ``learned``: ids of fresh items that were refused, since the candidate or a policy that it descends from has learned
+    from their prompts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -93,6 +95,7 @@ class Ruling(BaseModel):
     e_value: float
     standings: tuple[dict[str, Any], ...]
     needs: int | None = None
+    learned: tuple[str, ...] = ()
 
     @property
     def hypothesis(self) -> str:
@@ -228,7 +231,11 @@ def looks_of(ledger: Ledger, found: Ruling) -> list[Look]:
         raise LedgerDamaged(f"evidence {found.evidence[:12]}… holds no looks at a candidate") from error
 
 
-def fresh_items(suite: Suite, history: History, name: str | None = None) -> int:
-    """How many items of a suite a new candidate could be looked at with, or the hypothesis ``name``."""
+def fresh_items(suite: Suite, history: History, name: str | None = None, learned: Collection[str] = ()) -> int:
+    """How many items of a suite a new candidate could be looked at with, or the hypothesis ``name``.
+
+    ``learned``: of the candidate, as of ``judgement.judge``.
+    """
     used = history.used if name is None else history.used_but_for(name)
-    return sum(len(voice) for voice in bank.fresh(suite.items, used))
+    fresh, _ = bank.unlearned(bank.fresh(suite.items, used), learned)
+    return sum(map(len, fresh))

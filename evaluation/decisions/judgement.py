@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ class Verdict(BaseModel):
     ``e_value`` of 1 / ``level`` and more shows the gain. ``needs``, of an undecided candidate: about how many more
     items; ``fresh`` how many there are. ``kl`` is that of what was looked at now, if it was measured. ``entry`` is None
     while there is no verdict on record. ``levels_given`` sums the levels of all candidates so far; what that means for
-    errors ``budget`` says.
+    errors ``budget`` says. ``learned``: ids of fresh items that were refused, since its training has read them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -88,6 +88,7 @@ class Verdict(BaseModel):
     entry_sha256: str | None
     budget: str
     levels_given: float
+    learned: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,11 @@ class Block:
 
 @dataclass(frozen=True)
 class _Race:
-    """A candidate before this evaluation: its plan, the evidence so far, and what is fresh. ``begun``: the blocks that
-    were about to be looked at, and have no verdict; their items are in neither ``fresh`` nor ``regression``."""
+    """A candidate before this evaluation: its plan, the evidence so far, and what is fresh.
+
+    ``begun``: the blocks that were about to be looked at, and have no verdict; their items are in neither ``fresh`` nor
+    ``regression``. ``learned``: ids of items that are refused, since the candidate has learned from them.
+    """
 
     plan: Plan
     state: State
@@ -124,6 +128,7 @@ class _Race:
     begun: tuple[Block, ...]
     fresh: tuple[Voice, ...]
     regression: tuple[Voice, ...]
+    learned: tuple[str, ...]
 
 
 def judge(
@@ -137,6 +142,7 @@ def judge(
     who: str,
     sources: Sources | None = None,
     chooser: Chooser | None = None,
+    learned: Collection[str] = (),
 ) -> Judgement:
     """The verdict on a candidate, from as many fresh items as it takes, and on record when this returns.
 
@@ -148,6 +154,8 @@ def judge(
         folder: where evaluations are kept, with answers.
         who: for the record.
         sources, chooser: as of ``evaluation.evaluate.evaluate``.
+        learned: hashes of prompts (``prompt_key``) that the candidate, or a policy that it descends from, has learned
+            from: items with them are refused before they are looked at.
 
     Raises:
         NotJudged: the scorer gives no scores, or is another one than at earlier looks; or what was about to be looked
@@ -167,7 +175,7 @@ def judge(
             evaluation = whole.evaluation(range(len(suite.items)), chooser) if whole else None
             looked = looks_of_race(ledger, history, last[1])
             return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), evaluation)
-        race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, last)
+        race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, last, learned)
         intend = partial(_intend, ledger, history, race, candidate, incumbent, suite, config, who)
         if race.plan.level <= 0:
             _declare(ledger, history, config, who)
@@ -211,10 +219,12 @@ def _race(
     config: EvaluationConfig,
     scorer: str,
     last: tuple[Entry, Ruling] | None,
+    learned: Collection[str],
 ) -> _Race:
     name = hypothesis(candidate.sha256, incumbent.sha256)
     used, begun = history.used_but_for(name), history.begun(name)
-    fresh, before = bank.fresh(suite.items, used), bank.decided(suite.items, used, candidate.sha256)
+    fresh, refused = bank.unlearned(bank.fresh(suite.items, used), learned)
+    before, _ = bank.unlearned(bank.decided(suite.items, used, candidate.sha256), learned)
     first = history.plan(name)
     if first is None:
         segments = [{item.segment for item in voice if item.segment is not None} for voice in fresh]
@@ -228,7 +238,8 @@ def _race(
             fresh=len(fresh),
             decided=len(before),
         )
-        return _Race(made, State(), (), None, (), tuple(fresh), tuple(before) if made.regression else ())
+        regression = tuple(before) if made.regression else ()
+        return _Race(made, State(), (), None, (), tuple(fresh), regression, tuple(refused))
     at, made = first
     if made.scorer != scorer:
         raise NotJudged(
@@ -242,7 +253,8 @@ def _race(
     ids = {item.id for block in blocks for item in (*block.fresh, *block.regression)}
     fresh = [voice for voice in fresh if not any(item.id in ids for item in voice)]
     before = [voice for voice in before if not any(prompt_key(item) in mine or item.id in ids for item in voice)]
-    return _Race(made, state, earlier, last, blocks, tuple(fresh), tuple(before) if made.regression else ())
+    regression = tuple(before) if made.regression else ()
+    return _Race(made, state, earlier, last, blocks, tuple(fresh), regression, tuple(refused))
 
 
 def _begun(entry: Entry, meant: Intent, candidate: Policy, suite: Suite, config: EvaluationConfig) -> Block:
@@ -449,6 +461,7 @@ def _record(
         e_value=decision.e_value,
         standings=standings(decision.standings),
         needs=gate.needs(race.plan, state, decision) if decision.verdict == "undecided" else None,
+        learned=race.learned,
     )
     last = race.last and race.last[0].number
 
@@ -485,6 +498,7 @@ def _verdict(
         history, found.plan, state, config,
         verdict=found.verdict, reasons=reasons, candidate=candidate.version, incumbent=incumbent.version,
         e_value=found.e_value, needs=found.needs, fresh=fresh, entry=entry.number, entry_sha256=entry.sha256,
+        learned=found.learned,
     )  # fmt: skip
 
 
@@ -499,7 +513,7 @@ def _exhausted(
         history, race.plan, race.state, config,
         verdict="undecided", reasons=(*decision.reasons, _wants(needs, 0)), candidate=candidate.version,
         incumbent=incumbent.version, e_value=decision.e_value, needs=needs, fresh=0,
-        entry=entry and entry.number, entry_sha256=entry and entry.sha256,
+        entry=entry and entry.number, entry_sha256=entry and entry.sha256, learned=race.learned,
     )  # fmt: skip
 
 

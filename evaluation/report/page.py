@@ -62,6 +62,7 @@ class GateRow(_Row):
     e_value: float | None = None
     budget: str | None = None
     levels_given: float | None = None
+    learned: tuple[str, ...] = ()
     metric: str = "accuracy"
     min_difference: float = 0.0
     reasons: tuple[str, ...] = ()

@@ -283,7 +283,7 @@ def test_a_verdict_has_its_level_its_evidence_and_what_the_levels_promise(tmp_pa
         {**known, "candidate": 2, "difference": 0.1, "ci_low": 0.0, "ci_high": 0.2, "verdict": "pass",
          "levels_given": 0.0219},
         {**known, "candidate": 3, "difference": 0.01, "ci_low": -0.1, "ci_high": 0.1, "verdict": "undecided",
-         "reasons": ["needs about 300 more items"], "levels_given": 0.0363},
+         "reasons": ["needs about 300 more items"], "levels_given": 0.0363, "learned": ["a", "b"]},
         {**known, "candidate": 4, "difference": None, "ci_low": None, "ci_high": None, "verdict": "refuse",
          "reasons": ["the error budget is spent"], "items": 0, "levels_given": 0.0363},
     ]  # fmt: skip
@@ -296,7 +296,7 @@ def test_a_verdict_has_its_level_its_evidence_and_what_the_levels_promise(tmp_pa
         "0.022",
         "78.2",
         "150",
-        "needs about 300 more items",
+        "needs about 300 more items 2 items refused, which it has learned from",
         "the error budget is spent",
     ):
         assert words in page.text, words

@@ -136,6 +136,19 @@ def test_every_move_of_the_pointer_gets_into_the_ledger_once_whoever_made_it(sto
     assert promotion.missing_from(ledger, store) == []
 
 
+def test_a_look_at_items_that_the_candidate_has_learned_from_is_found(store: PolicyStore, tmp_path: Path) -> None:
+    (tmp_path / "model-1" / "generation_config.json").write_text(json.dumps({"number": 9}))
+    learned = {"5-1-500-3", "5-1-500-4", "2-1-500-0"}
+    source = tmp_path / "model-1"
+    assert store.publish(source, parent=1, lineage={}, metrics={}, learned_prompts=learned).version == 5
+    judge(store, 2, incumbent=1)
+    assert promotion.learned_items(ledger_of(store), store) == []
+    judge(store, 5, incumbent=1)
+    first, *_, verdict = promotion.learned_items(ledger_of(store), store)
+    assert first.endswith("is on 2 prompts that policy 5 has learned from")
+    assert verdict.endswith("is on 2 prompts that policy 5 has learned from")
+
+
 def test_a_pointer_that_was_moved_past_the_gate_is_found(store: PolicyStore) -> None:
     ledger = ledger_of(store)
     judge(store, 3, incumbent=1, gain=-0.3)

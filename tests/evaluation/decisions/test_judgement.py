@@ -15,12 +15,14 @@ import pyarrow as pa
 import pytest
 
 from evaluation.config import EvaluationConfig
+from evaluation.decisions.bank import fresh
 from evaluation.decisions.history import History
 from evaluation.decisions.judgement import Judgement, NotJudged, Verdict, judge
 from evaluation.decisions.ledger import Entry, EvaluationBusy, Ledger
 from evaluation.decisions.verification import verify
 from evaluation.judging import Sources
 from evaluation.statistics.betting import OutOfBounds
+from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Suite
 from feedback.config import JudgeConfig
 from serve.policies.store import Policy
@@ -303,6 +305,34 @@ def test_who_kills_an_evaluation_and_changes_settings_looks_at_no_item_again_by_
     assert (of_it["plan"], found.level) == (begun[0].body["plan"], begun[0].body["plan"]["level"])
     assert of_it["prompts"][:75] == looked_at
     assert verify(Ledger(killed.folder)).problems == ()
+
+
+def test_items_that_the_candidate_has_learned_from_are_refused_with_their_ids_before_they_are_looked_at(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+) -> None:
+    pair = [policies[i] for i in better_and_worse]
+    in_order = [item for voice in fresh(suite.items, set()) for item in voice]
+    some = in_order[10:40]  # without them other items come first
+    found = judge(
+        *pair, suite, configured(config), folder, ledger, who="me", learned=set(map(prompt_key, some))
+    ).verdict
+    assert set(found.learned) == {item.id for item in some}
+    looked_at = [name for entry in ledger.entries() if entry.kind == "intent" for name in entry.body["fresh"]]
+    assert looked_at == [item.id for item in in_order if item not in some][: len(looked_at)]
+    assert set(verdicts(ledger)[0].body["learned"]) == set(found.learned)
+    assert found.fresh == ITEMS - 30 - found.items
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+    nothing_left = judge(
+        *reversed(pair), suite, configured(config), folder, ledger, who="me", learned=set(map(prompt_key, suite.items))
+    ).verdict
+    assert (nothing_left.verdict, nothing_left.items, nothing_left.fresh) == ("undecided", 0, 0)
+    assert len(nothing_left.learned) == ITEMS - found.items
 
 
 def test_a_spent_budget_refuses_and_uses_no_item_up(
