@@ -32,7 +32,8 @@ def promote(
 ) -> Pointer:
     """Point the servers at ``version``, which must have passed the gate against the policy that serves.
 
-    That is so if the ledger has a passing verdict on these two policies, by the hashes of their files.
+    That is so if the ledger has a passing verdict on these two policies, by the hashes of their files, and the one by
+    which the policy that serves was promoted.
 
     The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that serves
     already: it gets a new generation, at which a replica that failed to load it tries again. What an erasure has
@@ -40,16 +41,16 @@ def promote(
     same; who and why stay in the pointer's history, marked as an override. ``expected`` is the pointer on which the
     decision was taken, by default the current one.
 
-    Raises PromotionRefused (no passing verdict, marked for retraining, or an override without a reason),
-    serve.policies.store.PolicyNotFound, PolicyCorrupt (a file differs from the manifest) and StalePointer (the pointer
-    was moved meanwhile).
+    Raises PromotionRefused (no passing verdict, another ledger, marked for retraining, or an override without a
+    reason), serve.policies.store.PolicyNotFound, PolicyCorrupt (a file differs from the manifest) and StalePointer (the
+    pointer was moved meanwhile).
     """
     store.verify(version)
     # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
     pointer, verdict = expected or store.serving(), None
     if pointer is not None and pointer.version != version:
         verdict, objection = _on_record(store, ledger, version, pointer.version, override=override)
-        objections = (objection, _erased_from(store, version))
+        objections = (objection, _lost_verdict(ledger, pointer), _erased_from(store, version))
         if objection := "; ".join(filter(None, objections)):
             verdict = _overridden(verdict, objection, f"millrace promote {version}", override=override, why=why)
     return store.promote(version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict)
@@ -267,6 +268,25 @@ def _on_record(
             f"but policy {incumbent} serves: {evaluate}"
         )
     return verdict, None
+
+
+def _lost_verdict(ledger: Ledger, pointer: Pointer) -> str | None:
+    """Why a ledger is not the one by which what serves was promoted; None if it is, or none was needed.
+
+    In another one, or in one of which lines were removed, levels would be given again that were given before.
+    """
+    verdict = pointer.verdict or {}
+    if (named := verdict.get("entry_sha256")) is None:
+        return None
+    try:
+        if any(entry.sha256 == named for entry in ledger.entries()):
+            return None
+    except LedgerError:
+        return None  # which is an objection already
+    return (
+        f"policy {pointer.version} serves by entry {verdict.get('entry')} of a ledger, which {ledger.file} does not "
+        "have: restore evaluation.decisions"
+    )
 
 
 def _erased_from(store: PolicyStore, version: int) -> str | None:

@@ -149,6 +149,26 @@ def test_a_look_at_items_that_the_candidate_has_learned_from_is_found(store: Pol
     assert verdict.endswith("is on 2 prompts that policy 5 has learned from")
 
 
+def test_a_pass_in_another_ledger_than_the_one_by_which_the_serving_policy_was_promoted_is_not_enough(
+    store: PolicyStore,
+) -> None:
+    """One whose lines were all removed, head and all, is such a one too: it would give all levels again."""
+    judge(store, 2, incumbent=1)
+    promote(store, 2)
+    follow(store)
+    shutil.rmtree(ledger_of(store).folder)
+    judge(store, 3, incumbent=2)
+    with pytest.raises(
+        PromotionRefused, match=r"policy 2 serves by entry \d+ of a ledger, which \S+ does not have: res"
+    ):
+        promote(store, 3)
+    pointer = promotion.promote(store, ledger_of(store), 3, who="me", why="the disk was lost", override=True)
+    assert "restore evaluation.decisions" in (pointer.verdict or {})["objection"]
+    follow(store)
+    judge(store, 4, incumbent=3)
+    assert promote(store, 4) == 4, "from here on it is the ledger"
+
+
 def test_a_pointer_that_was_moved_past_the_gate_is_found(store: PolicyStore) -> None:
     ledger = ledger_of(store)
     judge(store, 3, incumbent=1, gain=-0.3)
