@@ -98,7 +98,8 @@ class Plan(BaseModel):
             try:
                 betting.check_bounds(np.array(known), self.low, self.high, [one.item] * len(known))
             except betting.OutOfBounds as error:
-                raise betting.OutOfBounds(f"{error} of evaluation.gate.reward_bounds") from None
+                why = f"{error} of evaluation.gate.reward_bounds, which the candidate keeps from its first look on"
+                raise betting.OutOfBounds(f"{why}: with others train another candidate") from None
         else:
             pair = tuple(None if value is None else float(value == 1) for value in pair)  # type: ignore[assignment]
         candidate, incumbent = pair
