@@ -105,6 +105,12 @@ class GuardrailsConfig(Section):
         lt=1,
         description="How much reward may be lost on items that decided on earlier candidates, as such a share.",
     )
+    kl_v1: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest KL(v1 || candidate), in nats per token, as the mean over items; v1 is the policy that the "
+        "candidate's lineage began with. It costs v1's answers to the items, and one more start of the candidate.",
+    )
 
 
 class GateConfig(Section):
@@ -264,6 +270,7 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _a_bound_on_kl_needs_samples(self) -> Self:
-        if self.gate.max_kl is not None and self.kl_samples == 0:
-            raise ValueError("gate.max_kl needs kl_samples of 1 or more: without samples no KL is measured")
+        for name, bound in (("max_kl", self.gate.max_kl), ("guardrails.kl_v1", self.gate.guardrails.kl_v1)):
+            if bound is not None and self.kl_samples == 0:
+                raise ValueError(f"gate.{name} needs kl_samples of 1 or more: without samples no KL is measured")
         return self

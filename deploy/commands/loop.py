@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -212,7 +212,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     ]:
         raise ConfigError("\n".join(problems))
     suite = Suite.load(config.suite)
-    with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent):
+    with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent), ExitStack() as held:
         click.echo(f"policy {candidate} against policy {incumbent}, with {len(suite.items)} items of {config.suite}")
         chooser = None
         if config.best_of and (rewarded_by := reward_of(settings)) is not None:
@@ -226,6 +226,9 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             click.echo(
                 f"what policy {candidate} has learned from is not all known: not what went into policy {versions}"
             )
+        first = None
+        if config.gate.guardrails.kl_v1 is not None:
+            first = held.enter_context(store.hold(store.first_of(candidate).version))
         judged = judge(
             *policies,
             suite,
@@ -236,6 +239,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             sources=sources,
             chooser=chooser,
             learned=learned,
+            first=first,
         )
     verdict, evaluation = judged.verdict, judged.evaluation
     file = evaluation and evaluation.save(config.folder)

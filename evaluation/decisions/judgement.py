@@ -143,6 +143,7 @@ def judge(
     sources: Sources | None = None,
     chooser: Chooser | None = None,
     learned: Collection[str] = (),
+    first: Policy | None = None,
 ) -> Judgement:
     """The verdict on a candidate, from as many fresh items as it takes, and on record when this returns.
 
@@ -156,6 +157,7 @@ def judge(
         sources, chooser: as of ``evaluation.evaluate.evaluate``.
         learned: hashes of prompts (``prompt_key``) that the candidate, or a policy that it descends from, has learned
             from: items with them are refused before they are looked at.
+        first: the policy that the candidate's lineage began with, to which KL is measured; None: to none.
 
     Raises:
         NotJudged: the scorer gives no scores, or is another one than at earlier looks; or what was about to be looked
@@ -170,7 +172,7 @@ def judge(
             looked = looks_of_race(ledger, history, last[1])
             return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), None)
         scoring = Scoring(config, sources or Sources())
-        whole = _Answered(candidate, incumbent, suite, config, folder, scoring) if config.score_unused else None
+        whole = _Answered(candidate, incumbent, suite, config, folder, scoring, first) if config.score_unused else None
         if last is not None and last[1].final:
             evaluation = whole.evaluation(range(len(suite.items)), chooser) if whole else None
             looked = looks_of_race(ledger, history, last[1])
@@ -191,7 +193,7 @@ def judge(
         answered = whole
         if answered is None:
             items = [item for part in ("fresh", "regression") for block in blocks for item in getattr(block, part)]
-            answered = _Answered(candidate, incumbent, _part(suite, items), config, folder, scoring)
+            answered = _Answered(candidate, incumbent, _part(suite, items), config, folder, scoring, first)
         looks, seen = _look(race, blocks, answered, intend)
         state, _, _ = gate.replay(race.plan, looks, race.state)
         entry = _record(ledger, race, candidate, incumbent, suite, state, looks, who)
@@ -297,13 +299,19 @@ class _Answered:
         config: EvaluationConfig,
         folder: Path,
         scoring: Scoring,
+        first: Policy | None,
     ) -> None:
         self.policies, self.suite, self.config, self.scoring = (candidate, incumbent), suite, config, scoring
         before = answers.answer(incumbent, suite, config, folder)
         self.answers = answers.answer(candidate, suite, config, folder, incumbent=incumbent), before
         self.places = {item.id: i for i, item in enumerate(suite.items)}
-        self.kl = _kl_by_item(self.answers[0], len(suite.items))
         n = len(suite.items)
+        self.kl, self.kl_v1 = _kl_by_item(self.answers[0], n), _kl_by_item(None, n)
+        if first is not None and first.sha256 == incumbent.sha256:
+            self.kl_v1 = self.kl
+        elif first is not None:
+            answers.answer(first, suite, config, folder)
+            self.kl_v1 = _kl_by_item(answers.answer(candidate, suite, config, folder, incumbent=first), n)
         self.scored = np.zeros(n, bool)
         self.judged = Judged(np.full(n, np.nan), np.full(n, np.nan))
 
@@ -315,7 +323,8 @@ class _Answered:
         self._score([i for i in at if not self.scored[i]])
         tables = (self.answers[0].table.take(at), self.answers[1].table.take(at))
         scores = (self.judged.candidate[at], self.judged.incumbent[at])
-        return observe([self.suite.items[i] for i in at], tables, scores, [self.kl[i] for i in at])
+        kl = [[of[i] for i in at] for of in (self.kl, self.kl_v1)]
+        return observe([self.suite.items[i] for i in at], tables, scores, *kl)
 
     def evaluation(self, at: Sequence[int], chooser: Chooser | None) -> Evaluation | None:
         """The evaluation of some items; None if none of them has a score for both policies."""
@@ -548,9 +557,9 @@ def _wants(needs: int | None, fresh: int) -> str:
     return f"needs {wanted} items; {fresh} fresh ones are left in the suite"
 
 
-def _kl_by_item(found: answers.Answers, items: int) -> list[float | None]:
+def _kl_by_item(found: answers.Answers | None, items: int) -> list[float | None]:
     """KL(incumbent || candidate) of each item's samples, nats per token; None where there is none."""
-    if found.kl is None:
+    if found is None or found.kl is None:
         return [None] * items
     sums, tokens = np.zeros(items), np.zeros(items)
     for item, p, q in zip(found.kl.item, found.kl.incumbent, found.kl.candidate, strict=True):

@@ -239,6 +239,13 @@ class PolicyStore(ServingPointer):
                 break
         return frozenset(found), tuple(unknown)
 
+    def first_of(self, version: int) -> Policy:
+        """The policy that a lineage began with. Raises PolicyNotFound, PolicyCorrupt."""
+        policy = self.get(version)
+        while policy.parent is not None:
+            policy = self.get(policy.parent)
+        return policy
+
     def _learned(self, policy: Policy, sha256: str) -> list[str]:
         try:
             content = (policy.path / LEARNED).read_bytes()

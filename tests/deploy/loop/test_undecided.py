@@ -96,6 +96,20 @@ def test_it_goes_on_with_fresh_items_waits_without_any_and_is_refused_in_the_end
     assert nothing_left() == []
 
 
+def test_evaluate_measures_kl_to_the_first_policy_and_says_of_whose_training_nothing_is_known(
+    home: Settings, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"evaluation.kl_samples": "1", "evaluation.gate.guardrails.kl_v1": "0.5"}
+    config = root.load(home.snapshot(), list(options.items()), {}).snapshot()
+    assert cli.run(["--config", str(config), "evaluate", "3", "--incumbent", "2"]) == 0
+    printed = capfd.readouterr().out
+    assert "what policy 3 has learned from is not all known: not what went into policy 3" in printed
+    verdict = home.ledger().entries()[-1]
+    looks = home.ledger().evidence(verdict.body["evidence"])["looks"]
+    assert all(one["kl_v1"] == pytest.approx(0, abs=1e-4) for look in looks for one in look["fresh"])
+    assert verdict.body["plan"]["margins"]["kl_v1"] == 0.5
+
+
 def test_a_refusal_that_is_on_record_is_seen_by_the_cycle_after_the_one_that_was_killed_behind_it(
     home: Settings, nothing_left: Callable[[], list[str]]
 ) -> None:

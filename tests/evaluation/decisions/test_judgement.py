@@ -335,6 +335,21 @@ def test_items_that_the_candidate_has_learned_from_are_refused_with_their_ids_be
     assert len(nothing_left.learned) == ITEMS - found.items
 
 
+def test_kl_is_measured_to_the_policy_that_the_lineage_began_with(
+    policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, ledger: Ledger
+) -> None:
+    """Here the candidate's own weights, to which it is 0; the incumbent has others."""
+    settings = configured(config, max_items=50)
+    guardrails = settings.gate.guardrails.model_copy(update={"kl_v1": 0.05})
+    gate = settings.gate.model_copy(update={"guardrails": guardrails})
+    settings = settings.model_copy(update={"kl_samples": 1, "gate": gate})
+    judge(policies[0], policies[1], suite, settings, folder, ledger, who="me", first=policies[2])
+    (look,) = ledger.evidence(verdicts(ledger)[0].body["evidence"])["looks"]
+    assert all(one["kl"] > 1e-3 for one in look["fresh"])
+    assert all(abs(one["kl_v1"]) < 1e-4 for one in look["fresh"])
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+
 def test_a_spent_budget_refuses_and_uses_no_item_up(
     policies: list[Policy],
     better_and_worse: tuple[int, int],
