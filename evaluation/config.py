@@ -57,7 +57,10 @@ class EngineConfig(Section):
 
 
 class BudgetConfig(Section):
-    """How much error the gate may make over all candidates, and how it is spread over them."""
+    """How much error the gate may make over all candidates, and how it is spread over them.
+
+    Another rule, alpha or horizon is declared on record with the next new candidate, and gives what is left.
+    """
 
     rule: Literal["e_lond", "fixed_horizon"] = Field(
         default="e_lond",
@@ -101,6 +104,12 @@ class GuardrailsConfig(Section):
         gt=0,
         lt=1,
         description="How much reward may be lost on items that decided on earlier candidates, as such a share.",
+    )
+    kl_v1: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest KL(v1 || candidate), in nats per token, as the mean over items; v1 is the policy that the "
+        "candidate's lineage began with. It costs v1's answers to the items, and one more start of the candidate.",
     )
 
 
@@ -346,6 +355,11 @@ class EvaluationConfig(Section):
     decisions: Path = Field(
         Path("decisions"), description="Folder of the ledger: every verdict and promotion, with its evidence."
     )
+    decisions_key: Path | None = Field(
+        None,
+        description="File with the key that signs the ledger, 64 hexadecimal digits: who can't read it can rewrite no "
+        "decision unseen. null: the ledger is not signed, and a hash chain and what refers to it must do.",
+    )
     score_unused: bool = Field(
         False,
         description="Answer and score the whole suite at each evaluation, so that reports show every policy on the "
@@ -374,6 +388,7 @@ class EvaluationConfig(Section):
 
     @model_validator(mode="after")
     def _a_bound_on_kl_needs_samples(self) -> Self:
-        if self.gate.max_kl is not None and self.kl_samples == 0:
-            raise ValueError("gate.max_kl needs kl_samples of 1 or more: without samples no KL is measured")
+        for name, bound in (("max_kl", self.gate.max_kl), ("guardrails.kl_v1", self.gate.guardrails.kl_v1)):
+            if bound is not None and self.kl_samples == 0:
+                raise ValueError(f"gate.{name} needs kl_samples of 1 or more: without samples no KL is measured")
         return self

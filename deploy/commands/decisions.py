@@ -1,4 +1,4 @@
-"""decisions list, decisions show, decisions verify, power: what was decided and on what, and what a decision takes."""
+"""decisions list, show, verify and sign, power: what was decided and on what, and what a decision takes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 
 @click.command("list")
+@click.option("--all", "every", is_flag=True, help="Each look before it was made, too, where a verdict came of it.")
 @as_json_option
 @pass_settings
-def list_(settings: Settings, as_json: bool) -> None:
-    """List the decisions: verdicts, promotions and rollbacks; newest last."""
+def list_(settings: Settings, every: bool, as_json: bool) -> None:
+    """List the decisions: error budgets, verdicts, promotions and rollbacks; newest last.
+
+    An intent is a look that was about to be made, of which no verdict came: its evaluation was killed, or failed.
+    """
     from evaluation.decisions.history import History
 
     ledger = settings.ledger()
@@ -27,18 +31,19 @@ def list_(settings: Settings, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([entry.model_dump() for entry in entries], indent=2))
         return
+    history = History.of(entries)
+    begun = {entry.number for name in history.intents for entry, _ in history.begun(name)}
     rows = [
         [str(entry.number), entry.at[:19].replace("T", " "), entry.kind, entry.who, *_summary(entry)]
         for entry in entries
+        if every or entry.kind != "intent" or entry.number in begun
     ]
     empty = f"no decisions in {ledger.folder} yet: `millrace evaluate` and cycles take them"
     print_table(["id", "at (UTC)", "decision", "who", "policy", "against", "items", "what"], rows, empty)
-    history = History.of(entries)
-    if history.races:
-        budget = settings.evaluation.gate.budget
+    if names := history.candidates:
         click.echo(
-            f"\n{len(history.races)} candidates, {history.passes} passed; {history.spent():.3g} of the error budget "
-            f"spent ({budget.rule}, alpha {budget.alpha:g})"
+            f"\n{len(names)} candidates, {history.passes} passed; levels given so far: {history.levels_given():.3g}; "
+            f"{history.promise()}"
         )
 
 
@@ -66,17 +71,19 @@ def verify(settings: Settings, as_json: bool) -> int:
     """Compute every verdict again from the scores that were kept, and check the chain of decisions.
 
     Names each decision that is not what it must be; exit code 1 if there is one. Also a policy whose verdict, or a move
-    of the serving pointer, is not in the ledger.
+    of the serving pointer, is not in the ledger, and a look at items that the candidate has learned from.
     """
     from dataclasses import asdict
 
-    from deploy.loop.promotion import missing_from
+    from deploy.loop.promotion import learned_items, missing_from
     from evaluation.decisions.verification import verify as recompute
     from evaluation.experiments.verification import verify as recompute_experiments
 
     ledger = settings.ledger()
     found = recompute(ledger)
-    problems = list(found.problems) or [*recompute_experiments(ledger), *missing_from(ledger, settings.policy_store())]
+    problems, store = list(found.problems), settings.policy_store()
+    if not problems:
+        problems = [*recompute_experiments(ledger), *missing_from(ledger, store), *learned_items(ledger, store)]
     if as_json:
         click.echo(json.dumps(asdict(found) | {"problems": problems}, indent=2))
     else:
@@ -87,6 +94,20 @@ def verify(settings: Settings, as_json: bool) -> int:
             f"{f'{len(problems)} problems' if problems else 'all as recorded'}"
         )
     return 1 if problems else 0
+
+
+@click.command()
+@pass_settings
+def sign(settings: Settings) -> None:
+    """Sign a ledger that was begun without a key with the one of evaluation.decisions_key.
+
+    What is there is then taken as it is: verify it before, without the key.
+    """
+    from deploy.loop.promotion import person
+
+    ledger = settings.ledger()
+    entry = ledger.sign(who=person())
+    click.echo(f"{ledger.file} is signed up to decision {entry.number}, and so is what follows")
 
 
 @click.command()
@@ -110,19 +131,19 @@ def verify(settings: Settings, as_json: bool) -> int:
 @pass_settings
 def power(settings: Settings, gain: float, differ: float, share: float, as_json: bool) -> None:
     """Say how many fresh items the gate needs to show a gain, at the level that the next candidate would have."""
+    from evaluation.decisions.gate import SPENT
     from evaluation.decisions.history import History
+    from evaluation.decisions.plan import declared
     from evaluation.statistics.betting import Hypothesis
-    from evaluation.statistics.error_budget import ErrorBudget
     from evaluation.statistics.power import items_needed, three_points
 
     gate = settings.evaluation.gate
     history = History.of(settings.ledger().entries())
-    budget = ErrorBudget(gate.budget.alpha, gate.budget.rule, gate.budget.horizon)
-    level = history.level(budget, "the next one")
+    level = history.level(declared(gate), "the next one")
     low, high = (0.0, 1.0) if gate.metric == "accuracy" else gate.reward_bounds
     width = high - low
     if level <= 0:
-        raise click.UsageError("the error budget is spent: no candidate can pass until evaluation.gate.budget has more")
+        raise click.UsageError(SPENT)
     if gain <= gate.min_difference:
         raise click.UsageError(f"a gain of {gain:g} is not above gate.min_difference={gate.min_difference:g}")
     hypothesis = Hypothesis(gate.min_difference, -width, width)
@@ -149,6 +170,13 @@ def power(settings: Settings, gain: float, differ: float, share: float, as_json:
 
 def _summary(entry: Entry) -> list[str]:
     body = entry.body
+    if entry.kind == "signed":
+        return ["-", "-", "-", "all before it, with the key of evaluation.decisions_key"]
+    if entry.kind == "budget":
+        return ["-", "-", "-", "{rule}, alpha {alpha:g}, horizon {horizon}".format(**body)]
+    if entry.kind == "intent":
+        found = [body["candidate"]["version"], body["incumbent"]["version"], len(body["fresh"])]
+        return [*map(str, found), "to be looked at"]
     if entry.kind == "verdict":
         found = [body["candidate"]["version"], body["incumbent"]["version"], body["items"]]
         return [*map(str, found), f"{body['verdict']}: {'; '.join(body['reasons'])}"]
@@ -160,4 +188,6 @@ def _summary(entry: Entry) -> list[str]:
     return [str(body.get("version")), str(body.get("previous") or "-"), "-", str(what)]
 
 
-decisions = click.Group("decisions", commands=[list_, show, verify], help="What was decided, on what, and by whom.")
+decisions = click.Group(
+    "decisions", commands=[list_, show, verify, sign], help="What was decided, on what, and by whom."
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _LINE_SECONDS: Final = 5.0
 _REASONS_SHOWN: Final = 3
 _REASONS_KEPT: Final = 20
+_MOST_NAMED: Final = 20
 
 
 @click.command()
@@ -211,7 +212,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     ]:
         raise ConfigError("\n".join(problems))
     suite = Suite.load(config.suite)
-    with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent):
+    with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent), ExitStack() as held:
         click.echo(f"policy {candidate} against policy {incumbent}, with {len(suite.items)} items of {config.suite}")
         chooser = None
         if config.best_of and (rewarded_by := reward_of(settings)) is not None:
@@ -219,9 +220,26 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         policies, sources = (store.verify(candidate), store.verify(incumbent)), settings.evaluation_sources()
         if sources.note:
             click.echo(sources.note)
-        who = promotion.person()
+        learned, unknown = store.learned_prompts(candidate)
+        if unknown:
+            versions = ", ".join(map(str, unknown))
+            click.echo(
+                f"what policy {candidate} has learned from is not all known: not what went into policy {versions}"
+            )
+        first = None
+        if config.gate.guardrails.kl_v1 is not None:
+            first = held.enter_context(store.hold(store.first_of(candidate).version))
         judged = judge(
-            *policies, suite, config, config.folder, settings.ledger(), who=who, sources=sources, chooser=chooser
+            *policies,
+            suite,
+            config,
+            config.folder,
+            settings.ledger(),
+            who=promotion.person(),
+            sources=sources,
+            chooser=chooser,
+            learned=learned,
+            first=first,
         )
     verdict, evaluation = judged.verdict, judged.evaluation
     file = evaluation and evaluation.save(config.folder)
@@ -230,8 +248,10 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         click.echo(line)
     click.echo(
         f"{verdict.items} items looked at, e-value {verdict.e_value:.3g} of the {_needed(verdict)} that a pass needs; "
-        f"{verdict.budget_spent:.2g} of the error budget spent ({verdict.budget})"
+        f"levels given so far: {verdict.levels_given:.2g}; {verdict.budget}"
     )
+    if verdict.learned:
+        click.echo(_refused(verdict))
     click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
     results = () if evaluation is None else (evaluation.incumbent, evaluation.candidate)
     write_result(
@@ -282,6 +302,13 @@ def _chooser(rewarded_by: RewardSettings, timeout_s: float) -> Chooser:
 
 def _refuse(why: RuntimeError, _: pa.Table) -> NoReturn:
     raise why
+
+
+def _refused(verdict: Verdict) -> str:
+    """Which items were refused, since the candidate has learned from them."""
+    named = ", ".join(map(repr, verdict.learned[:_MOST_NAMED]))
+    more = f" and {len(verdict.learned) - _MOST_NAMED} more" if len(verdict.learned) > _MOST_NAMED else ""
+    return f"items refused, as policy {verdict.candidate} has learned from them: {named}{more}"
 
 
 def _needed(verdict: Verdict) -> str:

@@ -146,9 +146,17 @@ def _policies(settings: Settings) -> dict[str, Kept]:
     store, runs = settings.policy_store(), settings.resolved().train.runs
 
     def needed() -> dict[int, str]:
-        return _named(settings, store) | needed_by_runs(runs, store, "was started with it") | parents_of_runs(runs)
+        measured = _first_policies(store) if settings.evaluation.gate.guardrails.kl_v1 is not None else {}
+        by_runs = needed_by_runs(runs, store, "was started with it") | parents_of_runs(runs)
+        return _named(settings, store) | measured | by_runs
 
     return {"": Kept(store, settings.serve.retention, needed)}
+
+
+def _first_policies(store: PolicyStore) -> dict[int, str]:
+    """Those that lineages began with, to which evaluations measure KL."""
+    found = map(store.get, store.versions())
+    return {one.version: "evaluation.gate.guardrails.kl_v1 measures KL to it" for one in found if one.parent is None}
 
 
 def _reward_models(settings: Settings) -> dict[str, Kept]:

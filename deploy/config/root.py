@@ -37,7 +37,7 @@ from deploy.config.sources import (
 )
 from evaluation.config import EvaluationConfig
 from feedback.config import TRAINED, ClassifierConfig, FeedbackConfig, ScoringConfig
-from feedback.files import replace_file
+from feedback.files import read_key, replace_file
 from feedback.settings_base import Section
 from serve.config import ServeConfig
 from serve.middleware.api_keys import local_file
@@ -377,6 +377,7 @@ class Settings(Section):
             "reward_model_folder": self.path(evaluation.reward_model_folder),
             "folder": self.path(evaluation.folder),
             "decisions": self.path(evaluation.decisions),
+            "decisions_key": evaluation.decisions_key and self.path(evaluation.decisions_key),
             "engine": evaluation.engine.model_copy(update=computing),
         }
         return self.model_copy(
@@ -433,9 +434,18 @@ class Settings(Section):
         return PolicyStore(self.path(self.serve.policies))
 
     def ledger(self) -> Ledger:
+        """Raises ConfigError if the key can't be read."""
         from evaluation.decisions.ledger import Ledger
 
-        return Ledger(self.path(self.evaluation.decisions))
+        file, key = self.evaluation.decisions_key, None
+        if file is not None:
+            try:
+                key = read_key(self.path(file))
+            except OSError as error:
+                raise ConfigError(f"evaluation.decisions_key={file} can't be read: {error.strerror}") from error
+            except ValueError as error:
+                raise ConfigError(f"evaluation.decisions_key: {error}") from error
+        return Ledger(self.path(self.evaluation.decisions), key)
 
     def stores(self) -> Stores:
         """Of policies, of reward models, and of those that evaluation scores by."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
 from evaluation.decisions.gate import SPENT
 from evaluation.decisions.history import History, fresh_items, hypothesis
 from evaluation.decisions.ledger import LedgerError
-from evaluation.statistics.error_budget import ErrorBudget
+from evaluation.decisions.plan import declared
 from evaluation.suites.suite import Suite, SuiteError
 from feedback.datasets import count_on_policy
 from feedback.files import locked
@@ -205,14 +205,14 @@ class _Cycle:
         if why_not:
             self.say(f"policy {last.candidate} is undecided, and is let go: {why_not}")
             return None
-        candidate = self.store.get(last.candidate)
-        on_record = self.history().last(candidate.sha256, self.store.get(incumbent).sha256)
-        if on_record is not None and on_record[1].final:
+        name = hypothesis(self.store.get(last.candidate).sha256, self.store.get(incumbent).sha256)
+        race = self.history().races.get(name)
+        if race and race[-1][1].final:
             self.say(f"policy {last.candidate} was judged in cycle {last.number}, which ended before it could say so")
         else:
             try:
                 without = self._suite()
-                fresh = 0 if without else self._fresh()
+                fresh = 0 if without else self._fresh(name, self.store.learned_prompts(last.candidate)[0])
             except SuiteError as error:
                 without, fresh = str(error), 0
             if without:
@@ -238,15 +238,16 @@ class _Cycle:
             return incumbent
         return self.store.get(self.record.candidate).parent or incumbent
 
-    def _fresh(self) -> int:
-        """How many items of the suite can still decide."""
-        return fresh_items(Suite.load(self.settings.path(self.settings.evaluation.suite)), self.history())
+    def _fresh(self, name: str | None = None, learned: Collection[str] = ()) -> int:
+        """How many items of the suite can still decide, on a new candidate or on the hypothesis ``name``, which has
+        ``learned`` from some."""
+        suite = Suite.load(self.settings.path(self.settings.evaluation.suite))
+        return fresh_items(suite, self.history(), name, learned)
 
     def _not_to_be_judged(self) -> str | None:
         """Why what would be trained now could not pass, whatever it learned."""
         gate = self.settings.evaluation.gate
-        budget = ErrorBudget(gate.budget.alpha, gate.budget.rule, gate.budget.horizon)
-        if self.history().level(budget, hypothesis("another", "one")) <= 0:
+        if self.history().level(declared(gate), hypothesis("another", "one")) <= 0:
             return SPENT
         if (fresh := self._fresh()) < gate.min_items:
             return f"{fresh} of the suite's items are fresh, gate.min_items is {gate.min_items}: {_NO_FRESH}"

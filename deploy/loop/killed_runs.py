@@ -14,8 +14,9 @@ from deploy.config.root import RecipeStage, Settings
 from deploy.loop import recipes
 from deploy.loop.preflight import reward_of
 from deploy.loop.records import CycleRecord, Stage, load_all
-from evaluation.decisions.history import History, Ruling
+from evaluation.decisions.history import History, Ruling, hypothesis
 from feedback.config import ScoringConfig
+from feedback.scoring.sources.judge_cache import JudgeCacheError
 from feedback.scoring.sources.reward_model import RewardModelError
 from feedback.scoring.sources.rules import RuleError
 from serve.policies.retention import in_marked_line
@@ -135,7 +136,8 @@ def passed_before(settings: Settings, history: History, number: int, incumbent: 
 
 def judged_before(settings: Settings, history: History, number: int, incumbent: int) -> tuple[CycleRecord | None, str]:
     """The last cycle before ``number`` that trained, if its candidate is still in the race, or the gate has refused it
-    and the cycle was killed before it could say so.
+    and the cycle was killed before it could say so. One that was about to be looked at when its evaluation was killed
+    or failed is in the race.
 
     And why the candidate is let go; empty if it is to be judged on: the same policy serves, no erasure has reached it,
     it has its weights, the scorer is that of its first look, and cycles have not failed at it too often.
@@ -144,21 +146,23 @@ def judged_before(settings: Settings, history: History, number: int, incumbent: 
     store, last = settings.policy_store(), before[-1] if before else None
     if last is None or last.candidate is None or not (last.unfinished or last.status == "undecided"):
         return None, ""
-    found = _verdicts(store, history, last.candidate)
-    if last.unfinished and not found:  # the gate has said nothing of it
+    found, serving = _verdicts(store, history, last.candidate), str(_sha256(store, incumbent))
+    name = hypothesis(str(_sha256(store, last.candidate)), serving)
+    first = history.plan(name)
+    if last.unfinished and not found and first is None:  # the gate has not begun with it
         return None, ""
-    of_now = [ruling for ruling in found if ruling.incumbent.sha256 == _sha256(store, incumbent)]
+    of_now = [ruling for ruling in found if ruling.hypothesis == name]
     if of_now and of_now[-1].verdict == "pass":  # it could not be promoted
         return None, ""
-    if last.incumbent != incumbent or (found and not of_now):
+    if last.incumbent != incumbent or (found and first is None):
         return last, f"it was compared with policy {last.incumbent}, and policy {incumbent} serves"
     if of_now and of_now[-1].final:
         return last, ""
     failed = itertools.takewhile(lambda record: record.unfinished, reversed(before))
     if sum(record.candidate == last.candidate for record in failed) >= ATTEMPTS:
         return last, f"{ATTEMPTS} cycles in a row have failed at it"
-    if of_now and (scorer := _gates_scorer(settings)) not in (None, of_now[-1].plan.scorer):
-        return last, f"it was scored by {of_now[-1].plan.scorer}, and evaluation.scorer is {scorer} now"
+    if first is not None and (scorer := _gates_scorer(settings)) not in (None, first[1].scorer):
+        return last, f"it was scored by {first[1].scorer}, and evaluation.scorer is {scorer} now"
     return last, _lost(store, last.candidate) or _weights_gone(store, last.candidate)
 
 
@@ -176,13 +180,13 @@ def _sha256(store: PolicyStore, version: int) -> str | None:
 
 
 def _gates_scorer(settings: Settings) -> str | None:
-    """What identifies the scorer of evaluation; None if it can't be had now, of which the evaluation says why."""
+    """What identifies the scorer of evaluation; None if it can't be loaded, of which the evaluation says why."""
     from evaluation.evaluate import Scoring
     from evaluation.judging import JudgingError
 
     try:
         return Scoring(settings.resolved().evaluation, settings.evaluation_sources()).name
-    except (JudgingError, RuleError, RewardModelError):
+    except (JudgingError, RuleError, RewardModelError, JudgeCacheError, PolicyError, ValueError):
         return None
 
 

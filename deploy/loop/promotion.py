@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import pwd
 import socket
-from typing import Any, Final
+from typing import Any
 
-from evaluation.decisions.ledger import Entry, Kind, Ledger, LedgerError
+from evaluation.decisions.ledger import MOVES, Entry, Kind, Ledger, LedgerError
 from serve.policies.retention import in_marked_line, retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged
-
-_MOVES: Final[tuple[Kind, ...]] = ("promotion", "rollback")
 
 
 class PromotionRefused(RuntimeError):
@@ -34,7 +32,8 @@ def promote(
 ) -> Pointer:
     """Point the servers at ``version``, which must have passed the gate against the policy that serves.
 
-    That is so if the ledger has a passing verdict on these two policies, by the hashes of their files.
+    That is so if the ledger has a passing verdict on these two policies, by the hashes of their files, and the one by
+    which the policy that serves was promoted.
 
     The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that serves
     already: it gets a new generation, at which a replica that failed to load it tries again. What an erasure has
@@ -42,16 +41,16 @@ def promote(
     same; who and why stay in the pointer's history, marked as an override. ``expected`` is the pointer on which the
     decision was taken, by default the current one.
 
-    Raises PromotionRefused (no passing verdict, marked for retraining, or an override without a reason),
-    serve.policies.store.PolicyNotFound, PolicyCorrupt (a file differs from the manifest) and StalePointer (the pointer
-    was moved meanwhile).
+    Raises PromotionRefused (no passing verdict, another ledger, marked for retraining, or an override without a
+    reason), serve.policies.store.PolicyNotFound, PolicyCorrupt (a file differs from the manifest) and StalePointer (the
+    pointer was moved meanwhile).
     """
     store.verify(version)
     # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
     pointer, verdict = expected or store.serving(), None
     if pointer is not None and pointer.version != version:
         verdict, objection = verdict_on(store, ledger, version, pointer.version, override=override)
-        objections = (objection, _erased_from(store, version))
+        objections = (objection, _lost_verdict(ledger, pointer), _erased_from(store, version))
         if objection := "; ".join(filter(None, objections)):
             verdict = _overridden(verdict, objection, f"millrace promote {version}", override=override, why=why)
     return store.promote(version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict)
@@ -129,7 +128,7 @@ def record_moves(store: PolicyStore, ledger: Ledger) -> list[Entry]:
     Raises LedgerError: the pointer stays where it is.
     """
     try:
-        known = {_move(entry) for entry in ledger.entries() if entry.kind in _MOVES}
+        known = {_move(entry) for entry in ledger.entries() if entry.kind in MOVES}
         moves = [pointer for pointer in store.history() if (pointer.generation, pointer.at) not in known]
         return [_record(store, ledger, pointer) for pointer in moves]
     except LedgerError as error:
@@ -161,6 +160,25 @@ def missing_from(ledger: Ledger, store: PolicyStore) -> list[str]:
     return found
 
 
+def learned_items(ledger: Ledger, store: PolicyStore) -> list[str]:
+    """Looks at items that their candidates have learned from, as far as that is known: each in a sentence.
+
+    Raises PolicyCorrupt if the list of what a policy has learned from is not the one that was published.
+    """
+    looks = [entry for entry in ledger.entries() if entry.kind in ("intent", "verdict")]
+    judged = {entry.body["candidate"]["sha256"] for entry in looks}
+    versions = {sha256: version for version in store.versions() if (sha256 := store.get(version).sha256) in judged}
+    learned = {sha256: store.learned_prompts(version)[0] for sha256, version in versions.items()}
+    found = []
+    for entry in looks:
+        sha256 = entry.body["candidate"]["sha256"]
+        if again := learned.get(sha256, frozenset()).intersection(entry.body["prompts"]):
+            found.append(
+                f"entry {entry.number} is on {len(again)} prompts that policy {versions[sha256]} has learned from"
+            )
+    return found
+
+
 def _record(store: PolicyStore, ledger: Ledger, pointer: Pointer) -> Entry:
     verdict = dict(pointer.verdict or {})
     kind: Kind = "rollback" if "rollback_from" in verdict else "promotion"
@@ -179,13 +197,13 @@ def _record(store: PolicyStore, ledger: Ledger, pointer: Pointer) -> Entry:
     move = (pointer.generation, pointer.at)
 
     def recorded(entries: list[Entry]) -> str | None:
-        known = any(_move(entry) == move for entry in entries if entry.kind in _MOVES)
+        known = any(_move(entry) == move for entry in entries if entry.kind in MOVES)
         return f"move {pointer.generation} of the pointer is there already" if known else None
 
     try:
         return ledger.append(kind, body, who=pointer.who, unless=recorded)
     except LedgerError:
-        there = [entry for entry in ledger.entries() if entry.kind in _MOVES and _move(entry) == move]
+        there = [entry for entry in ledger.entries() if entry.kind in MOVES and _move(entry) == move]
         if not there:
             raise
         return there[0]  # another process was faster
@@ -256,6 +274,25 @@ def verdict_on(
             why = f"experiment {tried['number']} came to: {tried['decision']}: {tried['why']}"
             return verdict, f"policy {version} passed the gate, and {why}"
     return verdict, None
+
+
+def _lost_verdict(ledger: Ledger, pointer: Pointer) -> str | None:
+    """Why a ledger is not the one by which what serves was promoted; None if it is, or none was needed.
+
+    In another one, or in one of which lines were removed, levels would be given again that were given before.
+    """
+    verdict = pointer.verdict or {}
+    if (named := verdict.get("entry_sha256")) is None:
+        return None
+    try:
+        if any(entry.sha256 == named for entry in ledger.entries()):
+            return None
+    except LedgerError:
+        return None  # which is an objection already
+    return (
+        f"policy {pointer.version} serves by entry {verdict.get('entry')} of a ledger, which {ledger.file} does not "
+        "have: restore evaluation.decisions"
+    )
 
 
 def _erased_from(store: PolicyStore, version: int) -> str | None:

@@ -7,7 +7,7 @@ a suite is drawn again. The order is that of a hash, which says nothing of how h
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from evaluation.decisions.observations import names_of, voices
 from evaluation.suites.held_out import prompt_key
@@ -25,6 +25,17 @@ def fresh(items: Sequence[Item], used: Collection[str]) -> list[Voice]:
 def decided(items: Sequence[Item], used: Collection[str], candidate: str) -> list[Voice]:
     """The voices all of whose prompts have decided before: the regression suite, in an order of the candidate's own."""
     return [voice for voice in _voices(items, candidate) if all(prompt_key(item) in used for item in voice)]
+
+
+def unlearned(voices: Iterable[Voice], learned: Collection[str]) -> tuple[list[Voice], list[str]]:
+    """The voices of which no prompt is in ``learned``, in their order, and the ids of the items of all others."""
+    fit, refused = list[Voice](), list[str]()
+    for voice in voices:
+        if any(prompt_key(item) in learned for item in voice):
+            refused += [item.id for item in voice]
+        else:
+            fit.append(voice)
+    return fit, refused
 
 
 def take(voices: Sequence[Voice], items: int) -> list[Voice]:

@@ -23,7 +23,7 @@ from evaluation.statistics.verdict import decide as decide_by_evidence
 MOST_FORESEEN = 20_000
 """Items that are counted up to, where it is said how many more a candidate needs."""
 
-SPENT = "the error budget is spent: no candidate can pass until a new one is declared (evaluation.gate.budget)"
+SPENT = "the error budget is spent: no candidate can pass until evaluation.gate.budget has a larger alpha"
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,11 @@ def decide(plan: Plan, state: State) -> Decision:
     )
     if plan.level <= 0:
         return replace(decision, reasons=(SPENT,))
-    if "kl" in plan.margins and state.items and state.evidence["kl"].shown.n == 0:
-        return replace(decision, verdict="refuse", reasons=("gate.max_kl is set, and KL could not be measured",))
+    for name, setting in (("kl", "max_kl"), ("kl_v1", "guardrails.kl_v1")):
+        if name in plan.margins and state.items and state.evidence[name].shown.n == 0:
+            return replace(
+                decision, verdict="refuse", reasons=(f"gate.{setting} is set, and KL could not be measured",)
+            )
     if decision.verdict == "pass" and (wanting := _wanting(plan, state)):
         decision = replace(decision, verdict="undecided", reasons=wanting)
     elif decision.verdict == "undecided":

@@ -3,15 +3,21 @@
 Both policies answer the items that the candidate may still use, in one batch each, and no others of the suite (unless
 ``evaluation.score_unused``); a block of them at a time is scored, until the verdict is final. What is answered and not
 looked at stays fresh: nothing of it is scored, kept or shown.
+
+Before a block is scored it is on record which items they are, of whose race, by which plan (an intent). So an
+evaluation that was killed, or failed, has its candidate's level and those items; when the candidate is evaluated again,
+it goes on with the same blocks, and nobody else can use them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -21,18 +27,19 @@ from evaluation.config import EvaluationConfig
 from evaluation.decisions import bank, gate
 from evaluation.decisions.bank import Voice
 from evaluation.decisions.gate import State
-from evaluation.decisions.history import History, Party, Ruling, hypothesis, looks_of
-from evaluation.decisions.ledger import Entry, Ledger
+from evaluation.decisions.history import Declaration, History, Intent, Party, Ruling, hypothesis, looks_of
+from evaluation.decisions.ledger import Entry, Ledger, canonical
 from evaluation.decisions.observations import Look, Observation, observe
-from evaluation.decisions.plan import Plan, plan
+from evaluation.decisions.plan import Plan, declared, plan
 from evaluation.evaluate import Scoring, compare
 from evaluation.judging import Judged, Sources
 from evaluation.results import Evaluation
 from evaluation.statistics import intervals
-from evaluation.statistics.error_budget import ErrorBudget
+from evaluation.statistics.error_budget import promise
 from evaluation.suites import answers, text_metrics
 from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Item, Suite
+from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
 
 SCORER_DOWN: Final = 0.1
@@ -53,7 +60,8 @@ class Verdict(BaseModel):
     of ``items`` that were looked at; ``difference`` is their mean gain, with a bootstrap interval as a picture of it.
     ``e_value`` of 1 / ``level`` and more shows the gain. ``needs``, of an undecided candidate: about how many more
     items; ``fresh`` how many there are. ``kl`` is that of what was looked at now, if it was measured. ``entry`` is None
-    while nothing of it is on record.
+    while there is no verdict on record. ``levels_given`` sums the levels of all candidates so far; what that means for
+    errors ``budget`` says. ``learned``: ids of fresh items that were refused, since its training has read them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -79,7 +87,8 @@ class Verdict(BaseModel):
     entry: int | None
     entry_sha256: str | None
     budget: str
-    budget_spent: float
+    levels_given: float
+    learned: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -91,15 +100,35 @@ class Judgement:
 
 
 @dataclass(frozen=True)
+class Block:
+    """The items of one look: fresh ones, and those that have decided before."""
+
+    fresh: tuple[Item, ...]
+    regression: tuple[Item, ...] = ()
+
+    @property
+    def content(self) -> str:
+        """The sha256 of all that the suite says of them."""
+        lines = [item.model_dump_json() for item in (*self.fresh, *self.regression)]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
 class _Race:
-    """A candidate before this evaluation: its plan, the evidence so far, and what is fresh."""
+    """A candidate before this evaluation: its plan, the evidence so far, and what is fresh.
+
+    ``begun``: the blocks that were about to be looked at, and have no verdict; their items are in neither ``fresh`` nor
+    ``regression``. ``learned``: ids of items that are refused, since the candidate has learned from them.
+    """
 
     plan: Plan
     state: State
     earlier: tuple[Look, ...]
     last: tuple[Entry, Ruling] | None
+    begun: tuple[Block, ...]
     fresh: tuple[Voice, ...]
     regression: tuple[Voice, ...]
+    learned: tuple[str, ...]
 
 
 def judge(
@@ -113,20 +142,26 @@ def judge(
     who: str,
     sources: Sources | None = None,
     chooser: Chooser | None = None,
+    learned: Collection[str] = (),
+    first: Policy | None = None,
 ) -> Judgement:
     """The verdict on a candidate, from as many fresh items as it takes, and on record when this returns.
 
     One that is final stands, whatever the settings are now. An undecided one is gone on with from its evidence so far,
-    by the settings of its first look.
+    by the settings of its first look, and one whose evaluation was killed with the items that it was about to look at.
 
     Args:
         suite: the item bank.
         folder: where evaluations are kept, with answers.
         who: for the record.
         sources, chooser: as of ``evaluation.evaluate.evaluate``.
+        learned: hashes of prompts (``prompt_key``) that the candidate, or a policy that it descends from, has learned
+            from: items with them are refused before they are looked at.
+        first: the policy that the candidate's lineage began with, to which KL is measured; None: to none.
 
     Raises:
-        NotJudged: the scorer gives no scores, or is another one than at earlier looks.
+        NotJudged: the scorer gives no scores, or is another one than at earlier looks; or what was about to be looked
+            at is no longer there, or would be answered otherwise.
         OutOfBounds: a reward lies outside ``gate.reward_bounds``; its item is named.
         EvaluationBusy, LedgerDamaged, EngineError, and what the scorer raises.
     """
@@ -137,32 +172,35 @@ def judge(
             looked = looks_of_race(ledger, history, last[1])
             return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), None)
         scoring = Scoring(config, sources or Sources())
-        whole = _Answered(candidate, incumbent, suite, config, folder, scoring) if config.score_unused else None
+        whole = _Answered(candidate, incumbent, suite, config, folder, scoring, first) if config.score_unused else None
         if last is not None and last[1].final:
             evaluation = whole.evaluation(range(len(suite.items)), chooser) if whole else None
             looked = looks_of_race(ledger, history, last[1])
             return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), evaluation)
-        race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, last)
+        race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, last, learned)
+        intend = partial(_intend, ledger, history, race, candidate, incumbent, suite, config, who)
         if race.plan.level <= 0:
+            _declare(ledger, history, config, who)
             entry = _record(ledger, race, candidate, incumbent, suite, race.state, (), who)
             history.add(entry[0])
             return Judgement(_verdict(history, entry, (), candidate, incumbent, config, _count(race.fresh)), None)
-        wanted = bank.take(race.fresh, race.plan.max_items - race.state.items)
-        if not wanted:
+        begun = sum(len(block.fresh) for block in race.begun)
+        wanted = bank.take(race.fresh, race.plan.max_items - race.state.items - begun)
+        if not wanted and not begun:
             evaluation = whole.evaluation(range(len(suite.items)), chooser) if whole else None
             return Judgement(_exhausted(history, race, candidate, incumbent, config), evaluation)
-        of_regression = bank.take(race.regression, _count(wanted))
+        blocks = [*race.begun, *_blocks(race, wanted, config)]
         answered = whole
         if answered is None:
-            items = [item for voice in (*wanted, *of_regression) for item in voice]
-            answered = _Answered(candidate, incumbent, _part(suite, items), config, folder, scoring)
-        looks, seen = _look(race, wanted, of_regression, answered, config)
+            items = [item for part in ("fresh", "regression") for block in blocks for item in getattr(block, part)]
+            answered = _Answered(candidate, incumbent, _part(suite, items), config, folder, scoring, first)
+        looks, seen = _look(race, blocks, answered, intend)
         state, _, _ = gate.replay(race.plan, looks, race.state)
         entry = _record(ledger, race, candidate, incumbent, suite, state, looks, who)
         history.add(entry[0])
         items_seen = range(len(suite.items)) if whole is not None else seen
         evaluation = answered.evaluation(items_seen, chooser)
-        left = _count(race.fresh) - sum(len(look.fresh) for look in looks)
+        left = _count(race.fresh) - max(0, sum(len(look.fresh) for look in looks) - begun)
         verdict = _verdict(history, entry, (*race.earlier, *looks), candidate, incumbent, config, left)
         if evaluation is not None and evaluation.kl is not None:
             verdict = verdict.model_copy(update={"kl": evaluation.kl.incumbent_candidate.value})
@@ -183,38 +221,71 @@ def _race(
     config: EvaluationConfig,
     scorer: str,
     last: tuple[Entry, Ruling] | None,
+    learned: Collection[str],
 ) -> _Race:
-    fresh = bank.fresh(suite.items, history.used)
-    if last is None:
-        before = bank.decided(suite.items, history.used, candidate.sha256)
+    name = hypothesis(candidate.sha256, incumbent.sha256)
+    used, begun = history.used_but_for(name), history.begun(name)
+    fresh, refused = bank.unlearned(bank.fresh(suite.items, used), learned)
+    before, _ = bank.unlearned(bank.decided(suite.items, used, candidate.sha256), learned)
+    first = history.plan(name)
+    if first is None:
         segments = [{item.segment for item in voice if item.segment is not None} for voice in fresh]
-        budget = ErrorBudget(config.gate.budget.alpha, config.gate.budget.rule, config.gate.budget.horizon)
         made = plan(
             config,
             scorer=scorer,
-            level=history.level(budget, hypothesis(candidate.sha256, incumbent.sha256)),
+            level=history.level(declared(config.gate), name),
             fresh_segments={
                 name: sum(name in of for of in segments) for name in sorted({name for of in segments for name in of})
             },
             fresh=len(fresh),
             decided=len(before),
         )
-        return _Race(made, State(), (), None, tuple(fresh), tuple(before) if made.regression else ())
-    made = last[1].plan
+        regression = tuple(before) if made.regression else ()
+        return _Race(made, State(), (), None, (), tuple(fresh), regression, tuple(refused))
+    at, made = first
     if made.scorer != scorer:
         raise NotJudged(
-            f"policy {candidate.version} is undecided by the scores of {made.scorer}, and evaluation.scorer is "
-            f"{scorer} now: set it back, or train another candidate"
+            f"policy {candidate.version} is undecided by the scores of {made.scorer} (entry {at.number}), and "
+            f"evaluation.scorer is {scorer} now: set it back, or train another candidate"
         )
-    earlier = looks_of_race(ledger, history, last[1])
+    earlier = () if last is None else looks_of_race(ledger, history, last[1])
     state, _, _ = gate.replay(made, earlier)
+    blocks = tuple(_begun(*one, candidate, suite, config) for one in begun)
     mine = {one.prompt for look in earlier for one in (*look.fresh, *look.regression)}
-    before = [
-        voice
-        for voice in bank.decided(suite.items, history.used, candidate.sha256)
-        if not any(prompt_key(item) in mine for item in voice)
-    ]
-    return _Race(made, state, earlier, last, tuple(fresh), tuple(before) if made.regression else ())
+    ids = {item.id for block in blocks for item in (*block.fresh, *block.regression)}
+    fresh = [voice for voice in fresh if not any(item.id in ids for item in voice)]
+    before = [voice for voice in before if not any(prompt_key(item) in mine or item.id in ids for item in voice)]
+    regression = tuple(before) if made.regression else ()
+    return _Race(made, state, earlier, last, blocks, tuple(fresh), regression, tuple(refused))
+
+
+def _begun(entry: Entry, meant: Intent, candidate: Policy, suite: Suite, config: EvaluationConfig) -> Block:
+    """What an intent was about to look at. Raises NotJudged naming what changed, if that can't be looked at now."""
+    what = f"policy {candidate.version} was about to be looked at (entry {entry.number})"
+    now = _answering(candidate, config)
+    if changed := [name for name in now if meant.answers.get(name) != now[name]]:
+        settings = ", ".join(f"{name} {meant.answers.get(name)!r}" for name in changed)
+        raise NotJudged(f"{what} with evaluation's {settings}: set that back, or train another candidate")
+    items = {item.id: item for item in suite.items}
+    if missing := next((name for name in (*meant.fresh, *meant.regression) if name not in items), None):
+        raise NotJudged(
+            f"{what} on item {missing!r}, which {suite.path} does not have now: put it back, or train another candidate"
+        )
+    block = Block(tuple(items[name] for name in meant.fresh), tuple(items[name] for name in meant.regression))
+    if block.content != meant.content:
+        raise NotJudged(
+            f"{what} on {len(meant.fresh)} items from {meant.fresh[0]!r} on, which {suite.path} has otherwise now: put "
+            "them back as they were, or train another candidate"
+        )
+    return block
+
+
+def _answering(candidate: Policy, config: EvaluationConfig) -> dict[str, Any]:
+    """The settings that decide what is looked at of answers, as JSON has them."""
+    named = {"max_tokens": config.max_tokens, "kl_samples": config.kl_samples, "seed": config.seed}
+    computed = {"dtype": compute_dtype(candidate.path, config.engine.dtype), "extra": config.engine.extra}
+    answering: dict[str, Any] = json.loads(canonical(named | computed))
+    return answering
 
 
 class _Answered:
@@ -228,25 +299,32 @@ class _Answered:
         config: EvaluationConfig,
         folder: Path,
         scoring: Scoring,
+        first: Policy | None,
     ) -> None:
         self.policies, self.suite, self.config, self.scoring = (candidate, incumbent), suite, config, scoring
         before = answers.answer(incumbent, suite, config, folder)
         self.answers = answers.answer(candidate, suite, config, folder, incumbent=incumbent), before
         self.places = {item.id: i for i, item in enumerate(suite.items)}
-        self.kl = _kl_by_item(self.answers[0], len(suite.items))
         n = len(suite.items)
+        self.kl, self.kl_v1 = _kl_by_item(self.answers[0], n), _kl_by_item(None, n)
+        if first is not None and first.sha256 == incumbent.sha256:
+            self.kl_v1 = self.kl
+        elif first is not None:
+            answers.answer(first, suite, config, folder)
+            self.kl_v1 = _kl_by_item(answers.answer(candidate, suite, config, folder, incumbent=first), n)
         self.scored = np.zeros(n, bool)
         self.judged = Judged(np.full(n, np.nan), np.full(n, np.nan))
 
-    def observe(self, voices: Iterable[Voice]) -> tuple[Observation, ...]:
-        """The observations of these voices, scored if they are not yet."""
-        at = [self.places[item.id] for voice in voices for item in voice]
+    def observe(self, items: Iterable[Item]) -> tuple[Observation, ...]:
+        """The observations of these items, scored if they are not yet."""
+        at = [self.places[item.id] for item in items]
         if not at:
             return ()
         self._score([i for i in at if not self.scored[i]])
         tables = (self.answers[0].table.take(at), self.answers[1].table.take(at))
         scores = (self.judged.candidate[at], self.judged.incumbent[at])
-        return observe([self.suite.items[i] for i in at], tables, scores, [self.kl[i] for i in at])
+        kl = [[of[i] for i in at] for of in (self.kl, self.kl_v1)]
+        return observe([self.suite.items[i] for i in at], tables, scores, *kl)
 
     def evaluation(self, at: Sequence[int], chooser: Chooser | None) -> Evaluation | None:
         """The evaluation of some items; None if none of them has a score for both policies."""
@@ -278,20 +356,20 @@ class _Answered:
 
 
 def _look(
-    race: _Race, wanted: Sequence[Voice], regression: Sequence[Voice], answered: _Answered, config: EvaluationConfig
+    race: _Race, blocks: Sequence[Block], answered: _Answered, intend: Callable[[Block], None]
 ) -> tuple[tuple[Look, ...], list[int]]:
     """The looks up to a final verdict, or until no item is left; and the places of the fresh items that were used.
 
-    Raises NotJudged if the scorer is down.
+    Each is put on record by ``intend`` before it is scored, if it was not begun before. Raises NotJudged if the scorer
+    is down.
     """
     looks, state, seen = list[Look](), race.state, list[int]()
-    rest = list(regression)
-    for block in _blocks(wanted, race, config):
-        fresh = answered.observe(block)
+    for number, block in enumerate(blocks):
+        if number >= len(race.begun):
+            intend(block)
+        fresh = answered.observe(block.fresh)
         _check_scorer(fresh, answered)
-        mine = bank.take(rest, len(fresh))
-        rest = rest[len(mine) :]
-        look = Look(fresh=fresh, regression=answered.observe(mine))
+        look = Look(fresh=fresh, regression=answered.observe(block.regression))
         looks.append(look)
         seen += [answered.places[one.item] for one in fresh]
         state = gate.advance(race.plan, state, look)
@@ -300,12 +378,58 @@ def _look(
     return tuple(looks), seen
 
 
-def _blocks(wanted: Sequence[Voice], race: _Race, config: EvaluationConfig) -> list[Sequence[Voice]]:
-    """The voices of each look; the first look has as many items as a pass rests on."""
-    first = 0 if race.state.items else max(race.plan.min_items, config.gate.look_items)
+def _blocks(race: _Race, wanted: Sequence[Voice], config: EvaluationConfig) -> list[Block]:
+    """The items of each look that is not begun; the first look of all has as many as a pass rests on."""
+    first = 0 if race.state.items or race.begun else max(race.plan.min_items, config.gate.look_items)
     head = bank.take(wanted, first)
     rest = wanted[len(head) :]
-    return [*([head] if head else []), *(rest[at] for at in gate.blocks(list(map(len, rest)), config.gate.look_items))]
+    parts = [*([head] if head else []), *(rest[at] for at in gate.blocks(list(map(len, rest)), config.gate.look_items))]
+    regression, blocks = race.regression, list[Block]()
+    for part in parts:
+        beside = bank.take(regression, _count(part))
+        regression = regression[len(beside) :]
+        blocks.append(Block(*(tuple(item for voice in voices for item in voice) for voices in (part, beside))))
+    return blocks
+
+
+def _intend(
+    ledger: Ledger,
+    history: History,
+    race: _Race,
+    candidate: Policy,
+    incumbent: Policy,
+    suite: Suite,
+    config: EvaluationConfig,
+    who: str,
+    block: Block,
+) -> None:
+    """Put on record what is about to be looked at, and before a candidate's first look the budget that it is under."""
+    meant = Intent(
+        candidate=_party(candidate),
+        incumbent=_party(incumbent),
+        suite=suite.path.name,
+        suite_sha256=suite.sha256,
+        plan=race.plan,
+        answers=_answering(candidate, config),
+        fresh=tuple(item.id for item in block.fresh),
+        regression=tuple(item.id for item in block.regression),
+        prompts=tuple(dict.fromkeys(map(prompt_key, block.fresh))),
+        content=block.content,
+    )
+    if history.plan(meant.hypothesis) is None:
+        _declare(ledger, history, config, who)
+    history.add(ledger.append("intent", meant.model_dump(mode="json"), who=who))
+
+
+def _declare(ledger: Ledger, history: History, config: EvaluationConfig, who: str) -> None:
+    """Put the error budget of the settings on record, if another one is in force."""
+    if history.budget != (budget := declared(config.gate)):
+        body = Declaration(rule=budget.rule, alpha=budget.alpha, horizon=budget.horizon).model_dump()
+        history.add(ledger.append("budget", body, who=who))
+
+
+def _party(policy: Policy) -> Party:
+    return Party(version=policy.version, sha256=policy.sha256)
 
 
 def _check_scorer(fresh: Sequence[Observation], answered: _Answered) -> None:
@@ -314,8 +438,8 @@ def _check_scorer(fresh: Sequence[Observation], answered: _Answered) -> None:
         whys = "".join(f"; {count} × {why}" for why, count in answered.judged.missing.items())
         raise NotJudged(
             f"{answered.scoring.name} gave no score to {missing} of {len(fresh)} answers of policy "
-            f"{answered.policies[1].version}, which serves: nothing was decided or used up{whys}; evaluate again when "
-            "it scores"
+            f"{answered.policies[1].version}, which serves: nothing was decided{whys}; evaluate again when it scores: "
+            "the same items are looked at, at the same level"
         )
 
 
@@ -331,8 +455,8 @@ def _record(
 ) -> tuple[Entry, Ruling]:
     decision = gate.decide(race.plan, state)
     found = Ruling(
-        candidate=Party(version=candidate.version, sha256=candidate.sha256),
-        incumbent=Party(version=incumbent.version, sha256=incumbent.sha256),
+        candidate=_party(candidate),
+        incumbent=_party(incumbent),
         suite=suite.path.name,
         suite_sha256=suite.sha256,
         plan=race.plan,
@@ -346,6 +470,7 @@ def _record(
         e_value=decision.e_value,
         standings=standings(decision.standings),
         needs=gate.needs(race.plan, state, decision) if decision.verdict == "undecided" else None,
+        learned=race.learned,
     )
     last = race.last and race.last[0].number
 
@@ -382,6 +507,7 @@ def _verdict(
         history, found.plan, state, config,
         verdict=found.verdict, reasons=reasons, candidate=candidate.version, incumbent=incumbent.version,
         e_value=found.e_value, needs=found.needs, fresh=fresh, entry=entry.number, entry_sha256=entry.sha256,
+        learned=found.learned,
     )  # fmt: skip
 
 
@@ -396,7 +522,7 @@ def _exhausted(
         history, race.plan, race.state, config,
         verdict="undecided", reasons=(*decision.reasons, _wants(needs, 0)), candidate=candidate.version,
         incumbent=incumbent.version, e_value=decision.e_value, needs=needs, fresh=0,
-        entry=entry and entry.number, entry_sha256=entry and entry.sha256,
+        entry=entry and entry.number, entry_sha256=entry and entry.sha256, learned=race.learned,
     )  # fmt: skip
 
 
@@ -419,8 +545,8 @@ def _shown(history: History, of: Plan, state: State, config: EvaluationConfig, *
             "max_items": of.max_items,
             "level": of.level,
             "kl": None if kl is None or kl.shown.n == 0 else float(kl.shown.mean),
-            "budget": f"{of.rule} {of.alpha:g}",
-            "budget_spent": history.spent(),
+            "budget": history.promise() or promise([of.budget]),
+            "levels_given": history.levels_given(),
             **fields,
         }
     )
@@ -431,9 +557,9 @@ def _wants(needs: int | None, fresh: int) -> str:
     return f"needs {wanted} items; {fresh} fresh ones are left in the suite"
 
 
-def _kl_by_item(found: answers.Answers, items: int) -> list[float | None]:
+def _kl_by_item(found: answers.Answers | None, items: int) -> list[float | None]:
     """KL(incumbent || candidate) of each item's samples, nats per token; None where there is none."""
-    if found.kl is None:
+    if found is None or found.kl is None:
         return [None] * items
     sums, tokens = np.zeros(items), np.zeros(items)
     for item, p, q in zip(found.kl.item, found.kl.incumbent, found.kl.candidate, strict=True):

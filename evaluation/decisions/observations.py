@@ -32,7 +32,8 @@ class Observation(BaseModel):
     """One item. ``prompt`` identifies the prompt in any suite; a missing reward is None.
 
     Of the greedy answers: ``length`` in tokens, ``truncated`` 0 or 1, ``distinct`` and ``repeated`` shares. ``kl``: KL
-    of the incumbent to the candidate on this prompt, in nats per token; None where it was not measured.
+    of the incumbent to the candidate on this prompt, in nats per token, and ``kl_v1`` that of the first policy; None
+    where it was not measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -48,6 +49,7 @@ class Observation(BaseModel):
     distinct: Pair
     repeated: Pair
     kl: float | None = None
+    kl_v1: float | None = None
 
 
 class Look(BaseModel):
@@ -64,6 +66,7 @@ def observe(
     tables: tuple[pa.Table, pa.Table],
     scores: tuple[Floats, Floats],
     kl: Sequence[float | None] | None = None,
+    kl_v1: Sequence[float | None] | None = None,
 ) -> tuple[Observation, ...]:
     """The observations of some items.
 
@@ -71,7 +74,7 @@ def observe(
         items: [n], in the order of all that follows.
         tables: of the candidate and of the incumbent, [n] rows with response_token_ids and finish_reason.
         scores: of both, [n]; NaN where there is none.
-        kl: [n], nats per token.
+        kl, kl_v1: [n], nats per token.
     """
     figures = [_figures(table) for table in tables]
     rewards = [[None if np.isnan(value) else float(value) for value in of] for of in scores]
@@ -84,6 +87,7 @@ def observe(
             candidate=rewards[0][i],
             incumbent=rewards[1][i],
             kl=None if kl is None else kl[i],
+            kl_v1=None if kl_v1 is None else kl_v1[i],
             **{name: (figures[0][name][i], figures[1][name][i]) for name in figures[0]},
         )
         for i, item in enumerate(items)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Final, Literal
@@ -73,9 +73,10 @@ class Plan(BaseModel):
         """The success metric and all guardrails. Raises ValueError for margins that leave nothing to test."""
         found = [self.success]
         found += [replace(GUARDRAILS[name], margin=self.margins[name]) for name in _ORDINARY if name in self.margins]
-        if "kl" in self.margins:
-            margin = self.margins["kl"]
-            found.append(replace(GUARDRAILS["kl_incumbent"], name="kl", high=max(1.0, 2 * margin), margin=margin))
+        for name, guardrail in (("kl", GUARDRAILS["kl_incumbent"]), ("kl_v1", GUARDRAILS["kl_v1"])):
+            if name in self.margins:
+                margin = self.margins[name]
+                found.append(replace(guardrail, name=name, high=max(1.0, 2 * margin), margin=margin))
         if self.segments or self.watched:
             of = segment_guardrails(self.success, (*self.segments, *self.watched), self.margins["segments"])
             found += [
@@ -98,7 +99,8 @@ class Plan(BaseModel):
             try:
                 betting.check_bounds(np.array(known), self.low, self.high, [one.item] * len(known))
             except betting.OutOfBounds as error:
-                raise betting.OutOfBounds(f"{error} of evaluation.gate.reward_bounds") from None
+                why = f"{error} of evaluation.gate.reward_bounds, which the candidate keeps from its first look on"
+                raise betting.OutOfBounds(f"{why}: with others train another candidate") from None
         else:
             pair = tuple(None if value is None else float(value == 1) for value in pair)  # type: ignore[assignment]
         candidate, incumbent = pair
@@ -123,7 +125,9 @@ class Plan(BaseModel):
                 case "repetition":
                     found[metric.name] = per_voice(fresh, lambda one: difference(one.repeated))
                 case "kl":
-                    found[metric.name] = per_voice(fresh, partial(_kl, most=metric.high))
+                    found[metric.name] = per_voice(fresh, partial(_at_most, metric.high, lambda one: one.kl))
+                case "kl_v1":
+                    found[metric.name] = per_voice(fresh, partial(_at_most, metric.high, lambda one: one.kl_v1))
                 case "regression":
                     found[metric.name] = per_voice(look.regression, self.gain)
                 case _:
@@ -157,6 +161,8 @@ def plan(
     margins = {name: margin for name in _ORDINARY if (margin := getattr(guardrails, name)) is not None}
     if gate.max_kl is not None:
         margins["kl"] = gate.max_kl
+    if guardrails.kl_v1 is not None:
+        margins["kl_v1"] = guardrails.kl_v1
     segments: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
     if guardrails.segments is not None and fresh_segments:
@@ -193,8 +199,13 @@ def plan(
     )
 
 
-def _kl(one: Observation, most: float) -> float | None:
-    return None if one.kl is None else min(one.kl, most)
+def declared(gate: GateConfig) -> ErrorBudget:
+    """The error budget that the settings declare."""
+    return ErrorBudget(gate.budget.alpha, gate.budget.rule, gate.budget.horizon)
+
+
+def _at_most(most: float, of: Callable[[Observation], float | None], one: Observation) -> float | None:
+    return None if (value := of(one)) is None else min(value, most)
 
 
 def _needed(gate: GateConfig, margin: float, width: float) -> float:

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from evaluation.decisions import gate
 from evaluation.decisions.gate import State
-from evaluation.decisions.history import History, Ruling, looks_of, ruling
+from evaluation.decisions.history import History, Intent, Ruling, declaration, intent, looks_of, ruling
 from evaluation.decisions.judgement import standings
 from evaluation.decisions.ledger import Entry, Ledger, LedgerDamaged
 from evaluation.decisions.observations import Look, names_of, voices
+from evaluation.decisions.plan import Plan
 from evaluation.statistics.betting import OutOfBounds
+from evaluation.statistics.error_budget import ErrorBudget
 
 
 @dataclass(frozen=True)
 class Verification:
-    """``problems`` names each entry that is not what it must be; ``spent`` is the sum of all levels."""
+    """``problems`` names each entry that is not what it must be; ``levels_given`` is the sum of all levels."""
 
     entries: int
     verdicts: int
-    spent: float
+    levels_given: float
     problems: tuple[str, ...]
 
 
 def verify(ledger: Ledger) -> Verification:
     """Recompute the ledger: its chain, and of each verdict the level, the items, the evidence and the verdict itself.
 
-    Experiments are ``evaluation.experiments.verification``'s.
-
-    A verdict must follow from its plan and its looks bit for bit, none may follow a final one, its plan must be that of
-    its first look and its level the budget's, no prompt may decide twice, and a promotion must be of the candidate that
-    passed against what served, or an override.
+    A verdict must follow from its plan and its looks bit for bit, none may follow a final one, its looks must have been
+    on record as intents before, its plan must be that of the first of them and its level what the declared budgets give
+    it, no prompt may be looked at twice, and a promotion must be of the candidate that passed against what served, or
+    an override. Experiments are ``evaluation.experiments.verification``'s.
     """
     try:
         entries = ledger.entries()
@@ -39,31 +41,58 @@ def verify(ledger: Ledger) -> Verification:
         return Verification(0, 0, 0.0, (str(error),))
     history, states, problems = History(), dict[str, State](), list[str]()
     for entry in entries:
-        where = f"entry {entry.number}"
         try:
-            if entry.kind == "verdict":
-                found = ruling(entry)
-                problems += [f"{where}: {why}" for why in _of_verdict(ledger, history, states, found)]
-            elif entry.kind != "experiment":
-                problems += [f"{where}: {why}" for why in _of_promotion(history, entry)]
+            found = list(_of_entry(ledger, history, states, entry))
+        except (LedgerDamaged, OutOfBounds, ValueError) as error:
+            found = [str(error)]
+        with suppress(LedgerDamaged):  # named already
             history.add(entry)
-        except (LedgerDamaged, OutOfBounds, KeyError, ValueError) as error:
-            problems.append(f"{where}: {error}")
+        problems += [f"entry {entry.number}: {why}" for why in found]
     verdicts = sum(entry.kind == "verdict" for entry in entries)
-    return Verification(len(entries), verdicts, history.spent(), tuple(problems))
+    return Verification(len(entries), verdicts, history.levels_given(), tuple(problems))
+
+
+def _of_entry(ledger: Ledger, history: History, states: dict[str, State], entry: Entry) -> Iterator[str]:
+    match entry.kind:
+        case "budget":
+            declaration(entry)
+        case "intent":
+            yield from _of_intent(history, intent(entry))
+        case "verdict":
+            yield from _of_verdict(ledger, history, states, ruling(entry))
+        case "promotion" | "rollback":
+            yield from _of_promotion(history, entry)
+        case "experiment" | "signed":
+            pass  # an experiment is looked at elsewhere; reading a signature has checked all that there is
+
+
+def _of_intent(history: History, meant: Intent) -> Iterator[str]:
+    """What is wrong with what was about to be looked at, after all that came before."""
+    yield from _of_plan(history, meant.hypothesis, meant.plan)
+    if set(meant.prompts) & history.used:
+        yield "it is about items that were looked at before"
+
+
+def _of_plan(history: History, name: str, plan: Plan) -> Iterator[str]:
+    """What is wrong with the plan by which a candidate is looked at once more."""
+    race = history.races.get(name, [])
+    if race and race[-1][1].final:
+        yield f"entry {race[-1][0].number} is a final verdict on this candidate already"
+    first = history.plan(name)
+    if first is None and plan.budget != history.budget:
+        yield f"its level is of {_named(plan.budget)}, and what is declared is {_named(history.budget)}"
+    if first is not None and first[1] != plan:
+        yield f"its plan is not that of the candidate's first look, entry {first[0].number}"
+    if plan.level != (level := history.level(plan.budget, name)):
+        yield f"its level is {plan.level!r}, and what the budget gives it is {level!r}"
 
 
 def _of_verdict(ledger: Ledger, history: History, states: dict[str, State], found: Ruling) -> Iterator[str]:
-    """What is wrong with a verdict, after those before it."""
+    """What is wrong with a verdict, after all that came before."""
     name, plan = found.hypothesis, found.plan
-    earlier = history.races.get(name, [])
-    if earlier and earlier[-1][1].final:
-        yield f"entry {earlier[-1][0].number} is a final verdict on this candidate already"
-    if earlier and earlier[0][1].plan != plan:
-        yield f"its plan is not that of the candidate's first look, entry {earlier[0][0].number}"
-    if plan.level != (level := history.level(plan.budget, name)):
-        yield f"its level is {plan.level!r}, and what the budget gives it is {level!r}"
+    yield from _of_plan(history, name, plan)
     looks = looks_of(ledger, found)
+    yield from _of_intents(history, found, looks)
     yield from _of_items(history, found, looks)
     state, decision, seen = gate.replay(plan, looks, states.get(name))
     states[name] = state
@@ -92,11 +121,26 @@ def _of_verdict(ledger: Ledger, history: History, states: dict[str, State], foun
             yield f"its {key} is {_short(stated[key])}, and its evidence gives {_short(value)}"
 
 
+def _of_intents(history: History, found: Ruling, looks: list[Look]) -> Iterator[str]:
+    """Each look must have been on record before, with the items that it has. A final verdict may come before all that
+    was begun is looked at again: what scores may say something else after a kill."""
+    begun = [meant for _, meant in history.begun(found.hypothesis)]
+    for number, (look, meant) in enumerate(zip(looks, begun, strict=False), start=1):
+        prompts = tuple(dict.fromkeys(one.prompt for one in look.fresh))
+        items = tuple(one.item for one in look.fresh), tuple(one.item for one in look.regression)
+        if (prompts, *items) != (meant.prompts, meant.fresh, meant.regression):
+            yield f"look {number} is not at the items that were about to be looked at"
+    if len(looks) > len(begun):
+        yield f"{len(looks)} looks were made, and {len(begun)} were on record before"
+    elif len(looks) < len(begun) and not found.final:
+        yield f"{len(begun)} looks were about to be made, and it is undecided after {len(looks)}"
+
+
 def _of_items(history: History, found: Ruling, looks: list[Look]) -> Iterator[str]:
-    fresh = [one for look in looks for one in look.fresh]
+    fresh, used = [one for look in looks for one in look.fresh], history.used_but_for(found.hypothesis)
     if tuple(dict.fromkeys(one.prompt for one in fresh)) != found.prompts:
         yield "the prompts that it used up are not those of its evidence"
-    if again := next((one for one in fresh if one.prompt in history.used), None):
+    if again := next((one for one in fresh if one.prompt in used), None):
         yield f"item {again.item!r} had decided before"
     owner: dict[int, int] = {}
     numbers = iter(voices(fresh, lambda one: names_of(one.prompt, one.cluster)))
@@ -113,7 +157,7 @@ def _of_items(history: History, found: Ruling, looks: list[Look]) -> Iterator[st
         mine.update(ruling_before.prompts)
     for look in looks:
         for one in look.regression:
-            if one.prompt not in history.used or one.prompt in mine:
+            if one.prompt not in used or one.prompt in mine:
                 yield f"item {one.item!r} of its regression suite has not decided on an earlier candidate"
                 return
 
@@ -136,6 +180,10 @@ def _of_promotion(history: History, entry: Entry) -> Iterator[str]:
     if found is None or found[1].verdict != "pass":
         of, before = body.get("version"), body.get("previous")
         yield f"policy {of} was promoted without a passing verdict against policy {before}"
+
+
+def _named(budget: ErrorBudget | None) -> str:
+    return "no budget" if budget is None else f"{budget.rule} {budget.alpha:g} over {budget.horizon}"
 
 
 def _short(value: object) -> str:

@@ -61,7 +61,8 @@ class GateRow(_Row):
     level: float | None = None
     e_value: float | None = None
     budget: str | None = None
-    budget_spent: float | None = None
+    levels_given: float | None = None
+    learned: tuple[str, ...] = ()
     metric: str = "accuracy"
     min_difference: float = 0.0
     reasons: tuple[str, ...] = ()
@@ -136,9 +137,9 @@ class ReportData(BaseModel):
 
     @cached_property
     def budget(self) -> GateRow | None:
-        """The verdict after which most of the error budget was spent."""
-        known = [gate for gate in self.gates if gate.budget_spent is not None]
-        return max(known, key=lambda gate: gate.budget_spent or 0.0, default=None)
+        """The verdict by which most levels had been given."""
+        known = [gate for gate in self.gates if gate.levels_given is not None]
+        return max(known, key=lambda gate: gate.levels_given or 0.0, default=None)
 
     @cached_property
     def ranked(self) -> list[PolicyRow]:
@@ -231,8 +232,8 @@ def _tiles(data: ReportData) -> list[dict[str, str]]:
         waits = f", {undecided} undecided" if undecided else ""
         refused = len(data.gates) - passed - undecided
         add("Candidates", f"{passed} of {len(data.gates)}", f"passed, {refused} refused{waits}")
-    if (budget := data.budget) is not None and budget.budget_spent is not None:
-        add("Error budget", f"{budget.budget_spent:.3g}", f"spent ({budget.budget})")
+    if (budget := data.budget) is not None and budget.levels_given is not None:
+        add("Levels given", f"{budget.levels_given:.3g}", str(budget.budget))
     if data.swaps:
         holds = [swap.hold_ms for swap in data.swaps if swap.ok and swap.hold_ms is not None]
         failures = sum(not swap.ok for swap in data.swaps)

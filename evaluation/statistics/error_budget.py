@@ -3,22 +3,42 @@
 A candidate has one level, for all of its looks. ``candidate`` names a hypothesis: a policy against an incumbent. When
 another policy serves, what was undecided is a new hypothesis with a new name, and has a new level.
 
-Both rules hold for e-values that depend on each other in any way, so candidates may share items.
+**Why the levels add up.** Let E_t be the e-value of the t-th candidate, w_t its weight, R the passes that were known
+when it was first looked at, L_t its level: w_t with ``fixed_horizon``, w_t (R + 1) with ``e_lond``. It passes when
+E_t >= 1 / L_t. If it is no better, the mean of E_t is 1 at most, so 1{it passes} <= L_t E_t gives
+
+- the chance that any candidate that is no better ever passes (FWER) <= the sum of all L_t, by the union bound;
+- the expected share of those among all passes (FDR) <= the sum of all w_t, since there are R + 1 passes at least once
+  it has passed, so that it counts as L_t E_t / (R + 1) = w_t E_t at most (Xu and Ramdas 2024, theorem 1).
+
+**Declared anew.** A budget with another rule, alpha or horizon forgives nothing that was given before. What is left of
+it is alpha less the sum that its rule bounds, over all candidates since the first: of all L_t with ``fixed_horizon``,
+of all w_t with ``e_lond``. From then on ``fixed_horizon`` gives alpha / horizon while that is left; ``e_lond`` spreads
+what is left over the candidates to come, t = s, s + 1, ..., in proportion to t ** -1.6. So neither sum ever exceeds the
+alpha that is in force where a level is given, whatever is declared how often, and who declares the same once more
+changes nothing. What is promised over the whole history is the largest alpha under which a level was given.
+
+Under one declaration of ``e_lond``, or of ``fixed_horizon`` from the start, this holds for e-values that depend on each
+other in any way. Who declares anew may have seen all that came before; then L_t and w_t depend on the past, and the
+mean of E_t must be 1 at most given that past. It is: a candidate is tested on items that have decided on no other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Verdict = Literal["pass", "refuse", "undecided"]
 
 _ZETA = 2.2857656660680787  # the sum of t ** -1.6 over t = 1, 2, ...
+_ROUNDING = 1e-9  # a share of a level that is no more than rounding
 
 
 class Look(NamedTuple):
-    """One line of the history: what a look at a candidate gave."""
+    """One line of the history: what a look at a candidate gave. One that is begun and has given nothing is undecided,
+    and has its level."""
 
     candidate: str
     e_value: float
@@ -27,7 +47,7 @@ class Look(NamedTuple):
 
 @dataclass(frozen=True)
 class ErrorBudget:
-    """How much error is allowed, and how it is spread over candidates.
+    """How much error is allowed, and how it is spread over candidates. In a history: that it is declared from there on.
 
     ``fixed_horizon``: alpha / horizon for each of the first ``horizon`` candidates, nothing for those that follow. The
     chance that any candidate that is no better ever passes is at most alpha (FWER, by the union bound).
@@ -35,8 +55,9 @@ class ErrorBudget:
     ``e_lond``: Xu and Ramdas 2024, "Online multiple testing with e-values" (AISTATS; arXiv 2311.06412). The t-th
     candidate has alpha * gamma_t * (passes before it + 1), gamma_t proportional to t ** -1.6 and of sum 1. Of the
     candidates that pass, the expected share that is no better is at most alpha (FDR); while none is better, that
-    is the chance that any passes. It never ends, spends most on the first, and earns by passes. Passes count that were
-    known when the candidate was first tested, so verdicts may come in any order.
+    is the chance that any passes. It never ends, spends most on the first, and earns by passes: the levels may add up
+    to more than alpha. Passes count that were known when the candidate was first tested, so verdicts may come in any
+    order. ``horizon`` says nothing.
     """
 
     alpha: float = 0.05
@@ -48,27 +69,79 @@ class ErrorBudget:
             raise ValueError(f"an error budget of {self.alpha:g} over {self.horizon} candidates can't be kept")
 
 
-def level(budget: ErrorBudget, history: Iterable[Look], candidate: str) -> float:
+Event = Look | ErrorBudget
+
+
+def level(budget: ErrorBudget, history: Iterable[Event], candidate: str) -> float:
     """The level for all looks at ``candidate``, from the history so far, in order of time; 0 if the budget is spent.
 
-    The same whether ``candidate`` is in the history already or not, and whatever follows its first look. A candidate
-    whose level is 0 is refused.
+    The same whether ``candidate`` is in the history already or not, and whatever follows its first look. One that is
+    not in it is tested under ``budget``, which is declared for that if another one is in force. A candidate whose level
+    is 0 is refused.
     """
-    tested: set[str] = set()
-    passed: set[str] = set()
-    for look in history:
-        if look.candidate == candidate:
-            break
-        tested.add(look.candidate)
-        if look.verdict == "pass":
-            passed.add(look.candidate)
-    number = len(tested) + 1
-    if budget.rule == "fixed_horizon":
-        return budget.alpha / budget.horizon if number <= budget.horizon else 0.0
-    return min(1.0, budget.alpha * number**-1.6 / _ZETA * (len(passed) + 1))
+    account = _Account(budget)
+    for event in history:
+        account.add(event)
+        if candidate in account.levels:
+            return account.levels[candidate]
+    account.add(budget)
+    account.add(Look(candidate, 1.0, "undecided"))
+    return account.levels[candidate]
 
 
-def spent(budget: ErrorBudget, history: Iterable[Look]) -> float:
-    """The sum of the levels of all candidates in ``history``, each counted once. With ``e_lond`` passes raise it."""
-    looks = list(history)
-    return sum(level(budget, looks, candidate) for candidate in dict.fromkeys(look.candidate for look in looks))
+def levels(budget: ErrorBudget, history: Iterable[Event]) -> dict[str, float]:
+    """The level of each candidate in ``history``, in order. Their sum may exceed alpha with ``e_lond``: passes earn."""
+    account = _Account(budget)
+    for event in history:
+        account.add(event)
+    return account.levels
+
+
+def promise(budgets: Iterable[ErrorBudget]) -> str:
+    """What a history promises in which these were in force, in words. Raises ValueError if there was none."""
+    declared = list(budgets)
+    alpha, rules = max(budget.alpha for budget in declared), sorted({budget.rule for budget in declared})
+    bounded = "false discovery rate" if "e_lond" in rules else "chance that any candidate passes that is no better"
+    return f"{bounded} at most {alpha:g} ({', '.join(rules)})"
+
+
+@dataclass
+class _Account:
+    """What was given so far. ``budget`` is in force until a history declares one."""
+
+    budget: ErrorBudget
+    levels: dict[str, float] = field(default_factory=dict)  # L_t by candidate, in order
+    weights: list[float] = field(default_factory=list)  # w_t
+    passed: set[str] = field(default_factory=set)
+    share: float = 0.0  # of e_lond, what t ** -1.6 is multiplied by
+
+    def __post_init__(self) -> None:
+        self._declare(self.budget)
+
+    def add(self, event: Event) -> None:
+        if isinstance(event, ErrorBudget):
+            self._declare(event)
+            return
+        if event.candidate not in self.levels:
+            weight = self._weight()
+            self.weights.append(weight)
+            earned = len(self.passed) + 1 if self.budget.rule == "e_lond" else 1
+            self.levels[event.candidate] = min(1.0, weight * earned)
+        if event.verdict == "pass":
+            self.passed.add(event.candidate)
+
+    def _declare(self, budget: ErrorBudget) -> None:
+        if budget == self.budget and self.levels:
+            return
+        self.budget = budget
+        to_come = _ZETA - math.fsum(t**-1.6 for t in range(1, len(self.weights) + 1))
+        self.share = max(0.0, budget.alpha - math.fsum(self.weights)) / to_come
+
+    def _weight(self) -> float:
+        if self.budget.rule == "e_lond":
+            return self.share * (len(self.weights) + 1) ** -1.6
+        each = self.budget.alpha / self.budget.horizon
+        left = self.budget.alpha - math.fsum(self.levels.values())
+        if left >= each * (1 - _ROUNDING):
+            return each
+        return left if left > each * _ROUNDING else 0.0

@@ -82,7 +82,9 @@ def decide(
         return Decision(verdict, tuple(reasons), best.e_value, needs, standings)
 
     if alpha <= 0:
-        return decision("refuse", ["the error budget is spent: no candidate can pass until a new one is declared"])
+        return decision(
+            "refuse", ["the error budget is spent: no candidate can pass until one with a larger alpha is declared"]
+        )
     if harms := [standing for standing in guarded if standing.state == "refuted"]:
         return decision("refuse", [f"{_seen(harm)}: worse than its margin allows" for harm in harms])
     winners = [standing for standing in gained if standing.state == "shown"]

@@ -76,6 +76,10 @@ class HeldOut:
             return True
         return not self._texts.isdisjoint(self._forms(row))
 
+    def keys(self, row: Mapping[str, Any]) -> set[str]:
+        """The ``prompt_key`` of every item that a row's prompt would be that of. ``row``: as of ``reason``."""
+        return {_key(text) for text in self._forms(row)}
+
     def in_slice(self, row: Mapping[str, Any]) -> bool:
         """Whether a row's prompt is of the held-out slice. ``row``: as of ``reason``."""
         return self.share > 0 and position(self.opening(row)) < self.share
@@ -200,7 +204,10 @@ def position(opening: str) -> float:
 
 def prompt_key(item: Item) -> str:
     """What a prompt is recognised by, in any suite: a hash of it in normal form, without what the system says."""
-    text = normal(item.prompt) if item.prompt is not None else conversation(item.messages or ())
+    return _key(normal(item.prompt) if item.prompt is not None else conversation(item.messages or ()))
+
+
+def _key(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
 
 

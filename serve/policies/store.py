@@ -2,6 +2,7 @@
 
     policies/v000042/            a Hugging Face folder, safetensors only
     policies/v000042/policy.json the manifest: version, parent, sha256 of every file, lineage, metrics
+    policies/v000042/learned.json   hashes of the prompts that it learned from, of which the manifest has the sha256
     policies/v000042/gate.json   the gate's verdict, which comes after the policy and is not hashed
     policies/v000042/erasures.json  erasures of rows that it was trained on, which come after it too
     policies/v000042/pin.json    who pinned it, so that its weights are kept
@@ -20,7 +21,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +44,11 @@ from serve.policies.records import now, read_json, record_erasure, write_json
 
 MANIFEST: Final = "policy.json"
 GATE: Final = "gate.json"
+LEARNED: Final = "learned.json"
 PIN: Final = "pin.json"
 PRUNED: Final = "pruned.json"
 _OWN: Final = re.compile(
-    "|".join(rf"{name}|\.{name}\..*" for name in map(re.escape, (MANIFEST, GATE, ERASURES, PIN, PRUNED)))
+    "|".join(rf"{name}|\.{name}\..*" for name in map(re.escape, (MANIFEST, LEARNED, GATE, ERASURES, PIN, PRUNED)))
 )
 """The store's own files in a policy's folder, and what a killed process left of one that it was writing."""
 _FOLDER: Final = re.compile(r"v(\d{6,})")
@@ -65,7 +67,8 @@ class PolicyPruned(PolicyError):
 class Policy:
     """One published policy. ``created_at`` is ISO 8601, UTC; ``files`` maps a name to its ``sha256`` and ``size``;
     ``probe`` has what ``serve.policies.probe`` compares a server with; ``erasures`` the erasures that reach it, oldest
-    first; ``pinned`` and ``pruned`` who, when and why, or None."""
+    first; ``pinned`` and ``pruned`` who, when and why, or None; ``learned`` of how many prompts it learned since its
+    parent, and the sha256 of their list."""
 
     version: int
     parent: int | None
@@ -79,6 +82,7 @@ class Policy:
     erasures: tuple[dict[str, Any], ...] = ()
     pinned: dict[str, Any] | None = None
     pruned: dict[str, Any] | None = None
+    learned: dict[str, Any] | None = None
 
     @property
     def marked(self) -> bool:
@@ -127,13 +131,15 @@ class PolicyStore(ServingPointer):
         lineage: Mapping[str, Any],
         metrics: Mapping[str, Any],
         probe: Callable[[Path], dict[str, Any]] | None = None,
+        learned_prompts: Collection[str] | None = None,
     ) -> Policy:
         """Make the next version of what ``source`` holds and return it.
 
         ``source`` is a function that writes a Hugging Face folder into an empty path, or such a folder,
         whose top-level files are copied; pickled weights that lie beside the safetensors are left out of a copy.
         ``probe`` works out, from the folder, the numbers that a server proves itself by
-        (``serve.policies.probe.measure``).
+        (``serve.policies.probe.measure``). ``learned_prompts``: hashes of the prompts that it learned from since its
+        parent; None if that is not known.
 
         Raises PolicyInvalid if the result is no safetensors policy, PolicyNotFound if there is no ``parent``,
         ValueError if lineage or metrics are not JSON (a NaN is not).
@@ -165,6 +171,9 @@ class PolicyStore(ServingPointer):
             }
             if probe is not None:
                 manifest["probe"] = probe(aside)
+            if learned_prompts is not None:
+                (aside / LEARNED).write_text(json.dumps(sorted(learned_prompts)))
+                manifest["learned"] = {"sha256": sha256_file(aside / LEARNED), "prompts": len(learned_prompts)}
             fsync_tree(aside)
             with self._locked():
                 version = self._next_version()
@@ -202,12 +211,50 @@ class PolicyStore(ServingPointer):
                 erasures=tuple((read_json(folder / ERASURES) or {}).get("erasures", ())),
                 pinned=read_json(folder / PIN),
                 pruned=read_json(folder / PRUNED),
+                learned=manifest.get("learned"),
             )
         except (KeyError, TypeError) as error:
             raise PolicyCorrupt(f"{folder / MANIFEST} lacks {error}") from error
         if policy.version != version:
             raise PolicyCorrupt(f"{folder / MANIFEST} says version {policy.version}")
         return policy
+
+    def learned_prompts(self, version: int) -> tuple[frozenset[str], tuple[int, ...]]:
+        """Hashes of the prompts that a policy and those that it descends from learned from, and the versions among them
+        of which it is not known. Of the first one nothing is.
+
+        Raises PolicyNotFound, PolicyCorrupt if a list is not the one that was published.
+        """
+        found, unknown = set[str](), list[int]()
+        policy = self.get(version)
+        while (parent := policy.parent) is not None:
+            if policy.learned is None:
+                unknown.append(policy.version)
+            else:
+                found.update(self._learned(policy, policy.learned["sha256"]))
+            try:
+                policy = self.get(parent)
+            except PolicyNotFound:  # removed by hand
+                unknown.append(parent)
+                break
+        return frozenset(found), tuple(unknown)
+
+    def first_of(self, version: int) -> Policy:
+        """The policy that a lineage began with. Raises PolicyNotFound, PolicyCorrupt."""
+        policy = self.get(version)
+        while policy.parent is not None:
+            policy = self.get(policy.parent)
+        return policy
+
+    def _learned(self, policy: Policy, sha256: str) -> list[str]:
+        try:
+            content = (policy.path / LEARNED).read_bytes()
+        except OSError as error:
+            raise PolicyCorrupt(f"policy {policy.version}: {LEARNED} can't be read: {error.strerror}") from error
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise PolicyCorrupt(f"policy {policy.version}: {LEARNED} is not the one that was published")
+        learned: list[str] = json.loads(content)
+        return learned
 
     def versions(self) -> list[int]:
         """All published versions, rising."""

@@ -270,26 +270,33 @@ def test_no_traffic_is_none_and_one_request_is_one_bin():
     assert bins.column("requests").to_pylist() == [1]
 
 
-def test_a_verdict_has_its_level_its_evidence_and_what_of_the_budget_was_spent(tmp_path: Path):
-    known = {"incumbent": 1, "level": 0.0219, "budget": "e_lond 0.05", "e_value": 78.2, "items": 150, "n": 140}
+def test_a_verdict_has_its_level_its_evidence_and_what_the_levels_promise(tmp_path: Path):
+    known = {
+        "incumbent": 1,
+        "level": 0.0219,
+        "budget": "false discovery rate at most 0.05 (e_lond)",
+        "e_value": 78.2,
+        "items": 150,
+        "n": 140,
+    }
     gates = [
         {**known, "candidate": 2, "difference": 0.1, "ci_low": 0.0, "ci_high": 0.2, "verdict": "pass",
-         "budget_spent": 0.0219},
+         "levels_given": 0.0219},
         {**known, "candidate": 3, "difference": 0.01, "ci_low": -0.1, "ci_high": 0.1, "verdict": "undecided",
-         "reasons": ["needs about 300 more items"], "budget_spent": 0.0363},
+         "reasons": ["needs about 300 more items"], "levels_given": 0.0363, "learned": ["a", "b"]},
         {**known, "candidate": 4, "difference": None, "ci_low": None, "ci_high": None, "verdict": "refuse",
-         "reasons": ["the error budget is spent"], "items": 0, "budget_spent": 0.0363},
+         "reasons": ["the error budget is spent"], "items": 0, "levels_given": 0.0363},
     ]  # fmt: skip
     policies = [{"version": i} for i in range(1, 5)]
     page = Page(build(ReportData(title="x", gates=gates, policies=policies), tmp_path / "report.html").read_text())
     for words in (
         "Of 3 candidates, 1 passed the gate, 1 undecided.",
         "passed, 1 refused, 1 undecided",
-        "Of the error budget (e_lond 0.05), 0.0363 is spent.",
+        "Levels given so far add up to 0.0363; what that comes to: false discovery rate at most 0.05 (e_lond).",
         "0.022",
         "78.2",
         "150",
-        "needs about 300 more items",
+        "needs about 300 more items 2 items refused, which it has learned from",
         "the error budget is spent",
     ):
         assert words in page.text, words

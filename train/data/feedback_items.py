@@ -61,6 +61,7 @@ class OfflineData:
     kinds: dict[str, int]  # items by kind of feedback
     left_out: dict[str, int]  # feedback and items, by reason
     digest: str
+    learned_prompts: frozenset[str] = frozenset()  # hashes of the prompts of ``learned``, as suites know them
 
     @classmethod
     def of(
@@ -118,6 +119,7 @@ class OfflineData:
             kinds=dict(sorted(kinds.items())),
             left_out={reason: count for reason, count in sorted(left_out.items()) if count},
             digest=_hash([[item for item, _ in part] for part in (learned, held_out)]),
+            learned_prompts=frozenset[str]().union(*(judged_by.keys(row) for _, (row, _) in learned)),
         )
 
     @property

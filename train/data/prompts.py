@@ -35,6 +35,7 @@ class TrainingData:
     left_out: int  # logged responses that can't be learned from
     digest: str  # of all of it
     own: list[OwnPrompts] = field(default_factory=list)  # of train.data.prompts, in their order
+    learned_prompts: frozenset[str] = frozenset()  # hashes of them all, as suites know prompts
 
     @classmethod
     def of(
@@ -98,7 +99,9 @@ class TrainingData:
         drawn = Cycled(usable, data.fresh_prompts_per_step, f"{seed}:prompts")
         if own:
             content += repr([of.prompts for of in own])
+        read = [*usable, *(prompt for of in own for prompt in of.prompts)]
         return cls(
+            learned_prompts=traffic.learned_prompts.union(*(held_out.keys(vars(prompt)) for prompt in read)),
             prompts=Mixed.of(drawn, data.traffic_weight, own) if own else drawn,
             traffic=Cycled(traffic.groups, min(data.traffic_prompts_per_step, len(traffic.groups)), f"{seed}:traffic"),
             summary=", ".join(

@@ -26,11 +26,13 @@ class Traffic:
     """Logged responses by prompt, with the rewards that scoring gave them.
 
     ``groups``: the responses to one prompt each, oldest first; a group of one is a response without company.
-    ``left_out``: how many responses were, by reason.
+    ``left_out``: how many responses were, by reason. ``learned_prompts``: the hashes of their prompts, if ``held_out``
+    was there to make them.
     """
 
     groups: list[list[Rollout]] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    learned_prompts: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -57,6 +59,7 @@ class Traffic:
         """
         by_prompt: dict[tuple[int, ...], list[Rollout]] = defaultdict(list)
         left_out: Counter[str] = Counter()
+        learned = dict[tuple[int, ...], set[str]]()
         for row in rows.to_pylist():
             if row["reward"] is None or not row["response_token_ids"]:
                 continue
@@ -65,6 +68,8 @@ class Traffic:
                 left_out[problem] += 1
                 continue
             prompt = list(row["prompt_token_ids"])
+            if held_out is not None:
+                learned.setdefault(tuple(prompt), set()).update(held_out.keys(row))
             by_prompt[tuple(prompt)].append(
                 Rollout(
                     prompt=prompt,
@@ -85,7 +90,8 @@ class Traffic:
                 left_out[ALL_EQUAL] += len(group)
             else:
                 kept.append(group)
-        return cls(kept, dict(left_out))
+        keys = (learned.get(tuple(group[0].prompt), set()) for group in kept)
+        return cls(kept, dict(left_out), frozenset[str]().union(*keys))
 
     def __str__(self) -> str:
         singletons = sum(len(group) == 1 for group in self.groups)

@@ -46,6 +46,7 @@ def publish(
         lineage=lineage,
         metrics=metrics,
         probe=probe.measure,
+        learned_prompts=getattr(data, "learned_prompts", None),  # what a dataflow of one's own reads may not say so
     )
     shutil.rmtree(folder)
     return policy

@@ -13,7 +13,7 @@ import numpy as np
 
 from deploy.examples.simulate.world import Outcome, World
 from evaluation.statistics import betting
-from evaluation.statistics.error_budget import ErrorBudget, Look, level
+from evaluation.statistics.error_budget import ErrorBudget, Look, level, levels
 from evaluation.statistics.guardrails import Evidence, Metric, observe
 from evaluation.statistics.intervals import Floats
 from evaluation.statistics.verdict import decide
@@ -60,9 +60,7 @@ def null(name: str, draw: Draw, histories: int, seed: int) -> Outcome:
     """The share of histories of ``CYCLES`` cycles in which any candidate is promoted, for either rule of the budget."""
     refused = _refused(CYCLES)
     budgets = {"null": FIXED, "null_e_lond": E_LOND}
-    levels = {
-        key: np.array([level(budget, refused, look.candidate) for look in refused]) for key, budget in budgets.items()
-    }
+    given = {key: np.array(list(levels(budget, refused).values())) for key, budget in budgets.items()}
     promoted = dict.fromkeys(budgets, 0)
     for history in range(histories):
         rng = np.random.default_rng([seed, history])
@@ -73,7 +71,7 @@ def null(name: str, draw: Draw, histories: int, seed: int) -> Outcome:
             for _ in range(LOOKS):
                 wealth = betting.bet(wealth, draw(rng, batch), REWARD.shown)
             for key in budgets:
-                passed[key][at : at + batch] = betting.rejects(wealth, levels[key][at : at + batch])
+                passed[key][at : at + batch] = betting.rejects(wealth, given[key][at : at + batch])
         for key in budgets:
             promoted[key] += bool(passed[key].any())
     shares = {key: count / histories for key, count in promoted.items()}

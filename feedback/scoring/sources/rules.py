@@ -223,6 +223,8 @@ def load_rule(name: str) -> FunctionRule:
         raise RuleError(
             f"rule {name}: module {module_name!r} can't be imported ({error}); is its folder on PYTHONPATH?"
         ) from error
+    except (Exception, SystemExit) as error:  # it is a program, which may raise anything
+        raise RuleError(f"rule {name}: module {module_name!r} failed: {type(error).__name__}: {error}") from error
     function = getattr(module, attribute, None)
     if not callable(function):
         raise RuleError(f"rule {name}: module {module_name!r} ({module.__file__}) has no function {attribute!r}")

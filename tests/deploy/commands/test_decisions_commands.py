@@ -8,7 +8,8 @@ import pytest
 
 from deploy import cli
 from deploy.config.root import Settings
-from tests.evaluation.decisions.worlds import items, judged
+from feedback.files import make_key
+from tests.evaluation.decisions.worlds import items, judged, rewrite
 
 
 @pytest.fixture
@@ -29,14 +30,32 @@ def test_decisions_are_listed_shown_and_verified(home: Settings, capsys: pytest.
     code, printed = run(home, capsys, "decisions", "list")
     assert (code, "2 candidates, 1 passed" in printed) == (0, True), printed
     code, printed = run(home, capsys, "decisions", "list", "--json")
-    assert [entry["body"]["verdict"] for entry in json.loads(printed)] == ["pass", "refuse"]
-    code, printed = run(home, capsys, "decisions", "show", "2", "--evidence")
+    kinds = ["budget", "intent", "verdict", "intent", "intent", "verdict"]
+    entries = json.loads(printed)
+    assert [entry["kind"] for entry in entries] == kinds
+    assert [entry["body"].get("verdict") for entry in entries if entry["kind"] == "verdict"] == ["pass", "refuse"]
+    code, printed = run(home, capsys, "decisions", "show", "6", "--evidence")
     shown = json.loads(printed)
-    assert (code, shown["number"], shown["evidence"]["looks"][0]["fresh"][0]["item"]) == (0, 2, "b0")
-    code, printed = run(home, capsys, "decisions", "show", "3")
-    assert (code, "there is no decision 3" in printed) == (2, True), printed
+    assert (code, shown["number"], shown["evidence"]["looks"][0]["fresh"][0]["item"]) == (0, 6, "b0")
+    code, printed = run(home, capsys, "decisions", "show", "7")
+    assert (code, "there is no decision 7" in printed) == (2, True), printed
     code, printed = run(home, capsys, "decisions", "verify")
-    assert (code, printed.strip()) == (0, "2 decisions, 2 verdicts recomputed: all as recorded")
+    assert (code, printed.strip()) == (0, "6 decisions, 2 verdicts recomputed: all as recorded")
+
+
+def test_a_look_is_listed_where_no_verdict_came_of_it_and_levels_are_not_said_to_be_the_error(
+    home: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, printed = run(home, capsys, "decisions", "list")
+    assert [line.split()[3] for line in printed.splitlines()[1:4]] == ["budget", "verdict", "verdict"]
+    assert "levels given so far: 0.0363; false discovery rate at most 0.05 (e_lond)" in printed
+    judged(home.ledger(), 4, items(50, gain=0.0, differing=0.5, name="c"), killed=True)
+    _, printed = run(home, capsys, "decisions", "list")
+    assert [line.split()[3] for line in printed.splitlines()[1:5]] == ["budget", "verdict", "verdict", "intent"]
+    assert "to be looked at" in printed
+    assert "3 candidates, 1 passed" in printed
+    _, printed = run(home, capsys, "decisions", "list", "--all")
+    assert [line.split()[3] for line in printed.splitlines()[1:8]].count("intent") == 4
 
 
 def test_a_changed_line_is_named_by_every_command_that_reads_it(
@@ -46,7 +65,27 @@ def test_a_changed_line_is_named_by_every_command_that_reads_it(
     file.write_text(file.read_text().replace('"verdict":"refuse"', '"verdict":"pass"'))
     for command in (("decisions", "verify"), ("decisions", "list"), ("power", "--gain", "0.1")):
         code, printed = run(home, capsys, *command)
-        assert (code, f"{file}, line 2 was changed" in printed) == (1, True), printed
+        assert (code, f"{file}, line 6 was changed" in printed) == (1, True), printed
+
+
+def test_a_ledger_is_signed_with_a_key_and_what_was_rewritten_without_it_is_found(
+    home: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = ("--evaluation.decisions_key", "../secret/ledger.key")
+    code, printed = run(home, capsys, "decisions", "verify", *key)
+    missing = "evaluation.decisions_key=../secret/ledger.key can't be read: No such file"
+    assert (code, missing in printed) == (2, True), printed
+    make_key(home.home.parent / "secret" / "ledger.key")
+    code, printed = run(home, capsys, "decisions", "verify", *key)
+    assert (code, "`millrace decisions sign` signs what is there" in printed) == (1, True), printed
+    code, printed = run(home, capsys, "decisions", "sign", *key)
+    assert (code, "is signed up to decision 7" in printed) == (0, True), printed
+    code, printed = run(home, capsys, "decisions", "verify", *key)
+    assert (code, printed.strip()) == (0, "7 decisions, 2 verdicts recomputed: all as recorded")
+    rewrite(home.ledger(), lambda entries: entries[0].update(who="somebody else"))
+    assert run(home, capsys, "decisions", "verify")[0] == 0, "it is consistent"
+    code, printed = run(home, capsys, "decisions", "verify", *key)
+    assert (code, "is not signed with the key of evaluation.decisions_key" in printed) == (1, True), printed
 
 
 def test_a_verdict_that_a_policy_has_and_the_ledger_lacks_is_found(

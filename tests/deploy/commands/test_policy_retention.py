@@ -47,6 +47,8 @@ def test_pruning_says_what_goes_and_what_stays_and_why(store: PolicyStore, capsy
         "would remove the weights of policies: 1, 4",
     ):
         assert line in said
+    assert run(["policies", "prune", "--dry-run", *KEEP_ONE, "--evaluation.gate.guardrails.kl_v1", "0.5"]) == 0
+    assert "policy 1: kept (evaluation.gate.guardrails.kl_v1 measures KL to it)" in capsys.readouterr().out
     assert store.get(1).pruned is None
     assert run(["policies", "prune", *KEEP_ONE, "--json-out", "result.json"]) == 0
     result = json.loads(Path("result.json").read_text())

@@ -129,10 +129,44 @@ def test_every_move_of_the_pointer_gets_into_the_ledger_once_whoever_made_it(sto
         ("promotion", 3, "me", True),
         ("rollback", 1, "me", False),
     ]
-    assert recorded[1].body["verdict_entry"] == 1
+    verdict = next(entry.number for entry in ledger.entries() if entry.kind == "verdict")
+    assert recorded[1].body["verdict_entry"] == verdict
     assert recorded[3].body["why"] == "I know better"
     assert verify(Ledger(ledger.folder)).problems == ()
     assert promotion.missing_from(ledger, store) == []
+
+
+def test_a_look_at_items_that_the_candidate_has_learned_from_is_found(store: PolicyStore, tmp_path: Path) -> None:
+    (tmp_path / "model-1" / "generation_config.json").write_text(json.dumps({"number": 9}))
+    learned = {"5-1-500-3", "5-1-500-4", "2-1-500-0"}
+    source = tmp_path / "model-1"
+    assert store.publish(source, parent=1, lineage={}, metrics={}, learned_prompts=learned).version == 5
+    judge(store, 2, incumbent=1)
+    assert promotion.learned_items(ledger_of(store), store) == []
+    judge(store, 5, incumbent=1)
+    first, *_, verdict = promotion.learned_items(ledger_of(store), store)
+    assert first.endswith("is on 2 prompts that policy 5 has learned from")
+    assert verdict.endswith("is on 2 prompts that policy 5 has learned from")
+
+
+def test_a_pass_in_another_ledger_than_the_one_by_which_the_serving_policy_was_promoted_is_not_enough(
+    store: PolicyStore,
+) -> None:
+    """One whose lines were all removed, head and all, is such a one too: it would give all levels again."""
+    judge(store, 2, incumbent=1)
+    promote(store, 2)
+    follow(store)
+    shutil.rmtree(ledger_of(store).folder)
+    judge(store, 3, incumbent=2)
+    with pytest.raises(
+        PromotionRefused, match=r"policy 2 serves by entry \d+ of a ledger, which \S+ does not have: res"
+    ):
+        promote(store, 3)
+    pointer = promotion.promote(store, ledger_of(store), 3, who="me", why="the disk was lost", override=True)
+    assert "restore evaluation.decisions" in (pointer.verdict or {})["objection"]
+    follow(store)
+    judge(store, 4, incumbent=3)
+    assert promote(store, 4) == 4, "from here on it is the ledger"
 
 
 def test_a_pointer_that_was_moved_past_the_gate_is_found(store: PolicyStore) -> None:
@@ -151,12 +185,12 @@ def test_a_damaged_ledger_promotes_by_override_only_and_a_rollback_works(store: 
     follow(store)
     ledger.file.write_text(ledger.file.read_text().replace("reward", "Reward", 1))
     judge_again = Ledger(ledger.folder)
-    with pytest.raises(LedgerDamaged, match="line 1 was changed"):
+    with pytest.raises(LedgerDamaged, match="line 2 was changed"):
         promotion.promote(store, judge_again, 3, who="me", why="x")
     assert promotion.rollback(store, who="me", why="bad").version == 1
     pointer = promotion.promote(store, judge_again, 3, who="me", why="it must be", override=True)
-    assert "line 1 was changed" in (pointer.verdict or {})["objection"]
-    with pytest.raises(LedgerError, match=r"the pointer names policy 3, and the ledger can't take that up: .*line 1"):
+    assert "line 2 was changed" in (pointer.verdict or {})["objection"]
+    with pytest.raises(LedgerError, match=r"the pointer names policy 3, and the ledger can't take that up: .*line 2"):
         promotion.record_moves(store, judge_again)
 
 

@@ -21,7 +21,7 @@ from deploy.loop.records import CycleRecord
 from evaluation.config import EvaluationConfig
 from evaluation.decisions.history import History
 from evaluation.evaluate import Scoring
-from tests.evaluation.decisions.worlds import config, items, judged, seen
+from tests.evaluation.decisions.worlds import config, items, judged, rewrite, seen
 
 FAST = {
     "evaluation.kl_samples": "0",
@@ -52,12 +52,16 @@ def ended(settings: Settings, status: str, number: int = 1, **fields: Any) -> No
     records.write(settings, record)
 
 
-def on_record(settings: Settings, observed: tuple[Any, ...], by: EvaluationConfig | None = None) -> str:
-    """A verdict on policy 2, as an evaluation would leave it."""
+def on_record(
+    settings: Settings, observed: tuple[Any, ...], by: EvaluationConfig | None = None, killed: bool = False
+) -> str | None:
+    """A verdict on policy 2, as an evaluation would leave it; none of one that was killed before it."""
     store = settings.policy_store()
     scorer = Scoring(settings.resolved().evaluation, settings.evaluation_sources()).name
     shas = store.get(2).sha256, store.get(1).sha256
-    return str(judged(settings.ledger(), 2, observed, shas=shas, scorer=scorer, settings=by).body["verdict"])
+    entry = judged(settings.ledger(), 2, observed, shas=shas, scorer=scorer, settings=by, killed=killed)
+    verdict: str | None = entry.body.get("verdict")
+    return verdict
 
 
 def still(settings: Settings, number: int = 2, incumbent: int = 1) -> str | None:
@@ -92,6 +96,20 @@ def test_it_goes_on_with_fresh_items_waits_without_any_and_is_refused_in_the_end
     assert nothing_left() == []
 
 
+def test_evaluate_measures_kl_to_the_first_policy_and_says_of_whose_training_nothing_is_known(
+    home: Settings, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = {"evaluation.kl_samples": "1", "evaluation.gate.guardrails.kl_v1": "0.5"}
+    config = root.load(home.snapshot(), list(options.items()), {}).snapshot()
+    assert cli.run(["--config", str(config), "evaluate", "3", "--incumbent", "2"]) == 0
+    printed = capfd.readouterr().out
+    assert "what policy 3 has learned from is not all known: not what went into policy 3" in printed
+    verdict = home.ledger().entries()[-1]
+    looks = home.ledger().evidence(verdict.body["evidence"])["looks"]
+    assert all(one["kl_v1"] == pytest.approx(0, abs=1e-4) for look in looks for one in look["fresh"])
+    assert verdict.body["plan"]["margins"]["kl_v1"] == 0.5
+
+
 def test_a_refusal_that_is_on_record_is_seen_by_the_cycle_after_the_one_that_was_killed_behind_it(
     home: Settings, nothing_left: Callable[[], list[str]]
 ) -> None:
@@ -121,6 +139,60 @@ def test_it_is_let_go_when_another_policy_serves_or_it_can_not_be_judged_on(home
     ended(home, "undecided", 6)
     home.policy_store().record_erasure(2, certainty="yes", why="w", retrain=True)
     assert still(home, 7) == "an erasure has reached policy 2"
+
+
+def test_a_candidate_whose_evaluation_was_killed_is_in_the_race_until_cycles_have_failed_at_it_too_often(
+    home: Settings,
+) -> None:
+    ended(home, "failed")
+    on_record(home, tuple(seen(f"s{i}", 1.0, 1.0) for i in range(50)), killed=True)
+    assert still(home) == ""
+    assert still(home, incumbent=3) is None, "it is a new candidate against another policy"
+    other = root.load(home.snapshot(), [("evaluation.scorer", "repetition_penalty")], {})
+    assert str(still(other)).startswith("it was scored by exact_match@")
+    for number in (2, 3):
+        ended(home, "failed", number)
+    assert still(home, 4) == "3 cycles in a row have failed at it"
+
+
+def test_an_evaluation_that_was_killed_is_gone_on_with_by_the_next_cycle_though_no_item_is_left_for_another(
+    home: Settings, nothing_left: Callable[[], list[str]]
+) -> None:
+    """All items of the suite were about to be looked at."""
+    rows = [{"id": f"{i}", "prompt": f"{i}+1=", "answer": f"{i + 1}"} for i in range(60)]
+    assert [json.loads(row) for row in home.path("suite.jsonl").read_text().splitlines()] == rows
+    first = run_cycle(home)
+    intents = [entry for entry in home.ledger().entries() if entry.kind == "intent"]
+    assert (first.status, sum(len(entry.body["fresh"]) for entry in intents)) == ("undecided", 60)
+    verdict = [entry.number for entry in home.ledger().entries() if entry.kind == "verdict"][-1]
+    rewrite(
+        home.ledger(), lambda entries: entries.__delitem__(slice(verdict - 1, None))
+    )  # as a kill would have left it
+    shutil.rmtree(home.path("cycles"))
+    home.path("cycles").mkdir()
+    ended(home, "failed")
+    said: list[str] = []
+    record = run_cycle(home, say=said.append)
+    assert (record.status, record.candidate) == ("undecided", 2), said
+    assert any("policy 2 is undecided since cycle 1: 60 fresh items go on with it" in line for line in said)
+    assert record.verdict == {**(first.verdict or {}), "entry_sha256": (record.verdict or {})["entry_sha256"]}
+    assert cli.run(["--config", str(home.snapshot()), "decisions", "verify"]) == 0
+    assert nothing_left() == []
+
+
+def test_a_scorer_that_can_not_be_loaded_ends_no_cycle_before_the_evaluation_says_so(
+    home: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on_record(home, items(50, gain=0.0)) == "undecided"
+    (home.home / "failing_scorer.py").write_text("x = undefined")
+    monkeypatch.syspath_prepend(home.home)
+    home.path("judge").write_text("a file where verdicts are to be kept")
+    judge = '{url: "http://127.0.0.1:1", model: m, rubric: "{response}"}'
+    for options in (
+        {"evaluation.scorer": "failing_scorer:f"},
+        {"evaluation.scorer": "judge", "feedback.scoring.judge": judge},
+    ):
+        assert still(root.load(home.snapshot(), list(options.items()), {})) == ""
 
 
 def test_a_cycle_that_ended_before_the_gate_said_anything_leaves_its_training_to_be_gone_on_with(

@@ -76,3 +76,10 @@ def test_a_voice_is_one_observation_the_mean_of_its_items_that_have_a_value() ->
     values, names = per_voice(observed, lambda one: gain[one.item])
     assert (values.tolist(), names) == ([0.5, 0.5], ["a", "c"])
     assert per_voice(observed, lambda one: None)[1] == []
+
+
+def test_a_voice_of_which_a_prompt_was_learned_from_is_refused_with_the_ids_of_all_its_items() -> None:
+    items = [item("a", cluster="k"), item("b", cluster="k"), item("c"), item("d", "Prompt  D")]
+    fit, refused = bank.unlearned(bank.fresh(items, set()), {prompt_key(item("x", "prompt a")), prompt_key(item("d"))})
+    assert ids(fit) == [["c"]]
+    assert sorted(refused) == ["a", "b", "d"]

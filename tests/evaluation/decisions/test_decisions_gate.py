@@ -115,6 +115,15 @@ def test_kl_is_a_guardrail_and_one_that_could_not_be_measured_refuses() -> None:
     assert (verdict, reasons) == ("refuse", ("gate.max_kl is set, and KL could not be measured",))
 
 
+def test_kl_to_the_first_policy_is_a_guardrail_beside_that_to_the_incumbent() -> None:
+    of = planned(config(guardrails={"kl_v1": 0.1}, max_kl=0.5))
+    assert raced(of, items(1000, gain=0.25, kl=0.3, kl_v1=0.02))[1] == "pass"
+    _, verdict, reasons = raced(of, items(1000, gain=0.25, kl=0.3, kl_v1=7.0))
+    assert (verdict, reasons[0].startswith("kl_v1 is +1")) == ("refuse", True), reasons
+    _, verdict, reasons = raced(of, items(1000, gain=0.25, kl=0.3))
+    assert (verdict, reasons) == ("refuse", ("gate.guardrails.kl_v1 is set, and KL could not be measured",))
+
+
 def test_a_budget_that_is_spent_refuses_before_anything_is_looked_at() -> None:
     _, decision, taken = replay(planned(level=0.0), [])
     assert (decision.verdict, decision.reasons, taken) == ("refuse", (gate.SPENT,), 0)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +15,22 @@ import pyarrow as pa
 import pytest
 
 from evaluation.config import EvaluationConfig
+from evaluation.decisions.bank import fresh
 from evaluation.decisions.history import History
-from evaluation.decisions.judgement import Judgement, NotJudged, judge
-from evaluation.decisions.ledger import EvaluationBusy, Ledger
+from evaluation.decisions.judgement import Judgement, NotJudged, Verdict, judge
+from evaluation.decisions.ledger import Entry, EvaluationBusy, Ledger
 from evaluation.decisions.verification import verify
 from evaluation.judging import Sources
 from evaluation.statistics.betting import OutOfBounds
+from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Suite
 from feedback.config import JudgeConfig
 from serve.policies.store import Policy
 from tests.feedback.judge_server import Answer, Asked, judge_server, says
+from tests.paths import ROOT
 
 ITEMS = 300
+KILL_AT = "TEST_KILL_AT"
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +60,15 @@ def by_first_token(rows: pa.Table) -> list[float]:
     return [(ids[0] % 8) / 7 for ids in rows["response_token_ids"].to_pylist()]
 
 
+def killing(rows: pa.Table) -> list[float]:
+    """The same reward, in a process that kills itself where it is called for the so manieth time."""
+    calls = int(os.environ.get(KILL_AT, 0))
+    os.environ[KILL_AT] = str(calls - 1)
+    if calls == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return by_first_token(rows)
+
+
 def too_much(rows: pa.Table) -> list[float]:
     return [7.5 if prompt == "7+1=" else 0.5 for prompt in rows["prompt"].to_pylist()]
 
@@ -65,6 +83,10 @@ def configured(config: EvaluationConfig, scorer: str = "by_first_token", **of_ga
     return EvaluationConfig.model_validate(
         config.model_dump() | {"scorer": f"{__name__}:{scorer}", "gate": gate, "best_of": 0, "kl_samples": 0}
     )
+
+
+def verdicts(ledger: Ledger) -> list[Entry]:
+    return [entry for entry in ledger.entries() if entry.kind == "verdict"]
 
 
 @pytest.fixture
@@ -110,7 +132,7 @@ def test_a_better_candidate_passes_on_record_with_the_items_that_it_took_and_a_w
     assert 50 <= found.verdict.items == found.evaluation.suite_items < ITEMS, "no item that did not decide is scored"
     assert found.verdict.fresh == ITEMS - found.verdict.items
     assert found.verdict.e_value >= 1 / found.verdict.level
-    (entry,) = ledger.entries()
+    (entry,) = verdicts(ledger)
     assert (entry.who, entry.sha256, entry.number) == ("me", found.verdict.entry_sha256, found.verdict.entry)
 
     other = judge(worse, better, suite, settings, folder, ledger, who="me")
@@ -145,7 +167,7 @@ def test_a_final_verdict_stands_whatever_is_evaluated_again(
     ):
         again = judge(worse, better, of, settings, folder, ledger, who="you").verdict
         assert (again.verdict, again.entry, again.items) == ("refuse", first.entry, first.items)
-    assert len(ledger.entries()) == 1
+    assert len(verdicts(ledger)) == 1
 
 
 def test_an_undecided_candidate_goes_on_with_fresh_items_and_waits_without_any(
@@ -160,21 +182,171 @@ def test_an_undecided_candidate_goes_on_with_fresh_items_and_waits_without_any(
     path = tmp_path / "growing.jsonl"
     settings = configured(config, min_items=120, budget={"alpha": 1e-4})
     first = judge(better, worse, bank(path, 60), settings, folder, ledger, who="me").verdict
-    assert (first.verdict, first.items, first.fresh, first.entry) == ("undecided", 60, 0, 1)
+    assert (first.verdict, first.items, first.fresh, first.entry) == ("undecided", 60, 0, 3)
+    before = ledger.entries()
     assert first.needs is not None
     assert f"needs about {first.needs} more items; 0 fresh ones are left in the suite" in first.reasons[-1]
     waits = judge(better, worse, Suite.load(path), settings, folder, ledger, who="me").verdict
-    assert (waits.verdict, waits.items, waits.entry) == ("undecided", 60, 1)
-    assert len(ledger.entries()) == 1, "nothing was looked at"
+    assert (waits.verdict, waits.items, waits.entry) == ("undecided", 60, 3)
+    assert ledger.entries() == before, "nothing was looked at"
 
     other = settings.model_copy(update={"scorer": f"{__name__}:too_much"})
-    with pytest.raises(NotJudged, match=r"by the scores of \S+:by_first_token@\w+, and .* is \S+:too_much@"):
+    with pytest.raises(
+        NotJudged, match=r"by the scores of \S+:by_first_token@\w+ \(entry 2\), and .* is \S+:too_much@"
+    ):
         judge(better, worse, Suite.load(path), other, folder, ledger, who="me")
 
     looser = configured(config, budget={"alpha": 0.9}, min_items=50)  # what its first look found is what counts
     then = judge(better, worse, bank(path, 400), looser, folder, ledger, who="me").verdict
     assert (then.verdict, then.level) == ("pass", first.level)
     assert then.items >= 120
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+
+def looking_closely(config: EvaluationConfig) -> EvaluationConfig:
+    """Settings by which a verdict takes several blocks."""
+    return configured(config, "killing", look_items=25, budget={"alpha": 1e-6})
+
+
+@pytest.fixture(scope="module")
+def killed_once(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    config: EvaluationConfig,
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """The ledger of an evaluation that was killed while the second block was scored."""
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from evaluation.config import EvaluationConfig; from evaluation.decisions.judgement import judge\n"
+        "from evaluation.decisions.ledger import Ledger; from evaluation.suites.suite import Suite\n"
+        "from serve.policies.store import PolicyStore\n"
+        "store, settings = PolicyStore(Path(sys.argv[1])), EvaluationConfig.model_validate_json(sys.argv[4])\n"
+        "policies, paths = [store.get(int(version)) for version in sys.argv[2:4]], [Path(a) for a in sys.argv[5:]]\n"
+        "judge(*policies, Suite.load(paths[0]), settings, paths[1], Ledger(paths[2]), who='killed')\n"
+    )
+    work = tmp_path_factory.mktemp("killed")
+    items, versions = bank(work / "bank.jsonl"), [str(policies[i].version) for i in better_and_worse]
+    settings = looking_closely(config).model_dump_json()
+    arguments = [policies[0].path.parent, *versions, settings, items.path, folder, work / "decisions"]
+    # Both policies' answers to a block are scored, one after the other: the third call is in the second block.
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", KILL_AT: "3"}
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    ended = subprocess.run(command, env=environment, capture_output=True, timeout=300)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    return work / "decisions"
+
+
+@pytest.fixture
+def killed(killed_once: Path, tmp_path: Path) -> Ledger:
+    return Ledger(Path(shutil.copytree(killed_once, tmp_path / "killed")))
+
+
+def test_an_evaluation_that_is_killed_goes_on_to_the_verdict_that_it_would_have_come_to(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+    killed: Ledger,
+) -> None:
+    pair, settings = [policies[i] for i in better_and_worse], looking_closely(config)
+    expected = judge(*pair, suite, settings, folder, ledger, who="me").verdict
+    assert [entry.kind for entry in killed.entries()] == ["budget", "intent", "intent"]
+    history = History.of(killed.entries())
+    assert (history.levels_given(), len(history.used)) == (expected.level, 75)
+    assert verify(Ledger(killed.folder)).problems == ()
+    found = judge(*pair, suite, settings, folder, killed, who="me").verdict
+    assert found.model_dump(exclude={"entry_sha256"}) == expected.model_dump(exclude={"entry_sha256"})
+    assert verdicts(killed)[0].body == verdicts(ledger)[0].body
+    assert verify(Ledger(killed.folder)).problems == ()
+
+
+def test_who_kills_an_evaluation_and_changes_settings_looks_at_no_item_again_by_another_plan(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    killed: Ledger,
+) -> None:
+    pair, settings = [policies[i] for i in better_and_worse], looking_closely(config)
+    begun = [entry for entry in killed.entries() if entry.kind == "intent"]
+    looked_at = [name for entry in begun for name in entry.body["prompts"]]
+
+    def again(of: EvaluationConfig, items: Suite = suite) -> Verdict:
+        return judge(*pair, items, of, folder, killed, who="you").verdict
+
+    with pytest.raises(NotJudged, match=r"by the scores of \S+:killing@\w+ \(entry 2\), and .* is \S+:by_first_token@"):
+        again(configured(config))
+    with pytest.raises(NotJudged, match=r"about to be looked at \(entry 2\) with evaluation's seed 0: set that back"):
+        again(settings.model_copy(update={"seed": 7}))
+    with pytest.raises(NotJudged, match=r"with evaluation's max_tokens 6: set that back, or train another candidate"):
+        again(settings.model_copy(update={"max_tokens": 4}))
+    rows = suite.path.read_text()
+    first = begun[0].body["fresh"][0]
+    suite.path.write_text("".join(row for row in rows.splitlines(True) if f'"id": "{first}",' not in row))
+    with pytest.raises(NotJudged, match=rf"on item '{first}', which \S+bank.jsonl does not have now"):
+        again(settings, Suite.load(suite.path))
+    suite.path.write_text(rows.replace(f'"id": "{first}",', f'"id": "{first}", "segment": "easy",'))
+    with pytest.raises(NotJudged, match=rf"on 50 items from '{first}' on, which \S+bank.jsonl has otherwise now"):
+        again(settings, Suite.load(suite.path))
+    assert [entry.kind for entry in killed.entries()] == ["budget", "intent", "intent"]
+
+    other = judge(*reversed(pair), suite, settings, folder, killed, who="me")
+    assert other.verdict.level < 1e-6 * 2**-1.6 / 2.2
+    assert set(verdicts(killed)[0].body["prompts"]).isdisjoint(looked_at), "nobody else looks at them"
+
+    looser = configured(config, "killing", look_items=10, min_items=10, budget={"alpha": 0.9}, worthwhile=None)
+    found = again(looser)
+    of_it = verdicts(killed)[1].body
+    assert (of_it["plan"], found.level) == (begun[0].body["plan"], begun[0].body["plan"]["level"])
+    assert of_it["prompts"][:75] == looked_at
+    assert verify(Ledger(killed.folder)).problems == ()
+
+
+def test_items_that_the_candidate_has_learned_from_are_refused_with_their_ids_before_they_are_looked_at(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+) -> None:
+    pair = [policies[i] for i in better_and_worse]
+    in_order = [item for voice in fresh(suite.items, set()) for item in voice]
+    some = in_order[10:40]  # without them other items come first
+    found = judge(
+        *pair, suite, configured(config), folder, ledger, who="me", learned=set(map(prompt_key, some))
+    ).verdict
+    assert set(found.learned) == {item.id for item in some}
+    looked_at = [name for entry in ledger.entries() if entry.kind == "intent" for name in entry.body["fresh"]]
+    assert looked_at == [item.id for item in in_order if item not in some][: len(looked_at)]
+    assert set(verdicts(ledger)[0].body["learned"]) == set(found.learned)
+    assert found.fresh == ITEMS - 30 - found.items
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+    nothing_left = judge(
+        *reversed(pair), suite, configured(config), folder, ledger, who="me", learned=set(map(prompt_key, suite.items))
+    ).verdict
+    assert (nothing_left.verdict, nothing_left.items, nothing_left.fresh) == ("undecided", 0, 0)
+    assert len(nothing_left.learned) == ITEMS - found.items
+
+
+def test_kl_is_measured_to_the_policy_that_the_lineage_began_with(
+    policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, ledger: Ledger
+) -> None:
+    """Here the candidate's own weights, to which it is 0; the incumbent has others."""
+    settings = configured(config, max_items=50)
+    guardrails = settings.gate.guardrails.model_copy(update={"kl_v1": 0.05})
+    gate = settings.gate.model_copy(update={"guardrails": guardrails})
+    settings = settings.model_copy(update={"kl_samples": 1, "gate": gate})
+    judge(policies[0], policies[1], suite, settings, folder, ledger, who="me", first=policies[2])
+    (look,) = ledger.evidence(verdicts(ledger)[0].body["evidence"])["looks"]
+    assert all(one["kl"] > 1e-3 for one in look["fresh"])
+    assert all(abs(one["kl_v1"]) < 1e-4 for one in look["fresh"])
     assert verify(Ledger(ledger.folder)).problems == ()
 
 
@@ -196,20 +368,20 @@ def test_a_spent_budget_refuses_and_uses_no_item_up(
     assert found.reasons[0].startswith("the error budget is spent")
 
 
-def test_a_reward_outside_its_bounds_names_the_item_and_nothing_is_recorded(
+def test_a_reward_outside_its_bounds_names_the_item_and_nothing_is_decided(
     policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, ledger: Ledger
 ) -> None:
     with pytest.raises(OutOfBounds, match=r"item 'i7' has the value 7\.5, outside the bounds \[0, 1\] of evaluation"):
         judge(policies[1], policies[0], suite, configured(config, "too_much", min_items=300), folder, ledger, who="me")
-    assert ledger.entries() == []
+    assert [entry.kind for entry in ledger.entries()] == ["budget", "intent"]
 
 
-def test_what_scores_nothing_decides_nothing_and_uses_nothing_up(
+def test_what_scores_nothing_decides_nothing(
     policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, ledger: Ledger
 ) -> None:
     with pytest.raises(NotJudged, match=r"gave no score to 50 of 50 answers of policy 1, which serves: nothing was"):
         judge(policies[1], policies[0], suite, configured(config, "nothing"), folder, ledger, who="me")
-    assert ledger.entries() == []
+    assert [entry.kind for entry in ledger.entries()] == ["budget", "intent"]
 
 
 def test_a_judge_that_is_down_is_asked_again_later_by_the_same_items_at_the_same_level(
@@ -238,13 +410,19 @@ def test_a_judge_that_is_down_is_asked_again_later_by_the_same_items_at_the_same
         settings = configured(config).model_copy(update={"scorer": "judge"})
         arguments = (better, worse, suite, settings, folder, ledger)
         for _ in range(2):
-            with pytest.raises(NotJudged, match="evaluate again when it scores"):
+            with pytest.raises(
+                NotJudged, match="evaluate again when it scores: the same items are looked at, at the s"
+            ):
                 judge(*arguments, who="me", sources=sources)
-        assert ledger.entries() == []
+        before = ledger.entries()
+        assert [entry.kind for entry in before] == ["budget", "intent"], "what is on record is not there twice"
         down[0] = False
         found = judge(*arguments, who="me", sources=sources).verdict
     assert found.level == pytest.approx(0.05 / 2.2857656660680787)
-    assert History.of(ledger.entries()).spent() == found.level
+    history = History.of(ledger.entries())
+    assert history.levels_given() == found.level
+    assert set(before[1].body["prompts"]) <= set(verdicts(ledger)[0].body["prompts"])
+    assert verify(Ledger(ledger.folder)).problems == ()
 
 
 def test_a_policy_of_a_reused_version_number_is_another_candidate(
@@ -253,11 +431,12 @@ def test_a_policy_of_a_reused_version_number_is_another_candidate(
     """And the same weights under another number are the same one."""
     settings = configured(config, worthwhile=0.3)
     first = judge(policies[1], policies[0], suite, settings, folder, ledger, who="me").verdict
-    assert first.entry == 1
+    assert len(verdicts(ledger)) == 1
     again = judge(policies[1], policies[2], suite, settings, folder, ledger, who="me").verdict
-    assert (again.entry, again.incumbent) == (1, policies[2].version)
+    assert (again.entry, again.incumbent) == (first.entry, policies[2].version)
     reused = Policy(**{**policies[0].__dict__, "version": policies[1].version})
-    assert judge(reused, policies[1], suite, settings, folder, ledger, who="me").verdict.entry == 2
+    other = judge(reused, policies[1], suite, settings, folder, ledger, who="me").verdict
+    assert [entry.number for entry in verdicts(ledger)] == [first.entry, other.entry]
 
 
 def test_with_score_unused_the_whole_suite_is_shown_and_a_part_of_it_decides(

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from evaluation.decisions.ledger import EvaluationBusy, Ledger, LedgerDamaged, LedgerError
+from evaluation.decisions.ledger import EvaluationBusy, Ledger, LedgerDamaged, LedgerError, canonical
+from tests.evaluation.decisions.worlds import rewrite
 from tests.paths import ROOT
 
 
@@ -94,7 +97,10 @@ def test_a_ledger_that_became_shorter_is_seen_by_who_has_read_it(ledger: Ledger)
 
 
 def test_every_torn_last_line_is_passed_over_and_cut_by_the_next_entry(ledger: Ledger) -> None:
-    filled(ledger, 2)
+    filled(ledger, 1)
+    head = (ledger.folder / "head.json").read_bytes()
+    filled(ledger, 1)
+    (ledger.folder / "head.json").write_bytes(head)  # it is written behind the whole line
     whole = ledger.file.read_bytes()
     first = whole.index(b"\n") + 1
     for cut in range(first, len(whole)):
@@ -181,3 +187,116 @@ def test_an_evaluation_that_is_killed_keeps_no_other_from_running(ledger: Ledger
         process.kill()
     with ledger.evaluating():
         pass
+
+
+def test_an_end_that_was_cut_off_is_found_by_the_head_and_a_head_that_was_removed_is_missed(ledger: Ledger) -> None:
+    filled(ledger)
+    lines = ledger.file.read_bytes().splitlines(keepends=True)
+    ledger.file.write_bytes(b"".join(lines[:2]))
+    with pytest.raises(LedgerDamaged, match=r"has 2 lines, and head.json beside it knows 3: its last lines were"):
+        Ledger(ledger.folder).entries()
+    (ledger.folder / "head.json").unlink()
+    with pytest.raises(LedgerDamaged, match=r"head.json was removed, which says where \S+decisions.jsonl ends"):
+        Ledger(ledger.folder).entries()
+    (ledger.folder / "head.json").write_text("{}")
+    with pytest.raises(LedgerDamaged, match=r"head.json is no head of a ledger"):
+        Ledger(ledger.folder).entries()
+
+
+def test_a_ledger_that_was_removed_with_its_head_left_is_found(ledger: Ledger) -> None:
+    filled(ledger, 1)
+    ledger.file.unlink()
+    with pytest.raises(LedgerDamaged, match=r"decisions.jsonl was removed"):
+        Ledger(ledger.folder).entries()
+
+
+def test_a_ledger_that_was_rewritten_without_its_head_is_found(ledger: Ledger) -> None:
+    filled(ledger)
+    head = (ledger.folder / "head.json").read_bytes()
+    rewrite(ledger, lambda entries: entries[0]["body"].update(version=9))
+    assert Ledger(ledger.folder).entries()[0].body["version"] == 9, "with the head rewritten it is consistent"
+    (ledger.folder / "head.json").write_bytes(head)
+    with pytest.raises(LedgerDamaged, match=r"line 3 is not the one that head.json knows: it was rewritten"):
+        Ledger(ledger.folder).entries()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_writer_that_was_killed_before_the_head_leaves_a_ledger_that_reads_and_the_next_entry_mends_it(
+    ledger: Ledger, n: int
+) -> None:
+    head = ledger.folder / "head.json"
+    filled(ledger, n - 1)
+    before = head.read_bytes() if head.exists() else None
+    filled(ledger, 1)
+    head.unlink() if before is None else head.write_bytes(before)
+    assert len(Ledger(ledger.folder).entries()) == n
+    Ledger(ledger.folder).append("rollback", {}, who="me")
+    assert json.loads(head.read_bytes())["number"] == n + 1
+
+
+KEY = bytes(range(32))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entries: entries[1]["body"].update(version=9),
+        lambda entries: entries.pop(),
+        lambda entries: [entry.update(mac=None) for entry in entries],
+    ],
+)
+def test_with_a_key_nothing_that_was_rewritten_without_it_is_taken(
+    tmp_path: Path, change: Callable[[list[dict[str, Any]]], None]
+) -> None:
+    ledger = filled(Ledger(tmp_path, KEY))
+    assert Ledger(tmp_path, KEY).entries() == ledger.entries()
+    assert len(Ledger(tmp_path).entries()) == 3, "it can be read without the key"
+    rewrite(ledger, change)
+    with pytest.raises(LedgerDamaged, match="not signed"):
+        Ledger(tmp_path, KEY).entries()
+    with pytest.raises(LedgerDamaged, match="not signed"):
+        Ledger(tmp_path, KEY).append("rollback", {}, who="me")
+
+
+def test_another_key_and_no_key_can_not_add_to_a_signed_ledger(tmp_path: Path) -> None:
+    filled(Ledger(tmp_path, KEY))
+    with pytest.raises(LedgerDamaged, match=r"not signed with the key of evaluation\.decisions_key"):
+        Ledger(tmp_path, KEY[::-1]).append("rollback", {}, who="me")
+    with pytest.raises(LedgerError, match=r"is signed: evaluation\.decisions_key must name the file with its key"):
+        Ledger(tmp_path).append("rollback", {}, who="me")
+    assert len(Ledger(tmp_path, KEY).entries()) == 3
+
+
+def test_a_ledger_that_was_begun_without_a_key_is_signed_once_and_nothing_unsigned_follows(tmp_path: Path) -> None:
+    filled(Ledger(tmp_path))
+    keyed = Ledger(tmp_path, KEY)
+    with pytest.raises(LedgerDamaged, match=r"is not signed, .*`millrace decisions sign` signs what is there"):
+        keyed.append("rollback", {}, who="me")
+    with pytest.raises(LedgerError, match="there is no key to sign with"):
+        Ledger(tmp_path).sign(who="me")
+    assert Ledger(tmp_path, KEY).sign(who="me").kind == "signed"
+    filled(Ledger(tmp_path, KEY), 1)
+    assert [entry.kind for entry in Ledger(tmp_path, KEY).entries()] == [*["rollback"] * 3, "signed", "rollback"]
+    with pytest.raises(LedgerError, match="signed already"):
+        Ledger(tmp_path, KEY).sign(who="me")
+    rewrite(Ledger(tmp_path), lambda entries: entries[4].update(mac=None))
+    with pytest.raises(LedgerDamaged, match="not signed"):
+        Ledger(tmp_path, KEY).entries()
+
+
+def test_what_was_written_without_the_key_before_a_signed_line_is_taken_only_behind_an_entry_that_signs_it(
+    tmp_path: Path,
+) -> None:
+    filled(Ledger(tmp_path / "a"))
+    (tmp_path / "a" / "head.json").unlink()
+    lines = (tmp_path / "a" / "decisions.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "a" / "decisions.jsonl").write_bytes(lines[0])
+    keyed = Ledger(tmp_path / "a", KEY)
+    keyed.sign(who="me")
+    whole = keyed.entries()
+    assert [entry.mac is None for entry in whole] == [True, False]
+    forged = whole[1].model_copy(update={"kind": "rollback"})
+    forged = forged.model_copy(update={"sha256": forged.digest()})
+    keyed.file.write_bytes(lines[0] + canonical(forged.model_dump()) + b"\n")
+    with pytest.raises(LedgerDamaged, match="not signed"):
+        Ledger(tmp_path / "a", KEY).entries()

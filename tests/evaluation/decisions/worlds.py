@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,12 +11,11 @@ import numpy as np
 from evaluation.config import EvaluationConfig
 from evaluation.decisions import gate
 from evaluation.decisions.gate import State
-from evaluation.decisions.history import History, Party, Ruling, hypothesis
+from evaluation.decisions.history import Declaration, History, Intent, Party, Ruling, hypothesis
 from evaluation.decisions.judgement import standings
-from evaluation.decisions.ledger import Entry, Ledger
+from evaluation.decisions.ledger import FIRST, Entry, Ledger, canonical
 from evaluation.decisions.observations import Look, Observation
-from evaluation.decisions.plan import Plan, plan
-from evaluation.statistics.error_budget import ErrorBudget
+from evaluation.decisions.plan import Plan, declared, plan
 
 SCORER = "exact_match@1"
 
@@ -64,21 +65,21 @@ def judged(
     incumbent: int = 1,
     shas: tuple[str, str] | None = None,
     settings: EvaluationConfig | None = None,
+    killed: bool = False,
     **more: Any,
 ) -> Entry:
     """A verdict on record, as an evaluation leaves it; policies' hashes are made of their versions, if there are none.
 
-    Looks go on until the verdict is final, and the items behind it stay fresh.
+    Looks go on until the verdict is final, and the items behind it stay fresh. ``killed``: before the verdict, which
+    leaves the intents, of which the last is returned.
     """
     history = History.of(ledger.entries())
     names = shas or (f"sha-{candidate}", f"sha-{incumbent}")
     parties = Party(version=candidate, sha256=names[0]), Party(version=incumbent, sha256=names[1])
     settings = settings or config()
     last = history.last(parties[0].sha256, parties[1].sha256)
-    budget = settings.gate.budget
-    level = history.level(
-        ErrorBudget(budget.alpha, budget.rule, budget.horizon), hypothesis(*(party.sha256 for party in parties))
-    )
+    budget = declared(settings.gate)
+    level = history.level(budget, hypothesis(*(party.sha256 for party in parties)))
     of = last[1].plan if last else planned(settings, level, **more)
     state = State()
     if last:
@@ -88,14 +89,22 @@ def judged(
     looks = in_looks(observations)
     state, decision, taken = gate.replay(of, looks, state)
     looks = looks[:taken]
-    body = Ruling(
-        candidate=parties[0],
-        incumbent=parties[1],
-        suite="s.jsonl",
-        suite_sha256="1" * 64,
-        plan=of,
+    about: dict[str, Any] = {"candidate": parties[0], "incumbent": parties[1], "plan": of, "suite": "s.jsonl"}
+    about["suite_sha256"] = "1" * 64
+    if not last and history.budget != budget:
+        body = Declaration(rule=budget.rule, alpha=budget.alpha, horizon=budget.horizon)
+        ledger.append("budget", body.model_dump(), who="tests")
+    for look in looks:
+        prompts = tuple(dict.fromkeys(one.prompt for one in look.fresh))
+        ids = {"fresh": tuple(one.item for one in look.fresh), "regression": tuple(one.item for one in look.regression)}
+        meant = Intent(**about, **ids, prompts=prompts, answers={}, content="2" * 64)
+        entry = ledger.append("intent", meant.model_dump(mode="json"), who="tests")
+    if killed:
+        return entry
+    found = Ruling(
+        **about,
         evidence=ledger.keep({"looks": [look.model_dump(mode="json") for look in looks]}),
-        prompts=tuple(one.prompt for look in looks for one in look.fresh),
+        prompts=tuple(dict.fromkeys(one.prompt for look in looks for one in look.fresh)),
         verdict=decision.verdict,
         reasons=decision.reasons,
         items=state.items,
@@ -104,4 +113,18 @@ def judged(
         e_value=decision.e_value,
         standings=standings(decision.standings),
     )
-    return ledger.append("verdict", body.model_dump(mode="json"), who="tests")
+    return ledger.append("verdict", found.model_dump(mode="json"), who="tests")
+
+
+def rewrite(ledger: Ledger, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Change entries, and make all hashes and the head anew, as somebody can who knows the format and has no key."""
+    entries = [entry.model_dump() for entry in ledger.entries()]
+    change(entries)
+    previous, lines = FIRST, []
+    for number, entry in enumerate(entries, start=1):
+        forged = Entry(**{**entry, "number": number, "previous": previous, "sha256": ""})
+        previous = forged.digest()
+        lines.append(canonical(forged.model_copy(update={"sha256": previous}).model_dump()) + b"\n")
+    ledger.file.write_bytes(b"".join(lines))
+    head = json.loads((ledger.folder / "head.json").read_bytes()) | {"number": len(entries), "sha256": previous}
+    (ledger.folder / "head.json").write_text(json.dumps(head))

@@ -127,6 +127,16 @@ def test_a_rule_that_can_not_be_loaded_says_why(module, name, says):
         load_rule(name)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"), [("x = undefined", "NameError"), ("def", "SyntaxError"), ("raise SystemExit(3)", "SystemExit: 3")]
+)
+def test_a_module_that_fails_while_it_is_imported_is_a_rule_that_can_not_be_loaded(tmp_path, monkeypatch, text, says):
+    (tmp_path / "failing_rule.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuleError, match=f"rule failing_rule:f: module 'failing_rule' failed: {says}"):
+        load_rule("failing_rule:f")
+
+
 def test_another_function_of_the_same_file_is_another_rule(module):
     lengths, numpy = (load_rule(f"{module}:{name}").digest for name in ("lengths", "as_numpy"))
     assert lengths != numpy

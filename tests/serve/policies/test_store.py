@@ -53,6 +53,29 @@ def test_a_published_policy_reads_back_with_its_manifest(store: PolicyStore) -> 
     assert store.verify(2).version == 2
 
 
+def test_what_a_policy_and_its_ancestors_learned_from_is_known_and_what_is_not_is_named(store: PolicyStore) -> None:
+    def learning(parent: int, prompts: set[str] | None) -> int:
+        source = store.get(parent).path  # a copy of its folder does not bring what the parent learned
+        return store.publish(source, parent=parent, lineage={}, metrics={}, learned_prompts=prompts).version
+
+    first = publish(store)
+    second = learning(first, {"a", "b"})
+    third = learning(second, {"c"})
+    assert store.learned_prompts(first) == (frozenset(), ())
+    assert store.learned_prompts(third) == ({"a", "b", "c"}, ())
+    assert store.get(third).learned == {"sha256": (store.get(third).learned or {})["sha256"], "prompts": 1}
+    assert store.get(third).sha256 == store.get(first).sha256, "it is no part of the policy"
+    assert store.verify(third).version == third
+    fourth = learning(third, None)
+    assert store.learned_prompts(learning(fourth, {"d"})) == ({"a", "b", "c", "d"}, (fourth,))
+    (store.get(second).path / "learned.json").write_text("[]")
+    with pytest.raises(PolicyCorrupt, match=r"policy 2: learned\.json is not the one that was published"):
+        store.learned_prompts(third)
+    (store.get(second).path / "learned.json").unlink()
+    with pytest.raises(PolicyCorrupt, match=r"policy 2: learned\.json can't be read: No such file"):
+        store.learned_prompts(third)
+
+
 def test_same_content_has_the_same_hash_whatever_its_version(store: PolicyStore) -> None:
     assert store.get(publish(store)).sha256 == store.get(publish(store)).sha256
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from evaluation.suites.held_out import HELD_OUT, IN_SLICE, NOT_IN_SLICE, position
+from evaluation.suites.held_out import HELD_OUT, IN_SLICE, NOT_IN_SLICE, position, prompt_key
+from evaluation.suites.suite import Item
 from feedback.config import LakeConfig
 from feedback.lake.tables import Lake
 from tests.evaluation.suites.chat_rows import chat, text
@@ -120,6 +121,37 @@ def test_no_feedback_on_a_held_out_prompt_is_learned_from_be_it_imported(
     assert rows_of(data, policy) == set(range(ROWS)) - SLICE
     assert data.left_out[IN_SLICE] == items * len(SLICE & set(range(ROWS)))
     assert rows_of(read(lake, policy, algorithm, share=0.0), policy) == set(range(ROWS))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [("grpo", {}), ("grpo", {"traffic_share": 1.0}), ("dpo", {}), ("kto", {}), ("sft", {})],
+)
+def test_the_prompts_that_were_learned_from_are_known_by_what_suites_know_them_by(
+    algorithm: str, settings: dict[str, Any], lake: Lake, policy: Path
+) -> None:
+    data = read(lake, policy, algorithm, **({"held_out_share": 0} | settings))
+    known = {row for row in range(ROWS) if prompt_key(Item(id="a", prompt=asked(row))) in data.learned_prompts}
+    assert known == rows_of(data, policy)
+    as_a_chat = Item(id="b", messages=[{"role": "user", "content": asked(min(known)).upper()}])
+    assert prompt_key(as_a_chat) in data.learned_prompts
+
+
+def test_the_prompts_of_a_file_are_known_and_those_that_a_run_is_measured_by_are_not(
+    lake: Lake, policy: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"prompt": asked(row)}) + "\n" for row in OWN))
+    own = read(lake, policy, "grpo", prompts=[{"path": file, "as_user_message": True}], traffic_weight=0)
+    assert {row for row in OWN if prompt_key(Item(id="a", prompt=asked(row))) in own.learned_prompts} == set(
+        OWN
+    ) - SLICE
+    measured = read(lake, policy, "sft")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    held_out = {row_of(item[0].prompt, tokenizer) for item in measured.held_out}
+    assert held_out
+    for row in held_out:
+        assert prompt_key(Item(id="a", prompt=asked(row))) not in measured.learned_prompts
 
 
 def test_the_reward_model_of_the_slice_learns_from_nothing_else(lake: Lake, policy: Path) -> None:

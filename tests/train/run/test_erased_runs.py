@@ -143,6 +143,8 @@ def test_a_run_whose_rows_were_erased_publishes_nothing_and_keeps_nothing(
 def test_the_same_name_again_begins_anew_without_them(home: Path, results: list[dict[str, Any]]) -> None:
     policy = policy_of(home, results[1])
     assert policy.lineage["data"].startswith("24 items to learn from")
+    learned, unknown = PolicyStore(home / "policies").learned_prompts(policy.version)
+    assert (len(learned) > 0, unknown) == (True, ()), "what it has learned from is published with it"
     assert (policy.erasures, "erased_rows" in policy.lineage) == ((), False)
 
 
