@@ -130,12 +130,12 @@ def has_chat_template(policy: Path) -> bool:
 def write_config(settings: Settings, file: Path, options: Sequence[tuple[str, str]] = ()) -> bool:
     """Write the few settings that matter most, and ``options``, unless there is such a file; whether it was written.
 
-    options: (dotted key, text) of the command line, which are to count from now on.
+    options: (dotted key, text) of the command line, which are to count from now on. Secrets are not written.
     """
     if file.exists():
         return False
     text = _CONFIG.format(home=describe.scalar(str(settings.home)))
-    given = [(key, value) for key, value in options if key != "home"]
+    given = [(key, value) for key, value in options if key != "home" and not describe.is_secret(key, Settings)]
     if all(key != "serve.port" for key, _ in given):
         given.append(("serve.port", str(settings.serve.port)))
     for section, values in from_options(Settings, given).values.items():

@@ -2,7 +2,7 @@
 
 Read ``evaluate`` (one policy against another), then ``suites`` (items and answers), ``engine`` (the offline vLLM
 engine), ``judging`` (scores without right answers), ``statistics`` (intervals and tests), ``decisions`` (the gate,
-and the ledger of its verdicts), ``estimation`` (what a candidate would earn on logged traffic), ``best_of`` (what
-choosing among several responses reaches without training), ``results`` (what is kept on disk), ``report`` (one HTML
-file), ``config`` (settings of evaluation).
+and the ledger of its verdicts), ``experiments`` (a candidate on live traffic), ``estimation`` (what a candidate would
+earn on logged traffic), ``best_of`` (what choosing among several responses reaches without training), ``results`` (what
+is kept on disk), ``report`` (one HTML file), ``config`` (settings of evaluation).
 """

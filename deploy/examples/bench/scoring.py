@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from feedback.config import FeedbackConfig
 from feedback.lake.tables import Lake
-from feedback.schema import TABLES
+from feedback.schema import TABLES, conform
 from feedback.scoring.run import score
 
 _COMMIT_ROWS = 250_000
@@ -110,7 +110,7 @@ def _rows(table: str, sql: str, low: int, high: int) -> pa.Table:
     at = _START.isoformat(sep=" ", timespec="seconds")
     with duckdb.connect() as connection:
         rows = connection.sql(sql.format(id=_ID, at=at, low=low, high=high, thumbed=_THUMBED)).to_arrow_table()
-    return pa.Table.from_arrays([rows[field.name].cast(field.type) for field in TABLES[table]], schema=TABLES[table])
+    return conform(rows, TABLES[table])
 
 
 def _expect(scored: int, wanted: int) -> None:
