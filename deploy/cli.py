@@ -97,6 +97,8 @@ class Millrace(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] == "query":
+            raise click.UsageError("there is no command query; did you mean `millrace lake sql`?", ctx)
         if args[0] not in COMMANDS and (group := self._group_with(ctx, args[0])):
             raise click.UsageError(f"there is no command {args[0]}; did you mean `millrace {group} {args[0]}`?", ctx)
         return super().resolve_command(ctx, args)

@@ -110,6 +110,7 @@ def test_settings_may_stand_before_and_after_the_command(capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "says"),
     [
+        (["query"], "there is no command query; did you mean `millrace lake sql`?"),
         (["help", "sevre.engine"], "there is no topic sevre.engine; did you mean serve.engine?"),
         (["help", "polices"], "did you mean policies?"),
         (["config", "reference", "shedule"], "there is no section or setting shedule; did you mean schedule?"),
