@@ -59,7 +59,8 @@ def show(settings: Settings, number: int | None, as_json: bool) -> None:
 def stop(settings: Settings, number: int | None, why: str) -> None:
     """Stop experiment NUMBER, by default the one that runs: what the serving pointer names serves alone again."""
     from deploy.loop import promotion
-    from deploy.loop.experiments import Controller, ExperimentRefused
+    from deploy.loop.experiments import Controller
+    from deploy.loop.promotion import ExperimentRefused
     from serve.policies.experiments import Experiments
 
     experiments = Experiments(settings.policy_store().root)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import promotion, recipes
-from deploy.loop.experiments import Controller, ExperimentRefused
 from deploy.loop.killed_runs import judged_before, passed_before, unfinished_training
 from deploy.loop.preflight import check
 from deploy.loop.records import (
@@ -99,7 +98,7 @@ _FAILURES = (
     StageFailed,
     NotServed,
     promotion.PromotionRefused,
-    ExperimentRefused,
+    promotion.ExperimentRefused,
     PolicyError,
     ConfigError,
     SuiteError,
@@ -447,6 +446,8 @@ class _Cycle:
 
     def _try_on_traffic(self, version: int) -> None:
         """Start an experiment; `millrace up` or `millrace schedule` looks at it from then on."""
+        from deploy.loop.experiments import Controller  # scipy, which no other cycle needs here
+
         with self._stage("experiment") as stage:
             why = f"cycle {self.record.number}: passed the gate"
             started = Controller(self.settings, say=self.say).start(version, who="cycle", why=why)

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from deploy.config.root import Settings
 from deploy.loop import promotion
+from deploy.loop.promotion import ExperimentRefused
 from deploy.loop.wait_for_serving import server_policy
 from evaluation.decisions.ledger import Entry, Ledger, LedgerError
 from evaluation.experiments import looks
@@ -23,16 +24,12 @@ from evaluation.experiments.plan import ExperimentPlan
 from feedback.files import locked
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments, Phase
 from serve.policies.records import now
-from serve.policies.store import Pointer, PolicyError, PolicyStore, StalePointer
+from serve.policies.store import Pointer, PolicyStore, StalePointer
 
 _LOCK_WAIT_S: Final = 0.5
 _START_IN_S: Final = 1.0  # so that block 0 is whole for a server that has not seen the record yet
 
 End = Literal["commit", "kept", "roll back", "stopped", "failed", "expired"]
-
-
-class ExperimentRefused(RuntimeError):
-    """No experiment was started; the text says why and what to do."""
 
 
 class Controller:
@@ -353,11 +350,3 @@ class Controller:
         folder.mkdir(parents=True, exist_ok=True)
         busy = ExperimentRunning(f"another process looks at the experiment in {folder} at this moment")
         return locked(folder / ".lock", _LOCK_WAIT_S, busy=busy)
-
-
-def running(settings: Settings) -> Experiment | None:
-    """The experiment that has not ended. Raises PolicyError."""
-    return Experiments(settings.policy_store().root).current()
-
-
-__all__ = ["Controller", "ExperimentRefused", "PolicyError", "running"]

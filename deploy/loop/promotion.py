@@ -20,6 +20,10 @@ class PromotionRefused(RuntimeError):
     """The pointer was not moved; the text says why and what to do."""
 
 
+class ExperimentRefused(RuntimeError):
+    """No experiment was started; the text says why and what to do."""
+
+
 def promote(
     store: PolicyStore,
     ledger: Ledger,

@@ -23,9 +23,9 @@ from apscheduler.triggers.interval import IntervalTrigger
 from deploy.config.root import ConfigError, ScheduleConfig, Settings
 from deploy.loop import preflight, records
 from deploy.loop.cycle import LOCK_WAIT_S, CycleBusy
-from deploy.loop.experiments import Controller, running
 from deploy.supervise.children import Child, start
 from feedback.files import locked
+from serve.policies.experiments import Experiments
 
 LOCK = ".schedule.lock"
 """In the home: schedulers that run share it."""
@@ -147,7 +147,9 @@ class Scheduler:
     def _experiment(self) -> None:
         """Look at the experiment that runs, if one does. What goes wrong is said once, and tried again."""
         try:
-            if running(self._settings) is not None:
+            if Experiments(self._settings.policy_store().root).current() is not None:
+                from deploy.loop.experiments import Controller  # scipy and DuckDB, while there is an experiment
+
                 Controller(self._settings, say=lambda text: self._say(f"schedule: {text}")).look()
             self._experiment_trouble = None
         except Exception as error:  # noqa: BLE001  whatever it was, the next look comes to what this one would have

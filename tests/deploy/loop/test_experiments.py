@@ -21,7 +21,8 @@ import pytest
 from deploy.config import root
 from deploy.config.root import Settings
 from deploy.loop import promotion
-from deploy.loop.experiments import Controller, ExperimentRefused
+from deploy.loop.experiments import Controller
+from deploy.loop.promotion import ExperimentRefused
 from evaluation.decisions import verification as verdicts
 from evaluation.experiments import verification as experiments
 from loadtests.server import free_port
