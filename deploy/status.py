@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.config import root
-from deploy.config.root import Settings
+from deploy.config.root import ConfigError, Settings
 from deploy.loop import records
 from deploy.loop.records import LOOP_OFF, RUNNING, CycleRecord
 from deploy.loop.wait_for_serving import is_of_another
@@ -80,8 +80,10 @@ def _as_running(settings: Settings) -> Settings:
     file = settings.path(RUNNING)
     if not is_locked(settings.path(".up.lock")) or not file.is_file():
         return settings
-    running = Path(file.read_text())
-    return root.load(running, environment={}) if running.is_file() else settings
+    try:
+        return root.load(Path(file.read_text()), environment={})
+    except ConfigError:  # of another version, or removed
+        return settings
 
 
 def _policy(settings: Settings, status: Status) -> None:

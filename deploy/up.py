@@ -5,6 +5,7 @@ With a model it makes the home first, and opens the loop as far as the settings 
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable
 
@@ -81,8 +82,10 @@ def _require_free_port(settings: Settings) -> None:
     try:
         bind(settings.serve.host, settings.serve.port).close()
     except OSError as error:
-        why = f"{error.strerror}: another program has it; stop that, or choose another port: --serve.port N"
-        raise UpFailed(why) from None
+        taken = "another program has it; stop that, or choose another port: --serve.port N"
+        raise UpFailed(
+            f"{error.strerror}: {taken}" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        ) from None
 
 
 def _why_off(settings: Settings, *, required: bool, say: Callable[[str, str], None]) -> str:

@@ -216,6 +216,46 @@ class OutcomeConfig(Section):
         return self
 
 
+class ErrorsConfig(OutcomeConfig):
+    """The outcome ``errors``: by default a guardrail."""
+
+    role: Literal["success", "guardrail"] = Field(
+        default="guardrail", description="As of feedback; a guardrail by default."
+    )
+    margin: float = Field(default=0.05, ge=0, description="How much larger the share may be.")
+
+
+class OutcomesConfig(Section):
+    """What is compared; null leaves an outcome out."""
+
+    feedback: OutcomeConfig | None = Field(
+        default_factory=OutcomeConfig, description="People's, from 0 to 1 as feedback.scoring.human has it."
+    )
+    reward: OutcomeConfig | None = Field(default=None, description="What scoring gave, if that came in time.")
+    errors: ErrorsConfig | None = Field(
+        default_factory=ErrorsConfig, description="The share of requests that the engine failed."
+    )
+    latency_s: OutcomeConfig | None = Field(default=None, description="Seconds to the whole response.")
+    length: OutcomeConfig | None = Field(default=None, description="Tokens of the response.")
+
+    @property
+    def compared(self) -> dict[OutcomeName, OutcomeConfig]:
+        """Those that are not left out."""
+        names: tuple[OutcomeName, ...] = ("feedback", "reward", "errors", "latency_s", "length")
+        found = {name: getattr(self, name) for name in names}
+        return {name: outcome for name, outcome in found.items() if outcome is not None}
+
+    @model_validator(mode="after")
+    def _can_decide(self) -> Self:
+        if all(outcome.role != "success" for outcome in self.compared.values()):
+            raise ValueError("no outcome has the role success, so nothing could ever be shown to be better")
+        for name in ("feedback", "errors"):
+            outcome = getattr(self, name)
+            if outcome is not None and outcome.bounds != (0.0, 1.0):
+                raise ValueError(f"{name} lies between 0 and 1: take its bounds out")
+        return self
+
+
 class PhaseConfig(Section):
     """A part of an experiment."""
 
@@ -260,13 +300,13 @@ class ExperimentConfig(Section):
     )
     look_seconds: float = Field(default=30.0, gt=0, description="Seconds between two looks at the evidence.")
     alpha_commit: float = Field(
-        default=0.05, gt=0, lt=1, description="The chance that a candidate that is no better is committed."
+        default=0.05, gt=0, le=0.5, description="The chance that a candidate that is no better is committed."
     )
     alpha_rollback: float = Field(
-        default=0.05, gt=0, lt=1, description="The chance that one that does no harm is rolled back."
+        default=0.05, gt=0, le=0.5, description="The chance that one that does no harm is rolled back."
     )
     alpha_checks: float = Field(
-        default=0.01, gt=0, lt=1, description="The chance that a sound experiment is held by a check of its traffic."
+        default=0.01, gt=0, le=0.5, description="The chance that a sound experiment is held by a check of its traffic."
     )
     response_margin: float = Field(
         default=0.05,
@@ -280,20 +320,10 @@ class ExperimentConfig(Section):
         description="A block's feedback counts if so many sources gave some; however many thumbs one gives, it is one "
         "voice of its block.",
     )
-    outcomes: dict[OutcomeName, OutcomeConfig] = Field(
-        default={"feedback": OutcomeConfig(), "errors": OutcomeConfig(role="guardrail", margin=0.05)},
-        description="What is compared. feedback: people's, from 0 to 1 as feedback.scoring.human has it. reward: what "
-        "scoring gave. errors: the share of requests that the engine failed. latency_s: seconds to the whole response. "
-        "length: tokens of the response.",
-    )
+    outcomes: OutcomesConfig = Field(default_factory=OutcomesConfig, description=OutcomesConfig.__doc__)
 
     @model_validator(mode="after")
     def _can_end(self) -> Self:
-        if all(outcome.role != "success" for outcome in self.outcomes.values()):
-            raise ValueError("experiment.outcomes has no success outcome, so nothing could ever be shown to be better")
-        for name in ("feedback", "errors"):
-            if name in self.outcomes and self.outcomes[name].bounds != (0.0, 1.0):
-                raise ValueError(f"experiment.outcomes.{name} lies between 0 and 1: take its bounds out")
         if any(phase.blocks is None for phase in self.phases[:-1]) or self.phases[-1].blocks is not None:
             raise ValueError("experiment.phases: all but the last need blocks, and the last has none")
         return self

@@ -61,7 +61,7 @@ def stop(settings: Settings, number: int | None, why: str) -> None:
     from deploy.loop import promotion
     from deploy.loop.experiments import Controller
     from deploy.loop.promotion import ExperimentRefused
-    from serve.policies.experiments import Experiments
+    from serve.policies.experiments import ExperimentRunning, Experiments
 
     experiments = Experiments(settings.policy_store().root)
     current = experiments.current() if number is None else experiments.get(number)
@@ -69,7 +69,10 @@ def stop(settings: Settings, number: int | None, why: str) -> None:
         which = "no experiment runs" if current is None else f"experiment {current.number} has ended"
         raise ExperimentRefused(f"{which}: there is nothing to stop")
     experiments.stop(current.number, who=promotion.person(), why=why)
-    Controller(settings, say=click.echo).look()
+    try:
+        Controller(settings, say=click.echo).look()
+    except ExperimentRunning:
+        click.echo(f"experiment {current.number} is stopped; the look that is under way puts its end on record")
 
 
 @click.command()
@@ -111,6 +114,11 @@ def _of_look(latest: dict[str, Any]) -> list[str]:
         "blocks still wait for feedback"
     ]
     lines += [f"  {reason}" for reason in (*latest["reasons"], *latest["holds"])]
+    if latest["few_voices"]:
+        lines.append(
+            f"  {latest['few_voices']} blocks had feedback of fewer than experiment.min_voices voices, and say nothing "
+            "of it: give feedback a source, or requests a user, or make blocks longer"
+        )
     if latest["late"]:
         lines.append(f"  {latest['late']} feedbacks came too late to count (experiment.feedback_window_seconds)")
     if latest["mislabelled"]:

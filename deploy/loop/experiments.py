@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from deploy.config.root import Settings
@@ -19,17 +20,20 @@ from deploy.loop.promotion import ExperimentRefused
 from deploy.loop.wait_for_serving import server_policy
 from evaluation.decisions.ledger import Entry, Ledger, LedgerError
 from evaluation.experiments import looks
-from evaluation.experiments.blocks import BadEvidence, Observed, observe
+from evaluation.experiments.blocks import BadEvidence, Block, Observed, observe
 from evaluation.experiments.plan import ExperimentPlan
-from feedback.files import locked
+from feedback.files import locked, replace_file
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments, Phase
 from serve.policies.records import now
-from serve.policies.store import Pointer, PolicyStore, StalePointer
+from serve.policies.store import Pointer, PolicyError, PolicyStore, StalePointer
 
 _LOCK_WAIT_S: Final = 0.5
 _START_IN_S: Final = 1.0  # so that block 0 is whole for a server that has not seen the record yet
 
-End = Literal["commit", "kept", "roll back", "stopped", "failed", "expired"]
+_GRACE_S: Final = 3600.0  # for somebody to look, before servers take an experiment for over by themselves
+_WHO: Final = "experiment"
+
+End = Literal["kept", "roll back", "expired"]
 
 
 class Controller:
@@ -82,9 +86,14 @@ class Controller:
     def _objection(self, version: int, serving: int) -> tuple[str | None, int | None]:
         """Why the policy is not to be tried against what serves, and the entry of its verdict."""
         verdict, objection = promotion.verdict_on(self.store, self.ledger, version, serving, override=True)
+        objection = "; ".join(filter(None, (objection, promotion.erased_from(self.store, version)))) or None
+        not_begun = {entry.body["number"] for entry in self._entries("end") if entry.body["decision"] == "not begun"}
         candidate, control = (self.store.get(one).sha256 for one in (version, serving))
-        for entry in self._entries():
-            if (entry.body["candidate"]["sha256"], entry.body["control"]["sha256"]) == (candidate, control):
+        for entry in self._entries("start"):
+            if entry.body["number"] not in not_begun and (
+                entry.body["candidate"]["sha256"],
+                entry.body["control"]["sha256"],
+            ) == (candidate, control):
                 tried = f"policy {version} was tried against policy {serving} in experiment {entry.body['number']}"
                 objection = f"{objection}; {tried}" if objection else f"{tried}, and a second try is another chance"
                 break
@@ -96,24 +105,27 @@ class Controller:
     ) -> Experiment:
         """Put an experiment into the ledger, before anybody meets it."""
         config = self.settings.evaluation.experiment
+        scoring, kinds = self.settings.feedback.scoring, self.settings.feedback.kinds
         number = max([0, *self.experiments.numbers(), *(entry.body["number"] for entry in self._entries())]) + 1
         at, phases = 0, []
         for phase in config.phases:
             phases.append(Phase(at, phase.share))
             at += phase.blocks or 0
+        started_at = time.time() + _START_IN_S
         experiment = Experiment(
             number=number,
             candidate=version,
             control=pointer.version,
             seed=secrets.token_hex(16),
-            started_at=time.time() + _START_IN_S,
+            started_at=started_at,
             block_s=config.block_seconds,
             phases=tuple(phases),
             generation=pointer.generation,
             state="running",
             who=who,
             why=why,
-            plan=ExperimentPlan.of(config).to_json(),
+            plan=ExperimentPlan.of(config, scoring.human, kinds).to_json(),
+            expires_at=started_at + config.max_seconds + config.feedback_window_seconds + _GRACE_S,
         )
         self._record(
             experiment,
@@ -131,56 +143,86 @@ class Controller:
         Raises what the lake, the store and the ledger raise.
         """
         with self._alone():
-            self._finish_what_is_left()
             experiment = self.experiments.current()
             if experiment is None:
+                self._finish_what_is_left()
                 return None
-            if experiment.state == "stopping":
-                return self._end(experiment)
-            experiment = self._follow_pointer(experiment)
-            if not experiment.holds:
-                return self._end(experiment)
+            if experiment.holds:
+                experiment = self._follow_pointer(experiment)
+            if experiment.holds:
+                experiment = self._decide(experiment, time.time())
+            return experiment if experiment.holds else self._end(experiment)
+
+    def _decide(self, experiment: Experiment, at: float) -> Experiment:
+        """What the blocks that have closed say, and what servers are to do now."""
+        over = self._over_at(experiment)
+        try:
             plan = ExperimentPlan.model_validate(experiment.plan)
-            at = time.time()
-            try:
-                observed = self._observe(experiment, plan, at)
-                since = experiment.phases[-1].from_block if experiment.state == "committed" else None
-                decision = looks.look(plan, observed, watched_from=since)
-            except (BadEvidence, ValueError) as error:  # nothing can be concluded: the candidate must not stay for it
-                self.experiments.stop(experiment.number, who="experiment", why=str(error), failed=True)
-                return self._end(self.experiments.get(experiment.number))
-            latest = {"at": now(), **looks.to_json(decision, observed)}
-            experiment = self.experiments.change(experiment.number, lambda one: replace(one, latest=latest))
-            if not experiment.holds:  # somebody stopped it meanwhile
-                return self._end(experiment)
-            why = "; ".join(decision.reasons)
-            if decision.decision == "roll back":
-                return self._over(experiment, "roll back", why, observed)
-            if experiment.state == "running":
-                if decision.decision == "commit":
-                    return self._commit(experiment, why, observed)
-                if at - experiment.started_at >= plan.max_s:
-                    return self._over(experiment, "expired", why, observed)
-            elif at >= self._watched_until(experiment, plan):
-                return self._over(experiment, "kept", "no harm was shown while it was watched", observed)
-            return experiment
+            observed = self._observe(experiment, plan, at)
+            decision = looks.look(plan, observed, watched_from=experiment.watched_from)
+        except (BadEvidence, ValueError) as error:  # nothing can be concluded: the candidate must not stay for it
+            return self.experiments.stop(experiment.number, who=_WHO, why=str(error), decision="failed")
+        except Exception:
+            if at >= over:
+                why = "its time is over, and its rows can't be read"
+                return self.experiments.stop(experiment.number, who=_WHO, why=why, decision="expired")
+            raise
+        why, count = "; ".join(decision.reasons), len(observed.blocks)
+        latest = {"at": now(), **looks.to_json(decision, observed)}
+        if decision.decision == "roll back":
+            if experiment.state == "committed":  # the pointer first: without turns, servers follow it
+                self._move_back(experiment, why, count)
+            return self._over(experiment, "roll back", why, count, latest)
+        if experiment.state == "committed" and at >= over:
+            return self._over(experiment, "kept", "no harm was shown while it was watched", count, latest)
+        if experiment.state == "running" and decision.decision == "commit":
+            return self._commit(experiment, why, observed)
+        if experiment.state == "running" and at >= over:
+            return self._over(experiment, "expired", why, count, latest)
+        return self.experiments.change(experiment.number, lambda one: replace(one, latest=latest))
 
     def _observe(self, experiment: Experiment, plan: ExperimentPlan, at: float) -> Observed:
-        resolved = self.settings.resolved().feedback
-        journal = self.settings.path(resolved.journal.folder)
-        return observe(self.settings.lake(), journal, experiment, plan, resolved.scoring.human, resolved.kinds, now=at)
+        """All blocks that have closed; those that no look has seen yet are kept for all that follow."""
+        known = self._blocks(experiment)
+        journal = self.settings.path(self.settings.resolved().feedback.journal.folder)
+        observed = observe(self.settings.lake(), journal, experiment, plan, now=at, known=known)
+        if len(observed.blocks) > len(known):
+            lines = "".join(f"{block.model_dump_json()}\n" for block in observed.blocks)
+            replace_file(self._blocks_file(experiment), lines.encode())
+        return observed
 
-    def _watched_until(self, experiment: Experiment, plan: ExperimentPlan) -> float:
-        """When the watch is over: what was asked last has had its time for feedback then."""
-        return experiment.begins(experiment.phases[-1].from_block) + plan.watch_s + plan.window_s
+    def _blocks(self, experiment: Experiment) -> list[Block]:
+        """The blocks that looks have seen so far."""
+        try:
+            lines = self._blocks_file(experiment).read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        return [Block.model_validate_json(line) for line in lines]
+
+    def _blocks_file(self, experiment: Experiment) -> Path:
+        return self.experiments.folder / f"{experiment.number:06d}.blocks.jsonl"
+
+    def _over_at(self, experiment: Experiment) -> float:
+        """When it ends, if nothing is shown: what was asked last has had its time for feedback then."""
+        plan = experiment.plan
+        if experiment.state == "running":
+            return experiment.started_at + float(plan.get("max_s", 0.0))
+        watch_began = experiment.begins(experiment.phases[-1].from_block)
+        return watch_began + float(plan.get("watch_s", 0.0)) + float(plan.get("window_s", 0.0))
 
     def _follow_pointer(self, experiment: Experiment) -> Experiment:
-        """The experiment under the pointer as it is now: it goes on, a killed look has committed it, or it ends."""
+        """The experiment under the pointer as it is now.
+
+        It goes on; or a look that was killed has committed it, or rolled it back; or it ends.
+        """
         pointer = self._pointer()
+        verdict = pointer.verdict or {}
         if self._committed_by(pointer, experiment) and pointer.generation >= experiment.generation:
             return self._watch(experiment, pointer)
         if pointer.generation == experiment.generation:
             return experiment
+        if verdict.get("experiment") == experiment.number and verdict.get("rollback_from") == experiment.candidate:
+            return self._over(experiment, "roll back", verdict["reason"], verdict["blocks"], experiment.latest)
         why = f"the pointer was moved to policy {pointer.version} ({pointer.who}: {pointer.why})"
         self.say(f"experiment {experiment.number} ends: {why}")
         return self.experiments.stop(experiment.number, who=pointer.who, why=why)
@@ -189,98 +231,115 @@ class Controller:
 
     def _commit(self, experiment: Experiment, why: str, observed: Observed) -> Experiment:
         """Promote the candidate, and go on watching it beside the control."""
-        [start] = [entry.body for entry in self._entries("start") if entry.body["number"] == experiment.number]
+        start = self._start_of(experiment)
+        objection = promotion.erased_from(self.store, experiment.candidate)
+        if start is None or objection:
+            why, decision = (str(objection), "failed") if objection else ("the ledger lacks its start", "void")
+            return self.experiments.stop(experiment.number, who=_WHO, why=why, decision=decision)
         verdict = {
             "verdict": "pass",
             "experiment": experiment.number,
-            "evidence": self._keep(experiment, observed),
+            "evidence": self._keep(experiment, observed.blocks),
+            "blocks": len(observed.blocks),
             **({"override": True, "objection": start["objection"]} if start["override"] else {}),
         }
+        why = f"experiment {experiment.number}: {why}"
+        pointer = self._pointer()
+        if pointer.generation != experiment.generation or not self.experiments.get(experiment.number).holds:
+            return self._follow_pointer(self.experiments.get(experiment.number))
         try:
-            pointer = self.store.serving()
-            if pointer is None or pointer.generation != experiment.generation:
-                raise StalePointer("the serving pointer was moved")
-            why = f"experiment {experiment.number}: {why}"
-            pointer = self.store.promote(
-                experiment.candidate, expected=pointer, who="experiment", why=why, verdict=verdict
-            )
+            pointer = self.store.promote(experiment.candidate, expected=pointer, who=_WHO, why=why, verdict=verdict)
         except StalePointer:
-            experiment = self._follow_pointer(experiment)
-            return experiment if experiment.holds else self._end(experiment)
+            return self._follow_pointer(experiment)
         self.say(f"policy {experiment.candidate} is committed: {why}")
         return self._watch(experiment, pointer)
 
     def _watch(self, experiment: Experiment, pointer: Pointer) -> Experiment:
-        """Put a commit on record, and have the candidate be watched beside the control."""
+        """Have a committed candidate be watched beside the control, and put the commit on record."""
         plan = ExperimentPlan.model_validate(experiment.plan)
+        verdict = dict(pointer.verdict or {})
+        seen = self._blocks(experiment)[: verdict["blocks"]]
         following = experiment.block_at(time.time()) + 2  # what servers know of stays as it is
         phases = (*(p for p in experiment.phases if p.from_block < following), Phase(following, plan.watch_share))
 
         def watched(one: Experiment) -> Experiment:
             if one.state != "running":
                 return one
-            return replace(one, state="committed", generation=pointer.generation, phases=phases)
+            committed = replace(one, state="committed", generation=pointer.generation, phases=phases)
+            expires = self._over_at(committed) + _GRACE_S
+            return replace(committed, expires_at=expires, watched_from=seen[-1].block + 1)
 
         after = self.experiments.change(experiment.number, watched)
-        if not any(entry.body["number"] == experiment.number for entry in self._entries("commit")):
-            body = {"decision": "commit", "evidence": (pointer.verdict or {})["evidence"], "why": pointer.why}
+        if after.watched_from is not None and not self._has(experiment, "commit"):
+            body = {"decision": "commit", "evidence": verdict["evidence"], "why": pointer.why}
             self._record(experiment, "commit", body)
             promotion.record_moves(self.store, self.ledger)
         return after
 
-    def _over(self, experiment: Experiment, decision: End, why: str, observed: Observed) -> Experiment:
-        """Have servers stop taking turns, and record why."""
-        evidence = self._keep(experiment, observed)
-        end = {"decision": decision, "at": now(), "who": "experiment", "why": why, "evidence": evidence}
+    def _over(
+        self, experiment: Experiment, decision: End, why: str, blocks: int, latest: dict[str, Any] | None
+    ) -> Experiment:
+        """Have servers stop taking turns. ``blocks``: how many it was decided by."""
+        end = {"decision": decision, "at": now(), "who": _WHO, "why": why, "blocks": blocks}
 
         def stopping(one: Experiment) -> Experiment:
-            return replace(one, state="stopping", end=end) if one.holds else one
+            return replace(one, state="stopping", end=end, latest=latest) if one.holds else one
 
-        if decision == "roll back" and experiment.state == "committed":  # else servers went back to the candidate
-            self._move_back(experiment, why, evidence)
-        return self._end(self.experiments.change(experiment.number, stopping))
+        return self.experiments.change(experiment.number, stopping)
 
     def _end(self, experiment: Experiment) -> Experiment:
         """Put the end of what servers no longer obey on record."""
         end = dict(experiment.end or {})
         decision, why = str(end.get("decision")), str(end.get("why"))
-        pointer = self._pointer()
-        if decision in ("roll back", "failed") and self._committed_by(pointer, experiment):
-            self._move_back(experiment, why, end.get("evidence"))
-        body = {"decision": decision, "evidence": end.get("evidence"), "why": why}
-        self._record(experiment, "end", body, who=str(end.get("who")))
+        not_to_stay = decision in ("roll back", "failed") or experiment.watched_from is None  # stopped before a commit
+        if not_to_stay and self._committed_by(self._pointer(), experiment):
+            why = self._move_back(experiment, why, int(end.get("blocks", 0))) or why
+        seen = self._blocks(experiment)[: end["blocks"]] if "blocks" in end else None
+        evidence = None if seen is None else self._keep(experiment, seen)
+        self._record(
+            experiment, "end", {"decision": decision, "evidence": evidence, "why": why}, who=str(end.get("who"))
+        )
         promotion.record_moves(self.store, self.ledger)
         after = self.experiments.change(experiment.number, lambda one: replace(one, state="ended"))
         self.say(f"experiment {experiment.number} has ended: {decision}: {why}")
         return after
 
-    def _move_back(self, experiment: Experiment, why: str, evidence: str | None) -> None:
-        """Point at the control again, unless the pointer is elsewhere already."""
+    def _move_back(self, experiment: Experiment, why: str, blocks: int) -> str | None:
+        """Point at the control again, unless the pointer is elsewhere already; why that can't be, if it can't."""
         pointer = self._pointer()
         if pointer.version != experiment.candidate:
-            return
-        self.store.promote(
-            experiment.control,
-            expected=pointer,
-            who="experiment",
-            why=f"experiment {experiment.number}: {why}",
-            verdict={"rollback_from": experiment.candidate, "experiment": experiment.number, "evidence": evidence},
-        )
+            return None
+        verdict = {
+            "rollback_from": experiment.candidate,
+            "experiment": experiment.number,
+            "reason": why,
+            "blocks": blocks,
+        }
+        try:
+            self.store.verify(experiment.control)
+            self.store.promote(
+                experiment.control,
+                expected=pointer,
+                who=_WHO,
+                why=f"experiment {experiment.number}: {why}",
+                verdict=verdict,
+            )
+        except PolicyError as error:
+            self.say(f"policy {experiment.candidate} stays, as policy {experiment.control} can't serve: {error}")
+            return f"{why}; policy {experiment.candidate} stays, as policy {experiment.control} can't serve: {error}"
+        return None
 
     def _finish_what_is_left(self) -> None:
-        """What a killed process left between two steps: declared and not begun."""
-        started = {entry.body["number"]: entry for entry in self._entries("start")}
+        """What a killed process left between two steps: declared and not begun. Nobody has met the candidate."""
         ended = {entry.body["number"] for entry in self._entries("end")}
-        for number in sorted(started.keys() - ended - set(self.experiments.numbers())):
-            body = started[number].body
-            why = "it was declared, and its start was interrupted"
-            end = {"decision": "failed", "evidence": None, "why": why, "phases": body["phases"]}
-            self.ledger.append(
-                "experiment",
-                {**{name: body[name] for name in ("number", "candidate", "control")}, "event": "end", **end},
-                who="experiment",
-            )
-            self.say(f"experiment {number} has ended: {why}")
+        there = set(self.experiments.numbers())
+        for body in (entry.body for entry in self._entries("start")):
+            if body["number"] in ended | there:
+                continue
+            end = {"decision": "not begun", "evidence": None, "why": "it was declared, and its start was interrupted"}
+            common = {name: body[name] for name in ("number", "candidate", "control", "phases")}
+            self.ledger.append("experiment", {**common, "event": "end", **end}, who=_WHO)
+            self.say(f"experiment {body['number']} was declared and never begun: it has ended")
 
     # Records
 
@@ -288,28 +347,40 @@ class Controller:
         verdict = pointer.verdict or {}
         return pointer.version == experiment.candidate and verdict.get("experiment") == experiment.number
 
-    def _keep(self, experiment: Experiment, observed: Observed) -> str:
+    def _keep(self, experiment: Experiment, blocks: Sequence[Block]) -> str:
+        observed = Observed(blocks=tuple(blocks))
         return self.ledger.keep({"experiment": experiment.number, "observed": observed.model_dump(mode="json")})
+
+    def _start_of(self, experiment: Experiment) -> dict[str, Any] | None:
+        """What the ledger says of its start."""
+        starts = (entry.body for entry in self._entries("start"))
+        return next((body for body in starts if body["number"] == experiment.number), None)
+
+    def _has(self, experiment: Experiment, event: str) -> bool:
+        return any(entry.body["number"] == experiment.number for entry in self._entries(event))
 
     def _record(
         self,
         experiment: Experiment,
         event: Literal["start", "commit", "end"],
         body: dict[str, Any],
-        who: str = "experiment",
+        who: str = _WHO,
     ) -> None:
         """Add an entry, once."""
 
         def policy(version: int) -> dict[str, Any]:
             return {"version": version, "sha256": self.store.get(version).sha256}
 
+        start = self._start_of(experiment)  # a policy may have been removed since
         common: dict[str, Any] = {
             "number": experiment.number,
             "event": event,
-            "candidate": policy(experiment.candidate),
-            "control": policy(experiment.control),
+            "candidate": start["candidate"] if start else policy(experiment.candidate),
+            "control": start["control"] if start else policy(experiment.control),
             "phases": [vars(phase) for phase in experiment.phases],
         }
+        if event == "commit" and start:  # the watch's phase comes with it, and not before
+            common["phases"] = start["phases"]
         if event == "start":
             common |= {
                 "seed": experiment.seed,

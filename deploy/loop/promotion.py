@@ -54,7 +54,7 @@ def promote(
     pointer, verdict = expected or store.serving(), None
     if pointer is not None and pointer.version != version:
         verdict, objection = verdict_on(store, ledger, version, pointer.version, override=override)
-        objections = (objection, _lost_verdict(ledger, pointer), _erased_from(store, version))
+        objections = (objection, _lost_verdict(ledger, pointer), erased_from(store, version))
         if objection := "; ".join(filter(None, objections)):
             verdict = _overridden(verdict, objection, f"millrace promote {version}", override=override, why=why)
     return store.promote(version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict)
@@ -299,7 +299,7 @@ def _lost_verdict(ledger: Ledger, pointer: Pointer) -> str | None:
     )
 
 
-def _erased_from(store: PolicyStore, version: int) -> str | None:
+def erased_from(store: PolicyStore, version: int) -> str | None:
     """Why an erasure doesn't let it serve; None if it does, or if there is no policy to train from that it has spared.
 
     Training then goes on from what serves, and what that brings has learned from fewer of the erased rows.

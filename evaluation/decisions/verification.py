@@ -176,6 +176,11 @@ def _of_promotion(history: History, entry: Entry) -> Iterator[str]:
         if body.get("sha256") is not None and body["sha256"] not in served:
             yield f"the pointer was moved back to policy {body.get('version')}, which has not served"
         return
+    for tried in (other.body for other in history.others if other.kind == "experiment"):
+        pair = (tried["candidate"]["sha256"], tried["control"]["sha256"])
+        harmed = tried.get("decision") in ("roll back", "failed")
+        if harmed and pair == (body.get("sha256"), body.get("previous_sha256")):
+            yield f"policy {body.get('version')} was promoted after experiment {tried['number']}: {tried['decision']}"
     found = history.last(str(body.get("sha256")), str(body.get("previous_sha256")))
     if found is None or found[1].verdict != "pass":
         of, before = body.get("version"), body.get("previous")

@@ -8,6 +8,7 @@ Everything else: the mean over its requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,6 @@ from pydantic import BaseModel, ConfigDict
 
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.statistics.experiment import Rows
-from feedback.config import HumanConfig, KindsConfig
 from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
 from feedback.scoring.sources.human import opinions_sql
@@ -28,6 +28,9 @@ _COLUMNS: Final = """
     response_id, tenant, "user", variant, propensity, completed_at, status, len(response_token_ids) AS tokens,
     timings.total_ms / 1000 AS seconds
 """
+
+
+_SETTLING_S: Final = 2.0  # what was recorded or scored at the last moment is in the lake or the journal by then
 
 
 class BadEvidence(RuntimeError):
@@ -86,12 +89,14 @@ def observe(
     journal: Path,
     experiment: Experiment,
     plan: ExperimentPlan,
-    human: HumanConfig,
-    kinds: KindsConfig,
     *,
     now: float,
+    known: Sequence[Block] = (),
 ) -> Observed:
     """The blocks of an experiment that have closed by ``now``, in seconds of Unix time.
+
+    known: those that an earlier call has given. They stay as they are, and only later ones come to them: what is
+    sealed, scored or erased behind its time changes nothing that was looked at.
 
     Raises BadEvidence for a reward outside its bounds, LakeError.
     """
@@ -127,24 +132,31 @@ def observe(
             CREATE TEMP TABLE said AS
             SELECT feedback.*, epoch(feedback.created_at) <= counted.closes AS in_time
             FROM feedback JOIN counted USING (tenant, response_id)
-            UNION
+            UNION ALL
             SELECT feedback.*, epoch(feedback.created_at) <= counted.closes AS in_time
             FROM feedback JOIN counted
             ON feedback.tenant = counted.tenant AND feedback.rejected_response_id = counted.response_id
             """
         )
-        connection.execute("CREATE TEMP VIEW in_time AS SELECT * EXCLUDE (in_time) FROM said WHERE in_time")
-        opinions = opinions_sql("in_time", human, kinds, among="counted")
+        # A choice between responses of two blocks counts for neither if it came too late for one of them.
+        connection.execute(
+            """
+            CREATE TEMP TABLE in_time AS
+            SELECT DISTINCT * EXCLUDE (in_time) FROM said
+            QUALIFY bool_and(in_time) OVER (PARTITION BY tenant, feedback_id)
+            """
+        )
+        opinions = opinions_sql("in_time", plan.human, plan.kinds, among="counted")
         connection.execute(f"CREATE TEMP TABLE opinions AS SELECT * FROM ({opinions})")
         bounds = {outcome.name: outcome.bounds for outcome in plan.outcomes}
         _check_rewards(connection, bounds.get("reward"))
         connection.execute(
             f"""
             CREATE TEMP TABLE voices AS
-            SELECT block, CASE source WHEN '{ANYBODY}' THEN coalesce("user", source) ELSE source END AS who,
+            SELECT block, tenant, CASE source WHEN '{ANYBODY}' THEN coalesce("user", source) ELSE source END AS who,
                    avg(opinion) AS voice
             FROM opinions JOIN counted USING (tenant, response_id)
-            GROUP BY block, who
+            GROUP BY block, tenant, who
             """
         )
         per_block = connection.sql(
@@ -153,7 +165,8 @@ def observe(
                 SELECT block, any_value(variant) AS variant, any_value(propensity) AS propensity,
                        any_value(closes) AS closes, count(*) AS requests,
                        avg((status = 'error')::INTEGER) AS errors,
-                       avg(greatest($latency_low, least($latency_high, seconds))) AS latency_s,
+                       avg(CASE WHEN seconds IS NOT NULL THEN greatest($latency_low, least($latency_high, seconds)) END)
+                           AS latency_s,
                        avg(greatest($length_low, least($length_high, tokens))) AS length,
                        avg(reward) AS reward,
                        count(*) FILTER (said.response_id IS NOT NULL) / count(*) AS responded
@@ -182,6 +195,7 @@ def observe(
             "SELECT count(*) FROM mine LEFT JOIN drawn USING (block) "
             "WHERE drawn.drawn IS NULL OR variant <> drawn.drawn OR propensity <> drawn.share"
         ).fetchall()[0][0]
+    last = known[-1].block if known else -1
     blocks = [
         Block(
             block=row["block"],
@@ -198,11 +212,11 @@ def observe(
             },
         )
         for row in per_block.to_pylist()
-        if row["closes"] <= now
+        if row["closes"] + _SETTLING_S <= now and row["block"] > last
     ]
     return Observed(
-        blocks=tuple(blocks),
-        pending=per_block.num_rows - len(blocks),
+        blocks=(*known, *blocks),
+        pending=sum(row > last for row in per_block["block"].to_pylist()) - len(blocks),
         late=late,
         mislabelled=mislabelled,
     )

@@ -40,6 +40,9 @@ def to_json(decision: Decision, observed: Observed) -> dict[str, Any]:
             "pending": observed.pending,
         },
         "requests": sum(block.requests for block in observed.blocks),
+        "few_voices": sum(
+            block.responded > 0 and block.values.get("feedback", 0.0) is None for block in observed.blocks
+        ),
         "late": observed.late,
         "mislabelled": observed.mislabelled,
     }

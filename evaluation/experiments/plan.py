@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from evaluation.config import ExperimentConfig, OutcomeName
 from evaluation.statistics import experiment as statistics
+from feedback.config import HumanConfig, KindsConfig
 
 
 class Outcome(BaseModel):
@@ -38,23 +39,25 @@ class ExperimentPlan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    alpha_commit: float
-    alpha_rollback: float
-    alpha_checks: float
-    response_margin: float
-    min_voices: int
-    window_s: float
-    watch_s: float
-    watch_share: float
-    max_s: float
+    alpha_commit: float = Field(gt=0, le=0.5)
+    alpha_rollback: float = Field(gt=0, le=0.5)
+    alpha_checks: float = Field(gt=0, le=0.5)
+    response_margin: float = Field(ge=0, lt=1)
+    min_voices: int = Field(ge=1)
+    window_s: float = Field(ge=0)
+    watch_s: float = Field(ge=0)
+    watch_share: float = Field(gt=0, lt=1)
+    max_s: float = Field(gt=0)
     outcomes: tuple[Outcome, ...]
+    human: HumanConfig
+    kinds: KindsConfig
 
     @classmethod
-    def of(cls, config: ExperimentConfig) -> Self:
-        """As the settings have it now."""
+    def of(cls, config: ExperimentConfig, human: HumanConfig, kinds: KindsConfig) -> Self:
+        """As the settings have it now; ``human`` and ``kinds`` say what a person's feedback is worth."""
         outcomes = tuple(
             Outcome(name=name, **outcome.model_dump(include={"bounds", "role", "margin", "rollback_margin"}))
-            for name, outcome in sorted(config.outcomes.items())
+            for name, outcome in config.outcomes.compared.items()
         )
         return cls(
             alpha_commit=config.alpha_commit,
@@ -67,6 +70,8 @@ class ExperimentPlan(BaseModel):
             watch_share=config.watch_share,
             max_s=config.max_seconds,
             outcomes=outcomes,
+            human=human.model_copy(update={"model": None}),  # votes alone
+            kinds=kinds,
         )
 
     def to_json(self) -> dict[str, Any]:

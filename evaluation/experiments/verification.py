@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from datetime import datetime
+from typing import Any, Final
 
 from pydantic import ValidationError
 
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import Entry, Ledger, LedgerDamaged
 from evaluation.experiments import looks
-from evaluation.experiments.blocks import Observed
+from evaluation.experiments.blocks import Block, Observed
 from evaluation.experiments.plan import ExperimentPlan
 from serve.policies.experiments import Experiment, Phase
+
+_START_S: Final = 600.0  # between declaration and block 0, at most: clocks of two machines
 
 
 def verify(ledger: Ledger) -> list[str]:
@@ -43,7 +46,7 @@ def _of_entry(ledger: Ledger, history: History, entry: Entry) -> Iterator[str]:
         yield f"the {event} of experiment {number} stands in it twice"
         return
     if event == "start":
-        yield from _of_start(history, before, body)
+        yield from _of_start(history, before, entry)
         return
     if "start" not in mine or "end" in mine:
         yield f"the {event} of experiment {number} is before its start, or after its end"
@@ -51,15 +54,23 @@ def _of_entry(ledger: Ledger, history: History, entry: Entry) -> Iterator[str]:
     start = mine["start"]
     if (body["candidate"], body["control"]) != (start["candidate"], start["control"]):
         yield f"the {event} of experiment {number} is on other policies than its start"
+    if (event == "commit") != (body["decision"] == "commit"):
+        yield f"the {event} of experiment {number} came to {body['decision']}"
+    committed = mine.get("commit")
+    if committed is None and body["phases"] != start["phases"][: len(body["phases"])]:
+        yield "its phases are not those that it started with"
     if body["evidence"] is None:
-        if body["decision"] in ("commit", "roll back", "kept", "expired"):
+        if body["decision"] in ("commit", "roll back", "kept"):
             yield f"experiment {number} came to {body['decision']} without evidence"
         return
-    yield from _of_evidence(ledger, start, body, committed="commit" in mine)
+    yield from _of_evidence(ledger, start, entry, committed)
 
 
-def _of_start(history: History, before: list[Entry], body: dict[str, Any]) -> Iterator[str]:
-    number = body["number"]
+def _of_start(history: History, before: list[Entry], entry: Entry) -> Iterator[str]:
+    body, number = entry.body, entry.body["number"]
+    ExperimentPlan.model_validate(body["plan"])
+    if abs(body["started_at"] - _seconds(entry)) > _START_S:
+        yield f"experiment {number} began at another time than it was declared"
     ended = {one.body["number"] for one in before if one.body["event"] == "end"}
     if open_one := next((one for one in before if one.body["number"] not in ended), None):
         yield f"experiment {number} began before experiment {open_one.body['number']} had ended"
@@ -71,24 +82,18 @@ def _of_start(history: History, before: list[Entry], body: dict[str, Any]) -> It
     found = history.last(candidate, control)
     if found is None or found[1].verdict != "pass":
         yield f"experiment {number} tried policy {body['candidate']['version']} without a passing verdict"
-    pairs = [(one.body["candidate"]["sha256"], one.body["control"]["sha256"]) for one in before]
-    if (candidate, control) in pairs:
+    not_begun = {one.body["number"] for one in before if one.body.get("decision") == "not begun"}
+    tried = [one.body for one in before if one.body["number"] not in not_begun]
+    if (candidate, control) in [(one["candidate"]["sha256"], one["control"]["sha256"]) for one in tried]:
         yield f"experiment {number} tried a policy against another one for the second time"
 
 
-def _of_evidence(ledger: Ledger, start: dict[str, Any], body: dict[str, Any], *, committed: bool) -> Iterator[str]:
-    evidence = ledger.evidence(body["evidence"])
-    try:
-        observed, plan = Observed.model_validate(evidence["observed"]), ExperimentPlan.model_validate(start["plan"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise LedgerDamaged(f"evidence {body['evidence'][:12]}… holds no blocks of an experiment") from error
-    number = body["number"]
-    if evidence["experiment"] != number:
-        yield f"its evidence is of experiment {evidence['experiment']}"
-    watch = body["phases"][-1]["share"] == plan.watch_share and body["phases"][-1] not in start["phases"]
-    planned = body["phases"][:-1] if watch else body["phases"]  # a commit cuts the phases short, and adds the watch
-    if planned != start["phases"][: len(planned)]:
-        yield "its phases are not those that it started with"
+def _of_evidence(
+    ledger: Ledger, start: dict[str, Any], entry: Entry, committed: dict[str, Any] | None
+) -> Iterator[str]:
+    """What is wrong with the blocks of an entry, and with what is said to follow from them."""
+    body, number = entry.body, entry.body["number"]
+    plan, blocks = ExperimentPlan.model_validate(start["plan"]), _blocks(ledger, body)
     drawn = Experiment(
         number=number,
         candidate=start["candidate"]["version"],
@@ -103,20 +108,48 @@ def _of_evidence(ledger: Ledger, start: dict[str, Any], body: dict[str, Any], *,
         why="",
         plan=start["plan"],
     )
-    numbers = [block.block for block in observed.blocks]
-    if numbers != sorted(set(numbers)):
+    watched_from = None
+    if committed is not None:
+        before = _blocks(ledger, committed)
+        watched_from = before[-1].block + 1
+        if blocks[: len(before)] != before:
+            yield "its blocks are not those of its commit, and later ones"
+        watch = body["phases"][-1]
+        planned = body["phases"][:-1]
+        if watch["from_block"] < watched_from or watch["share"] != plan.watch_share:
+            yield "its watch is not behind what it was committed by, with the share that its plan has"
+        if planned != start["phases"][: len(planned)]:
+            yield "its phases are not those that it started with"
+    numbers = [block.block for block in blocks]
+    if numbers != sorted(set(numbers)) or (numbers and numbers[0] < 0):
         yield "its blocks are not in order, or stand in it twice"
-    for block in observed.blocks:
+    if numbers and drawn.begins(numbers[-1] + 1) + plan.window_s > _seconds(entry):
+        yield f"block {numbers[-1]} had not closed when it was decided"
+    for block in blocks:
         turn = drawn.turn(block.block)
         if (block.candidate, block.propensity) != (turn.variant == "candidate", turn.propensity):
             yield f"block {block.block} was drawn for the {turn.variant} with probability {turn.propensity:g}"
             return
-    decision = looks.look(plan, observed, watched_from=body["phases"][-1]["from_block"] if committed else None)
-    expected = decision.decision
-    claimed = body["decision"]
-    if (claimed in ("commit", "roll back") and claimed != expected) or (
-        claimed in ("kept", "expired") and expected == "roll back"
+    decision = looks.look(plan, Observed(blocks=tuple(blocks)), watched_from=watched_from)
+    claimed, found = body["decision"], decision.decision
+    if (claimed in ("commit", "roll back") and claimed != found) or (
+        claimed in ("kept", "expired") and found == "roll back"
     ):
-        yield f"experiment {number} came to {claimed}, and its evidence says {expected}"
+        yield f"experiment {number} came to {claimed}, and its evidence says {found}"
     if claimed in ("commit", "roll back") and "; ".join(decision.reasons) not in body["why"]:
         yield f"its reason is {body['why']!r}, and its evidence gives {'; '.join(decision.reasons)!r}"
+
+
+def _blocks(ledger: Ledger, body: dict[str, Any]) -> list[Block]:
+    """The blocks that an entry rests on. Raises LedgerDamaged."""
+    evidence = ledger.evidence(body["evidence"])
+    try:
+        if evidence["experiment"] != body["number"]:
+            raise LedgerDamaged(f"its evidence is of experiment {evidence['experiment']}")
+        return list(Observed.model_validate(evidence["observed"]).blocks)
+    except (KeyError, TypeError, ValidationError) as error:
+        raise LedgerDamaged(f"evidence {body['evidence'][:12]}… holds no blocks of an experiment") from error
+
+
+def _seconds(entry: Entry) -> float:
+    return datetime.fromisoformat(entry.at).timestamp()

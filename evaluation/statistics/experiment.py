@@ -37,6 +37,7 @@ Bools = NDArray[np.bool_]
 Path = Callable[[float], Floats]  # the evidence [n] against "the difference is at most this"
 
 _PRIOR_ROWS: Final = 2.0  # rows at 0.5 that the prediction of an outcome starts from
+_RECENT_ROWS: Final = 20.0  # rows that the prediction rests on, about
 _RATIO_ROWS: Final = 100.0  # prior rows at the declared shares in the sample-ratio test: mismatches of some 5 points
 
 
@@ -254,7 +255,7 @@ def pseudo_outcomes(
     y, arm, share = np.broadcast_arrays(
         np.asarray(values, np.float64), np.asarray(candidate, bool), np.asarray(propensities, np.float64)
     )
-    predicted = (_before(y) + _PRIOR_ROWS / 2) / (np.arange(y.shape[-1]) + _PRIOR_ROWS)
+    predicted = _recent(y)
     if covariates is not None:
         predicted = np.clip(predicted + _cuped(y, np.asarray(covariates, np.float64)), 0.0, 1.0)
     psi = np.where(arm, 1 / share, -1 / (1 - share)) * (y - predicted)
@@ -395,10 +396,13 @@ def _evidence(rows: Rows, outcome: Outcome, plan: Plan) -> tuple[Path, Path, flo
 
 def _response_rates(rows: Rows, name: str, margin: float) -> float:
     """The highest evidence so far that the arms' shares of what has a value differ by more than ``margin``."""
-    responded = rows.responded.get(name, ~np.isnan(rows.values[name]))
-    psi, low, high = pseudo_outcomes(responded, rows.candidate, rows.propensities)
-    paths = (wealth_path(psi, low, margin) + wealth_path(-psi, -high, margin)) / 2
-    return float(paths.max(initial=1.0))
+    has = ~np.isnan(rows.values[name])
+    tested = [has, rows.responded[name]] if name in rows.responded else [has]  # what selects rows, and what people do
+    paths = []
+    for responded in tested:
+        psi, low, high = pseudo_outcomes(responded, rows.candidate, rows.propensities)
+        paths += [wealth_path(psi, low, margin), wealth_path(-psi, -high, margin)]
+    return float(np.mean(paths, axis=0).max(initial=1.0))
 
 
 def _cuped(y: Floats, x: Floats) -> Floats:
@@ -413,6 +417,18 @@ def _cuped(y: Floats, x: Floats) -> Floats:
         slope = covariance / variance
         found = slope * (filled - mean_x)
     return np.where(known & (count >= 10) & (variance > 1e-12), found, 0.0)
+
+
+def _recent(y: Floats) -> Floats:
+    """The mean of the last rows before each, from 0.5 on: what drifts through a day leaves little in y less this.
+
+    Else a drift would count as an effect wherever the arms differ in which of their rows have a value.
+    """
+    predicted, current = np.empty_like(y), np.full(y.shape[:-1], 0.5)
+    for i in range(y.shape[-1]):
+        predicted[..., i] = current
+        current = current + (y[..., i] - current) / min(i + 1 + _PRIOR_ROWS, _RECENT_ROWS)
+    return predicted
 
 
 def _before(values: Floats) -> Floats:

@@ -23,9 +23,14 @@ from deltalake.fs import DeltaStorageHandler
 
 from feedback.ids import uuid7
 from feedback.journal.streams import STARTED
+from feedback.schema import TABLES
 
 _PRUNED_BY: Final = ("response_id", "feedback_id", "created_at", "completed_at", "scored_at")
 _PLAIN_FEATURES: Final = {"timestampNtz", "v2Checkpoint", "vacuumProtocolCheck"}  # they change no data file
+_NEWEST: Final = {"interactions": "experiment"}
+"""By table a column that came last, by whose statistics it is known which files lack it: deltalake reads those of the
+first 32 columns alone."""
+
 _SCAN_ROWS: Final = 8192
 _BYTES_AHEAD: Final = 64 << 20
 _MOST_FILES_AHEAD: Final = 16
@@ -72,8 +77,12 @@ def create_view(
     files = snapshot.file_uris()
     if files and local:
         names = quoted_files(unquote(file) for file in files)
-        by_name = ", union_by_name = true" * _lack_columns(snapshot)  # it opens every file at once
+        lack_columns = _lack_columns(table, snapshot)
+        by_name = ", union_by_name = true" * lack_columns  # it opens every file at once
         source = f"read_parquet([{names}], hive_partitioning = true, hive_types = {{'date': DATE}}{by_name})"
+        if lack_columns:
+            connection.register(f"columns_of_{table}", TABLES[table].empty_table())
+            source = f"(SELECT * FROM {source} UNION ALL BY NAME SELECT * FROM columns_of_{table})"
     else:
         source = f"files_of_{table}"
         empty = pa.schema(snapshot.schema().to_arrow()).empty_table()
@@ -87,15 +96,13 @@ def create_view(
     connection.execute(f"CREATE VIEW {table} AS SELECT * FROM sealed_{table} {both}")
 
 
-def _lack_columns(snapshot: DeltaTable) -> bool:
-    """Whether a data file may be older than a column of the table, by the statistics that deltalake reads of the log:
-
-    of its first columns, up to ``experiment``.
-    """
+def _lack_columns(table: str, snapshot: DeltaTable) -> bool:
+    """Whether a data file may be older than a column that there is now, by the statistics in the log."""
+    if table not in _NEWEST:
+        return False
     actions = pa.table(snapshot.get_add_actions(flatten=True))
-    flat = [field for field in pa.schema(snapshot.schema().to_arrow()) if not pa.types.is_nested(field.type)]
-    nulls = {f"null_count.{field.name}" for field in flat} & set(actions.column_names)
-    return any(actions[name].null_count > 0 for name in nulls)
+    name = f"null_count.{_NEWEST[table]}"
+    return actions.num_rows > 0 and (name not in actions.column_names or actions[name].null_count > 0)
 
 
 def unreadable_features(snapshot: DeltaTable) -> list[str]:

@@ -10,12 +10,14 @@ record alone, so that all who read it agree, after any restart.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as checked
 
 from serve.policies.folder import PolicyError
 from serve.policies.records import exclusive, now, write_json
@@ -36,12 +38,12 @@ class NoSuchExperiment(PolicyError):
     """There is no experiment of that number."""
 
 
-@dataclass(frozen=True)
+@checked(frozen=True)
 class Phase:
     """From block ``from_block`` on, the candidate has a block with probability ``share``."""
 
-    from_block: int
-    share: float
+    from_block: int = Field(ge=0)
+    share: float = Field(gt=0, le=1)
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Turn:
     propensity: float
 
 
-@dataclass(frozen=True)
+@checked(frozen=True)
 class Experiment:
     """One experiment.
 
@@ -63,23 +65,33 @@ class Experiment:
     of the serving pointer under which it holds; with any other, servers follow the pointer. ``state``: ``running``
     (the pointer names the control), ``committed`` (it names the candidate, which is watched beside the control),
     ``stopping`` (nobody obeys it any more, and what it came to is not on record yet), ``ended``. ``plan``: how it is
-    decided; ``latest``: the last look at it; ``end``: what it came to, and why.
+    decided; ``expires_at``: when servers take it for over, even if nobody decides; ``watched_from``: the first block
+    that counts for a committed candidate; ``latest``: the last look at it; ``end``: what it came to, and why.
     """
 
     number: int
     candidate: int
     control: int
     seed: str
-    started_at: float
-    block_s: float
-    phases: tuple[Phase, ...]
+    started_at: Annotated[float, Field(allow_inf_nan=False)]
+    block_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    phases: Annotated[tuple[Phase, ...], Field(min_length=1)]
     generation: int
     state: State
     who: str
     why: str
     plan: dict[str, Any]
+    expires_at: float | None = None
+    watched_from: int | None = None
     latest: dict[str, Any] | None = None
     end: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _phases_in_order(self) -> Experiment:
+        begins = [phase.from_block for phase in self.phases]
+        if begins[0] != 0 or begins != sorted(set(begins)):
+            raise ValueError(f"phases begin at block 0 and in order, not at {begins}")
+        return self
 
     @property
     def holds(self) -> bool:
@@ -107,6 +119,9 @@ class Experiment:
         return Turn(self.number, block, "control", self.control, 1 - share)
 
 
+_RECORD: Final = TypeAdapter(Experiment)
+
+
 class Experiments:
     """The experiments in a policy store's folder. Safe between threads and processes on one machine."""
 
@@ -124,14 +139,17 @@ class Experiments:
         """Raises NoSuchExperiment, PolicyError if the record can't be read."""
         path = self._path(number)
         try:
-            record = json.loads(path.read_bytes())
-            phases = tuple(Phase(**phase) for phase in record.pop("phases"))
-            return Experiment(phases=phases, **record)
+            return _RECORD.validate_json(path.read_bytes())
         except FileNotFoundError:
             have = ", ".join(map(str, self.numbers())) or "none"
             raise NoSuchExperiment(f"there is no experiment {number} (there: {have})") from None
-        except (ValueError, TypeError, KeyError) as error:
-            raise PolicyError(f"{path} is no experiment: {error}") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
+            raise PolicyError(
+                f"{path} is no experiment ({what}): servers follow the serving pointer. Move the file away; the ledger "
+                "says what it was"
+            ) from error
 
     def last(self) -> Experiment | None:
         """The newest one. Raises PolicyError."""
@@ -172,12 +190,12 @@ class Experiments:
                 self._write(after)
             return after
 
-    def stop(self, number: int, *, who: str, why: str, failed: bool = False) -> Experiment:
+    def stop(self, number: int, *, who: str, why: str, decision: str = "stopped", **details: Any) -> Experiment:
         """Have servers follow the pointer again, from their next look at the record on. Repeating changes nothing.
 
-        failed: a server could not serve its part. Raises NoSuchExperiment, PolicyError.
+        decision, details: what it came to. Raises NoSuchExperiment, PolicyError.
         """
-        end = {"decision": "failed" if failed else "stopped", "at": now(), "who": who, "why": why}
+        end = {"decision": decision, "at": now(), "who": who, "why": why, **details}
 
         def stopping(experiment: Experiment) -> Experiment:
             return replace(experiment, state="stopping", end=end) if experiment.holds else experiment

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from feedback.files import ERASURES, fsync_path, fsync_tree, replace_file, try_lock
+from serve.policies.experiments import Experiments
 from serve.policies.folder import (
     PolicyCorrupt,
     PolicyError,
@@ -362,6 +363,9 @@ class PolicyStore(ServingPointer):
             pointer = self.serving()
             if pointer is not None and pointer.version == version:
                 raise PolicyError(f"policy {version} serves, so it can't be withdrawn: roll back first")
+            experiment = Experiments(self.root).current()
+            if experiment is not None and version in (experiment.candidate, experiment.control):
+                raise PolicyError(f"policy {version} is in experiment {experiment.number}: stop that first")
             aside = self.root / f"{_UNPUBLISHED}{uuid.uuid4().hex}"  # the next publish removes it if we are killed
             os.rename(folder, aside)
             fsync_path(self.root)

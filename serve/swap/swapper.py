@@ -265,8 +265,10 @@ class Swapper:
                 log.error("no experiment is taken part in: %s", error)
             self._unreadable_experiment = str(error)
             return None
-        holds = found is not None and found.holds and found.generation == pointer.generation
-        return found if holds and found is not None and found.block_at(time.time()) >= 0 else None
+        if found is None or not found.holds or found.generation != pointer.generation:
+            return None
+        at, end = time.time(), found.expires_at
+        return found if found.started_at <= at and (end is None or at < end) else None
 
     async def _take_turn(self, turn: Turn, pointer: Pointer) -> None:
         """Serve the policy whose block it is. What can't be served ends the experiment, and the pointer counts."""
@@ -279,7 +281,7 @@ class Swapper:
                 self._void = turn.experiment
                 why = f"policy {turn.version} was refused: {swap.error}"
                 log.error("experiment %d can't go on: %s", turn.experiment, why)
-                await asyncio.to_thread(self._stop_experiment, turn.experiment, why)
+                await asyncio.to_thread(self._stop_experiment, turn, why)
                 return
         if pointer.generation != self._seen:
             await asyncio.to_thread(self._record_served, pointer)
@@ -296,7 +298,7 @@ class Swapper:
         if self.engine.version not in (decided.version, pointer.version):
             swap = await self.swap_to(decided)
             await self._note(swap)
-            if not swap.ok:
+            if not swap.ok and pointer.generation == self._seen:
                 self._fail(decided, swap.error or "")
                 self._retry_at = time.monotonic() + _RETRY_S
                 log.error("policy %d does not serve again yet: %s", decided.version, swap.error)
@@ -306,11 +308,13 @@ class Swapper:
             self._spare = None
             await self.engine.release()
 
-    def _stop_experiment(self, number: int, why: str) -> None:
+    def _stop_experiment(self, turn: Turn, why: str) -> None:
+        """Only what is wrong with the candidate speaks against it."""
+        decision = "failed" if turn.variant == "candidate" else "void"
         try:
-            self.experiments.stop(number, who=self.name, why=why, failed=True)
+            self.experiments.stop(turn.experiment, who=self.name, why=why, decision=decision)
         except (PolicyError, OSError) as error:
-            log.error("that experiment %d is over can't be put on record: %s", number, error)
+            log.error("that experiment %d is over can't be put on record: %s", turn.experiment, error)
 
     async def _act(self, pointer: Pointer) -> None:
         if pointer.version == self.engine.version:
@@ -325,7 +329,8 @@ class Swapper:
             log.info("policy %d serves, held for %.1f ms; probe: %s", swap.to_version, swap.hold_ms, swap.probe)
         else:
             log.error("policy %d refused, %d stays: %s", swap.to_version, swap.from_version, swap.error)
-            if self._desired_state is None and self.broken is None and self.engine.healthy:
+            decided = self._pointer is None or self._pointer.version == swap.from_version  # no policy on trial
+            if self._desired_state is None and self.broken is None and self.engine.healthy and decided:
                 await asyncio.to_thread(self._move_back, pointer, swap)
             self._fail(pointer, swap.error or "")
         await self._note(swap)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evaluation.config import ExperimentConfig, OutcomeConfig
+from evaluation.config import ErrorsConfig, ExperimentConfig, OutcomeConfig, OutcomesConfig
 from evaluation.experiments import looks
-from evaluation.experiments.blocks import BadEvidence, Observed, observe
+from evaluation.experiments.blocks import BadEvidence, Block, Observed, observe
 from evaluation.experiments.plan import ExperimentPlan
 from feedback.config import HumanConfig, KindsConfig, LakeConfig
 from feedback.events import ANYBODY
@@ -22,6 +23,7 @@ from tests.feedback.feedback_rows import interaction, put, reward, said
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 EXPERIMENT = Experiment(3, 2, 1, "seed", NOON.timestamp(), 60.0, (Phase(0, 0.5),), 1, "running", "test", "test", {})
 WINDOW_S = 100.0
+FEEDBACK = {"feedback": OutcomeConfig()}
 
 
 @pytest.fixture
@@ -32,10 +34,9 @@ def lake(tmp_path: Path) -> Lake:
 
 
 def plan_of(**changed: Any) -> ExperimentPlan:
-    outcomes = changed.pop("outcomes", {"feedback": OutcomeConfig()})
-    return ExperimentPlan.of(
-        ExperimentConfig(feedback_window_seconds=WINDOW_S, outcomes=outcomes, **({"min_voices": 1} | changed))
-    )
+    outcomes = OutcomesConfig(**({"feedback": None, "errors": None} | changed.pop("outcomes", FEEDBACK)))
+    config = ExperimentConfig(feedback_window_seconds=WINDOW_S, outcomes=outcomes, **({"min_voices": 1} | changed))
+    return ExperimentPlan.of(config, HumanConfig(), KindsConfig())
 
 
 def asked(response: str, block: int, *, second: float = 1.0, **columns: Any) -> dict[str, Any]:
@@ -51,9 +52,9 @@ def thumb(number: int, response: str, block: int, value: float, source: str, *, 
     return said(f"f{number}", response, "thumb", value=value, source=source, created_at=at)
 
 
-def seen(lake: Lake, plan: ExperimentPlan, *, after_s: float = 1e6) -> Observed:
+def seen(lake: Lake, plan: ExperimentPlan, *, after_s: float = 1e6, known: Sequence[Block] = ()) -> Observed:
     journal = Path(lake.uri).parent / "journal"
-    return observe(lake, journal, EXPERIMENT, plan, HumanConfig(), KindsConfig(), now=NOON.timestamp() + after_s)
+    return observe(lake, journal, EXPERIMENT, plan, now=NOON.timestamp() + after_s, known=known)
 
 
 def test_a_block_is_one_row_and_a_source_is_one_voice_of_it(lake: Lake) -> None:
@@ -88,10 +89,44 @@ def test_a_block_closes_and_never_changes(lake: Lake) -> None:
     put(lake, "feedback", [thumb(1, "r", 0, 1.0, "ann", second=159), thumb(2, "r", 0, 0.0, "bob", second=161)])
     assert seen(lake, plan_of(), after_s=159).blocks == ()
     assert seen(lake, plan_of(), after_s=159).pending == 1
-    [block] = seen(lake, plan_of(), after_s=160).blocks
+    [block] = seen(lake, plan_of(), after_s=163).blocks
     assert (block.requests, block.values["feedback"]) == (1, 1.0)
-    assert seen(lake, plan_of(), after_s=160).late == 1
+    assert seen(lake, plan_of(), after_s=163).late == 1
     assert seen(lake, plan_of(), after_s=1e6).blocks == (block,)
+
+
+def test_what_was_looked_at_stays_whatever_comes_or_goes_behind_its_time(lake: Lake) -> None:
+    put(lake, "interactions", [asked("r", 1)])
+    put(lake, "feedback", [thumb(1, "r", 1, 1.0, "ann")])
+    before = seen(lake, plan_of())
+    put(lake, "interactions", [asked("sealed late", 1), asked("earlier block", 0), asked("new", 2)])
+    put(lake, "feedback", [thumb(2, "sealed late", 1, 0.0, "bob"), thumb(3, "earlier block", 0, 0.0, "bob")])
+    after = seen(lake, plan_of(), known=before.blocks)
+    assert after.blocks[0] == before.blocks[0]
+    assert [block.block for block in after.blocks] == [1, 2]
+
+
+def test_a_choice_between_two_blocks_that_is_late_for_one_counts_for_neither(lake: Lake) -> None:
+    put(lake, "interactions", [asked("a", 0), asked("b", 2)])
+    put(lake, "feedback", [thumb(1, "a", 0, 1.0, "ann"), thumb(2, "b", 2, 1.0, "ann")])
+    late = NOON + timedelta(seconds=170)  # block 0 has closed, block 2 has not
+    choice = said("p", "b", "preference", rejected_response_id="a", source="bob", created_at=late)
+    before = seen(lake, plan_of()).blocks
+    put(lake, "feedback", [choice])
+    assert seen(lake, plan_of()).blocks == before
+
+
+def test_equal_names_in_two_tenants_are_two_voices(lake: Lake) -> None:
+    put(lake, "interactions", [asked("a", 0), asked("b", 0, tenant="other")])
+    put(lake, "feedback", [thumb(1, "a", 0, 1.0, "ann"), {**thumb(2, "b", 0, 0.0, "ann"), "tenant": "other"}])
+    [block] = seen(lake, plan_of(min_voices=2)).blocks
+    assert (block.voices, block.values["feedback"]) == (2, 0.5)
+
+
+def test_what_a_vote_is_worth_is_settled_with_the_plan(lake: Lake) -> None:
+    plan = ExperimentPlan.model_validate(plan_of().to_json())
+    assert plan == plan_of()
+    assert plan.human == HumanConfig()
 
 
 def test_what_is_not_labelled_as_it_was_drawn_does_not_count(lake: Lake) -> None:
@@ -115,7 +150,7 @@ def test_errors_latency_and_length_are_means_over_requests(lake: Lake) -> None:
     put(lake, "interactions", [asked("a", 0, status="error"), asked("b", 0), asked("c", 0, **long), asked("d", 0)])
     outcomes = {
         "feedback": OutcomeConfig(),
-        "errors": OutcomeConfig(role="guardrail", margin=0.1),
+        "errors": ErrorsConfig(margin=0.1),
         "latency_s": OutcomeConfig(role="guardrail", margin=1.0, bounds=(0.0, 4.0)),
         "length": OutcomeConfig(role="guardrail", margin=1.0, bounds=(0.0, 10.0)),
     }

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evaluation.config import ExperimentConfig, OutcomeConfig
+from evaluation.config import ExperimentConfig, OutcomesConfig
 from evaluation.decisions.ledger import Ledger
 from evaluation.experiments import looks
 from evaluation.experiments.blocks import Block, Observed
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.experiments.verification import verify
+from feedback.config import HumanConfig, KindsConfig
 from serve.policies.experiments import Experiment, Phase
 
-PLAN = ExperimentPlan.of(ExperimentConfig(outcomes={"feedback": OutcomeConfig()}))
+PLAN = ExperimentPlan.of(
+    ExperimentConfig(outcomes=OutcomesConfig(errors=None), feedback_window_seconds=0), HumanConfig(), KindsConfig()
+)
 CANDIDATE, CONTROL = {"version": 2, "sha256": "c" * 64}, {"version": 1, "sha256": "b" * 64}
 PHASES = [{"from_block": 0, "share": 0.5}]
-DRAWN = Experiment(1, 2, 1, "seed", 0.0, 60.0, (Phase(0, 0.5),), 1, "running", "test", "test", {})
+BLOCK_S = 1e-4  # all has closed when the next entry is written
+DRAWN = Experiment(1, 2, 1, "seed", 0.0, BLOCK_S, (Phase(0, 0.5),), 1, "running", "test", "test", {})
 
 
 def observed(likes: dict[str, float], blocks: int = 60) -> Observed:
@@ -53,7 +58,7 @@ def ledger(tmp_path: Path) -> Ledger:
 def start(ledger: Ledger, **changed: Any) -> None:
     body = {
         **{"number": 1, "event": "start", "candidate": CANDIDATE, "control": CONTROL, "phases": PHASES},
-        **{"seed": "seed", "started_at": 0.0, "block_s": 60.0, "plan": PLAN.to_json(), "why": "test"},
+        **{"seed": "seed", "started_at": time.time() - 1, "block_s": BLOCK_S, "plan": PLAN.to_json(), "why": "test"},
         **{"verdict_entry": None, "override": True, "objection": "not evaluated"},
     }
     ledger.append("experiment", body | changed, who="test")
@@ -74,8 +79,8 @@ def add(ledger: Ledger, event: str, decision: str, seen: Observed | None, **chan
 def test_what_was_drawn_and_decided_is_in_order(ledger: Ledger) -> None:
     start(ledger)
     add(ledger, "commit", "commit", LIKED)
-    watched = [*PHASES, {"from_block": 62, "share": PLAN.watch_share}]
-    add(ledger, "end", "kept", LIKED, phases=watched)
+    watched = [*PHASES, {"from_block": 80, "share": PLAN.watch_share}]
+    add(ledger, "end", "kept", longer(LIKED), phases=watched)
     start(ledger, number=2)
     add(ledger, "end", "stopped", None, number=2)
     assert verify(ledger) == []
@@ -96,6 +101,15 @@ def test_what_was_drawn_and_decided_is_in_order(ledger: Ledger) -> None:
         ),
         (lambda ledger: add(ledger, "commit", "commit", flipped(LIKED)), "block 7 was drawn for the"),
         (lambda ledger: add(ledger, "commit", "commit", twice(LIKED)), "blocks are not in order"),
+        (lambda ledger: add(ledger, "commit", "commit", numbered(LIKED, -60)), "blocks are not in order"),
+        (lambda ledger: add(ledger, "commit", "commit", numbered(LIKED, 10**9)), "had not closed when it was decided"),
+        (lambda ledger: add(ledger, "commit", "kept", LIKED), "the commit of experiment 1 came to kept"),
+        (
+            lambda ledger: add(
+                ledger, "end", "kept", LIKED, phases=[*PHASES, {"from_block": 60, "share": PLAN.watch_share}]
+            ),
+            "its phases are not those that it started with",
+        ),
         (lambda ledger: start(ledger, number=2), "experiment 2 began before experiment 1 had ended"),
         (lambda ledger: start(ledger), "the start of experiment 1 stands in it twice"),
         (lambda ledger: add(ledger, "end", "stopped", None, number=3), "before its start"),
@@ -118,6 +132,19 @@ def test_a_start_needs_a_passing_verdict_or_an_override_and_a_pair_is_tried_once
     ]
 
 
+def test_what_a_commit_rests_on_stays_in_what_its_end_rests_on(ledger: Ledger) -> None:
+    start(ledger)
+    add(ledger, "commit", "commit", LIKED)
+    watched = [*PHASES, {"from_block": 80, "share": PLAN.watch_share}]
+    add(ledger, "end", "kept", observed({"candidate": 0.8, "control": 0.3}, 70), phases=watched)
+    assert any("its blocks are not those of its commit, and later ones" in found for found in verify(ledger))
+
+
+def test_a_start_at_another_time_is_named(ledger: Ledger) -> None:
+    start(ledger, started_at=time.time() - 86400)
+    assert verify(ledger) == ["entry 1: experiment 1 began at another time than it was declared"]
+
+
 def test_after_a_commit_only_what_came_since_is_harm(ledger: Ledger) -> None:
     turned = observed({"candidate": 0.1, "control": 0.9}, 120)
     blocks = (*LIKED.blocks, *turned.blocks[60:])
@@ -125,6 +152,15 @@ def test_after_a_commit_only_what_came_since_is_harm(ledger: Ledger) -> None:
     assert since.decision == "roll back"
     assert sum(block.block >= 60 for block in blocks) == 60
     assert since.differences[0].candidates + since.differences[0].controls == 60
+
+
+def longer(seen: Observed) -> Observed:
+    """With the next ten blocks."""
+    return Observed(blocks=(*seen.blocks, *observed({"candidate": 0.9, "control": 0.3}, 70).blocks[60:]))
+
+
+def numbered(seen: Observed, first: int) -> Observed:
+    return Observed(blocks=tuple(block.model_copy(update={"block": block.block + first}) for block in seen.blocks))
 
 
 def flipped(seen: Observed) -> Observed:

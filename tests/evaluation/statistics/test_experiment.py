@@ -231,7 +231,7 @@ def test_a_margin_says_how_much_better_or_worse_is_meant():
     better = rows(np.random.default_rng(10), 5000, 0.76, 0.7)
     assert decided(better).decision == "commit"
     assert decided(better, Outcome("thumbs", margin=0.1)).decision == "hold"
-    worse = rows(np.random.default_rng(10), 5000, 0.64, 0.7)
+    worse = rows(np.random.default_rng(11), 5000, 0.64, 0.7)
     assert decided(worse).decision == "roll back"
     assert decided(worse, Outcome("thumbs", rollback_margin=0.1)).decision == "hold"
 
@@ -374,3 +374,31 @@ def test_what_can_not_be_decided_is_refused_with_the_reason(change: dict[str, An
     plain = {"candidate": np.array([True, False]), "propensities": np.full(2, 0.5), "values": {"thumbs": np.zeros(2)}}
     with pytest.raises(ValueError, match=words):
         decide(Rows(**plain | change), outcomes, Plan())
+
+
+def test_a_rhythm_that_both_arms_share_is_no_effect_where_one_arm_has_more_values():
+    committed = 0
+    for seed in range(20):
+        draw = np.random.default_rng(seed)
+        candidate = draw.random(2880) < 0.5
+        mean = 0.6 + 0.2 * np.sin(2 * np.pi * np.arange(2880) / 1440)
+        voices = draw.poisson(60 * np.where(candidate, 0.04, 0.02))
+        values = np.where(voices >= 2, draw.binomial(voices, mean) / np.maximum(voices, 1), np.nan)
+        seen = Rows(candidate, np.full(2880, 0.5), {"thumbs": values}, responded={"thumbs": voices / 60})
+        committed += decide(seen, [Outcome("thumbs")], Plan(response_margin=0.05)).decision != "hold"
+    assert committed <= 2
+
+
+def test_arms_of_which_one_has_fewer_rows_with_a_value_are_held():
+    draw = np.random.default_rng(0)
+    candidate = draw.random(2000) < 0.5
+    has = draw.random(2000) < np.where(candidate, 0.7, 0.35)
+    seen = Rows(
+        candidate,
+        np.full(2000, 0.5),
+        {"thumbs": np.where(has, 0.7 + 0.2 * candidate, np.nan)},
+        responded={"thumbs": np.full(2000, 0.03)},
+    )
+    found = decide(seen, [Outcome("thumbs")], Plan(response_margin=0.05))
+    assert found.decision == "hold"
+    assert found.holds == ("response rates differ between the arms, so those who answer are not comparable",)

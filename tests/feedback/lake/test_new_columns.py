@@ -47,6 +47,15 @@ def test_they_are_added_once_and_old_rows_have_nulls_there(older: Lake) -> None:
 def test_a_lake_that_was_not_opened_by_a_server_since_can_be_read(older: Lake) -> None:
     with older.connect() as connection:
         assert connection.sql("SELECT response_id FROM interactions").fetchall() == [("old",)]
+        assert connection.sql("SELECT experiment, propensity FROM interactions").fetchall() == [(None, None)]
+
+
+def test_while_all_files_are_old_the_columns_are_there_at_every_version(older: Lake) -> None:
+    before = older.table("interactions").version()
+    older.create()
+    for versions in ({}, {"interactions": before}):
+        with older.connect(versions=versions) as connection:
+            assert connection.sql("SELECT experiment, variant FROM interactions").fetchall() == [(None, None)]
 
 
 def test_files_are_read_by_name_only_while_some_lack_a_column(older: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,11 +63,11 @@ def test_files_are_read_by_name_only_while_some_lack_a_column(older: Lake, monke
 
     older.create()
     older.append("interactions", table_of("interactions", [interaction("new")]))
-    assert views._lack_columns(older.table("interactions"))
+    assert views._lack_columns("interactions", older.table("interactions"))
     fresh = Lake(older.uri + "-2", LakeConfig())
     fresh.create()
     fresh.append("interactions", table_of("interactions", [interaction("new")]))
-    assert not views._lack_columns(fresh.table("interactions"))
+    assert not views._lack_columns("interactions", fresh.table("interactions"))
 
 
 def test_what_can_not_be_added_is_said(older: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
