@@ -68,7 +68,7 @@ def test_the_reference_of_settings_loads_as_the_defaults_and_has_what_is_below_a
     file = tmp_path / "reference.yaml"
     file.write_text(out)
     assert root.load(file, [], {}) == root.load(None, [], {})
-    names = re.findall(r"^ *#?([a-z_A-Z]+):(?= |$)", out, re.MULTILINE)
+    names = re.findall(r"^ *#?([a-z_A-Z0-9]+):(?= |$)", out, re.MULTILINE)
     settings = [setting.key.rsplit(".", 1)[-1] for setting in describe.settings_of(Settings)]
     assert Counter(settings) <= Counter(names)
     assert re.search(r"^      #rubric:$", out, re.MULTILINE)  # required, below a section that is not there
