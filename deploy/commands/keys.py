@@ -62,7 +62,8 @@ def keys() -> None:
     type=click.Choice(SCOPES),
     default=("generate", "feedback"),
     show_default=True,
-    help="generate: /generate and /v1; feedback: /feedback; admin: /policy, /metrics. Can be repeated.",
+    help="generate: /generate and /v1; feedback: /feedback; evaluate: as generate, and never recorded; admin: /policy, "
+    "/metrics, /experiments. Can be repeated.",
 )
 @click.option("--expires", type=when, metavar="WHEN", help="30d, 12h, 45m, or a time in ISO 8601; never without.")
 @click.option("--requests-per-minute", type=rate, metavar="N", help="Its own limit, or unlimited.")

@@ -19,8 +19,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstrai
 
 from feedback.files import locked, replace_file
 
-Scope = Literal["generate", "feedback", "admin"]
-SCOPES: Final[tuple[Scope, ...]] = ("generate", "feedback", "admin")
+Scope = Literal["generate", "feedback", "evaluate", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = ("generate", "feedback", "evaluate", "admin")
 LOCAL: Final = "local"
 """The id of the key that commands on the server's own machine use; it stands in a file of its own."""
 
@@ -102,8 +102,11 @@ def create_key(
 ) -> tuple[ApiKey, str]:
     """Add a key; returns it and its secret, which is nowhere else.
 
-    Raises KeyFileError, ValueError for a value that doesn't fit or a name that an active key has.
+    A key of scope ``evaluate`` may generate, and its traffic is never recorded, so nothing is trained on it. Raises KeyFileError, ValueError for a value that doesn't fit or a name that an active key has.
     """
+    scopes = set(scopes)
+    if {"evaluate", "generate"} <= scopes:
+        raise ValueError("scope evaluate generates too, and nothing is recorded: leave generate out")
     now = datetime.now(UTC)
     key_id = secrets.token_hex(6)
     secret = new_secret(key_id)
@@ -111,7 +114,7 @@ def create_key(
         id=key_id,
         name=name,
         tenant=tenant,
-        scopes=tuple(scope for scope in SCOPES if scope in set(scopes)),
+        scopes=tuple(scope for scope in SCOPES if scope in scopes),
         sha256=digest(secret.encode()).hex(),
         created_at=now,
         expires_at=expires_at,

@@ -179,7 +179,9 @@ class Keyring:
 
         requests = limit(key.requests_per_minute, self._limits.requests_per_minute)
         tokens = limit(key.tokens_per_minute, self._limits.tokens_per_minute)
-        return Principal(key.tenant, key.id, key.name, frozenset(key.scopes), requests, tokens, key.capture)
+        evaluates = "evaluate" in key.scopes  # lm-eval, say: it generates, and is no traffic to learn from
+        scopes = frozenset(key.scopes) | ({"generate"} if evaluates else set())
+        return Principal(key.tenant, key.id, key.name, scopes, requests, tokens, key.capture and not evaluates)
 
 
 def _local_key(secret: str, tenant: str) -> ApiKey:

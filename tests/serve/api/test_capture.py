@@ -71,6 +71,7 @@ def capturing(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path
         name: create_key(home / "keys.json", name=name, tenant="t", scopes=["generate", "feedback"], capture=capture)[1]
         for name, capture in (("open", True), ("private", False))
     }
+    keys["evaluator"] = create_key(home / "keys.json", name="evaluator", tenant="t", scopes=["evaluate"])[1]
     capture = {"redact": ["email", "own_redaction:own"], "redact_timeout_s": 2}
     live = start_server(home, store, capture=capture)
     yield Capturing(live, keys)
@@ -88,6 +89,18 @@ def test_a_key_without_capture_is_answered_and_nothing_of_it_is_recorded(capturi
     assert capturing.rows("hidden-away") == []
     assert len(capturing.rows("in the open")) == 1
     assert files_with(capturing.live.home, "hidden-away") == []
+
+
+def test_what_a_key_for_evaluation_generates_is_never_recorded(capturing: Capturing) -> None:
+    for path, prompt in (("/generate", {"prompt": "item 7"}), ("/v1/chat/completions", {"messages": HI})):
+        answer = capturing.post(path, prompt | {"user": "the-harness", "store": True}, "evaluator")
+        assert texts(answer)
+        thumb = {"response_id": ids(answer)[0], "kind": "thumb", "value": 1}
+        assert capturing.post("/feedback", thumb, "evaluator").status_code == 403
+    assert capturing.rows("the-harness") == []
+    assert files_with(capturing.live.home, "the-harness") == []
+    with pytest.raises(ValueError, match="leave generate out"):
+        create_key(capturing.live.home / "keys.json", name="both", tenant="t", scopes=["generate", "evaluate"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
