@@ -51,15 +51,15 @@ class StopIn(BaseModel):
     why: str = Field(min_length=1, max_length=2000, description="The reason, which goes on record.")
 
 
-@router.get("/experiments", responses={200: {"model": ExperimentsOut}, **problems(401, 403)})
+@router.get("/experiments", responses={200: {"model": ExperimentsOut}, **problems(401, 403, 503)})
 async def experiments(request: Request) -> Response:
     """All experiments on live traffic, oldest first."""
     store = _of(request)
-    found = await asyncio.to_thread(lambda: [asdict(store.get(number)) for number in store.numbers()])
+    found = await asyncio.to_thread(lambda: [asdict(_get(store, number)) for number in store.numbers()])
     return json_response({"experiments": found})
 
 
-@router.get("/experiments/{number}", responses={200: {"model": ExperimentOut}, **problems(401, 403, 404, 422)})
+@router.get("/experiments/{number}", responses={200: {"model": ExperimentOut}, **problems(401, 403, 404, 422, 503)})
 async def experiment(request: Request, number: int) -> Response:
     """One experiment: its arms, its plan, the last look at it and its end."""
     return json_response(asdict(await asyncio.to_thread(_get, _of(request), number)))
@@ -96,3 +96,5 @@ def _get(store: Experiments, number: int) -> Experiment:
         return store.get(number)
     except NoSuchExperiment as error:
         raise Problem(404, str(error)) from error
+    except PolicyError as error:
+        raise Problem(503, f"the record of experiment {number} can't be read: see the server's log") from error

@@ -102,7 +102,8 @@ def create_key(
 ) -> tuple[ApiKey, str]:
     """Add a key; returns it and its secret, which is nowhere else.
 
-    A key of scope ``evaluate`` may generate, and its traffic is never recorded, so nothing is trained on it. Raises KeyFileError, ValueError for a value that doesn't fit or a name that an active key has.
+    A key of scope ``evaluate`` may generate, and its traffic is never recorded, so nothing is trained on it. Raises
+    KeyFileError, ValueError for a value that doesn't fit or a name that an active key has.
     """
     scopes = set(scopes)
     if {"evaluate", "generate"} <= scopes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
+from serve.config import SwapConfig
 from serve.generation.interaction_rows import BLOCK
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments, Phase
-from serve.policies.store import PolicyStore
+from serve.policies.store import PolicyError, PolicyStore
+from serve.swap.swapper import Swapper
 from tests.serve.conftest import LiveServer, start_server, stop_server
 
 BLOCK_S = 0.5
@@ -228,3 +231,38 @@ def test_a_blocks_policy_follows_from_the_record_alone() -> None:
     assert abs(late - 0.5) < 0.03
     assert (made.block_at(999.9), made.block_at(1000.0), made.block_at(1060.0)) == (-1, 0, 1)
     assert [turn.version for turn in turns[:3]] == [2 if turn.variant == "candidate" else 1 for turn in turns[:3]]
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["{broken", "null", "3", '"x"', "{}", "changed:block_s:0", "changed:started_at:null", "changed:phases:[]"],
+)
+def test_a_record_that_is_none_is_said_and_the_pointer_counts(
+    tmp_path: Path, model_folders: list[Path], record: str
+) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    store.publish(model_folders[0], parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="first")
+    experiments = Experiments(store.root)
+    experiments.begin(experiment_of(store, 1))
+    path = experiments.folder / "000001.json"
+    if record.startswith("changed:"):
+        _, name, value = record.split(":")
+        path.write_text(json.dumps(json.loads(path.read_text()) | {name: json.loads(value)}))
+    else:
+        path.write_text(record)
+    with pytest.raises(PolicyError, match=r"000001\.json is no experiment .*servers follow the serving pointer"):
+        experiments.current()
+    swapper = Swapper(store, None, SwapConfig(), tmp_path / "swaps")  # type: ignore[arg-type]  # it is not asked
+    assert swapper._desired().experiment is None
+
+
+def test_servers_take_an_experiment_for_over_when_its_time_is(tmp_path: Path, model_folders: list[Path]) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    store.publish(model_folders[0], parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="first")
+    Experiments(store.root).begin(experiment_of(store, 1, expires_at=time.time() + 3600))
+    swapper = Swapper(store, None, SwapConfig(), tmp_path / "swaps")  # type: ignore[arg-type]  # it is not asked
+    assert swapper._desired().experiment is not None
+    Experiments(store.root).change(1, lambda one: Experiment(**{**vars(one), "expires_at": time.time() - 1}))
+    assert swapper._desired().experiment is None
