@@ -1,0 +1,262 @@
+"""Looks at an experiment that are cut short, or that meet what is damaged: servers are left on what was decided."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.config import root
+from deploy.config.root import Settings
+from deploy.loop import experiments as loop
+from deploy.loop import promotion
+from deploy.loop.experiments import Controller
+from deploy.loop.promotion import ExperimentRefused, PromotionRefused
+from evaluation.decisions.ledger import LedgerDamaged
+from evaluation.experiments.verification import verify
+from serve.generation.interaction_rows import BLOCK
+from serve.policies.experiments import Experiment, Experiments
+from tests.feedback.feedback_rows import interaction, put, said
+
+BLOCKS = 200
+
+
+@pytest.fixture
+def home(home_with_policy: Settings, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """A home with two policies; experiments in it began some minutes ago, in blocks of a second."""
+    settings = root.load(
+        home_with_policy.snapshot(),
+        [
+            ("evaluation.experiment.block_seconds", "1"),
+            ("evaluation.experiment.feedback_window_seconds", "0"),
+            ("evaluation.experiment.phases", '[{"share": 0.5}]'),
+            ("evaluation.experiment.outcomes.errors", "null"),
+            ("evaluation.experiment.min_voices", "1"),
+        ],
+        {},
+    )
+    store = settings.policy_store()
+    store.publish(store.get(1).path, parent=1, lineage={"test": True}, metrics={"other": 1})
+    monkeypatch.setattr(loop, "_START_IN_S", -(BLOCKS + 60.0))
+    return settings
+
+
+def started(home: Settings, likes: dict[str, float]) -> Experiment:
+    """An experiment with a response and a thumb in each of its blocks; ``likes``: the thumb of each variant."""
+    experiment = Controller(home).start(2, who="tests", why="no gate in this test", override=True)
+    rows, thumbs = [], []
+    for block in range(BLOCKS):
+        turn, name = experiment.turn(block), f"r{experiment.number}-{block}"
+        at = datetime.fromtimestamp(experiment.begins(block), UTC) + timedelta(milliseconds=100)
+        labels: dict[str, Any] = {"experiment": experiment.number, "variant": turn.variant}
+        labels |= {"propensity": turn.propensity, "created_at": at, "completed_at": at, "metadata": {BLOCK: str(block)}}
+        rows.append(interaction(name, **labels))
+        thumbs.append(said(f"f-{name}", name, "thumb", value=likes[turn.variant], created_at=at))
+    put(home.lake(), "interactions", rows)
+    put(home.lake(), "feedback", thumbs)
+    return experiment
+
+
+HARM = {"candidate": 0.0, "control": 1.0}
+GAIN = {"candidate": 1.0, "control": 0.0}
+
+
+def pointer_of(home: Settings) -> int:
+    pointer = home.policy_store().serving()
+    assert pointer is not None
+    return pointer.version
+
+
+def events(home: Settings) -> list[tuple[str, str | None]]:
+    entries = [entry.body for entry in home.ledger().entries() if entry.kind == "experiment"]
+    return [(body["event"], body.get("decision")) for body in entries]
+
+
+def test_harm_ends_at_once_and_the_ledger_verifies(home: Settings) -> None:
+    started(home, HARM)
+    ended = Controller(home).look()
+    assert ended is not None
+    assert (ended.state, pointer_of(home)) == ("ended", 1)
+    assert events(home) == [("start", None), ("end", "roll back")]
+    assert verify(home.ledger()) == []
+    assert Controller(home).look() is None
+
+
+def test_a_gain_is_committed_and_harm_since_moves_the_pointer_back(
+    home: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(home, GAIN)
+    committed = Controller(home).look()
+    assert committed is not None
+    assert (committed.state, pointer_of(home), committed.watched_from) == ("committed", 2, BLOCKS)
+    assert verify(home.ledger()) == []
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop.looks, "look", harmful)
+        patched.setattr(Controller, "_over", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Controller(home).look()
+    assert pointer_of(home) == 1  # killed between the pointer and the record
+    ended = Controller(home).look()
+    assert ended is not None
+    assert (ended.state, ended.end is not None and ended.end["decision"]) == ("ended", "roll back")
+    assert pointer_of(home) == 1
+    with pytest.raises(PromotionRefused):
+        promotion.promote(home.policy_store(), home.ledger(), 2, who="tests", why="again")
+
+
+def harmful(plan: Any, observed: Any, *, watched_from: int | None = None) -> Any:
+    """The decision on an experiment that shows harm."""
+    from evaluation.statistics.experiment import Decision
+
+    return Decision("roll back", ("feedback is shown to be worse",), (), (), 1.0, 1.0)
+
+
+def test_a_stop_beside_a_commit_leaves_the_candidate_unpromoted(
+    home: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = started(home, GAIN)
+    keep = Controller._keep
+
+    def stopped_meanwhile(self: Controller, *arguments: Any) -> str:
+        self.experiments.stop(experiment.number, who="ann", why="wrong template")
+        return keep(self, *arguments)
+
+    monkeypatch.setattr(Controller, "_keep", stopped_meanwhile)
+    ended = Controller(home).look()
+    assert ended is not None
+    assert (ended.state, pointer_of(home)) == ("ended", 1)
+    assert events(home) == [("start", None), ("end", "stopped")]
+
+
+def test_a_stop_behind_a_commit_that_was_cut_short_takes_it_back(
+    home: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = started(home, GAIN)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Controller, "_watch", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Controller(home).look()
+    assert pointer_of(home) == 2
+    Experiments(home.policy_store().root).stop(experiment.number, who="ann", why="wrong template")
+    Controller(home).look()
+    assert pointer_of(home) == 1
+
+
+def test_a_commit_that_was_cut_short_is_gone_on_with(home: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    started(home, GAIN)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Controller, "_record", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Controller(home).look()
+    found = Controller(home).look()
+    assert found is not None
+    assert (found.state, pointer_of(home)) == ("committed", 2)
+    assert events(home) == [("start", None), ("commit", "commit")]
+    assert verify(home.ledger()) == []
+
+
+def test_harm_ends_for_servers_also_where_the_ledger_is_damaged(home: Settings) -> None:
+    experiment = started(home, HARM)
+    file = home.ledger().file
+    file.write_text(file.read_text().replace('"share":0.5', '"share":0.6'))
+    with pytest.raises(LedgerDamaged):
+        Controller(home).look()
+    stopped = Experiments(home.policy_store().root).get(experiment.number)
+    assert (stopped.state, stopped.end is not None and stopped.end["decision"]) == ("stopping", "roll back")
+
+
+def test_an_experiment_whose_rows_can_not_be_read_ends_when_its_time_is_over(home: Settings) -> None:
+    experiment = started(home, GAIN)
+    experiments = Experiments(home.policy_store().root)
+    shutil.rmtree(Path(home.lake().uri) / "interactions")
+    with pytest.raises(Exception, match="interactions"):
+        Controller(home).look()
+    assert experiments.get(experiment.number).state == "running"
+    experiments.change(experiment.number, lambda one: changed(one, plan=one.plan | {"max_s": 1.0}))
+    ended = Controller(home).look()
+    assert ended is not None
+    assert ended.end is not None
+    assert (ended.state, ended.end["decision"], pointer_of(home)) == ("ended", "expired", 1)
+
+
+def changed(experiment: Experiment, **values: Any) -> Experiment:
+    return Experiment(**{**vars(experiment), **values})
+
+
+def test_a_policy_that_an_erasure_has_marked_is_not_committed(home: Settings) -> None:
+    started(home, GAIN)
+    home.policy_store().record_erasure(2, certainty="yes", why="a user asked", erasure="e1", retrain=True)
+    ended = Controller(home).look()
+    assert ended is not None
+    assert ended.end is not None
+    assert (ended.state, ended.end["decision"], pointer_of(home)) == ("ended", "failed", 1)
+    assert "marked for retraining" in ended.end["why"]
+
+
+def test_a_candidate_that_is_gone_ends_it(home: Settings) -> None:
+    started(home, HARM)
+    with pytest.raises(Exception, match="is in experiment 1: stop that first"):
+        home.policy_store().withdraw(2)
+    shutil.rmtree(home.policy_store().get(2).path)
+    ended = Controller(home).look()
+    assert ended is not None
+    assert ended.state == "ended"
+
+
+@pytest.mark.parametrize("refused", ["candidate", "control"])
+def test_only_what_is_wrong_with_the_candidate_speaks_against_it(home: Settings, refused: str) -> None:
+    experiment = started(home, GAIN)
+    Controller(home).look()
+    assert pointer_of(home) == 2
+    decision = "failed" if refused == "candidate" else "void"
+    Experiments(home.policy_store().root).stop(experiment.number, who="server", why="sha256", decision=decision)
+    Controller(home).look()
+    assert pointer_of(home) == (1 if refused == "candidate" else 2)
+
+
+def test_nobody_is_moved_back_to_a_policy_that_can_not_serve(home: Settings) -> None:
+    experiment = started(home, GAIN)
+    Controller(home).look()
+    weights = home.policy_store().get(1).weight_files[0]
+    weights.write_bytes(weights.read_bytes()[:-1])
+    stop: Callable[..., object] = Experiments(home.policy_store().root).stop
+    stop(experiment.number, who="server", why="NaN", decision="failed")
+    ended = Controller(home).look()
+    assert ended is not None
+    assert (ended.state, pointer_of(home)) == ("ended", 2)
+    [*_, last] = [entry.body for entry in home.ledger().entries() if entry.kind == "experiment"]
+    assert "policy 2 stays, as policy 1 can't serve" in last["why"]
+
+
+def test_a_start_that_was_cut_short_speaks_against_nobody(home: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Experiments, "begin", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Controller(home).start(2, who="tests", why="no gate", override=True)
+    assert Controller(home).look() is None
+    assert events(home) == [("start", None), ("end", "not begun")]
+    with pytest.raises(ExperimentRefused) as refused:
+        Controller(home).start(2, who="tests", why="no gate")
+    assert "was tried" not in str(refused.value)
+    assert started(home, HARM).number == 2
+    Controller(home).look()
+    assert verify(home.ledger()) == []
