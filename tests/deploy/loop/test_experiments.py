@@ -283,7 +283,7 @@ def test_looks_that_are_killed_at_any_moment_come_to_one_end(served: Settings) -
 
 @pytest.mark.timeout(600)
 def test_two_equal_policies_are_held_and_a_person_stops_it_over_http(served: Settings) -> None:
-    with Traffic(served.server_url, {1: 0.6, 6: 0.6}):
+    with Traffic(served.server_url, {1: 1.0, 6: 1.0}):
         experiment = start(served, 6)
         found = look_until(served, lambda one: one.latest is not None and one.latest["blocks"]["candidate"] >= 15)
         assert (found.state, found.latest is not None and found.latest["decision"]) == ("running", "hold")
