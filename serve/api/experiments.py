@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve.http import Problem, body_of, json_response, parse, problems
+from serve.api.bounds import parse_body
+from serve.http import Problem, body_of, json_response, problems
 from serve.policies.experiments import Experiment, Experiments, NoSuchExperiment
 from serve.policies.store import PolicyError
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from serve.runtime import Server
 
 router = APIRouter()
+
+Number = Annotated[int, Path(description="The experiment's number.", ge=1)]
 
 
 class ExperimentOut(BaseModel):
@@ -40,7 +43,7 @@ class ExperimentOut(BaseModel):
 class ExperimentsOut(BaseModel):
     """All experiments, oldest first."""
 
-    experiments: list[ExperimentOut]
+    experiments: list[ExperimentOut] = Field(description="Each, the last one last.")
 
 
 class StopIn(BaseModel):
@@ -60,19 +63,20 @@ async def experiments(request: Request) -> Response:
 
 
 @router.get("/experiments/{number}", responses={200: {"model": ExperimentOut}, **problems(401, 403, 404, 422, 503)})
-async def experiment(request: Request, number: int) -> Response:
+async def experiment(request: Request, number: Number) -> Response:
     """One experiment: its arms, its plan, the last look at it and its end."""
     return json_response(asdict(await asyncio.to_thread(_get, _of(request), number)))
 
 
 @router.post(
     "/experiments/{number}/stop",
-    responses={200: {"model": ExperimentOut}, **problems(401, 403, 404, 409, 413, 422, 503)},
+    responses={200: {"model": ExperimentOut}, **problems(401, 403, 404, 408, 409, 413, 422, 503)},
     openapi_extra=body_of(StopIn),
 )
-async def stop(request: Request, number: int) -> Response:
+async def stop(request: Request, number: Number) -> Response:
     """Have the server follow the serving pointer again, at once. What the experiment came to is then ``stopped``."""
-    said = parse(await request.body(), StopIn)
+    server: Server = request.app.state.server
+    said = await parse_body(await server.bodies.read(request.receive), StopIn)
     store = _of(request)
     before = await asyncio.to_thread(_get, store, number)
     if not before.holds:

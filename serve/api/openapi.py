@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from feedback.events import kinds_schema
-from serve.api import feedback, generate
+from serve.api import experiments, feedback, generate
 from serve.generation.interaction_rows import RESERVED
 from serve.http import OPENAI, ProblemOut, problems
 from serve.middleware.keyring import scope_of
@@ -17,7 +17,12 @@ from serve.middleware.keyring import scope_of
 if TYPE_CHECKING:
     from serve.runtime import Server
 
-_BODIES: Final[tuple[type[BaseModel], ...]] = (generate.GenerateIn, feedback.FeedbackIn, feedback.FeedbackBatchIn)
+_BODIES: Final[tuple[type[BaseModel], ...]] = (
+    generate.GenerateIn,
+    feedback.FeedbackIn,
+    feedback.FeedbackBatchIn,
+    experiments.StopIn,
+)
 _SCHEMAS: Final = "#/components/schemas/"
 _SECURITY: Final = {
     "bearer": {"type": "http", "scheme": "bearer", "description": "A key of `millrace keys create`."},
