@@ -49,15 +49,19 @@ def stop_signals_blocked() -> Iterator[None]:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     try:
-        with _handlers_deferred():
+        with handlers_deferred():
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
-def _handlers_deferred() -> Iterator[None]:
-    """Defer signals that other threads of this process catch: Python would run the handlers in the main thread."""
+def handlers_deferred() -> Iterator[None]:
+    """Have the handlers of STOPPING run at the end of the block, in the main thread; elsewhere nothing is deferred.
+
+    For code that an exception from a handler would leave half done; and where the signals are blocked, as other threads
+    of this process may catch them then.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -72,7 +76,7 @@ def _handlers_deferred() -> Iterator[None]:
         for number, handler in ours.items():
             signal.signal(number, handler)
         for caught in came:
-            signal.raise_signal(caught)  # to this thread, where it is still blocked
+            signal.raise_signal(caught)  # to this thread, also where it is still blocked
 
 
 def handle_parent_signals() -> None:

@@ -14,7 +14,7 @@ import pytest
 from feedback.config import LakeConfig
 from feedback.ingest.sealer_process import Sealer
 from feedback.lake.tables import Lake
-from feedback.process_signals import stop_signals_blocked
+from feedback.process_signals import StopSignal, handled_by, handlers_deferred, stop_signals_blocked
 from tests.paths import ROOT
 
 CHILD = """
@@ -113,3 +113,18 @@ def test_a_sealer_ends_with_its_owner_and_by_no_signal(number: int, tmp_path: Pa
     finally:
         sealer.close()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_an_exception_from_a_handler_comes_behind_the_block_and_not_in_its_midst() -> None:
+    done: list[str] = []
+
+    def stop(*_: object) -> None:
+        raise StopSignal(143)
+
+    with handled_by(stop, [signal.SIGTERM]):
+        with pytest.raises(StopSignal), handlers_deferred():
+            signal.raise_signal(signal.SIGTERM)
+            done.append("whole")
+        with pytest.raises(StopSignal):
+            signal.raise_signal(signal.SIGTERM)
+    assert done == ["whole"]

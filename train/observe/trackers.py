@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from feedback.files import replace_file
+from feedback.process_signals import handlers_deferred
 from train.observe.hooks import Hook, HookError, RunInfo, load_function, named
 
 if TYPE_CHECKING:
@@ -60,8 +61,9 @@ class TensorBoard(Tracker):
         self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.first_step or None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._board.add_scalar(f"train/{name}", value, step)
+        with handlers_deferred():  # an exception in the midst of its queue would leave that with a wrong count
+            for name, value in metrics.items():
+                self._board.add_scalar(f"train/{name}", value, step)
 
     def close(self) -> None:
         self._board.close()
