@@ -17,9 +17,11 @@ from pydantic import ValidationError
 from evaluation import best_of
 from evaluation.config import JUDGING, EvaluationConfig
 from evaluation.judging import Judged, Judging, Scores, Sources
-from evaluation.results import BestOf, Evaluation, Interval, KlEstimate, PolicyResult, Sample
+from evaluation.results import BestOf, Evaluation, Interval, KlEstimate, PolicyResult, Sample, Wins
 from evaluation.statistics import intervals
+from evaluation.statistics.pairwise import win_rate_in_both_orders
 from evaluation.suites import answers, text_metrics
+from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Suite
 from feedback.config import RuleConfig
 from feedback.schema import INTERACTIONS
@@ -100,6 +102,7 @@ def compare(
     judging, name = scoring.judging, scoring.name
     new, old = judged.candidate, judged.incumbent
     best, best_missing = _best_of(suite, before.table, scoring.rate, config, chooser)
+    wins, wins_missing = _wins(suite, (after.table, before.table), judged, config)
     both = ~np.isnan(old) & ~np.isnan(new)
     # Of a judge's scores none is left out: a candidate must not gain by answers that it can't score, or not in time.
     judged_all = np.nan_to_num(new, nan=0.0), np.nan_to_num(old, nan=1.0)
@@ -130,6 +133,8 @@ def compare(
         scorer_details=scoring.details,
         missing_reasons=judged.missing,
         position_consistency=judged.consistency,
+        wins=wins,
+        wins_missing=wins_missing,
         settings=answers.settings_hash(candidate, config),
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         seconds={
@@ -276,6 +281,26 @@ def _best_of(
     except RuntimeError as error:
         return None, str(error)
     return best_of.estimate(rewards, rate(repeated, samples), config, chooser)
+
+
+def _wins(
+    suite: Suite, tables: tuple[pa.Table, pa.Table], judged: Judged, config: EvaluationConfig
+) -> tuple[Wins | None, str | None]:
+    """The win rate where answers were compared, or None and why."""
+    if judged.verdicts is None:
+        return None, None
+    lengths = [[len(ids) for ids in table.column("response_token_ids").to_pylist()] for table in tables]
+    try:
+        found = win_rate_in_both_orders(
+            np.nan_to_num(judged.candidate, nan=0.0),
+            judged.verdicts,
+            np.transpose(lengths),
+            items=[prompt_key(item) for item in suite.items],
+            confidence=config.gate.confidence,
+        )
+    except ValueError as error:
+        return None, str(error)
+    return Wins.of(found), None
 
 
 def _samples(suite: Suite, after: pa.Table, before: pa.Table, new: Scores, old: Scores) -> list[Sample]:

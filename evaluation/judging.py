@@ -45,13 +45,27 @@ class Sources:
 class Judged:
     """Scores [items] of both policies' answers, NaN where there is none.
 
-    ``missing``: why, by how often. ``consistency``: the share of pairs that were judged alike in both orders.
+    ``missing``: why, by how often. ``verdicts`` [items, 2], where two answers are compared: for the candidate's as the
+    first answer and as the second, from 0 to 1; NaN where the texts are equal or a verdict is missing.
     """
 
     candidate: Scores
     incumbent: Scores
     missing: dict[str, int] = field(default_factory=dict)
-    consistency: float | None = None
+    verdicts: Scores | None = None
+
+    @property
+    def consistency(self) -> float | None:
+        """The share of pairs that were judged alike in both orders; None if no pair was."""
+        if self.verdicts is None:
+            return None
+        twice = self.verdicts[~np.isnan(self.verdicts).any(axis=1)]
+        return float((twice[:, 0] == twice[:, 1]).mean()) if len(twice) else None
+
+    def take(self, at: Sequence[int]) -> Judged:
+        """The scores of some items."""
+        verdicts = None if self.verdicts is None else self.verdicts[at]
+        return replace(self, candidate=self.candidate[at], incumbent=self.incumbent[at], verdicts=verdicts)
 
 
 class Judging:
@@ -102,9 +116,9 @@ class Judging:
         """
         n = len(candidate)
         if self.kind == "pairwise":
-            values, reasons, consistency = self.comparison.in_both_orders(candidate, incumbent)
+            values, reasons, orders = self.comparison.in_both_orders(candidate, incumbent)
             scores = _scores(values)
-            return Judged(scores, 1 - scores, _counted(reasons), consistency)
+            return Judged(scores, 1 - scores, _counted(reasons), np.stack([_scores(of) for of in orders], axis=1))
         assert self.source.by_row is not None
         values, reasons = self.source.by_row(pa.concat_tables([candidate, incumbent]))
         scores = _scores(values)

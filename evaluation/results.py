@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from evaluation.statistics.pairwise import WinRate
 from feedback.files import replace_file
 
 
@@ -78,6 +79,26 @@ class BestOf(_Record):
     points: tuple[BestOfPoint, ...]
 
 
+class Wins(_Record):
+    """The candidate's win rate over the incumbent, of answers of one length shown in neither order.
+
+    Of what was taken out, ``raw`` is the mean of both orders as the judge said, ``first`` how often it takes the first
+    of two equal answers, ``longer`` how often the longer one. ``identical`` counts items with the same text twice.
+    """
+
+    rate: Interval
+    raw: float
+    first: float
+    longer: float
+    identical: int
+
+    @classmethod
+    def of(cls, found: WinRate) -> Wins:
+        """What ``evaluation.statistics.pairwise`` gives."""
+        rate = Interval.of((found.value, found.low, found.high))
+        return cls(rate=rate, raw=found.raw, first=found.first, longer=found.longer, identical=found.identical)
+
+
 class Sample(_Record):
     """One item with both greedy responses and their scores."""
 
@@ -100,6 +121,7 @@ class Evaluation(_Record):
     that in ``best_of_missing``, or because none was to be had.
     ``scorer_details``: what scores, in words, where it is a judge or a reward model. ``missing_reasons``: the commonest
     of why answers have no score. ``position_consistency``: see ``evaluation.judging.Judged``.
+    ``wins``, of a judge that compares: None for the reason in ``wins_missing``.
     ``settings`` is the hash of what decides the responses; ``seconds`` the wall time a stage (a stage that the cache
     answered takes none).
     """
@@ -124,6 +146,8 @@ class Evaluation(_Record):
     scorer_details: dict[str, Any] = {}
     missing_reasons: dict[str, int] = {}
     position_consistency: float | None = None
+    wins: Wins | None = None
+    wins_missing: str | None = None
     settings: str
     created_at: str
     seconds: dict[str, float]

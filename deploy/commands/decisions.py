@@ -1,9 +1,9 @@
-"""decisions list, show, verify and sign, power: what was decided and on what, and what a decision takes."""
+"""decisions list, show, verify, ranking and sign, power: what was decided and on what, and what a decision takes."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,7 @@ from deploy.display.tables import print_table
 
 if TYPE_CHECKING:
     from evaluation.decisions.ledger import Entry
+    from evaluation.decisions.ranking import Ranking
 
 
 @click.command("list")
@@ -97,6 +98,47 @@ def verify(settings: Settings, as_json: bool) -> int:
 
 
 @click.command()
+@as_json_option
+@pass_settings
+def ranking(settings: Settings, as_json: bool) -> None:
+    """Rank all policies whose answers a judge has compared, from all verdicts so far.
+
+    Win rates are of answers of one length, shown in neither order (Bradley-Terry). Policies that no comparison links,
+    and those that another judge compared, are on a scale of their own.
+    """
+    from evaluation.decisions.history import History
+    from evaluation.decisions.ranking import rankings
+
+    ledger, confidence = settings.ledger(), settings.evaluation.gate.confidence
+    found = rankings(ledger, History.of(ledger.entries()))
+    if as_json:
+        click.echo(json.dumps([_ranked(one, confidence) for one in found], indent=2))
+        return
+    if not found:
+        click.echo("no answers were compared yet: evaluation.scorer=pairwise has a judge compare them")
+    for one in found:
+        shown = _ranked(one, confidence)
+        click.echo(f"compared by {one.scorer}")
+        if one.strengths is None:
+            click.echo(f"policies {', '.join(map(str, one.versions.values()))} can't be ranked: {one.missing}")
+            continue
+        rows = [
+            [
+                str(row["policy"]),
+                "{:+.2f} [{:+.2f}, {:+.2f}]".format(*row["log_odds"]),
+                "{:.1%} [{:.1%}, {:.1%}]".format(*row["win_rate"]),
+                str(row["comparisons"]),
+            ]
+            for row in shown["policies"]
+        ]
+        print_table(["policy", "log odds", f"wins over policy {shown['baseline']}", "comparisons"], rows, "none")
+        click.echo(
+            f"of two equal answers the judge takes the longer {one.strengths.longer:.1%} of the time, the first "
+            f"{one.strengths.first:.1%}"
+        )
+
+
+@click.command()
 @pass_settings
 def sign(settings: Settings) -> None:
     """Sign a ledger that was begun without a key with the one of evaluation.decisions_key.
@@ -168,6 +210,29 @@ def power(settings: Settings, gain: float, differ: float, share: float, as_json:
         )
 
 
+def _ranked(found: Ranking, confidence: float) -> dict[str, Any]:
+    """A ranking as JSON has it; the baseline is the oldest policy on its scale."""
+    of: dict[str, Any] = {"scorer": found.scorer}
+    if (strengths := found.strengths) is None:
+        return of | {"versions": list(found.versions.values()), "missing": found.missing}
+    baseline = min(found.versions, key=lambda policy: found.versions[policy])
+    counts = dict(zip(strengths.policies, strengths.comparisons.tolist(), strict=True))
+    rows = [
+        {
+            "policy": version,
+            "sha256": policy,
+            "log_odds": strengths.strength(policy, confidence=confidence),
+            "win_rate": (0.5, 0.5, 0.5)
+            if policy == baseline
+            else strengths.win_rate(policy, baseline, confidence=confidence),
+            "comparisons": counts[policy],
+        }
+        for policy, version in found.versions.items()
+    ]
+    habits = {"longer": strengths.longer, "first": strengths.first}
+    return of | {"baseline": found.versions[baseline], "confidence": confidence, "policies": rows, **habits}
+
+
 def _summary(entry: Entry) -> list[str]:
     body = entry.body
     if entry.kind == "signed":
@@ -189,5 +254,5 @@ def _summary(entry: Entry) -> list[str]:
 
 
 decisions = click.Group(
-    "decisions", commands=[list_, show, verify, sign], help="What was decided, on what, and by whom."
+    "decisions", commands=[list_, show, verify, ranking, sign], help="What was decided, on what, and by whom."
 )

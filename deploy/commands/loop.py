@@ -324,6 +324,14 @@ def _evaluation_lines(evaluation: Evaluation | None) -> Iterator[str]:
         yield f"policy {result.version}: {_scores(result)}, {result.length_mean:.1f} tokens"
     if evaluation.position_consistency is not None:
         yield f"judged alike in both orders: {evaluation.position_consistency:.1%} of the pairs"
+    if (wins := evaluation.wins) is not None:
+        yield (
+            f"of answers of one length policy {evaluation.candidate.version} wins {wins.rate.value:.1%} "
+            f"[{wins.rate.low:.1%}, {wins.rate.high:.1%}], {wins.raw:.1%} as judged; of two equal ones the judge takes "
+            f"the longer {wins.longer:.1%} of the time, the first {wins.first:.1%}"
+        )
+    elif evaluation.wins_missing is not None:
+        yield f"no win rate of answers of one length: {evaluation.wins_missing}"
     for reason, count in evaluation.missing_reasons.items():
         yield f"no score: {count} × {reason}"
     yield from _best_of_lines(evaluation)

@@ -12,16 +12,20 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from evaluation.decisions.observations import Look
+from evaluation.decisions.observations import Look, Observation, names_of, voices
 from evaluation.decisions.plan import Plan
 from evaluation.statistics import betting, power
 from evaluation.statistics.guardrails import Evidence, observe
 from evaluation.statistics.intervals import Floats
+from evaluation.statistics.pairwise import win_rate_in_both_orders
 from evaluation.statistics.verdict import Decision
 from evaluation.statistics.verdict import decide as decide_by_evidence
 
 MOST_FORESEEN = 20_000
 """Items that are counted up to, where it is said how many more a candidate needs."""
+
+WINS_CONFIDENCE = 0.95
+"""Of the interval of a win rate without the effects of length and place, all of which must lie above one half."""
 
 SPENT = "the error budget is spent: no candidate can pass until evaluation.gate.budget has a larger alpha"
 
@@ -29,12 +33,13 @@ SPENT = "the error budget is spent: no candidate can pass until evaluation.gate.
 @dataclass(frozen=True)
 class State:
     """A race so far. ``items`` were looked at, of which ``missing`` have no score for one of the policies; ``gains``
-    [k] is what the success metric observed, a voice each."""
+    [k] is what the success metric observed, a voice each. ``compared``: the items, where a judge compares answers."""
 
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     items: int = 0
     missing: int = 0
     gains: Floats = field(default_factory=lambda: np.empty(0))
+    compared: tuple[Observation, ...] = ()
 
 
 def advance(plan: Plan, state: State, look: Look) -> State:
@@ -50,6 +55,7 @@ def advance(plan: Plan, state: State, look: Look) -> State:
         state.items + len(look.fresh),
         state.missing + missing,
         np.concatenate([state.gains, values[plan.metric][0]]),
+        (*state.compared, *look.fresh) if plan.compared else (),
     )
 
 
@@ -67,6 +73,10 @@ def decide(plan: Plan, state: State) -> Decision:
             )
     if decision.verdict == "pass" and (wanting := _wanting(plan, state)):
         decision = replace(decision, verdict="undecided", reasons=wanting)
+    elif decision.verdict == "pass" and plan.compared:
+        shown, what = _wins(state)
+        reasons = (*decision.reasons, what) if shown else (what,)
+        decision = replace(decision, verdict="pass" if shown else "undecided", reasons=reasons)
     elif decision.verdict == "undecided":
         decision = replace(decision, reasons=decision.reasons[:-1])  # without the forecast, for which see ``needs``
     if decision.verdict == "undecided" and state.items >= plan.max_items:
@@ -124,6 +134,28 @@ def _wanting(plan: Plan, state: State) -> tuple[str, ...]:
             f"{plan.max_missing:.1%}"
         )
     return tuple(found)
+
+
+def _wins(state: State) -> tuple[bool, str]:
+    """Whether the candidate wins more than half of its comparisons without the judge's liking for length and place, and
+    by how much, in words.
+
+    The bettor is fed by preferences as they are, which length moves too; this can only keep a candidate from passing.
+    """
+    seen, absent = state.compared, (np.nan, np.nan)
+    try:
+        found = win_rate_in_both_orders(
+            [0.0 if one.candidate is None else one.candidate for one in seen],
+            [absent if one.verdicts is None else one.verdicts for one in seen],
+            [one.length for one in seen],
+            items=voices(seen, lambda one: names_of(one.prompt, one.cluster)),
+            confidence=WINS_CONFIDENCE,
+        )
+    except ValueError as error:
+        return False, f"whether the judge prefers its answers for their length can't be told: {error}"
+    rate = f"of answers of one length it wins {found.value:.1%} [{found.low:.1%}, {found.high:.1%}]"
+    habits = f"the judge takes the longer of two equal ones {found.longer:.1%} of the time, the first {found.first:.1%}"
+    return found.low > 0.5, f"{rate}; {habits}"
 
 
 def blocks(looks: Sequence[int], size: int) -> list[slice]:

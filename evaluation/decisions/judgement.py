@@ -313,7 +313,8 @@ class _Answered:
             answers.answer(first, suite, config, folder)
             self.kl_v1 = _kl_by_item(answers.answer(candidate, suite, config, folder, incumbent=first), n)
         self.scored = np.zeros(n, bool)
-        self.judged = Judged(np.full(n, np.nan), np.full(n, np.nan))
+        verdicts = np.full((n, 2), np.nan) if config.scorer == "pairwise" else None
+        self.judged = Judged(np.full(n, np.nan), np.full(n, np.nan), verdicts=verdicts)
 
     def observe(self, items: Iterable[Item]) -> tuple[Observation, ...]:
         """The observations of these items, scored if they are not yet."""
@@ -324,13 +325,14 @@ class _Answered:
         tables = (self.answers[0].table.take(at), self.answers[1].table.take(at))
         scores = (self.judged.candidate[at], self.judged.incumbent[at])
         kl = [[of[i] for i in at] for of in (self.kl, self.kl_v1)]
-        return observe([self.suite.items[i] for i in at], tables, scores, *kl)
+        verdicts = None if self.judged.verdicts is None else self.judged.verdicts[at]
+        return observe([self.suite.items[i] for i in at], tables, scores, verdicts, *kl)
 
     def evaluation(self, at: Sequence[int], chooser: Chooser | None) -> Evaluation | None:
         """The evaluation of some items; None if none of them has a score for both policies."""
         at = list(at)
         self._score([i for i in at if not self.scored[i]])
-        judged = replace(self.judged, candidate=self.judged.candidate[at], incumbent=self.judged.incumbent[at])
+        judged = self.judged.take(at)
         if np.isnan(judged.candidate + judged.incumbent).all():
             return None
         answered = (self.answers[0].take(at), self.answers[1].take(at))
@@ -347,11 +349,9 @@ class _Answered:
             why: self.judged.missing.get(why, 0) + found.missing.get(why, 0)
             for why in (*self.judged.missing, *found.missing)
         }
-        before, now = int(self.scored.sum()), len(at)
-        consistency = found.consistency
-        if consistency is not None and self.judged.consistency is not None:
-            consistency = (self.judged.consistency * before + consistency * now) / (before + now)
-        self.judged = replace(self.judged, missing=missing, consistency=consistency)
+        self.judged = replace(self.judged, missing=missing)
+        if self.judged.verdicts is not None and found.verdicts is not None:
+            self.judged.verdicts[at] = found.verdicts
         self.scored[at] = True
 
 

@@ -33,7 +33,8 @@ class Observation(BaseModel):
 
     Of the greedy answers: ``length`` in tokens, ``truncated`` 0 or 1, ``distinct`` and ``repeated`` shares. ``kl``: KL
     of the incumbent to the candidate on this prompt, in nats per token, and ``kl_v1`` that of the first policy; None
-    where it was not measured.
+    where it was not measured. ``verdicts``: of a judge that compared, for the candidate's as the first answer and as
+    the second; None without, and where both texts are the same.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -50,6 +51,7 @@ class Observation(BaseModel):
     repeated: Pair
     kl: float | None = None
     kl_v1: float | None = None
+    verdicts: Pair | None = None
 
 
 class Look(BaseModel):
@@ -65,6 +67,7 @@ def observe(
     items: Sequence[Item],
     tables: tuple[pa.Table, pa.Table],
     scores: tuple[Floats, Floats],
+    verdicts: Floats | None = None,
     kl: Sequence[float | None] | None = None,
     kl_v1: Sequence[float | None] | None = None,
 ) -> tuple[Observation, ...]:
@@ -74,6 +77,7 @@ def observe(
         items: [n], in the order of all that follows.
         tables: of the candidate and of the incumbent, [n] rows with response_token_ids and finish_reason.
         scores: of both, [n]; NaN where there is none.
+        verdicts: [n, 2], as of ``evaluation.judging.Judged``.
         kl, kl_v1: [n], nats per token.
     """
     figures = [_figures(table) for table in tables]
@@ -88,6 +92,7 @@ def observe(
             incumbent=rewards[1][i],
             kl=None if kl is None else kl[i],
             kl_v1=None if kl_v1 is None else kl_v1[i],
+            verdicts=None if verdicts is None or np.isnan(verdicts[i]).any() else tuple(verdicts[i].tolist()),
             **{name: (figures[0][name][i], figures[1][name][i]) for name in figures[0]},
         )
         for i, item in enumerate(items)

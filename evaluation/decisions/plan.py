@@ -30,8 +30,8 @@ class Plan(BaseModel):
 
     ``low`` and ``high`` bound a policy's figure of ``metric``; ``margins`` are those of guardrails, by name, and those
     of ``segments``, ``watched`` (segments too rare to show anything of but harm) and ``regression`` are absolute.
-    ``level`` is the candidate's share of ``budget``; ``scorer`` identifies all that decides a score, and ``judged``
-    says that of its scores none is left out.
+    ``level`` is the candidate's share of ``budget``; ``scorer`` identifies all that decides a score, ``judged`` says
+    that of its scores none is left out, and ``compared`` that it compares two answers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -48,6 +48,7 @@ class Plan(BaseModel):
     max_items: int
     max_missing: float
     judged: bool
+    compared: bool = False
     scorer: str
     margins: dict[str, float]
     segments: tuple[str, ...] = ()
@@ -188,6 +189,7 @@ def plan(
         max_items=gate.max_items,
         max_missing=gate.missing_allowed(config.scorer),
         judged=judged,
+        compared=config.scorer == "pairwise",
         scorer=scorer,
         margins=margins,
         segments=segments,

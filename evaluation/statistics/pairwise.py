@@ -22,6 +22,8 @@ from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from scipy.special import expit
 
 from evaluation.statistics.intervals import Floats
@@ -30,6 +32,9 @@ from evaluation.statistics.intervals import Floats
 # keeping the fit finite. A policy that wins every comparison then has a finite strength; 1,000 items hardly feel it.
 _TIES = 1.0
 _RIDGE = 0.01
+# The least sum of squares by which columns must differ: at a quarter of it (the largest curvature) the ridge is as much
+# as what is known, and below it an interval would be of its making.
+_TOLD_APART = 4 * _RIDGE
 _MAX_STEPS = 100
 
 
@@ -122,6 +127,35 @@ def win_rate(
     )
 
 
+def win_rate_in_both_orders(
+    scores: ArrayLike, verdicts: ArrayLike, lengths: ArrayLike, *, items: ArrayLike, confidence: float
+) -> WinRate:
+    """The win rate of pairs that were each judged in both orders.
+
+    Args:
+        scores: [n], what a pair without verdicts counts as: 0.5 says that both texts are the same.
+        verdicts: [n, 2], for the candidate's as the first answer and as the second; NaN where there is none.
+        lengths: [n, 2], of the candidate's answer and of the baseline's.
+        items: [n], pairs with the same one depend on each other.
+
+    Raises:
+        ValueError: as ``win_rate``.
+    """
+    values, judged = np.asarray(scores, np.float64), np.asarray(verdicts, np.float64)
+    ours, theirs = np.asarray(lengths, np.float64).T
+    unjudged = np.asarray(np.isnan(judged).any(axis=1))
+    preferences = np.where(unjudged[:, None], values[:, None], judged)
+    return win_rate(
+        preferences.T.ravel(),
+        np.repeat([True, False], len(values)),
+        items=np.tile(np.asarray(items), 2),
+        candidate_lengths=np.tile(ours, 2),
+        baseline_lengths=np.tile(theirs, 2),
+        identical=np.tile(unjudged & (values == 0.5), 2),
+        confidence=confidence,
+    )
+
+
 def bradley_terry(
     first: Sequence[str],
     second: Sequence[str],
@@ -147,7 +181,7 @@ def bradley_terry(
     i, j = np.array([at[policy] for policy in first]), np.array([at[policy] for policy in second])
     if (i == j).any():
         raise ValueError(f"policy {first[int((i == j).argmax())]} is compared with itself")
-    if len(groups := _groups(i, j, policies)) > 1:
+    if len(groups := linked(first, second)) > 1:
         parts = "; ".join(", ".join(group) for group in groups)
         raise ValueError(f"no comparison links these groups of policies, so they have no common scale: {parts}")
     same = np.zeros(n, bool) if identical is None else _vector(identical, n, "identical").astype(bool)
@@ -169,6 +203,17 @@ def bradley_terry(
     )
 
 
+def linked(first: Sequence[str], second: Sequence[str]) -> list[list[str]]:
+    """Groups of policies that comparisons [n] of one with the other link, directly or through others."""
+    policies = sorted({*first, *second})
+    at = {policy: index for index, policy in enumerate(policies)}
+    pairs = {(at[a], at[b]) for a, b in zip(first, second, strict=True)}
+    ends = np.array(sorted(pairs)).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(pairs)), (ends[0], ends[1])), shape=(len(policies), len(policies)))
+    count, group = connected_components(graph, directed=False)
+    return [[policies[at] for at in np.flatnonzero(group == name)] for name in range(count)]
+
+
 def _fit(design: Floats, wins: Floats, clusters: NDArray[np.int64], ties: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     """Coefficients [p] of a logistic regression and their sandwich covariance [p, p], from ``design`` [n, p].
 
@@ -177,7 +222,7 @@ def _fit(design: Floats, wins: Floats, clusters: NDArray[np.int64], ties: NDArra
     ValueError where policies can't be told from the order or the lengths of answers.
     """
     used = design[:, design.any(axis=0)]
-    if np.linalg.matrix_rank(used.T @ used) < used.shape[1] - (ties.sum() > 1):
+    if np.linalg.matrix_rank(used.T @ used, tol=_TOLD_APART, hermitian=True) < used.shape[1] - (ties.sum() > 1):
         raise ValueError(
             "the comparisons can't tell the policies from the order or the lengths of their answers: judge each pair "
             "in both orders, and leave the lengths out if they always differ by the same"
@@ -223,16 +268,6 @@ def _length_terms(ours: ArrayLike | None, theirs: ArrayLike | None, n: int) -> F
     # About zero and not about the mean: two lists swapped must give the same scale, and the sign turned.
     scale = np.sqrt((difference**2).mean())
     return np.tanh(difference / scale) if scale > 0 else np.zeros(n)
-
-
-def _groups(i: NDArray[np.int64], j: NDArray[np.int64], policies: tuple[str, ...]) -> list[list[str]]:
-    """Policies that comparisons link, directly or through others."""
-    group = np.arange(len(policies))
-    pairs = np.unique(np.stack([i, j], axis=1), axis=0)
-    for _ in policies:
-        for a, b in pairs:
-            group[a] = group[b] = min(group[a], group[b])
-    return [[policies[at] for at in np.flatnonzero(group == name)] for name in np.unique(group)]
 
 
 def _interval(value: float, variance: float, confidence: float) -> tuple[float, float, float]:

@@ -307,6 +307,10 @@ def test_a_judge_s_scores_and_comparisons_are_those_of_an_evaluation(
     assert pairs.n == len(asked) + ties
     assert pairs.candidate.reward.value == pytest.approx(wins / pairs.n)
     assert pairs.position_consistency == pytest.approx(sum(a != b for a, b in asked) / len(asked))
+    assert found.wins is None
+    assert pairs.wins is not None
+    assert pairs.wins.raw == pytest.approx(wins / len(suite.items))
+    assert (pairs.wins.identical, pairs.wins.longer > 0.9) == (ties, True)
     lost = len(suite.items) - pairs.n
     won = 2 * pairs.candidate.reward.value - 1
     assert pairs.reward.value == pytest.approx((pairs.n * won - lost) / len(suite.items))

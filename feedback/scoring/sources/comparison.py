@@ -45,7 +45,7 @@ class Comparison(Judge):
         self.template = template or QUESTION
         self.identity = ["comparison", config.model, self.template, config.temperature, config.extra]
 
-    def in_both_orders(self, rows: pa.Table, others: pa.Table) -> tuple[Values, Reasons, float | None]:
+    def in_both_orders(self, rows: pa.Table, others: pa.Table) -> tuple[Values, Reasons, tuple[Values, Values]]:
         """Of answers to the same prompts, how much better those of ``rows`` are than those of ``others``.
 
         Args:
@@ -53,7 +53,8 @@ class Comparison(Judge):
 
         Returns:
             Values from 0 to 1, the mean of both orders, 0.5 without asking where the texts are equal; why there is
-            none; and of the pairs that were judged twice, the share with the same verdict both times, None without any.
+            none; and what was said of those of ``rows`` as the first and as the second answer, None where the texts are
+            equal or a verdict is missing.
         """
         pairs = list(zip(rows.to_pylist(), others.to_pylist(), strict=True))
         asked = [i for i, (one, other) in enumerate(pairs) if one["response"] != other["response"]]
@@ -66,15 +67,16 @@ class Comparison(Judge):
         values: Values = [0.5] * len(pairs)
         reasons: Reasons = [None] * len(pairs)
         verdicts, whys = self.by_row(_table(questions))
-        same = []
+        as_first: Values = [None] * len(pairs)
+        as_second: Values = [None] * len(pairs)
         for n, i in enumerate(asked):
-            second, first = verdicts[n], verdicts[n + len(asked)]  # as the second answer, and as the first
-            if second is None or first is None:
+            second, other = verdicts[n], verdicts[n + len(asked)]
+            if second is None or other is None:
                 values[i], reasons[i] = None, whys[n] or whys[n + len(asked)]
             else:
-                values[i] = (second + 1 - first) / 2
-                same.append(second == 1 - first)
-        return values, reasons, sum(same) / len(same) if same else None
+                as_first[i], as_second[i] = 1 - other, second
+                values[i] = (second + 1 - other) / 2
+        return values, reasons, (as_first, as_second)
 
     def _question(self, row: Mapping[str, Any]) -> str:
         def text(found: re.Match[str]) -> str:

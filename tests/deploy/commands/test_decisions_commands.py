@@ -9,7 +9,7 @@ import pytest
 from deploy import cli
 from deploy.config.root import Settings
 from feedback.files import make_key
-from tests.evaluation.decisions.worlds import items, judged, rewrite
+from tests.evaluation.decisions.worlds import compared, config, items, judged, rewrite
 
 
 @pytest.fixture
@@ -56,6 +56,29 @@ def test_a_look_is_listed_where_no_verdict_came_of_it_and_levels_are_not_said_to
     assert "3 candidates, 1 passed" in printed
     _, printed = run(home, capsys, "decisions", "list", "--all")
     assert [line.split()[3] for line in printed.splitlines()[1:8]].count("intent") == 4
+
+
+def test_policies_that_a_judge_has_compared_are_ranked_on_one_scale(
+    home: Settings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed = run(home, capsys, "decisions", "ranking")
+    assert (code, "no answers were compared yet: evaluation.scorer=pairwise" in printed) == (0, True), printed
+    pairwise = config().model_copy(update={"scorer": "pairwise"})
+    for version in (12, 13):
+        pairs = compared(400, better=0.8, longer=0.5, ratio=1.1, seed=version, name=f"{version}-")
+        judged(home.ledger(), version, pairs, incumbent=version - 1, settings=pairwise, scorer="judge@1")
+    code, printed = run(home, capsys, "decisions", "ranking")
+    lines = printed.splitlines()
+    assert (code, lines[0]) == (0, "compared by judge@1")
+    assert lines[1].split()[-4:] == ["over", "policy", "11", "comparisons"]
+    assert [line.split()[0] for line in lines[2:5]] == ["13", "12", "11"]
+    assert lines[5].startswith("of two equal answers the judge takes the longer ")
+    code, printed = run(home, capsys, "decisions", "ranking", "--json")
+    (scale,) = json.loads(printed)
+    assert (code, scale["baseline"], [row["policy"] for row in scale["policies"]]) == (0, 11, [13, 12, 11])
+    assert scale["policies"][2]["win_rate"] == [0.5, 0.5, 0.5]
+    assert scale["policies"][0]["win_rate"][1] > 0.5
+    assert run(home, capsys, "decisions", "verify")[0] == 0
 
 
 def test_a_changed_line_is_named_by_every_command_that_reads_it(

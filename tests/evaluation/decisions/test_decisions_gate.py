@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from evaluation.decisions import gate
 from evaluation.decisions.gate import State, advance, replay
 from evaluation.decisions.observations import Look
+from evaluation.decisions.plan import Plan
 from evaluation.statistics.betting import OutOfBounds
-from tests.evaluation.decisions.worlds import config, in_looks, items, planned, raced, seen
+from tests.evaluation.decisions.worlds import compared, config, in_looks, items, planned, raced, seen
 
 
 def test_a_candidate_that_is_better_passes_as_soon_as_it_is_shown() -> None:
@@ -143,6 +144,51 @@ def test_of_a_judge_s_missing_scores_silence_is_never_to_the_candidate_s_good() 
     assert [of.gain(seen("a", *pair)) for pair in ((None, 0.5), (0.5, None), (None, None))] == [-0.5, -0.5, -1.0]
     rule = planned()
     assert [rule.gain(seen("a", *pair)) for pair in ((None, 0.5), (0.5, None))] == [None, None]
+
+
+def by_pairs(**of_gate: Any) -> Plan:
+    return planned(config(**of_gate).model_copy(update={"scorer": "pairwise"}))
+
+
+def test_a_candidate_that_a_judge_prefers_for_its_quality_passes_and_says_by_how_much_of_answers_of_one_length() -> (
+    None
+):
+    of = by_pairs()
+    assert (of.compared, planned().compared) == (True, False)
+    _, verdict, reasons = raced(of, compared(1000, better=0.8, longer=0.8, ratio=1.0))
+    assert verdict == "pass"
+    assert reasons[0].startswith("reward is +0.")
+    assert reasons[-1].startswith("of answers of one length it wins ")
+
+
+def test_a_candidate_that_a_judge_prefers_for_its_length_alone_does_not_pass() -> None:
+    """Its answers are a fifth longer, and the judge takes the longer of two equal ones nine times in ten."""
+    pairs = compared(1000, better=0.0, longer=2.2, ratio=1.2)
+    of = by_pairs()
+    alone = gate.replay(of.model_copy(update={"compared": False}), in_looks(pairs))[1]
+    assert alone.verdict == "pass"
+    state, verdict, reasons = raced(of, pairs)
+    assert (verdict, state.items) == ("refuse", 1000)
+    assert reasons[0].startswith("of answers of one length it wins ")
+    assert "the judge takes the longer of two equal ones" in reasons[0]
+
+
+def test_where_length_can_not_be_told_from_quality_it_does_not_pass() -> None:
+    pairs = compared(200, better=2.0, longer=0.0, ratio=1.2, spread=0.0)
+    state, verdict, reasons = raced(by_pairs(max_items=200), pairs)
+    assert (verdict, state.items) == ("refuse", 200)
+    assert "for their length can't be told" in reasons[0]
+
+
+def test_equal_texts_are_half_a_win_and_a_missing_verdict_is_a_loss() -> None:
+    same = tuple(seen(f"i{i}", 0.5, 0.5) for i in range(50))
+    none = tuple(seen(f"n{i}", None, None) for i in range(50))
+    of = by_pairs()
+    shown, what = gate._wins(advance(of, State(), Look(fresh=same)))
+    assert (shown, "it wins 50.0% [50.0%, 50.0%]" in what) == (False, True)
+    shown, what = gate._wins(advance(of, State(), Look(fresh=(*same, *none))))
+    assert shown is False
+    assert 0.25 <= float(what.split("it wins ")[1].split("%")[0]) / 100 <= 0.3
 
 
 def test_items_without_a_score_are_counted_over_all_looks() -> None:

@@ -42,6 +42,22 @@ def items(
     return tuple(seen(f"{name}{i}", *pairs[int(of)], **more) for i, of in enumerate(drawn))
 
 
+def compared(
+    n: int, *, better: float, longer: float, ratio: float, spread: float = 0.5, seed: int = 3, name: str = "i"
+) -> tuple[Observation, ...]:
+    """Pairs that a judge compared in both orders, with log odds for the candidate and for the longer answer."""
+    rng = np.random.default_rng(seed)
+    theirs = np.round(rng.lognormal(3.4, spread, n))
+    ours = np.round(theirs * ratio * rng.lognormal(0, 0.3, n)) if spread else np.round(theirs * ratio)
+    odds = better + longer * np.sign(ours - theirs)
+    verdicts = (rng.random((2, n)) < 1 / (1 + np.exp(-odds))).astype(float).T
+    return tuple(
+        seen(f"{name}{i}", mean, 1 - mean, length=(ours[i], theirs[i]), verdicts=(first, second))
+        for i, (first, second) in enumerate(verdicts.tolist())
+        for mean in [(first + second) / 2]
+    )
+
+
 def in_looks(observations: tuple[Observation, ...], size: int = 50) -> list[Look]:
     return [Look(fresh=observations[at : at + size]) for at in range(0, len(observations), size)]
 
