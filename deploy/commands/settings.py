@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from deploy.config import describe, reference
+from deploy.config.root import Settings
 
 
 @click.command("help")
@@ -30,7 +31,7 @@ def help_(ctx: click.Context, topic: str | None) -> None:
         if command is not None:
             assert ctx.parent is not None
             return click.echo(command.get_help(click.Context(command, info_name=topic, parent=ctx.parent)))
-        near = reference.nearest(topic, group.commands)
+        near = describe.nearest(topic, Settings, group.commands)
         hint = f"did you mean {near}?" if near else "`millrace help` lists the topics"
         raise click.UsageError(f"there is no topic {topic}; {hint}")
     below = {name: text for name, text in reference.topics().items() if name.startswith(f"{topic}.")}

@@ -6,7 +6,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,13 +118,13 @@ def unknown_message(key: str, model: type[BaseModel], where: str) -> str:
     return f"unknown setting {key} (in {where}); {remedy}"
 
 
-def nearest(key: str, model: type[BaseModel]) -> str | None:
-    """The setting (or section) most like ``key``: the same last word elsewhere counts as much as a likely typo."""
+def nearest(key: str, model: type[BaseModel], others: Iterable[str] = ()) -> str | None:
+    """The setting, section or other name most like ``key``: the same last word elsewhere counts more than a typo."""
     keys = [setting.key for setting in settings_of(model)]
     sections = {key.rsplit(".", depth)[0] for key in keys for depth in range(1, key.count(".") + 1)}
-    candidates = [*keys, *sorted(sections)]
+    candidates = [*keys, *sorted(sections), *others]
     last = key.rsplit(".", 1)[-1]
-    if moved := [candidate for candidate in keys if candidate.rsplit(".", 1)[-1] == last]:
+    if moved := [candidate for candidate in candidates if candidate.rsplit(".", 1)[-1] == last]:
         return max(moved, key=lambda candidate: difflib.SequenceMatcher(None, key, candidate).ratio())
     by_whole = difflib.get_close_matches(key, candidates, n=1, cutoff=0.7)
     if by_whole:

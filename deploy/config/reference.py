@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Final
 
@@ -35,15 +34,6 @@ def type_of(key: str) -> str:
     return json_schema.type_of(json_schema.at(_schema(), key), _schema()).replace("`", "")
 
 
-def nearest(topic: str, others: Iterable[str] = ()) -> str | None:
-    """The section, setting or other name that a topic is most like; one whose last word it is before all others."""
-    names = [*topics(), *(setting.key for setting in describe.settings_of(Settings))]
-    if found := next((name for name in names if name.rpartition(".")[2] == topic), None):
-        return found
-    close = difflib.get_close_matches(topic, [*topics(), *others], n=1)
-    return close[0] if close else describe.nearest(topic, Settings)
-
-
 def as_yaml(name: str = "") -> str:
     """Every setting with its meaning, type and default, or those of one section, or one setting.
 
@@ -51,7 +41,7 @@ def as_yaml(name: str = "") -> str:
     ConfigError, which names the nearest one, if there is no such section or setting.
     """
     if name and name not in topics() and not settings_in(name):
-        near = nearest(name)
+        near = describe.nearest(name, Settings)
         raise ConfigError(
             f"there is no section or setting {name}"
             + (f"; did you mean {near}?" if near else "; `millrace help` lists the sections")
