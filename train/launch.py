@@ -21,6 +21,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from feedback.files import replace_file
+from feedback.fork_server import PARENT, fork
 from feedback.process_exit import SIGNALLED, end_process, skip_teardown, teardown_is_skipped
 from feedback.user_code import search_last, search_path
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
@@ -28,13 +29,12 @@ from train.config.training import TrainConfig
 from train.context import JUDGE_KEY, JobContext, JobResult, judge_key, with_judge_key, write_job
 from train.controller import torchrun
 from train.controller.dispatch import Layout
-from train.controller.torchrun_guard import PARENT
 from train.job import run
 from train.observe.progress import say
 from train.workers.role_groups import environment, sizes
 
 ERROR = "error.txt"
-_STOP_S = 20.0
+_STOP_S, _FORK_S = 20.0, 10.0
 _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -81,7 +81,7 @@ def run_locally(config: TrainConfig, context: JobContext) -> None:
 
 
 def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
-    """Run the job in processes of torchrun; they write to this process' output.
+    """Run the job in processes of torchrun, or in one that needs none; they write to this process' output.
 
     Raises:
         JobError: a rank failed. Its traceback is in ``torchrun.log`` of the run's folder.
@@ -91,8 +91,13 @@ def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
     variables = {**os.environ, **_ON_THIS_MACHINE, **loopback_sockets(), **search_path(), **judge_key(context)}
     variables[PARENT] = str(os.getpid())
     with log.open("w") as output, tempfile.TemporaryDirectory(prefix="millrace-torchrun-") as folder:
-        command = torchrun_command(config, spec, "train.controller.torchrun_guard", f"{folder}/store")
-        process = subprocess.Popen(command, stderr=output, env=variables)
+        if config.ranks_of(config.placement.actor) == 1:
+            command = [sys.executable, "-P", "-m", "train.launch", "--launcher", "torchrun", str(spec)]
+            forked = fork(command, environment=variables, files=(0, 1, output.fileno()), patience=_FORK_S)
+            process = forked or subprocess.Popen(command, stderr=output, env=variables)
+        else:
+            command = torchrun_command(config, spec, "train.controller.torchrun_guard", f"{folder}/store")
+            process = subprocess.Popen(command, stderr=output, env=variables)
         try:
             code = process.wait()
         except BaseException:  # nobody waits for its candidate any more

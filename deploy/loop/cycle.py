@@ -29,6 +29,7 @@ from deploy.loop.records import (
     write,
 )
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
+from deploy.supervise import preloaded
 from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
 from evaluation.decisions.gate import SPENT
 from evaluation.decisions.history import History, fresh_items, hypothesis
@@ -46,6 +47,7 @@ from train.run.unfinished import give_up
 _NO_FRESH = (
     "an item decides once; `millrace suite add FILE` adds some, and held-out traffic does where the suite is drawn"
 )
+_IMPORTS_S = 60.0
 LOCK_WAIT_S = 0.5  # `millrace status` holds it for an instant, to see whether it is free
 
 
@@ -74,7 +76,8 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", LOCK_WAIT_S, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
-        return _Cycle(settings, say).run()
+        with preloaded.serving(settings.path(settings.up.logs) / "preloaded.log"):
+            return _Cycle(settings, say).run()
 
 
 def training_parent(store: PolicyStore, serving: int, say: Callable[[str], None]) -> int:
@@ -430,6 +433,7 @@ class _Cycle:
                 log=f"cycle-{self.record.number:06d}-{called}.log",
                 grace=self.settings.cycle.stop_grace_s,
                 follow=self.follow,
+                patience=_IMPORTS_S if name != "score" else 0.0,
             )
             try:
                 code = child.finish(timeout)

@@ -23,6 +23,7 @@ from apscheduler.triggers.interval import IntervalTrigger
 from deploy.config.root import ConfigError, ScheduleConfig, Settings
 from deploy.loop import preflight, records
 from deploy.loop.cycle import LOCK_WAIT_S, CycleBusy
+from deploy.supervise import preloaded
 from deploy.supervise.children import Child, start
 from feedback.files import locked
 from serve.policies.experiments import Experiments
@@ -89,7 +90,10 @@ class Scheduler:
         lock.parent.mkdir(parents=True, exist_ok=True)
         lock.touch()  # its age is the scheduler's, for `millrace status`
         try:
-            with locked(lock, LOCK_WAIT_S, shared=True):
+            with (
+                locked(lock, LOCK_WAIT_S, shared=True),
+                preloaded.serving(self._settings.path(self._settings.up.logs) / "preloaded.log"),
+            ):
                 self._scheduler.start()
         finally:
             self._ended = True

@@ -1,1 +1,3 @@
-"""Child processes: ``children`` (starts, follows and stops them), ``subreaper`` (leaves nothing of them behind)."""
+"""Child processes: ``children`` (starts, follows and stops them), ``preloaded`` (has imported what stages of a cycle
+need, and is what they are forked from), ``subreaper`` (leaves nothing of them behind).
+"""

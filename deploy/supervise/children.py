@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, Self
+from typing import IO, Any, Final, Self
 
 from deploy.config.root import Settings, child_environment
 from deploy.supervise import subreaper
+from feedback.fork_server import ForkedProcess, fork
 from feedback.process_signals import STOPPING, StopSignal
 
 NOTHING_TO_LEARN: Final = 3
@@ -83,8 +84,12 @@ def no_leftovers(grace: float = 5.0) -> Iterator[None]:
 class Child:
     """One command, run below a subreaper in a session of its own; stdout and stderr are appended to ``log``.
 
-    ``environment``: beside ours, which it gets without the settings. Start it from a thread that outlives it: Linux
-    ties it to the thread that started it.
+    Where there is a fork server, it is forked there. Start it from a thread that outlives it: Linux ties it to the
+    thread that started it.
+
+    Args:
+        environment: beside ours, which it gets without the settings.
+        patience: seconds to wait for a fork server that still imports; without any, it is not asked.
     """
 
     def __init__(
@@ -96,6 +101,7 @@ class Child:
         grace: float,
         follow: Callable[[str], None] | None = None,
         environment: Mapping[str, str] | None = None,
+        patience: float = 0.0,
     ) -> None:
         self.name = name
         self.log = log
@@ -103,14 +109,7 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._log_start = output.tell()
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "deploy.supervise.subreaper", str(os.getpid()), str(grace), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_with_packages(child_environment(environment)) | {"PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # Ctrl-C on the terminal reaches us alone, and we stop things in order
-            )
+            self._process = _start(command, output, child_variables(environment), grace, patience)
         self.started = time.monotonic()
         self._ended = threading.Event()
         self._follower = threading.Thread(target=self._follow, args=(follow,), name=f"follow {name}", daemon=True)
@@ -207,16 +206,35 @@ def start(
     log: str,
     grace: float,
     follow: Callable[[str], None],
+    patience: float = 0.0,
 ) -> Child:
     """Start a command of the CLI with these settings; its log is among theirs."""
     whole = millrace("--config", settings.snapshot(), *command)
-    return Child(name, whole, log=settings.path(settings.up.logs) / log, grace=grace, follow=follow)
+    file = settings.path(settings.up.logs) / log
+    return Child(name, whole, log=file, grace=grace, follow=follow, patience=patience)
 
 
-def _with_packages(environment: dict[str, str]) -> dict[str, str]:
-    """A child finds the packages from any working directory, also when they are not installed."""
+def _start(
+    command: Sequence[str], output: IO[bytes], variables: dict[str, str], grace: float, patience: float
+) -> subprocess.Popen[bytes] | ForkedProcess:
+    with open(os.devnull, "rb") as nothing:
+        files = (nothing.fileno(), output.fileno(), output.fileno())
+        forked = fork(command, environment=variables, files=files, grace=grace, patience=patience)
+    return forked or subprocess.Popen(
+        [sys.executable, "-P", "-m", "deploy.supervise.subreaper", str(os.getpid()), str(grace), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=variables,
+        start_new_session=True,  # Ctrl-C on the terminal reaches us alone, and we stop things in order
+    )
+
+
+def child_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child, which finds the packages from any working directory, also where none is installed."""
+    environment = child_environment(extra)
     here = Path(__file__).resolve().parents[2]
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     if here.name not in ("site-packages", "dist-packages") and str(here) not in paths:
         paths.append(str(here))
-    return environment | {"PYTHONPATH": os.pathsep.join(paths)}
+    return environment | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}

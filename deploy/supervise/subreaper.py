@@ -2,6 +2,8 @@
 
     python -m deploy.supervise.subreaper PARENT_PID GRACE_SECONDS COMMAND...
 
+or one that a fork server has forked, which is then a fork server for all below it.
+
 The command runs below the subreaper, which adopts every descendant that loses its parent (Linux's child subreaper), so
 that it can end them all, daemons that left the process group included, when the command has ended. SIGTERM, SIGINT
 and SIGHUP, and the death of the parent, ask the command to stop (SIGTERM, to it alone: it knows in which order its
@@ -18,12 +20,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
+from feedback.fork_server import ADDRESS, ForkServer, Job, listen
 from feedback.process_exit import end_with_parent
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -33,30 +38,81 @@ _POLL_S = 0.05
 
 def main() -> None:
     _, parent, grace, *command = sys.argv
-    stopping: list[float] = []
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopping.append(time.monotonic())
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, stop)
+    stopping = _stop_requests()
     end_with_parent(int(parent), signal.SIGTERM)
     adopt_orphans()
-    sys.exit(_guard(command, float(grace), stopping))
-
-
-def _guard(command: list[str], grace: float, stopping: list[float]) -> int:
     own = os.getpid()
-
-    def tie_to_subreaper() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        end_with_parent(own, signal.SIGTERM)
-
     # preexec_fn is safe here: this process has one thread.
-    child = subprocess.Popen(command, process_group=0, preexec_fn=tie_to_subreaper)
+    child = subprocess.Popen(command, process_group=0, preexec_fn=lambda: _tie_to(own))
+
+    def pause(seconds: float) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(seconds)
+
+    _, code = _guard(child, float(grace), stopping, pause)
+    sys.exit(code)
+
+
+def run_forked(job: Job, imported: Mapping[str, str]) -> NoReturn:
+    """Be what was requested of a fork server; below a subreaper if it has a grace, which this process is then.
+
+    imported: as of ``ForkServer``.
+    """
+    while job.grace is not None:
+        forked, code = _subreap(job.arguments, job.grace, imported)
+        if forked is None:
+            os._exit(code)  # what was imported would take half a second to be taken down, for nothing
+        job = forked
+    job.run()
+
+
+def _subreap(arguments: list[str], grace: float, imported: Mapping[str, str]) -> tuple[Job | None, int]:
+    """(None, the command's exit code) when it has ended; in a process that is forked meanwhile what that is to run."""
+    stopping = _stop_requests()
+    adopt_orphans()
+    listener, own = listen(), os.getpid()
+    assert listener is not None
+    server = ForkServer(listener, imported)
+    pid = os.fork()
+    if pid == 0:
+        _tie_to(own)
+        os.environ[ADDRESS] = server.address
+        server.close()
+        os.setpgid(0, 0)
+        return Job(arguments, None, own), 0
+    return _guard(_Forked(pid), grace, stopping, server.turn)
+
+
+class _Forked:
+    """A child that this process has forked, with what ``subprocess.Popen`` has."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if done else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _guard(
+    child: subprocess.Popen[bytes] | _Forked,
+    grace: float,
+    stopping: list[float],
+    pause: Callable[[float], Job | None],
+) -> tuple[Job | None, int]:
+    """(None, the exit code) when the child has ended and nothing below is left; a job that ``pause`` returns."""
     terminated = killed = False
-    while child.poll() is None:
+    while (code := child.poll()) is None:
         if stopping and not terminated:
             child.send_signal(signal.SIGTERM)
             terminated = True
@@ -64,12 +120,29 @@ def _guard(command: list[str], grace: float, stopping: list[float]) -> int:
             print(f"it did not stop within {grace:.0f} s of SIGTERM: killed", file=sys.stderr, flush=True)
             child.kill()
             killed = True
-        try:
-            child.wait(_POLL_S if stopping else 0.2)
-        except subprocess.TimeoutExpired:
-            continue
+        if (forked := pause(_POLL_S if stopping else 0.2)) is not None:
+            return forked, 0
     end_descendants(_LEFTOVER_GRACE_S)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    return None, code if code >= 0 else 128 - code
+
+
+def _stop_requests() -> list[float]:
+    """When each signal came that requests this process to stop."""
+    stopping: list[float] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopping.append(time.monotonic())
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop)
+    return stopping
+
+
+def _tie_to(subreaper: int) -> None:
+    """In its child: end with it, and be stopped by signals as any program."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    end_with_parent(subreaper, signal.SIGTERM)
 
 
 def adopt_orphans() -> None:

@@ -66,10 +66,10 @@ def prepare_server(config: EngineConfig, stopped: Callable[[], bool]) -> Waiting
         return None
     with environment(_server_variables(config)):
         _silence()
-        return engine_process.prepare(_import_server, stopped)
+        return engine_process.prepare(import_engine, stopped)
 
 
-def _import_server() -> bool:
+def import_engine() -> bool:
     """Import what the API's process and the engine's have in common, and what the engine imports by name.
 
     Returns whether the process may fork then: on a CPU. What asks whether there is a GPU may already have begun a CUDA
@@ -152,6 +152,8 @@ def offline_engine(path: Path, *, extra: Mapping[str, Any] | None = None, **argu
     _silence()
     from vllm import LLM, EngineArgs
 
+    _log_by_environment()
+
     compat.require()
     known = {field.name for field in fields(EngineArgs)}
     shared = {name: value for name, value in (extra or {}).items() if name in known}
@@ -223,6 +225,18 @@ def _prefill() -> dict[str, Any]:
 
 def _is_news(beginnings: tuple[str, ...], record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(beginnings)
+
+
+def _log_by_environment() -> None:
+    """Have vLLM log as the environment says now, which a process that was forked had not when it was imported."""
+    from vllm import envs
+
+    logger = logging.getLogger("vllm")
+    logger.setLevel(envs.VLLM_LOGGING_LEVEL)
+    if envs.VLLM_LOGGING_STREAM == "ext://sys.stderr":
+        for handler in logger.handlers:
+            if isinstance(handler, logging.StreamHandler):
+                handler.setStream(sys.stderr)
 
 
 @cache

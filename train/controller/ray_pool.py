@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
@@ -10,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from feedback import fork_server
 from feedback.process_signals import stop_signals_blocked
 from train.config.placement import Strategy
 from train.controller.dispatch import Layout
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
-from train.controller.worker import Workers
+from train.controller.worker import Workers, compile_by_environment
 from train.controller.worker_group import Pending, Pool, WorkerError
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ class Host(Workers):
         # Ray shows a rank its own GPU alone, which is then number 0 to it.
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0" if gpus else str(rank))
         torch.set_num_threads(threads)
+        compile_by_environment()
         with (
             stop_signals_blocked()
         ):  # starting the tracker, as vLLM would, unblocks signals that are blocked in Ray's processes
@@ -95,7 +99,10 @@ class ResourcePool(Pool):
         )
         try:
             environment = {"OMP_NUM_THREADS": str(threads), **(environment or {})}
-            remote = ray.remote(num_cpus=threads, num_gpus=gpus, runtime_env={"env_vars": environment})(Host)
+            runtime: dict[str, Any] = {"env_vars": environment}
+            if fork_server.ADDRESS in os.environ:
+                runtime["py_executable"] = shlex.join([sys.executable, "-I", "-S", fork_server.__file__])
+            remote = ray.remote(num_cpus=threads, num_gpus=gpus, runtime_env=runtime)(Host)
             for rank, bundle in enumerate(by_machine(self._place)):
                 where = PlacementGroupSchedulingStrategy(self._place, placement_group_bundle_index=bundle)
                 host = remote.options(scheduling_strategy=where).remote(rank, ranks, threads, gpus)

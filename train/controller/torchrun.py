@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -22,12 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from feedback.fork_server import PARENT
 from serve.local_ray.cluster import LOOPBACK, loopback_sockets
 from train.config.training import TrainConfig
 from train.controller.dispatch import Layout
 from train.controller.rendezvous import find_store, follows_from_another, join_ranks, open_store
 from train.controller.torchrun_guard import end_with_starter
-from train.controller.worker import Workers
+from train.controller.worker import Workers, compile_by_environment
 from train.controller.worker_group import CAUSE_S, Pending, Pool, WorkerError
 
 _pool: TorchrunPool | None = None
@@ -52,10 +52,11 @@ def run_rank(config: TrainConfig, layout: Layout, environment: dict[str, str], d
             s.bind((LOOPBACK, 0))
             address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(s.getsockname()[1])}
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", **address, **loopback_sockets())
+        if PARENT in os.environ:
+            end_with_starter()
     else:
         end_with_starter()  # the ranks of a torchrun that was killed would go on, and publish
-    if "torch._dynamo" in sys.modules and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
-        torch._dynamo.config.disable = True  # it has read the environment before
+    compile_by_environment()
     torch.set_num_threads(config.threads_of(config.placement.actor))
     _pool = TorchrunPool(config, layout)
     _pool.run(driver)

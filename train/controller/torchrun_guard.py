@@ -9,15 +9,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from feedback.fork_server import PARENT
 from feedback.process_exit import SIGNALLED, end_with_parent
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-PARENT: Final = "MILLRACE_PARENT"
-"""The environment variable with the process id of who starts torchrun; for the ranks that of torchrun."""
 
 
 def end_with_starter() -> None:

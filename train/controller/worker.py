@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import torch.distributed
@@ -19,6 +21,12 @@ class Worker:
 
     def close(self) -> None:
         """Leave what would not go by itself when the process ends in good order."""
+
+
+def compile_by_environment() -> None:
+    """Have torch compile nothing where the environment says so, which it read when it was imported, maybe before."""
+    if "torch._dynamo" in sys.modules and os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        torch._dynamo.config.disable = True
 
 
 class Workers:

@@ -1,0 +1,403 @@
+"""Processes that are forked from one that has imported what they need, rather than import it again.
+
+torch, transformers and vLLM take ten seconds to import. A fork server has done so, has one thread, and forks on
+request; the child runs what ``python ARGUMENTS`` would run, with the requester's environment, working directory, open
+files, signal mask and niceness. It ends when its server ends, and when its requester does. Only processes of the same
+user are served, through a socket without a name in the file system. Linux alone.
+
+As a program, this file takes the place of ``python`` where another program starts it, such as Ray: it requests the
+process, is what signals reach, and ends as it does. Where there is no server it becomes that ``python``. It imports the
+standard library alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import runpy
+import secrets
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+ADDRESS: Final = "MILLRACE_FORK_SERVER"
+"""The environment variable that names the server for all processes below one."""
+PARENT: Final = "MILLRACE_PARENT"
+"""The environment variable with the process that one is to end with."""
+
+_ONLY_AT_EXEC: Final = ("LD_PRELOAD", "MALLOC_CONF", "PYTHONHASHSEED", "PYTHONHOME")
+_LONGEST: Final = 2**20
+_ANSWER_S: Final = 10.0
+_PR_SET_PDEATHSIG: Final = 1
+_FORWARDED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def listen() -> socket.socket | None:
+    """A socket for a server, whose requesters may connect before it serves; None where there can be none."""
+    if sys.platform != "linux":
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0millrace-{secrets.token_hex(16)}")
+    listener.listen(64)
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """What ``ADDRESS`` is to say."""
+    return str(listener.getsockname()[1:], "ascii")
+
+
+class ForkedProcess:
+    """What ``subprocess.Popen`` has, of a process that a fork server has forked."""
+
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._connection, self._lock = connection, threading.RLock()  # a signal's handler may ask meanwhile
+        self._server_died = False
+        self._gone: int | None = None  # readable when it has ended, whoever says so
+        with suppress(ProcessLookupError):  # it has ended already: the server says how
+            self._gone = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """The exit code, -n if signal n has ended it; None while it runs."""
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    message = self._connection.recv(_LONGEST)
+                except BlockingIOError:
+                    return None
+                except OSError:
+                    message = b""
+                if not message and self._gone is not None and not select.select([self._gone], [], [], 0)[0]:
+                    self._server_died = True  # and it ends because of that
+                    return None
+                self.returncode = int(json.loads(message)["code"]) if message else -signal.SIGKILL
+                self._connection.close()
+                if self._gone is not None:
+                    os.close(self._gone)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises subprocess.TimeoutExpired after so many seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left = 1.0 if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                from subprocess import TimeoutExpired
+
+                raise TimeoutExpired("a forked process", timeout or 0.0)
+            with suppress(OSError, ValueError):  # another thread has seen its end
+                source: Any = self._gone if self._server_died else self._connection
+                select.select([source], [], [], min(left, 1.0))
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            with suppress(OSError):  # the server has died, and it with it
+                self._connection.send(json.dumps({"signal": int(number)}).encode())
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def fork(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str] | None = None,
+    files: Sequence[int] = (0, 1, 2),
+    grace: float | None = None,
+    patience: float = 0.0,
+) -> ForkedProcess | None:
+    """Have the server that the environment names run ``command``, whose first word is this interpreter.
+
+    Args:
+        environment: of the process; this one's by default.
+        files: its stdin, stdout and stderr.
+        grace: seconds that a command has to end below a subreaper, if it is to be run below one.
+        patience: seconds to wait for a server that still imports; without any, no server is asked.
+
+    Returns None where there is no server, where it is not ready in time, or can't run such a command.
+    """
+    variables = dict(os.environ if environment is None else environment)
+    name = variables.get(ADDRESS)
+    arguments = list(command[1:])
+    if not name or patience <= 0 or command[0] != sys.executable or not _understood(arguments):
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    request = {
+        "arguments": arguments,
+        "environment": variables,
+        "folder": os.getcwd(),
+        "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "grace": grace,
+    }
+    try:
+        connection.settimeout(patience)
+        connection.connect(f"\0{name}")
+        connection.recv(_LONGEST)  # it is ready
+        connection.settimeout(_ANSWER_S)
+        socket.send_fds(connection, [json.dumps(request).encode()], list(files))
+        answer = json.loads(connection.recv(_LONGEST) or b"{}")
+    except (OSError, ValueError):
+        connection.close()
+        return None
+    if "pid" not in answer:
+        connection.close()
+        return None
+    connection.setblocking(False)
+    return ForkedProcess(connection, answer["pid"])
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a forked process is to run: ``python`` with these arguments; below a subreaper if there is a ``grace``."""
+
+    arguments: list[str]
+    grace: float | None
+    parent: int
+
+    def run(self) -> NoReturn:
+        """Run it in this process, as its main program, and end.
+
+        Teardown is skipped (``feedback.process_exit``): what was imported takes half a second to be taken down.
+        """
+        process_exit = importlib.import_module("feedback.process_exit")
+        process_exit.skip_teardown("this process was forked")
+        arguments = self.arguments[self.arguments[0] == "-P" :]
+        code = 0
+        try:
+            if arguments[0] == "-m":
+                module = importlib.import_module(arguments[1])
+                sys.argv = [str(module.__file__), *arguments[2:]]
+                module.main()
+            else:
+                sys.argv = arguments
+                runpy.run_path(arguments[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if isinstance(end.code, str):
+                print(end.code, file=sys.stderr)
+        except BaseException:  # noqa: BLE001 - the end of the program
+            traceback.print_exc()
+            code = 1
+        raise process_exit.end_process(code)  # it does not return
+
+
+class ForkServer:
+    """Forks on request, in ``turn``. For a process with one thread of Python's.
+
+    Args:
+        listener: of ``listen``.
+        imported: the variables that imports have set, which its children have too.
+    """
+
+    def __init__(self, listener: socket.socket, imported: Mapping[str, str]) -> None:
+        self._listener, self._imported = listener, dict(imported)
+        self._fixed = {name: os.environ.get(name) for name in _ONLY_AT_EXEC}
+        self._requesters: dict[socket.socket, int | None] = {}  # and the process that each has got
+        self._graced: set[int] = set()
+        self._left: set[int] = set()  # whose requesters have gone
+        wake, self._woken = socket.socketpair()
+        for end in (wake, self._woken):
+            end.setblocking(False)
+        self._wake = wake
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    @property
+    def address(self) -> str:
+        return address_of(self._listener)
+
+    @property
+    def serves_somebody(self) -> bool:
+        return bool(self._requesters or self._left)
+
+    def turn(self, timeout: float) -> Job | None:
+        """Serve for up to so many seconds. In this process it returns None, in a forked one what that is to run."""
+        self._reap()
+        readable, _, _ = select.select([self._listener, self._woken, *self._requesters], [], [], timeout)
+        for ready in readable:
+            if ready is self._woken:
+                with suppress(BlockingIOError):
+                    while ready.recv(4096):
+                        pass
+            elif ready is self._listener:
+                self._accept()
+            elif (job := self._hear(ready)) is not None:
+                return job
+        self._reap()
+        return None
+
+    def close(self) -> None:
+        """Serve nobody any more. What was forked ends with this process."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for each in (self._listener, self._wake, self._woken, *self._requesters):
+            each.close()
+
+    def _accept(self) -> None:
+        connection, _ = self._listener.accept()
+        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.getuid():
+            return connection.close()
+        with suppress(OSError):  # it has gone already, which is heard next
+            connection.send(b"ready")
+        self._requesters[connection] = None
+
+    def _hear(self, requester: socket.socket) -> Job | None:
+        """What a requester says: what to run, a signal for it, or that it has gone."""
+        files: list[int] = []
+        try:
+            message, files, _, _ = socket.recv_fds(requester, _LONGEST, 3, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            message = b""
+        try:
+            pid = self._requesters[requester]
+            if not message:
+                del self._requesters[requester]
+                requester.close()
+                if pid is not None:
+                    self._left.add(pid)
+                    self._signal(pid, signal.SIGTERM if pid in self._graced else signal.SIGKILL)
+                return None
+            said = json.loads(message)
+            if pid is not None:
+                self._signal(pid, said["signal"])
+                return None
+            return self._fork(requester, said, files)
+        finally:
+            for file in files:
+                os.close(file)
+
+    def _fork(self, requester: socket.socket, request: dict[str, Any], files: list[int]) -> Job | None:
+        variables = request["environment"]
+        if len(files) != 3 or any(variables.get(name) != value for name, value in self._fixed.items()):
+            requester.send(b"{}")
+            return None
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        own = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(request, files, own)
+            return Job(request["arguments"], request["grace"], own)
+        self._requesters[requester] = pid
+        if request["grace"] is not None:
+            self._graced.add(pid)
+        with suppress(OSError):
+            requester.send(json.dumps({"pid": pid}).encode())
+        return None
+
+    def _become(self, request: dict[str, Any], files: list[int], parent: int) -> None:
+        """In the child: be as if it had been started by the requester."""
+        end_with(parent, signal.SIGKILL if request["grace"] is None else signal.SIGTERM)
+        self.close()
+        for number in _FORWARDED:
+            signal.signal(number, signal.SIG_DFL)
+        if request["grace"] is None:
+            os.setpgid(0, 0)
+        else:
+            os.setsid()
+        for to, file in enumerate(files):
+            os.dup2(file, to)
+        os.chdir(request["folder"])
+        variables = self._imported | request["environment"]
+        if PARENT in variables:
+            variables[PARENT] = str(parent)
+        os.environ.clear()
+        os.environ.update(variables)
+        before = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:] = [*before, *(path for path in sys.path if path not in before)]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed()  # Python's own generator is seeded anew by itself
+        os.setpriority(os.PRIO_PROCESS, 0, max(request["nice"], os.getpriority(os.PRIO_PROCESS, 0)))
+        set_title(request["arguments"])
+        signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+
+    def _reap(self) -> None:
+        for requester, pid in list(self._requesters.items()):
+            if pid is not None and (code := _ended(pid)) is not None:
+                with suppress(OSError):
+                    requester.send(json.dumps({"code": code}).encode())
+                requester.close()
+                del self._requesters[requester]
+                self._graced.discard(pid)
+        for pid in list(self._left):
+            if _ended(pid) is not None:
+                self._left.discard(pid)
+                self._graced.discard(pid)
+
+    @staticmethod
+    def _signal(pid: int, number: int) -> None:
+        with suppress(ProcessLookupError):  # it is a zombie at most until it is reaped here
+            os.kill(pid, number)
+
+
+def end_with(parent: int, number: int) -> None:
+    """As ``feedback.process_exit.end_with_parent``, for a program that has nothing but the standard library."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), number)
+
+
+def set_title(arguments: Sequence[str]) -> None:
+    """Have this process shown as ``python`` with these arguments, where that can be done."""
+    with suppress(ImportError):
+        os.environ.setdefault("SPT_NOENV", "1")  # its environment stays readable
+        importlib.import_module("setproctitle").setproctitle(" ".join([sys.executable, *arguments]))
+
+
+def _ended(pid: int) -> int | None:
+    try:
+        done, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return -signal.SIGKILL  # somebody else has reaped it
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+def _understood(arguments: Sequence[str]) -> bool:
+    """Whether it is ``[-P] -m MODULE …`` or ``[-P] FILE …``."""
+    rest = arguments[arguments[:1] == ["-P"] :]
+    return bool(rest) and ((rest[0] == "-m" and len(rest) > 1) or not rest[0].startswith("-"))
+
+
+def main() -> None:
+    """Be ``python`` for who has started this file in its place."""
+    command = [sys.executable, *sys.argv[1:]]
+    if PARENT in os.environ:
+        end_with(int(os.environ[PARENT]), signal.SIGKILL)
+    process = fork(command, patience=_ANSWER_S)
+    if process is None:
+        os.execv(sys.executable, command)
+    for number in _FORWARDED:
+        signal.signal(number, lambda number, frame: process.send_signal(number))
+    code = process.wait()
+    if code < 0:
+        with suppress(OSError):  # SIGKILL has no other handler
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

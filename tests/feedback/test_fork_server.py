@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from feedback import fork_server
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="fork servers are for Linux")
+
+PATIENCE_S = 60.0
+SERVER = """
+import os, socket, sys
+from feedback import fork_server
+os.environ["SET_BY_AN_IMPORT"] = "1"
+import json, decimal   # what programs below find imported
+server = fork_server.ForkServer(socket.socket(fileno=int(sys.argv[1])), {"SET_BY_AN_IMPORT": "1"})
+while (job := server.turn(1.0)) is None:
+    pass
+job.run()
+"""
+PROGRAM = """
+import json, os, signal, sys
+print(json.dumps({
+    "argv": sys.argv, "imported": "decimal" in sys.modules, "folder": os.getcwd(), "value": os.environ.get("VALUE"),
+    "set": os.environ.get("SET_BY_AN_IMPORT"), "mine": os.environ.get("OF_THE_SERVER"), "nice": os.getpriority(0, 0),
+    "blocked": signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()), "path": sys.path, "name": __name__,
+    "pipes": sum(os.path.realpath(f"/proc/self/fd/{f}").startswith("/proc") for f in os.listdir("/proc/self/fd")),
+}), flush=True)
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[bytes]]:
+    listener = fork_server.listen()
+    assert listener is not None
+    with listener:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", SERVER, str(listener.fileno())],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OF_THE_SERVER": "1"},
+            pass_fds=[listener.fileno()],
+        )
+        process.address = fork_server.address_of(listener)  # type: ignore[attr-defined]
+    yield process
+    process.kill()
+    process.wait(PATIENCE_S)
+
+
+def variables(server: subprocess.Popen[bytes], **more: str) -> dict[str, str]:
+    of_ours = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    return {**of_ours, fork_server.ADDRESS: server.address, **more}  # type: ignore[attr-defined]
+
+
+def program(tmp_path: Path, text: str) -> list[str]:
+    file = tmp_path / "program.py"
+    file.write_text(text)
+    return [sys.executable, "-P", str(file), "a", "b c"]
+
+
+def run(
+    server: subprocess.Popen[bytes], command: list[str], output: Path, **more: str
+) -> fork_server.ForkedProcess | None:
+    with output.open("wb") as out, open(os.devnull, "rb") as nothing:
+        files = (nothing.fileno(), out.fileno(), out.fileno())
+        return fork_server.fork(command, environment=variables(server, **more), files=files, patience=PATIENCE_S)
+
+
+def test_a_program_runs_with_what_is_imported_and_otherwise_as_its_requester_would_run_it(
+    server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = run(server, program(tmp_path, PROGRAM), tmp_path / "out", VALUE="ä", CODE="7")
+    assert process is not None
+    assert process.wait(PATIENCE_S) == 7
+    assert process.poll() == 7
+    said = json.loads((tmp_path / "out").read_text())
+    assert said["argv"] == [str(tmp_path / "program.py"), "a", "b c"]
+    assert (said["imported"], said["name"], said["folder"]) == (True, "__main__", str(tmp_path))
+    assert (said["value"], said["set"], said["mine"]) == ("ä", "1", None)
+    assert said["path"][0] == str(ROOT)
+    assert said["blocked"] is False
+
+
+def test_the_signal_mask_and_the_niceness_are_the_requesters(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        code = (
+            "import os, sys; os.nice(3); from feedback import fork_server as f\n"
+            "p = f.fork(sys.argv[1:], patience=60); sys.exit(p.wait(60))"
+        )
+        command = [sys.executable, "-c", code, *program(tmp_path, PROGRAM)]
+        done = subprocess.run(command, env=variables(server), capture_output=True, timeout=PATIENCE_S, check=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    said = json.loads(done.stdout)
+    assert said["blocked"] is True
+    assert said["nice"] == os.getpriority(os.PRIO_PROCESS, 0) + 3
+
+
+@pytest.mark.parametrize(("end", "code"), [("import os; os.kill(os.getpid(), 9)", -9), ("1 / 0", 1), ("exit('no')", 1)])
+def test_the_end_is_told_as_it_was(server: subprocess.Popen[bytes], tmp_path: Path, end: str, code: int) -> None:
+    process = run(server, program(tmp_path, end), tmp_path / "out")
+    assert process is not None
+    assert process.wait(PATIENCE_S) == code
+    said = (tmp_path / "out").read_text()
+    assert ("ZeroDivisionError" in said) == (end == "1 / 0")
+    assert ("no" in said) == ("no" in end)
+
+
+def test_signals_reach_it_and_none_reaches_another_when_it_has_ended(
+    server: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    process = run(server, program(tmp_path, "import time; print('up', flush=True); time.sleep(600)"), tmp_path / "out")
+    assert process is not None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.2)
+    process.terminate()
+    assert process.wait(PATIENCE_S) == -signal.SIGTERM
+    process.kill()
+    assert process.poll() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("dies", ["requester", "server"])
+def test_it_ends_with_its_requester_and_with_its_server(
+    server: subprocess.Popen[bytes], tmp_path: Path, dies: str
+) -> None:
+    sleeper = program(tmp_path, "import time; time.sleep(600)")
+    code = (
+        "import sys; from feedback import fork_server as f\n"
+        "p = f.fork(sys.argv[1:], patience=60); print(p.pid, flush=True); print(p.wait(60), flush=True)"
+    )
+    command = [sys.executable, "-c", code, *sleeper]
+    with subprocess.Popen(command, env=variables(server), stdout=subprocess.PIPE, text=True) as requester:
+        assert requester.stdout is not None
+        forked = psutil.Process(int(requester.stdout.readline()))
+        (requester if dies == "requester" else server).kill()
+        _until(lambda: not forked.is_running() or forked.status() == psutil.STATUS_ZOMBIE)
+        if dies == "server":
+            assert requester.stdout.readline() == "-9\n"
+
+
+def test_what_takes_the_place_of_python_forwards_signals_and_ends_as_its_program_does(
+    server: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    in_place = [sys.executable, "-I", "-S", fork_server.__file__]
+    ok = subprocess.run(
+        [*in_place, *program(tmp_path, PROGRAM)[1:]],
+        env=variables(server, CODE="5"), capture_output=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert (ok.returncode, json.loads(ok.stdout)["imported"]) == (5, True)
+    sleeper = program(tmp_path, "import time; print('up', flush=True); time.sleep(600)")[1:]
+    with subprocess.Popen([*in_place, *sleeper], env=variables(server), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.terminate()
+        assert process.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("why", ["no server", "a dead one", "another allocator", "no patience", "another command"])
+def test_where_it_can_not_be_forked_nothing_is_and_python_itself_runs(
+    server: subprocess.Popen[bytes], tmp_path: Path, why: str
+) -> None:
+    command, environment, patience = program(tmp_path, PROGRAM), variables(server), PATIENCE_S
+    if why == "no server":
+        del environment[fork_server.ADDRESS]
+    elif why == "a dead one":
+        server.kill()
+        server.wait(PATIENCE_S)
+    elif why == "another allocator":
+        environment["LD_PRELOAD"] = ""
+    elif why == "no patience":
+        patience = 0.0
+    else:
+        command = [sys.executable, "-c", "pass"]
+    assert fork_server.fork(command, environment=environment, patience=patience) is None
+    if why in ("no server", "a dead one", "another allocator"):
+        in_place = [sys.executable, "-I", "-S", fork_server.__file__, *command[2:]]
+        done = subprocess.run(in_place, env=environment, capture_output=True, timeout=PATIENCE_S, check=True)
+        assert json.loads(done.stdout)["imported"] is False
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
