@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config.root import Settings
+from deploy.display.fates import fates
+from deploy.display.live import experiments
 from deploy.display.proxy_reward import ProxyReward
+from deploy.display.runs import runs
 from deploy.loop import records
+from evaluation.config import EvaluationConfig
+from evaluation.decisions.history import History
+from evaluation.decisions.ranking import rankings
 from evaluation.evaluate import compare_samples
-from evaluation.report.page import GateRow, PolicyRow, ReportData, SwapRow, traffic
+from evaluation.report.evidence import Race, races, spending
+from evaluation.report.page import GateRow, PolicyRow, ReportData, SuiteRow, SwapRow, traffic
 from evaluation.results import Evaluation, PolicyResult, Sample
+from evaluation.statistics.intervals import bootstrap_mean
 from evaluation.suites.suite import Suite, SuiteError
+from serve.policies.experiments import Experiments
 from serve.policies.store import PolicyStore
 
 
@@ -37,7 +46,8 @@ def gather(
     Raises ReportError, and what reading the lake and the policy store raises. What there is none of stays empty.
     """
     resolved = settings.resolved()
-    store = settings.policy_store()
+    store, ledger = settings.policy_store(), settings.ledger()
+    history, confidence = History.of(ledger.entries()), resolved.evaluation.gate.confidence
     evaluations = _evaluations(resolved.evaluation.folder)
     cycles = records.load_all(settings)
     samples, between = _samples(resolved, store, evaluations)
@@ -45,13 +55,24 @@ def gather(
     with settings.lake().connect(journal) if _exists(resolved.feedback.lake.uri) else nullcontext() as connection:
         shown = traffic(connection) if connection else None
         counted = _totals(connection) if connection else {}
+    raced = tuple(races(ledger, history, confidence=confidence))
+    training = _training(resolved.train.runs)
     return ReportData(
         title=title,
+        metric=resolved.evaluation.gate.metric,
         policies=tuple(_policies(store, evaluations, proxy.means if proxy else {})),
         reward_model=proxy and proxy.version,
         agreement=proxy and proxy.agreement,
-        training=_training(resolved.train.runs),
-        gates=tuple(_gates(store, cycles)),
+        suites=tuple(_suites(store, evaluations)),
+        moves=tuple(fates(store.history(), store.outcomes())),
+        spending=spending(history),
+        races=raced,
+        experiments=tuple(experiments(Experiments(store.root))),
+        training=training,
+        runs=tuple(runs(resolved.train.runs, training)),
+        gates=tuple(_gates(store, cycles, raced, resolved.evaluation)),
+        judged=tuple(evaluation for evaluation in evaluations if evaluation.wins or evaluation.wins_missing),
+        rankings=tuple(scale.to_json(confidence) for scale in rankings(ledger, history)),
         best_of=tuple(evaluation for evaluation in evaluations if evaluation.best_of),
         samples=tuple(samples),
         samples_between=between,
@@ -59,7 +80,7 @@ def gather(
         swaps=tuple(_swaps(Path(resolved.serve.replicas))),
         totals={**counted, **(totals or {})},
         stages=_stages(cycles),
-        confidence=resolved.evaluation.gate.confidence,
+        confidence=confidence,
     )
 
 
@@ -84,11 +105,63 @@ def _policies(store: PolicyStore, evaluations: list[Evaluation], proxy: Mapping[
     return rows
 
 
-def _gates(store: PolicyStore, cycles: list[records.CycleRecord]) -> list[GateRow]:
-    """The cycles' verdicts, and those of evaluations by hand, by candidate."""
-    verdicts = {policy.version: policy.gate for policy in map(store.get, store.versions()) if policy.gate}
-    verdicts |= {record.candidate: record.verdict for record in cycles if record.candidate and record.verdict}
-    return [GateRow.model_validate(verdicts[version]) for version in sorted(verdicts)]
+def _suites(store: PolicyStore, evaluations: list[Evaluation]) -> list[SuiteRow]:
+    """The policies that answered the same items, by the same scorer and settings, with their newest results."""
+    hashes = {policy.version: policy.sha256 for policy in map(store.get, store.versions())}
+    found: dict[tuple[str, str, str], dict[int, PolicyResult]] = {}
+    names: dict[tuple[str, str, str], tuple[str, int]] = {}
+    for evaluation in evaluations:
+        same = evaluation.suite_sha256, evaluation.scorer, evaluation.settings
+        results = found.pop(same, {})  # a suite is as new as its newest evaluation
+        for result in (evaluation.incumbent, evaluation.candidate):
+            if hashes.get(result.version) == result.sha256:
+                results[result.version] = result
+        found[same], names[same] = results, (Path(evaluation.suite).name, evaluation.suite_items)
+    return [
+        SuiteRow(
+            name=names[same][0],
+            items=names[same][1],
+            policies=tuple(PolicyRow.model_validate(results[version].model_dump()) for version in sorted(results)),
+        )
+        for same, results in found.items()
+        if results
+    ]
+
+
+def _gates(
+    store: PolicyStore, cycles: list[records.CycleRecord], raced: Sequence[Race], config: EvaluationConfig
+) -> list[GateRow]:
+    """The ledger's verdicts, and those of evaluations by hand and of cycles, which say more of the same ones; by
+    candidate."""
+    verdicts = {(race.candidate, race.incumbent): _of_race(race, config) for race in raced}
+    kept = [policy.gate for policy in map(store.get, store.versions()) if policy.gate]
+    kept += [record.verdict for record in cycles if record.candidate and record.verdict]
+    for verdict in kept:
+        verdicts[verdict["candidate"], verdict["incumbent"]] = GateRow.model_validate(verdict)
+    return [verdicts[pair] for pair in sorted(verdicts)]
+
+
+def _of_race(race: Race, config: EvaluationConfig) -> GateRow:
+    """A verdict of which the ledger alone knows, with the interval that the gate shows beside it."""
+    interval: tuple[float | None, float | None, float | None] = (None, None, None)
+    if len(race.gains):
+        confidence = config.gate.confidence
+        interval = bootstrap_mean(race.gains, confidence=confidence, resamples=config.resamples, seed=config.seed)
+    return GateRow(
+        candidate=race.candidate,
+        incumbent=race.incumbent,
+        difference=interval[0],
+        ci_low=interval[1],
+        ci_high=interval[2],
+        verdict=race.verdict,
+        items=race.items,
+        level=race.level,
+        e_value=race.e_value,
+        metric=race.metric,
+        min_difference=race.least,
+        reasons=race.reasons,
+        n=len(race.gains),
+    )
 
 
 def _training(runs: Path) -> dict[str, list[dict[str, Any]]]:
