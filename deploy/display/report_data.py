@@ -16,7 +16,7 @@ from deploy.display.proxy_reward import ProxyReward
 from deploy.display.runs import runs
 from deploy.loop import records
 from evaluation.config import EvaluationConfig
-from evaluation.decisions.history import History
+from evaluation.decisions.history import History, Ruling
 from evaluation.decisions.ranking import rankings
 from evaluation.evaluate import compare_samples
 from evaluation.report.evidence import Race, races, spending
@@ -70,7 +70,7 @@ def gather(
         experiments=tuple(experiments(Experiments(store.root))),
         training=training,
         runs=tuple(runs(resolved.train.runs, training)),
-        gates=tuple(_gates(store, cycles, raced, resolved.evaluation)),
+        gates=tuple(_gates(store, cycles, history, raced, resolved.evaluation)),
         judged=tuple(evaluation for evaluation in evaluations if evaluation.wins or evaluation.wins_missing),
         rankings=tuple(scale.to_json(confidence) for scale in rankings(ledger, history)),
         best_of=tuple(evaluation for evaluation in evaluations if evaluation.best_of),
@@ -129,39 +129,50 @@ def _suites(store: PolicyStore, evaluations: list[Evaluation]) -> list[SuiteRow]
 
 
 def _gates(
-    store: PolicyStore, cycles: list[records.CycleRecord], raced: Sequence[Race], config: EvaluationConfig
+    store: PolicyStore,
+    cycles: list[records.CycleRecord],
+    history: History,
+    raced: Sequence[Race],
+    config: EvaluationConfig,
 ) -> list[GateRow]:
-    """The ledger's verdicts, and those of evaluations by hand and of cycles, which say more of the same ones; by
-    candidate."""
-    verdicts = {(race.candidate, race.incumbent): _of_race(race, config) for race in raced}
+    """The ledger's verdicts, with what evaluations and cycles have kept of the same ones; by candidate."""
+    verdicts: dict[tuple[int, int], dict[str, Any]] = {}
+    entries: dict[tuple[int, int], int] = {}
+    for entry, found in (race[-1] for race in history.races.values()):
+        pair = found.candidate.version, found.incumbent.version
+        verdicts[pair], entries[pair] = _of_ruling(found), entry.number
     kept = [policy.gate for policy in map(store.get, store.versions()) if policy.gate]
     kept += [record.verdict for record in cycles if record.candidate and record.verdict]
     for verdict in kept:
-        verdicts[verdict["candidate"], verdict["incumbent"]] = GateRow.model_validate(verdict)
-    return [verdicts[pair] for pair in sorted(verdicts)]
+        pair = verdict["candidate"], verdict["incumbent"]
+        if pair not in entries or verdict.get("entry", entries[pair]) == entries[pair]:
+            verdicts[pair] = verdicts.get(pair, {}) | verdict
+    for race in raced:
+        verdict = verdicts[race.candidate, race.incumbent]
+        if verdict.get("ci_low") is None and len(race.gains):
+            confidence = config.gate.confidence
+            shown = bootstrap_mean(race.gains, confidence=confidence, resamples=config.resamples, seed=config.seed)
+            verdict |= dict(zip(("difference", "ci_low", "ci_high"), shown, strict=True))
+    return [GateRow.model_validate(verdicts[pair]) for pair in sorted(verdicts)]
 
 
-def _of_race(race: Race, config: EvaluationConfig) -> GateRow:
-    """A verdict of which the ledger alone knows, with the interval that the gate shows beside it."""
-    interval: tuple[float | None, float | None, float | None] = (None, None, None)
-    if len(race.gains):
-        confidence = config.gate.confidence
-        interval = bootstrap_mean(race.gains, confidence=confidence, resamples=config.resamples, seed=config.seed)
-    return GateRow(
-        candidate=race.candidate,
-        incumbent=race.incumbent,
-        difference=interval[0],
-        ci_low=interval[1],
-        ci_high=interval[2],
-        verdict=race.verdict,
-        items=race.items,
-        level=race.level,
-        e_value=race.e_value,
-        metric=race.metric,
-        min_difference=race.least,
-        reasons=race.reasons,
-        n=len(race.gains),
-    )
+def _of_ruling(found: Ruling) -> dict[str, Any]:
+    """A verdict of which the ledger alone may know."""
+    return {
+        "candidate": found.candidate.version,
+        "incumbent": found.incumbent.version,
+        "difference": found.difference,
+        "ci_low": None,
+        "ci_high": None,
+        "verdict": found.verdict,
+        "items": found.items,
+        "level": found.plan.level,
+        "e_value": found.e_value,
+        "metric": found.plan.metric,
+        "min_difference": found.plan.min_difference,
+        "reasons": found.reasons,
+        "learned": found.learned,
+    }
 
 
 def _training(runs: Path) -> dict[str, list[dict[str, Any]]]:

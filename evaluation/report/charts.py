@@ -45,6 +45,7 @@ _STYLE: Final = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.labelsize": 10,
+    "axes.formatter.useoffset": False,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
     "xtick.color": MUTED,
@@ -189,9 +190,10 @@ def races(rows: Sequence[Race], *, label: str) -> str:
         shade, words = _VERDICTS.get(row.verdict, (BAD, "refused"))
         n, mean = len(row.gains), row.running_mean
         at = np.unique(np.linspace(0, n - 1, _POINTS).round().astype(int))
-        axes.fill_between(at + 1, row.lower[at], row.upper[at], color=shade, alpha=0.15, linewidth=0, step="post")
-        axes.step(at + 1, row.lower[at], where="post", color=shade, linewidth=1.1, alpha=0.8)
-        axes.step(at + 1, row.upper[at], where="post", color=shade, linewidth=1.1, alpha=0.8)
+        x, low, high = np.append(at + 1, n * 1.02 + 1), _held(row.lower[at]), _held(row.upper[at])
+        axes.fill_between(x, low, high, color=shade, alpha=0.15, linewidth=0, step="post")
+        axes.step(x, low, where="post", color=shade, linewidth=1.1, alpha=0.8)
+        axes.step(x, high, where="post", color=shade, linewidth=1.1, alpha=0.8)
         axes.plot(at + 1, mean[at], color=shade)
         axes.axhline(row.least, color=INK, linewidth=1.1)
         if row.worthwhile > row.least:
@@ -401,6 +403,11 @@ def _smooth(values: Floats) -> Floats:
     """Centred mean over five steps, fewer at the ends; NaN counts for nothing."""
     windows = (values[max(0, i - 2) : i + 3] for i in range(len(values)))
     return np.array([np.nan if np.isnan(near).all() else np.nanmean(near) for near in windows])
+
+
+def _held(bounds: Floats) -> Floats:
+    """With the last one once more, so that a step at the very end shows."""
+    return np.append(bounds, bounds[-1])
 
 
 def _signed(value: float, digits: int) -> str:

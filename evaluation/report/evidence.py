@@ -16,6 +16,9 @@ from evaluation.statistics import betting, error_budget
 from evaluation.statistics.error_budget import ErrorBudget
 from evaluation.statistics.intervals import Floats
 
+SHOWN: Final = 30
+"""So many candidates' evidence is gone through, a tenth of a second each."""
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -137,19 +140,19 @@ def spending(history: History) -> Spending | None:
     return Spending(tuple(found), tuple(declared), history.promise())
 
 
-def races(ledger: Ledger, history: History, *, confidence: float) -> list[Race]:
-    """Every candidate that a verdict was given on, by its first entry. Raises LedgerDamaged.
+def races(ledger: Ledger, history: History, *, confidence: float, last: int = SHOWN) -> list[Race]:
+    """The last candidates that verdicts were given on, by their first entries. Raises LedgerDamaged.
 
     confidence: of the segments' intervals.
     """
     ordered = sorted(history.races.values(), key=lambda race: race[0][0].number)
-    return [_race(ledger, race, confidence) for race in ordered]
+    return [_race(ledger, race, confidence) for race in ordered[-last:]]
 
 
 def _race(ledger: Ledger, race: Sequence[tuple[Entry, Ruling]], confidence: float) -> Race:
     (entry, found), plan = race[-1], race[-1][1].plan
     looks = [look for _, ruling in race for look in looks_of(ledger, ruling)]
-    gains = np.concatenate([np.empty(0), *(plan.values(look)[plan.metric][0] for look in looks)])
+    gains = np.concatenate([np.empty(0), *(per_voice(look.fresh, plan.gain)[0] for look in looks)])
     fresh = [one for look in looks for one in look.fresh]
     standings = {str(row["metric"]): row for row in found.standings}
     lower, upper = _bounds(plan, gains)
