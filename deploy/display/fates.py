@@ -31,7 +31,8 @@ def _row(move: Pointer, after: Pointer | None, served: bool | None) -> MoveRow:
         experiment=verdict.get("experiment"),
         served=served,
         fate=_fate(move, after, served),
-        then=None if after is None else f"v{after.version} by {after.who}: {after.why}",
+        after=None if after is None else after.version,
+        then=None if after is None else f"{after.who}: {after.why}",
     )
 
 

@@ -47,8 +47,8 @@ Fate = Literal[
 
 class MoveRow(Row):
     """A move of the serving pointer, and what became of it. ``back``: it is a rollback. ``override``: it was made
-    although ``objection``. ``served``: whether a server served the policy by it; None if none has said so. ``then``:
-    the move that followed, in words."""
+    although ``objection``. ``served``: whether a server served the policy by it; None if none has said so. ``after``:
+    the policy that the next move named; ``then``: who made that, and why."""
 
     at: str
     version: int
@@ -61,6 +61,7 @@ class MoveRow(Row):
     experiment: int | None = None
     served: bool | None = None
     fate: Fate
+    after: int | None = None
     then: str | None = None
 
 

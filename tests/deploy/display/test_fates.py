@@ -42,7 +42,7 @@ def test_a_promotion_that_was_rolled_back_says_by_whom_and_why(pointer: ServingP
     promote(pointer, 1, rollback_from=2, experiment=3)
     rows = fates(pointer.history(), pointer.outcomes())
     assert became(pointer) == [(1, "replaced"), (2, "rolled back"), (1, "serves")]
-    assert (rows[1].then, rows[2].back, rows[2].experiment) == ("v1 by a@b: test", True, 3)
+    assert (rows[1].after, rows[1].then, rows[2].back, rows[2].experiment) == (1, "a@b: test", True, 3)
 
 
 def test_what_a_server_refused_was_not_rolled_back_by_anybody(pointer: ServingPointer) -> None:

@@ -136,7 +136,7 @@ def test_a_policy_is_called_what_became_of_it(
 def test_promotions_that_did_not_last_are_counted_and_say_why(tmp_path: Path) -> None:
     moves = [
         move(1),
-        move(2, "rolled back", then="v1 by bob: users complain"),
+        move(2, "rolled back", after=1, then="bob: users complain"),
         move(1, "replaced", back=True),
         move(3, "serves", override=True, objection="it is undecided"),
     ]
