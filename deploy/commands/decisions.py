@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,7 +13,6 @@ from deploy.display.tables import print_table
 
 if TYPE_CHECKING:
     from evaluation.decisions.ledger import Entry
-    from evaluation.decisions.ranking import Ranking
 
 
 @click.command("list")
@@ -112,12 +111,12 @@ def ranking(settings: Settings, as_json: bool) -> None:
     ledger, confidence = settings.ledger(), settings.evaluation.gate.confidence
     found = rankings(ledger, History.of(ledger.entries()))
     if as_json:
-        click.echo(json.dumps([_ranked(one, confidence) for one in found], indent=2))
+        click.echo(json.dumps([one.to_json(confidence) for one in found], indent=2))
         return
     if not found:
         click.echo("no answers were compared yet: evaluation.scorer=pairwise has a judge compare them")
     for one in found:
-        shown = _ranked(one, confidence)
+        shown = one.to_json(confidence)
         click.echo(f"compared by {one.scorer}")
         if one.strengths is None:
             click.echo(f"policies {', '.join(map(str, one.versions.values()))} can't be ranked: {one.missing}")
@@ -208,29 +207,6 @@ def power(settings: Settings, gain: float, differ: float, share: float, as_json:
         click.echo(
             f"evaluation.gate.max_items={gate.max_items} is fewer: candidates with such a gain are often refused"
         )
-
-
-def _ranked(found: Ranking, confidence: float) -> dict[str, Any]:
-    """A ranking as JSON has it; the baseline is the oldest policy on its scale."""
-    of: dict[str, Any] = {"scorer": found.scorer}
-    if (strengths := found.strengths) is None:
-        return of | {"versions": list(found.versions.values()), "missing": found.missing}
-    baseline = min(found.versions, key=lambda policy: found.versions[policy])
-    counts = dict(zip(strengths.policies, strengths.comparisons.tolist(), strict=True))
-    rows = [
-        {
-            "policy": version,
-            "sha256": policy,
-            "log_odds": strengths.strength(policy, confidence=confidence),
-            "win_rate": (0.5, 0.5, 0.5)
-            if policy == baseline
-            else strengths.win_rate(policy, baseline, confidence=confidence),
-            "comparisons": counts[policy],
-        }
-        for policy, version in found.versions.items()
-    ]
-    habits = {"longer": strengths.longer, "first": strengths.first}
-    return of | {"baseline": found.versions[baseline], "confidence": confidence, "policies": rows, **habits}
 
 
 def _summary(entry: Entry) -> list[str]:

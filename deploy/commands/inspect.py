@@ -21,7 +21,7 @@ COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 @click.option("--title", default="Millrace", show_default=True, help="The page's title.")
 @pass_settings
 def report(settings: Settings, out: Path | None, title: str) -> None:
-    """Write one HTML page with what the loop has done: policies, training, gates, traffic, swaps."""
+    """Write one HTML page with what was done: policies, verdicts, experiments, promotions, training, traffic."""
     from deploy.display.report_data import gather
     from evaluation.report.page import build
 

@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config.root import Settings
+from deploy.display.fates import fates
+from deploy.display.live import experiments
 from deploy.display.proxy_reward import ProxyReward
+from deploy.display.runs import runs
 from deploy.loop import records
+from evaluation.config import EvaluationConfig
+from evaluation.decisions.history import History, Ruling
+from evaluation.decisions.ranking import rankings
 from evaluation.evaluate import compare_samples
-from evaluation.report.page import GateRow, PolicyRow, ReportData, SwapRow, traffic
+from evaluation.report.evidence import Race, races, spending
+from evaluation.report.page import GateRow, PolicyRow, ReportData, SuiteRow, SwapRow, traffic
 from evaluation.results import Evaluation, PolicyResult, Sample
+from evaluation.statistics.intervals import bootstrap_mean
 from evaluation.suites.suite import Suite, SuiteError
+from serve.policies.experiments import Experiments
 from serve.policies.store import PolicyStore
 
 
@@ -37,7 +46,8 @@ def gather(
     Raises ReportError, and what reading the lake and the policy store raises. What there is none of stays empty.
     """
     resolved = settings.resolved()
-    store = settings.policy_store()
+    store, ledger = settings.policy_store(), settings.ledger()
+    history, confidence = History.of(ledger.entries()), resolved.evaluation.gate.confidence
     evaluations = _evaluations(resolved.evaluation.folder)
     cycles = records.load_all(settings)
     samples, between = _samples(resolved, store, evaluations)
@@ -45,13 +55,24 @@ def gather(
     with settings.lake().connect(journal) if _exists(resolved.feedback.lake.uri) else nullcontext() as connection:
         shown = traffic(connection) if connection else None
         counted = _totals(connection) if connection else {}
+    raced = tuple(races(ledger, history, confidence=confidence))
+    training = _training(resolved.train.runs)
     return ReportData(
         title=title,
+        metric=resolved.evaluation.gate.metric,
         policies=tuple(_policies(store, evaluations, proxy.means if proxy else {})),
         reward_model=proxy and proxy.version,
         agreement=proxy and proxy.agreement,
-        training=_training(resolved.train.runs),
-        gates=tuple(_gates(store, cycles)),
+        suites=tuple(_suites(store, evaluations)),
+        moves=tuple(fates(store.history(), store.outcomes())),
+        spending=spending(history),
+        races=raced,
+        experiments=tuple(experiments(Experiments(store.root))),
+        training=training,
+        runs=tuple(runs(resolved.train.runs, training)),
+        gates=tuple(_gates(store, cycles, history, raced, resolved.evaluation)),
+        judged=tuple(evaluation for evaluation in evaluations if evaluation.wins or evaluation.wins_missing),
+        rankings=tuple(scale.to_json(confidence) for scale in rankings(ledger, history)),
         best_of=tuple(evaluation for evaluation in evaluations if evaluation.best_of),
         samples=tuple(samples),
         samples_between=between,
@@ -59,7 +80,7 @@ def gather(
         swaps=tuple(_swaps(Path(resolved.serve.replicas))),
         totals={**counted, **(totals or {})},
         stages=_stages(cycles),
-        confidence=resolved.evaluation.gate.confidence,
+        confidence=confidence,
     )
 
 
@@ -84,11 +105,74 @@ def _policies(store: PolicyStore, evaluations: list[Evaluation], proxy: Mapping[
     return rows
 
 
-def _gates(store: PolicyStore, cycles: list[records.CycleRecord]) -> list[GateRow]:
-    """The cycles' verdicts, and those of evaluations by hand, by candidate."""
-    verdicts = {policy.version: policy.gate for policy in map(store.get, store.versions()) if policy.gate}
-    verdicts |= {record.candidate: record.verdict for record in cycles if record.candidate and record.verdict}
-    return [GateRow.model_validate(verdicts[version]) for version in sorted(verdicts)]
+def _suites(store: PolicyStore, evaluations: list[Evaluation]) -> list[SuiteRow]:
+    """The policies that answered the same items, by the same scorer and settings, with their newest results."""
+    hashes = {policy.version: policy.sha256 for policy in map(store.get, store.versions())}
+    found: dict[tuple[str, str, str], dict[int, PolicyResult]] = {}
+    names: dict[tuple[str, str, str], tuple[str, int]] = {}
+    for evaluation in evaluations:
+        same = evaluation.suite_sha256, evaluation.scorer, evaluation.settings
+        results = found.pop(same, {})  # a suite is as new as its newest evaluation
+        for result in (evaluation.incumbent, evaluation.candidate):
+            if hashes.get(result.version) == result.sha256:
+                results[result.version] = result
+        found[same], names[same] = results, (Path(evaluation.suite).name, evaluation.suite_items)
+    return [
+        SuiteRow(
+            name=names[same][0],
+            items=names[same][1],
+            policies=tuple(PolicyRow.model_validate(results[version].model_dump()) for version in sorted(results)),
+        )
+        for same, results in found.items()
+        if results
+    ]
+
+
+def _gates(
+    store: PolicyStore,
+    cycles: list[records.CycleRecord],
+    history: History,
+    raced: Sequence[Race],
+    config: EvaluationConfig,
+) -> list[GateRow]:
+    """The ledger's verdicts, with what evaluations and cycles have kept of the same ones; by candidate."""
+    verdicts: dict[tuple[int, int], dict[str, Any]] = {}
+    entries: dict[tuple[int, int], int] = {}
+    for entry, found in (race[-1] for race in history.races.values()):
+        pair = found.candidate.version, found.incumbent.version
+        verdicts[pair], entries[pair] = _of_ruling(found), entry.number
+    kept = [policy.gate for policy in map(store.get, store.versions()) if policy.gate]
+    kept += [record.verdict for record in cycles if record.candidate and record.verdict]
+    for verdict in kept:
+        pair = verdict["candidate"], verdict["incumbent"]
+        if pair not in entries or verdict.get("entry", entries[pair]) == entries[pair]:
+            verdicts[pair] = verdicts.get(pair, {}) | verdict
+    for race in raced:
+        verdict = verdicts[race.candidate, race.incumbent]
+        if verdict.get("ci_low") is None and len(race.gains):
+            confidence = config.gate.confidence
+            shown = bootstrap_mean(race.gains, confidence=confidence, resamples=config.resamples, seed=config.seed)
+            verdict |= dict(zip(("difference", "ci_low", "ci_high"), shown, strict=True))
+    return [GateRow.model_validate(verdicts[pair]) for pair in sorted(verdicts)]
+
+
+def _of_ruling(found: Ruling) -> dict[str, Any]:
+    """A verdict of which the ledger alone may know."""
+    return {
+        "candidate": found.candidate.version,
+        "incumbent": found.incumbent.version,
+        "difference": found.difference,
+        "ci_low": None,
+        "ci_high": None,
+        "verdict": found.verdict,
+        "items": found.items,
+        "level": found.plan.level,
+        "e_value": found.e_value,
+        "metric": found.plan.metric,
+        "min_difference": found.plan.min_difference,
+        "reasons": found.reasons,
+        "learned": found.learned,
+    }
 
 
 def _training(runs: Path) -> dict[str, list[dict[str, Any]]]:

@@ -193,14 +193,10 @@ class Controller:
 
     def _blocks(self, experiment: Experiment) -> list[Block]:
         """The blocks that looks have seen so far."""
-        try:
-            lines = self._blocks_file(experiment).read_text().splitlines()
-        except FileNotFoundError:
-            return []
-        return [Block.model_validate_json(line) for line in lines]
+        return blocks_seen(self._blocks_file(experiment))
 
     def _blocks_file(self, experiment: Experiment) -> Path:
-        return self.experiments.folder / f"{experiment.number:06d}.blocks.jsonl"
+        return blocks_file(self.experiments, experiment.number)
 
     def _over_at(self, experiment: Experiment) -> float:
         """When it ends, if nothing is shown: what was asked last has had its time for feedback then."""
@@ -421,3 +417,17 @@ class Controller:
         folder.mkdir(parents=True, exist_ok=True)
         busy = ExperimentRunning(f"another process looks at the experiment in {folder} at this moment")
         return locked(folder / ".lock", _LOCK_WAIT_S, busy=busy)
+
+
+def blocks_file(experiments: Experiments, number: int) -> Path:
+    """Where the blocks lie that looks at an experiment have seen."""
+    return experiments.folder / f"{number:06d}.blocks.jsonl"
+
+
+def blocks_seen(file: Path) -> list[Block]:
+    """The blocks in such a file; none before the first look."""
+    try:
+        lines = file.read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [Block.model_validate_json(line) for line in lines]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,28 @@ class Ranking:
     versions: dict[str, int]
     strengths: Strengths | None
     missing: str | None = None
+
+    def to_json(self, confidence: float) -> dict[str, Any]:
+        """As JSON has it; the baseline is the oldest policy on the scale."""
+        of: dict[str, Any] = {"scorer": self.scorer}
+        if (strengths := self.strengths) is None:
+            return of | {"versions": list(self.versions.values()), "missing": self.missing}
+        baseline = min(self.versions, key=lambda policy: self.versions[policy])
+        counts = dict(zip(strengths.policies, strengths.comparisons.tolist(), strict=True))
+        rows = [
+            {
+                "policy": version,
+                "sha256": policy,
+                "log_odds": strengths.strength(policy, confidence=confidence),
+                "win_rate": (0.5, 0.5, 0.5)
+                if policy == baseline
+                else strengths.win_rate(policy, baseline, confidence=confidence),
+                "comparisons": counts[policy],
+            }
+            for policy, version in self.versions.items()
+        ]
+        habits = {"longer": strengths.longer, "first": strengths.first}
+        return of | {"baseline": self.versions[baseline], "confidence": confidence, "policies": rows, **habits}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
 from evaluation.experiments.blocks import Observed
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.statistics.experiment import Decision, decide
@@ -21,6 +23,18 @@ def look(plan: ExperimentPlan, observed: Observed, *, watched_from: int | None =
     rows = observed.model_copy(update={"blocks": tuple(blocks)}).rows(plan)
     levels = replace(plan.for_statistics, alpha_rollback=plan.alpha_rollback / 2)
     return decide(rows, [outcome.for_statistics for outcome in plan.outcomes], levels)
+
+
+def sequence(
+    plan: ExperimentPlan, observed: Observed, *, watched_from: int | None = None, points: int = 40
+) -> list[tuple[int, Decision]]:
+    """What looks after the first block, after all of them, and at times between would have said: (blocks, decision).
+
+    ``points`` of them at most, evenly spaced. Of a committed candidate, blocks are counted from ``watched_from`` on.
+    """
+    blocks = [block for block in observed.blocks if watched_from is None or block.block >= watched_from]
+    after = sorted({round(at) for at in np.linspace(1, len(blocks), points)}) if blocks else []
+    return [(n, look(plan, Observed(blocks=tuple(blocks[:n])), watched_from=watched_from)) for n in after]
 
 
 def to_json(decision: Decision, observed: Observed) -> dict[str, Any]:

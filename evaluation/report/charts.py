@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -16,6 +16,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from evaluation.report.evidence import Race, Spent
+from evaluation.report.rows import LivePath
 from evaluation.results import Interval
 from evaluation.statistics.intervals import Floats
 
@@ -30,6 +32,7 @@ SWAP: Final = "#8a63b8"
 
 _WIDE: Final = 10.6  # inches that fill the page, so that text is as large as in half-page pictures of 5.2
 _CROWD: Final = 14  # more marks than this get no words of their own
+_POINTS: Final = 160  # of a sequence that are drawn, and no more: the page is one file
 
 _STYLE: Final = {
     "svg.fonttype": "none",  # text stays text: it takes the page's font and can be selected
@@ -42,6 +45,7 @@ _STYLE: Final = {
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.labelsize": 10,
+    "axes.formatter.useoffset": False,
     "grid.color": GRID,
     "grid.linewidth": 0.8,
     "xtick.color": MUTED,
@@ -62,32 +66,57 @@ _STYLE: Final = {
 }
 
 
+class Point(NamedTuple):
+    """A policy's figure: hollow and red if it was ``refused``, joined to its neighbours if it ``served``."""
+
+    version: int
+    found: Interval
+    refused: bool
+    served: bool
+
+
 @mpl.rc_context(_STYLE)
-def by_policy(points: Sequence[tuple[int, Interval, bool]], *, colour: str, percent: bool, label: str) -> str:
-    """One measure by policy (version, estimate, whether it was refused); the line joins those that served."""
-    figure, axes = _figure(5.2, 3.1)
-    places = np.arange(len(points))
-    served = [i for i, (_, _, refused) in enumerate(points) if not refused]
-    axes.plot(served, [points[i][1].value for i in served], color=colour, alpha=0.35, linewidth=1.6, zorder=2)
-    for i, (_, found, refused) in enumerate(points):
-        shade = BAD if refused else colour
-        axes.plot([i, i], [found.low, found.high], color=shade, linewidth=2.2, alpha=0.55, zorder=3)
-        for end in (found.low, found.high):
-            axes.plot([i - 0.07, i + 0.07], [end, end], color=shade, linewidth=1.6, alpha=0.55, zorder=3)
-        axes.plot(
-            i, found.value, "o", markersize=7.5, markeredgewidth=2, color=shade, zorder=4,
-            markerfacecolor="white" if refused else shade,
-        )  # fmt: skip
-        words = "" if len(points) > _CROWD else f"{found.value:.1%}" if percent else f"{found.value:.3f}"
-        axes.annotate(
-            words, (i, found.value), xytext=(9, 0), textcoords="offset points", va="center", fontsize=10, zorder=5,
-            path_effects=[withStroke(linewidth=4, foreground="white")],
-        )  # fmt: skip
-    every = len(points) // _CROWD + 1
-    axes.set_xticks(places[::every], [f"v{point[0]}" for point in points[::every]])
-    axes.set_xlim(-0.5, len(points) - 0.5 + 0.35)
+def by_policy(suites: Sequence[tuple[str, Sequence[Point]]], *, colour: str, percent: bool, label: str) -> str:
+    """One measure by policy, suite by suite (what is written under it, points): a line joins the policies that served,
+    and never those of two suites."""
+    figure, axes = _figure(5.2, 3.1 if len(suites) == 1 else 3.4)
+    count = sum(len(points) for _, points in suites)
+    at, ticks = 0.0, list[tuple[float, str]]()
+    for under, points in suites:
+        places = at + np.arange(len(points))
+        served = [i for i, point in enumerate(points) if point.served]
+        values = [points[i].found.value for i in served]
+        axes.plot(places[served], values, color=colour, alpha=0.35, linewidth=1.6, zorder=2)
+        for place, (version, found, refused, _) in zip(places, points, strict=True):
+            shade = BAD if refused else colour
+            axes.plot([place, place], [found.low, found.high], color=shade, linewidth=2.2, alpha=0.55, zorder=3)
+            for end in (found.low, found.high):
+                axes.plot([place - 0.07, place + 0.07], [end, end], color=shade, linewidth=1.6, alpha=0.55, zorder=3)
+            axes.plot(
+                place, found.value, "o", markersize=7.5, markeredgewidth=2, color=shade, zorder=4,
+                markerfacecolor="white" if refused else shade,
+            )  # fmt: skip
+            words = f"{found.value:.1%}" if percent else f"{found.value:.3f}"
+            axes.annotate(
+                words if count <= _CROWD // (1 if len(suites) == 1 else 2) else "", (place, found.value),
+                xytext=(9, 0), textcoords="offset points", va="center", fontsize=10, zorder=5,
+                path_effects=[withStroke(linewidth=4, foreground="white")],
+            )  # fmt: skip
+            ticks.append((place, f"v{version}"))
+        if under:
+            axes.annotate(
+                under, ((places[0] + places[-1]) / 2, 0), xycoords=("data", "axes fraction"), xytext=(0, -20),
+                textcoords="offset points", ha="center", va="top", fontsize=9.5, color=MUTED, annotation_clip=False,
+            )  # fmt: skip
+        if at:
+            axes.axvline(at - 0.75, color=GRID, linewidth=1, zorder=1)
+        at = places[-1] + 1.5
+    every = count // _CROWD + 1
+    axes.set_xticks([place for place, _ in ticks[::every]], [name for _, name in ticks[::every]])
+    axes.set_xlim(-0.5, at - 1.0 + 0.35)
     axes.grid(axis="x", visible=False)
-    low, high = min(found.low for _, found, _ in points), max(found.high for _, found, _ in points)
+    all_found = [point.found for _, points in suites for point in points]
+    low, high = min(one.low for one in all_found), max(one.high for one in all_found)
     span = (high - low) or max(abs(high), 1.0) * 0.2
     axes.set_ylim(max(low - 0.15 * span, -0.02 * span if low >= 0 else -np.inf), high + 0.15 * span)
     if percent:
@@ -124,6 +153,131 @@ def gates(rows: Sequence[Any], *, percent: bool, label: str) -> str:
     scale, digits = (100, 0) if percent else (1, 2)
     axes.xaxis.set_major_formatter(lambda value, _: _signed(scale * value, digits))
     axes.set_xlabel("candidate less incumbent" + (", points" if percent else ""))
+    return _svg(figure, label)
+
+
+@mpl.rc_context(_STYLE)
+def spending(candidates: Sequence[Spent], *, label: str) -> str:
+    """What was spent of the error budget after each candidate, under the alpha that was in force."""
+    figure, axes = _figure(_WIDE, 2.2)
+    x = np.arange(1, len(candidates) + 1)
+    spent = np.array([one.so_far for one in candidates])
+    alpha = np.array([one.alpha for one in candidates])
+    edges = np.append(x - 0.5, x[-1] + 0.5)
+    axes.stairs(alpha, edges, baseline=None, color=INK, linewidth=1.2, label="alpha")
+    axes.stairs(spent, edges, color=KL, fill=True, alpha=0.16, linewidth=0)
+    axes.stairs(spent, edges, baseline=None, color=KL, linewidth=2, label="spent so far")
+    every = len(x) // _CROWD + 1
+    axes.set_xticks(x[::every], [f"v{one.candidate}" for one in candidates[::every]])
+    axes.set_xlim(0.5, len(x) + 0.5)
+    axes.set_ylim(0, alpha.max() * 1.12)
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.grid(axis="x", visible=False)
+    axes.legend(loc="lower right", ncols=2)
+    return _svg(figure, label)
+
+
+@mpl.rc_context(_STYLE)
+def races(rows: Sequence[Race], *, label: str) -> str:
+    """Mean gain and its bounds after each item, a panel per candidate; the gain that must be shown is the dark line."""
+    columns = min(3, len(rows))
+    lines = -(-len(rows) // columns)
+    figure = Figure(figsize=(_WIDE, 2.5 * lines + 0.2), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False).ravel()
+    for axes in panels[len(rows) :]:
+        axes.set_visible(False)
+    for axes, row in zip(panels, rows, strict=False):
+        shade, words = _VERDICTS.get(row.verdict, (BAD, "refused"))
+        n, mean = len(row.gains), row.running_mean
+        at = np.unique(np.linspace(0, n - 1, _POINTS).round().astype(int))
+        x, low, high = np.append(at + 1, n * 1.02 + 1), _held(row.lower[at]), _held(row.upper[at])
+        axes.fill_between(x, low, high, color=shade, alpha=0.15, linewidth=0, step="post")
+        axes.step(x, low, where="post", color=shade, linewidth=1.1, alpha=0.8)
+        axes.step(x, high, where="post", color=shade, linewidth=1.1, alpha=0.8)
+        axes.plot(at + 1, mean[at], color=shade)
+        axes.axhline(row.least, color=INK, linewidth=1.1)
+        if row.worthwhile > row.least:
+            axes.axhline(row.worthwhile, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        # Bounds begin as wide as rewards can be: what is drawn is where they have narrowed to the scale of the gain.
+        late = slice(n // 4, None)
+        seen = np.concatenate([row.lower[late], row.upper[late], mean[late], [row.least, row.worthwhile]])
+        room = 0.08 * (seen.max() - seen.min() or 1.0)
+        axes.set_ylim(seen.min() - room, seen.max() + room)
+        axes.set_xlim(0, n * 1.02 + 1)
+        axes.set_title(f"v{row.candidate} against v{row.incumbent}: {words}", fontsize=10.5, color=shade, loc="left")
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.yaxis.set_major_formatter(lambda value, _: _signed(value, 2))
+        axes.grid(axis="x", visible=False)
+    for axes in panels[max(0, len(rows) - columns) : len(rows)]:
+        axes.set_xlabel("items that decided")
+    return _svg(figure, label)
+
+
+@mpl.rc_context(_STYLE)
+def segments(race: Race, *, label: str) -> str:
+    """Gain and interval of each segment of a candidate's items; the dark line is what none may fall below."""
+    rows = race.segments
+    figure, axes = _figure(_WIDE, 0.9 + 0.4 * len(rows))
+    for i, row in enumerate(rows):
+        shade = {"refuted": BAD, "shown": GOOD}.get(row.state or "", MUTED)
+        axes.plot([row.low, row.high], [i, i], color=shade, linewidth=7, alpha=0.22, zorder=2)
+        axes.plot(row.gain, i, "o", color=shade, markersize=8, zorder=3)
+        axes.annotate(
+            f"{row.n:,} items", (1.0, i), xycoords=("axes fraction", "data"), xytext=(8, 0),
+            textcoords="offset points", va="center", color=MUTED, fontsize=10, annotation_clip=False,
+        )  # fmt: skip
+    axes.axvline(0, color="#aab3bf", linewidth=1, zorder=1)
+    if race.segment_margin is not None:
+        axes.axvline(-race.segment_margin, color=INK, linewidth=1.2, zorder=1)
+    axes.set_yticks(range(len(rows)), [row.name for row in rows])
+    axes.tick_params(axis="y", labelcolor=INK)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.xaxis.set_major_formatter(lambda value, _: _signed(value, 2))
+    axes.set_xlabel(f"v{race.candidate} less v{race.incumbent}")
+    return _svg(figure, label)
+
+
+@mpl.rc_context(_STYLE)
+def experiment(paths: Sequence[LivePath], *, label: str) -> str:
+    """Candidate less control over closed blocks, a panel per outcome; behind a commit its bounds begin anew."""
+    outcomes = list(dict.fromkeys(path.outcome for path in paths))
+    figure = Figure(figsize=(_WIDE, 1.95 * len(outcomes) + 0.5), layout="constrained")
+    panels = figure.subplots(len(outcomes), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, outcome in zip(panels, outcomes, strict=True):
+        ends = [0.0]
+        for path in (path for path in paths if path.outcome == outcome):
+            shade = SWAP if path.watched else REWARD
+            x, value = np.array(path.blocks), np.array(path.value)
+            low, high = np.array(path.low), np.array(path.high)
+            axes.fill_between(x, low, high, color=shade, alpha=0.14, linewidth=0, step="post")
+            axes.plot(x, value, color=shade, marker="o", markersize=2.6, linewidth=1.6)
+            axes.step(x, low, where="post", color=shade, linewidth=1, alpha=0.8)
+            axes.step(x, high, where="post", color=shade, linewidth=1, alpha=0.8)
+            late = slice(len(x) // 4, None)
+            ends += [*low[late], *high[late], *value[late]]
+            if path.watched:
+                axes.axvline(x[0] - 0.5, color=SWAP, linewidth=1.2, linestyle=(0, (4, 3)))
+                axes.annotate(
+                    "committed", (x[0] - 0.5, 1.0), xycoords=("data", "axes fraction"), xytext=(0, 3),
+                    textcoords="offset points", ha="center", va="bottom", color=SWAP, fontsize=9.5,
+                    annotation_clip=False,
+                )  # fmt: skip
+            if path.bar is not None:
+                axes.axhline(path.bar, color=INK, linewidth=1, linestyle=(0, (4, 3)))
+                ends.append(path.bar)
+        known = [end for end in ends if np.isfinite(end)]
+        room = 0.08 * (max(known) - min(known) or 1.0)
+        axes.set_ylim(min(known) - room, max(known) + room)
+        axes.axhline(0, color=INK, linewidth=1.1)
+        axes.set_ylabel(outcome.replace("latency_s", "latency, s"))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.grid(axis="x", visible=False)
+    panels[-1].set_xlabel("closed blocks")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.align_ylabels(list(panels))
     return _svg(figure, label)
 
 
@@ -249,6 +403,11 @@ def _smooth(values: Floats) -> Floats:
     """Centred mean over five steps, fewer at the ends; NaN counts for nothing."""
     windows = (values[max(0, i - 2) : i + 3] for i in range(len(values)))
     return np.array([np.nan if np.isnan(near).all() else np.nanmean(near) for near in windows])
+
+
+def _held(bounds: Floats) -> Floats:
+    """With the last one once more, so that a step at the very end shows."""
+    return np.append(bounds, bounds[-1])
 
 
 def _signed(value: float, digits: int) -> str:

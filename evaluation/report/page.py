@@ -8,13 +8,15 @@ from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import jinja2
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
 from evaluation.report import charts
+from evaluation.report.evidence import Race, Spending, Style
+from evaluation.report.rows import ExperimentRow, MoveRow, PolicyRow, Row, RunRow, SuiteRow
 from evaluation.results import Evaluation, Interval, Sample
 from feedback.files import replace_file
 
@@ -26,28 +28,22 @@ _MEASURES: Final = (
     ("entropy", "entropy", charts.GOOD),
     ("response_length", "length, tokens", charts.MUTED),
 )
+_STYLE_NAMES: Final = (
+    ("length", "Length, tokens"),
+    ("truncation", "Cut off"),
+    ("distinct_n", "Distinct-2"),
+    ("repetition", "Repetition"),
+    ("kl", "KL, nats/token"),
+    ("kl_v1", "KL to the first"),
+)
 _BINS: Final = 120
 _GATES: Final = 30  # the last verdicts, which are drawn; the table has all
+_RACES: Final = 12  # the last candidates whose confidence sequences are drawn
+_SUITES: Final = 8  # the last suites, of which results are drawn
+_EXPERIMENTS: Final = 4  # the last experiments, which are drawn
 
 
-class _Row(BaseModel):
-    # A row may carry more than the report shows: callers pass whole records.
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class PolicyRow(_Row):
-    """A policy and what the held-out suite says of it, if it was evaluated (a ``PolicyResult`` fits)."""
-
-    version: int
-    parent: int | None = None
-    accuracy: Interval | None = None
-    reward: Interval | None = None
-    n: int | None = None
-    proxy: float | None = None
-    """What the reward model says of the same answers: the mean probability that people find one good."""
-
-
-class GateRow(_Row):
+class GateRow(Row):
     """A verdict of the gate (``Verdict.model_dump()`` fits). The interval is a picture; ``e_value`` decides, by
     ``level``."""
 
@@ -70,7 +66,7 @@ class GateRow(_Row):
     kl: float | None = None
 
 
-class SwapRow(_Row):
+class SwapRow(Row):
     """One swap in a replica, as its server notes it."""
 
     at: datetime
@@ -94,13 +90,25 @@ class ReportData(BaseModel):
     that ``samples`` compares. ``traffic`` is what ``traffic()`` returns. ``totals`` are counts by name;
     ``X_acknowledged`` and ``X_in_lake`` are shown as a pair. ``stages`` are seconds by name. ``reward_model`` is the
     version that ``proxy`` of the policies is by, and ``agreement`` how often it says what the scorer says.
-    ``best_of`` are evaluations whose incumbent had the best of several responses scored.
+    ``best_of`` are evaluations whose incumbent had the best of several responses scored, ``judged`` those in which a
+    judge compared answers, ``rankings`` all policies on each judge's scale (``Ranking.to_json``). ``metric`` is the
+    gate's. ``suites`` are results by suite, oldest first; without any, those of ``policies`` are of one. ``moves`` are
+    the serving pointer's.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     title: str
+    metric: Literal["reward", "accuracy"] = "reward"
     policies: tuple[PolicyRow, ...] = ()
+    suites: tuple[SuiteRow, ...] = ()
+    moves: tuple[MoveRow, ...] = ()
+    spending: Spending | None = None
+    races: tuple[Race, ...] = ()
+    experiments: tuple[ExperimentRow, ...] = ()
+    runs: tuple[RunRow, ...] = ()
+    judged: tuple[Evaluation, ...] = ()
+    rankings: tuple[dict[str, Any], ...] = ()
     training: dict[str, list[dict[str, Any]]] = {}
     gates: tuple[GateRow, ...] = ()
     best_of: tuple[Evaluation, ...] = ()
@@ -136,6 +144,34 @@ class ReportData(BaseModel):
         return [gate for gate in self.gates if None not in (gate.difference, gate.ci_low, gate.ci_high)][-_GATES:]
 
     @cached_property
+    def segmented(self) -> list[Race]:
+        """The last candidates whose items have segments."""
+        return [race for race in self.races if race.segments][-_RACES:]
+
+    @cached_property
+    def styled(self) -> list[Race]:
+        """The last candidates of whose answers something is known."""
+        return [race for race in self.races if race.style][-_GATES:]
+
+    @cached_property
+    def diverse(self) -> bool:
+        """Whether the diversity of any policy's answers is known."""
+        return any(row.distinct_1 is not None for row in self.policies)
+
+    def gate_of(self, candidate: int | None) -> GateRow | None:
+        """The last verdict on a candidate."""
+        return next((gate for gate in reversed(self.gates) if gate.candidate == candidate), None)
+
+    @cached_property
+    def drawn_experiments(self) -> list[tuple[ExperimentRow, str]]:
+        """The last experiments of which a block has closed, with their pictures."""
+        return [
+            (one, charts.experiment(one.paths, label=f"Experiment {one.number}, difference over closed blocks"))
+            for one in self.experiments
+            if one.paths
+        ][-_EXPERIMENTS:]
+
+    @cached_property
     def budget(self) -> GateRow | None:
         """The verdict by which most levels had been given."""
         known = [gate for gate in self.gates if gate.levels_given is not None]
@@ -147,10 +183,101 @@ class ReportData(BaseModel):
         return sorted(self.policies, key=lambda row: row.version)
 
     @cached_property
-    def served(self) -> list[tuple[int, float]]:
-        """(version, held-out accuracy) of what users met, if it is known: the first policy and those that passed."""
-        met = [row for i, row in enumerate(self.ranked) if i == 0 or row.version in self.passed]
-        return [(row.version, row.accuracy.value) for row in met if row.accuracy]
+    def measures(self) -> list[Literal["reward", "accuracy"]]:
+        """What is known of policies, the gate's metric first."""
+        names: list[Literal["reward", "accuracy"]] = ["accuracy", "reward"]
+        known = [name for name in names if any(getattr(row, name) for of in self.results for row in of.policies)]
+        return sorted(known, key=lambda name: name != self.metric)
+
+    @cached_property
+    def results(self) -> tuple[SuiteRow, ...]:
+        """Results by suite, oldest first."""
+        if self.suites or not any(row.reward or row.accuracy for row in self.policies):
+            return self.suites
+        items = max((row.n or 0 for row in self.policies), default=0)
+        return (SuiteRow(name="suite", items=items, policies=tuple(self.ranked)),)
+
+    @cached_property
+    def letters(self) -> dict[int, str]:
+        """The letter of the newest suite that each policy has results of; empty while there is one suite only."""
+        if len(self.results) < 2:
+            return {}
+        return {row.version: _letter(i) for i, of in enumerate(self.results) for row in of.policies}
+
+    @cached_property
+    def met(self) -> list[int]:
+        """The policies that users met, in the order in which they came to serve; the first one before any move."""
+        if not self.moves:
+            return [row.version for row in self.ranked[:1]]
+        return list(dict.fromkeys(move.version for move in self.moves if move.served))
+
+    @cached_property
+    def current(self) -> int | None:
+        """The policy that serves, or is to serve."""
+        if self.moves:
+            return self.moves[-1].version
+        return self.ranked[0].version if self.ranked else None
+
+    @cached_property
+    def progress(self) -> list[tuple[int, float]]:
+        """(version, the gate's metric) of the policy that serves, and before it that of the first one which users met
+        and which answered the same items; of the newest items that there are both of."""
+        best: list[tuple[int, float]] = []
+        for suite in self.results:
+            known = {row.version: found.value for row in suite.policies if (found := getattr(row, self.metric))}
+            if self.current not in known:
+                continue
+            before = [version for version in self.met if version in known and version != self.current][:1]
+            if before or len(best) < 2:
+                best = [(version, known[version]) for version in (*before, self.current)]
+        return best
+
+    def tags(self, version: int) -> list[tuple[str, str]]:
+        """What became of a policy, with the tone of each word: good, bad or plain."""
+        moves = [move for move in self.moves if move.version == version]
+        found = [("first", "")] if self.ranked and version == self.ranked[0].version else []
+        if any(move.override for move in moves):
+            found.append(("override", ""))
+        if moves:
+            found += _FATES.get(moves[-1].fate, [(moves[-1].fate, "")])
+        elif version in self.refused:
+            found.append(("refused", "bad"))
+        elif version in self.undecided:
+            found.append(("undecided", ""))
+        elif version in self.passed:
+            found.append(("passed, not promoted", ""))
+        elif not found:
+            found.append(("not judged", ""))
+        for tried in (one for one in self.experiments if one.candidate == version and not one.committed):
+            if tried.decision is None:
+                found.append((f"in experiment {tried.number}", ""))
+            elif tried.decision != "kept":
+                found.append((f"experiment {tried.number}: {tried.decision}", "bad" * (tried.decision == "roll back")))
+        return found
+
+    def since(self, version: int) -> bool:
+        """Whether anything became of a policy behind its verdict."""
+        return any(move.version == version for move in self.moves) or any(
+            tried.candidate == version for tried in self.experiments
+        )
+
+    @cached_property
+    def undone(self) -> list[MoveRow]:
+        """Promotions that were taken back: by a server that refused the policy, an experiment, or a person."""
+        return [move for move in self.moves if not move.back and move.fate in ("rolled back", "refused by the server")]
+
+
+_FATES: Final[dict[str, list[tuple[str, str]]]] = {
+    "serves": [("serves", "good")],
+    "replaced": [("promoted", "good"), ("replaced", "")],
+    "rolled back": [("rolled back", "bad")],
+    "refused by the server": [("refused by the server", "bad")],
+}
+
+
+def _letter(number: int) -> str:
+    """A, B, ..., Z, AA, AB, ..."""
+    return (_letter(number // 26 - 1) if number >= 26 else "") + chr(ord("A") + number % 26)
 
 
 def build(data: ReportData, path: Path) -> Path:
@@ -161,6 +288,7 @@ def build(data: ReportData, path: Path) -> Path:
         tiles=_tiles(data),
         pictures=_pictures(data),
         totals=_plain_totals(data.totals),
+        style_names=_style_names(data),
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, page.encode())
@@ -201,13 +329,21 @@ def traffic(connection: Any, *, bins: int = _BINS) -> pa.Table | None:
 
 def _headline(data: ReportData) -> str:
     parts = []
-    if data.served:
-        (first, before), (last, after) = data.served[0], data.served[-1]
-        since = f"; v{first}, which the loop started from, {before:.1%}" if len(data.served) > 1 else ""
-        parts.append(f"On held-out prompts, policy v{last} answers {after:.1%} right{since}.")
+    if data.progress:
+        last, after = data.progress[-1]
+        since = ""
+        if len(data.progress) > 1:
+            first, before = data.progress[0]
+            origin = "which the loop started from, " if first == data.ranked[0].version else "on the same ones, "
+            since = f"; v{first}, {origin}{_score(data, before)}"
+        says = "answers {} right" if data.metric == "accuracy" else "has a mean reward of {}"
+        parts.append(f"On held-out prompts, policy v{last} {says.format(_score(data, after))}{since}.")
     if data.gates:
         waits = f", {len(data.undecided)} undecided" if data.undecided else ""
         parts.append(f"Of {_count(len(data.gates), 'candidate')}, {_passes(data)} passed the gate{waits}.")
+    if data.undone:
+        count = sum(not move.back and move.previous is not None for move in data.moves)
+        parts.append(f"Of {_count(count, 'promotion')}, {len(data.undone)} did not last.")
     failed = data.totals.get("failed_requests")
     if data.swaps and failed is not None:
         swaps = sum(swap.ok for swap in data.swaps)
@@ -223,16 +359,22 @@ def _tiles(data: ReportData) -> list[dict[str, str]]:
     def add(name: str, value: str, note: str = "", tone: str = "") -> None:
         tiles.append({"name": name, "value": value, "note": note, "tone": tone})
 
-    if len(data.served) > 1:
-        (first, before), (last, after) = data.served[0], data.served[-1]
-        gain = 100 * (after - before)
-        add("Held-out accuracy", f"{gain:+.1f}", f"points, v{first} to v{last}", "good" if gain > 0 else "bad")
+    if len(data.progress) > 1:
+        (first, before), (last, after) = data.progress
+        gain = after - before
+        shown, unit = (f"{100 * gain:+.1f}", "points, ") if data.metric == "accuracy" else (f"{gain:+.3f}", "")
+        tone = "good" if gain > 0 else "bad" if gain < 0 else ""
+        add(f"Held-out {data.metric}", shown.replace("-", "−"), f"{unit}v{first} to v{last}, same items", tone)
     if data.gates:
         passed, undecided = _passes(data), sum(gate.verdict == "undecided" for gate in data.gates)
         waits = f", {undecided} undecided" if undecided else ""
         refused = len(data.gates) - passed - undecided
         add("Candidates", f"{passed} of {len(data.gates)}", f"passed, {refused} refused{waits}")
-    if (budget := data.budget) is not None and budget.levels_given is not None:
+    if data.spending is not None:
+        last_budget = data.spending.budgets[-1]
+        share = f"{last_budget.spent / last_budget.alpha:.0%}"
+        add("Error budget spent", share, f"of {last_budget.alpha:g}; {data.spending.promise}")
+    elif (budget := data.budget) is not None and budget.levels_given is not None:
         add("Levels given", f"{budget.levels_given:.3g}", str(budget.budget))
     if data.swaps:
         holds = [swap.hold_ms for swap in data.swaps if swap.ok and swap.hold_ms is not None]
@@ -269,17 +411,24 @@ def _plain_totals(totals: Mapping[str, Any]) -> dict[str, str]:
 
 def _pictures(data: ReportData) -> dict[str, str | None]:
     """SVG by name; None where there is nothing to draw."""
-    pictures: dict[str, str | None] = dict.fromkeys(("accuracy", "reward", "gates", "training", "serving", "stages"))
-    for name, colour in (("accuracy", charts.GOOD), ("reward", charts.REWARD)):
-        if points := [
-            (row.version, found, row.version in data.refused) for row in data.ranked if (found := getattr(row, name))
-        ]:
-            label = f"Held-out {name} by policy"
-            pictures[name] = charts.by_policy(points, colour=colour, percent=name == "accuracy", label=label)
+    pictures: dict[str, str | None] = dict.fromkeys(
+        ("accuracy", "reward", "gates", "spending", "races", "segments", "training", "serving", "stages")
+    )
+    for name in data.measures:
+        colour = charts.GOOD if name == "accuracy" else charts.REWARD
+        suites = [(name_of, points) for name_of, of in _drawn_suites(data) if (points := _points(data, of, name))]
+        label = f"Held-out {name} by policy"
+        pictures[name] = charts.by_policy(suites, colour=colour, percent=name == "accuracy", label=label)
     if data.drawn_gates:
         percent = all(gate.metric == "accuracy" for gate in data.gates)
         label = "Difference and interval at each gate"
         pictures["gates"] = charts.gates(data.drawn_gates, percent=percent, label=label)
+    if data.spending is not None and data.spending.candidates:
+        pictures["spending"] = charts.spending(data.spending.candidates, label="Error budget spent by candidate")
+    if drawn := [race for race in data.races if len(race.gains)][-_RACES:]:
+        pictures["races"] = charts.races(drawn, label="Mean gain over items, with its bounds, by candidate")
+    if (segmented := data.segmented) and segmented[-1].segments:
+        pictures["segments"] = charts.segments(segmented[-1], label="Gain of each segment")
     runs = {name: rows for name, rows in data.training.items() if rows}
     known = {key for rows in runs.values() for row in rows for key, value in row.items() if value is not None}
     if "kl_ref" in known:
@@ -301,6 +450,28 @@ def _pictures(data: ReportData) -> dict[str, str | None]:
     return pictures
 
 
+def _drawn_suites(data: ReportData) -> list[tuple[str, SuiteRow]]:
+    """The last suites with what is written under them: nothing while there is one only."""
+    named = [(f"{_letter(i)} · {_number(of.items)}", of) for i, of in enumerate(data.results)]
+    return named[-_SUITES:] if len(named) > 1 else [("", of) for _, of in named]
+
+
+def _points(data: ReportData, suite: SuiteRow, name: str) -> list[charts.Point]:
+    """The policies of a suite that have this measure. Without moves of the pointer, all that no gate refused count as
+    having served."""
+    refused = data.refused - set(data.met)
+    served = set(data.met) if data.moves else {row.version for row in suite.policies} - refused
+    return [
+        charts.Point(row.version, found, row.version in refused, row.version in served)
+        for row in suite.policies
+        if (found := getattr(row, name)) is not None
+    ]
+
+
+def _score(data: ReportData, value: float) -> str:
+    return f"{value:.1%}" if data.metric == "accuracy" else f"{value:.3f}"
+
+
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("evaluation.report"), autoescape=True, undefined=jinja2.StrictUndefined,
@@ -309,8 +480,24 @@ def _template() -> jinja2.Template:
     environment.filters["percent"] = lambda value: f"{value:.1%}"
     environment.filters["number"] = _number
     environment.filters["clock"] = lambda at: datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S")
+    environment.filters["moment"] = lambda at: datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    environment.filters["style"] = _style
+    environment.filters["signed2"] = lambda value: f"{value:+.2f}".replace("-", "−")
     environment.filters["signed"] = lambda value: f"{value:+.3f}".replace("-", "−")
     return environment.get_template("report.html.jinja")
+
+
+def _style_names(data: ReportData) -> list[tuple[str, str]]:
+    """The figures of answers that are known of any candidate, with their titles."""
+    known = {found.name for race in data.races for found in race.style}
+    return [(name, title) for name, title in _STYLE_NAMES if name in known]
+
+
+def _style(found: Style) -> str:
+    """A figure of both policies' answers, the incumbent's first."""
+    form = {"length": "{:.1f}", "truncation": "{:.1%}"}.get(found.name, "{:.3f}")
+    pair = [form.format(value) for value in (found.incumbent, found.candidate) if value is not None]
+    return " → ".join(pair)
 
 
 def _number(value: float) -> str:

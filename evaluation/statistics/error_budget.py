@@ -97,6 +97,35 @@ def levels(budget: ErrorBudget, history: Iterable[Event]) -> dict[str, float]:
     return account.levels
 
 
+@dataclass(frozen=True)
+class Given:
+    """The ``level`` that a candidate was given, and the ``budget`` in force then.
+
+    ``spent``: the sum over all candidates up to this one that ``budget``'s rule keeps at alpha or below, of all L_t
+    with ``fixed_horizon`` and of all w_t with ``e_lond``.
+    """
+
+    candidate: str
+    level: float
+    spent: float
+    budget: ErrorBudget
+
+
+def given(history: Iterable[Event]) -> list[Given]:
+    """What each candidate of a history was given, in order. Raises ValueError if one comes before any budget."""
+    account: _Account | None = None
+    found: list[Given] = []
+    for event in history:
+        if isinstance(event, ErrorBudget):
+            account = account or _Account(event)
+        elif account is None:
+            raise ValueError(f"candidate {event.candidate!r} has a level, and no budget was declared before it")
+        account.add(event)
+        if not isinstance(event, ErrorBudget) and len(account.levels) > len(found):
+            found.append(Given(event.candidate, account.levels[event.candidate], account.spent, account.budget))
+    return found
+
+
 def promise(budgets: Iterable[ErrorBudget]) -> str:
     """What a history promises in which these were in force, in words. Raises ValueError if there was none."""
     declared = list(budgets)
@@ -117,6 +146,11 @@ class _Account:
 
     def __post_init__(self) -> None:
         self._declare(self.budget)
+
+    @property
+    def spent(self) -> float:
+        """The sum that the rule in force bounds."""
+        return math.fsum(self.weights if self.budget.rule == "e_lond" else self.levels.values())
 
     def add(self, event: Event) -> None:
         if isinstance(event, ErrorBudget):

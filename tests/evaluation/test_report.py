@@ -89,9 +89,31 @@ def data() -> ReportData:
     ]
     swap = {"at": START.isoformat(), "from": 1, "to": 2, "hold_ms": 28.4, "in_flight": 31, "generation": 2}
     failure = {"at": (START + timedelta(seconds=30)).timestamp(), "from": 2, "to": 3, "ok": False, "error": "bad hash"}
+    moves = [
+        {
+            "at": START.isoformat(),
+            "version": 1,
+            "previous": None,
+            "who": "init",
+            "why": "init",
+            "served": True,
+            "fate": "replaced",
+        },
+        {
+            "at": START.isoformat(),
+            "version": 2,
+            "previous": 1,
+            "who": "cycle",
+            "why": "passed",
+            "served": True,
+            "fate": "serves",
+        },
+    ]
     return ReportData(
         title="A loop & its <turns>",
+        metric="accuracy",
         policies=policies,
+        moves=moves,
         training={
             "cycle 1": [{"step": i, "reward": 0.1 * i, "kl_ref": 0.01 * i, "entropy": None} for i in range(6)],
             "cycle 2": [{"step": 0, "reward": float("nan"), "kl_ref": 0.0}],
@@ -179,12 +201,14 @@ def test_policies_that_a_judge_scored_have_no_accuracy(data: ReportData, tmp_pat
     judged = tuple(row.model_copy(update={"accuracy": None}) for row in data.policies)
     gates = tuple(gate.model_copy(update={"metric": "reward"}) for gate in data.gates)
     page = Page(
-        build(data.model_copy(update={"policies": judged, "gates": gates}), tmp_path / "report.html").read_text()
+        build(
+            data.model_copy(update={"policies": judged, "gates": gates, "metric": "reward"}), tmp_path / "report.html"
+        ).read_text()
     )
     assert "ccuracy" not in page.text
     assert "Held-out reward by policy" in page.pictures()
     assert "Held-out accuracy by policy" not in page.pictures()
-    assert "v2 v1 0.600 0.500 – 0.700 300 promoted" in page.text
+    assert "v2 v1 0.600 0.500 – 0.700 300 serves" in page.text
 
 
 def evaluation() -> Evaluation:

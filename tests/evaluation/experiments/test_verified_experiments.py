@@ -154,6 +154,15 @@ def test_after_a_commit_only_what_came_since_is_harm(ledger: Ledger) -> None:
     assert since.differences[0].candidates + since.differences[0].controls == 60
 
 
+def test_a_sequence_of_looks_has_what_each_would_have_said_at_its_time() -> None:
+    assert looks.sequence(PLAN, Observed(blocks=())) == []
+    found = looks.sequence(PLAN, LIKED, points=7)
+    assert [n for n, _ in found] == [1, 11, 21, 30, 40, 50, 60]
+    for n, decision in found:
+        assert decision == looks.look(PLAN, Observed(blocks=LIKED.blocks[:n]))
+    assert [n for n, _ in looks.sequence(PLAN, LIKED, watched_from=55)] == [1, 2, 3, 4, 5]
+
+
 def longer(seen: Observed) -> Observed:
     """With the next ten blocks."""
     return Observed(blocks=(*seen.blocks, *observed({"candidate": 0.9, "control": 0.3}, 70).blocks[60:]))

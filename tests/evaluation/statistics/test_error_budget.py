@@ -8,6 +8,7 @@ import scipy.special
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evaluation.statistics import error_budget
 from evaluation.statistics.error_budget import ErrorBudget, Look, level, levels
 
 FIXED = ErrorBudget(alpha=0.05, rule="fixed_horizon", horizon=4)
@@ -169,3 +170,22 @@ def test_who_declares_anew_after_each_refusal_passes_no_more_false_candidates_th
                 break
             history += [budget, Look(str(number), 1.0, "refuse")]
     assert passed / 4000 <= 0.05
+
+
+def test_what_was_spent_is_the_sum_that_the_rule_in_force_bounds():
+    weight = 0.05 / scipy.special.zeta(1.6)
+    history = [E_LOND, *looks("pass", "refuse"), ErrorBudget(0.06, "fixed_horizon", 10), Look("v3", 1.0, "refuse")]
+    first, second, third = error_budget.given(history)
+    assert (first.level, first.spent) == pytest.approx((weight, weight))
+    assert second.level == pytest.approx(2 * weight * 2**-1.6)  # raised by the pass
+    assert second.spent == pytest.approx(weight * (1 + 2**-1.6))  # as if it were not
+    assert third.level == pytest.approx(0.006)
+    assert third.spent == pytest.approx(first.level + second.level + third.level)
+    assert (second.budget.rule, third.budget.rule) == ("e_lond", "fixed_horizon")
+    assert {one.candidate: one.level for one in error_budget.given(history)} == levels(E_LOND, history)
+
+
+def test_a_level_before_any_budget_is_refused():
+    with pytest.raises(ValueError, match="'v1' has a level, and no budget was declared"):
+        error_budget.given(looks("pass"))
+    assert error_budget.given([]) == []
