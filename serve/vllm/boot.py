@@ -235,7 +235,8 @@ def _log_by_environment() -> None:
     logger.setLevel(envs.VLLM_LOGGING_LEVEL)
     if envs.VLLM_LOGGING_STREAM == "ext://sys.stderr":
         for handler in logger.handlers:
-            if isinstance(handler, logging.StreamHandler):
+            # vLLM's own one only: whoever else listens keeps what it writes to.
+            if type(handler) is logging.StreamHandler and handler.stream is sys.stdout:
                 handler.setStream(sys.stderr)
 
 
