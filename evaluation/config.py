@@ -299,6 +299,11 @@ class ExperimentConfig(Section):
         description="An experiment that has shown nothing by then ends, and nothing is promoted.",
     )
     look_seconds: float = Field(default=30.0, gt=0, description="Seconds between two looks at the evidence.")
+    look_timeout_seconds: float = Field(
+        default=600.0,
+        gt=0,
+        description="A look that takes longer is stopped; the next one comes to what it would have.",
+    )
     alpha_commit: float = Field(
         default=0.05, gt=0, le=0.5, description="The chance that a candidate that is no better is committed."
     )

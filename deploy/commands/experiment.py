@@ -10,6 +10,7 @@ import click
 
 from deploy.commands.common import as_json_option, pass_settings
 from deploy.config.root import Settings
+from deploy.supervise.children import stop_on_signals
 
 if TYPE_CHECKING:
     from serve.policies.experiments import Experiment
@@ -76,12 +77,16 @@ def stop(settings: Settings, number: int | None, why: str) -> None:
 
 
 @click.command()
+@click.option("--only-changes", is_flag=True, help="Say what is done, and nothing where nothing is.")
 @pass_settings
-def look(settings: Settings) -> None:
+def look(settings: Settings, only_changes: bool) -> None:
     """Look at the experiment that runs, and do what follows: commit, roll back, or nothing yet."""
     from deploy.loop.experiments import Controller
 
-    found = Controller(settings, say=click.echo).look()
+    with stop_on_signals():
+        found = Controller(settings, say=click.echo).look()
+    if only_changes:
+        return
     if found is None:
         return click.echo("no experiment runs")
     for line in describe(found):

@@ -150,24 +150,38 @@ class Scheduler:
 
     def _experiment(self) -> None:
         """Look at the experiment that runs, if one does. What goes wrong is said once, and tried again."""
-        try:
-            if Experiments(self._settings.policy_store().root).current() is not None:
-                from deploy.loop.experiments import Controller  # scipy and DuckDB, while there is an experiment
-
-                Controller(self._settings, say=lambda text: self._say(f"schedule: {text}")).look()
+        if Experiments(self._settings.policy_store().root).current() is None:
+            return
+        most, grace = self._settings.evaluation.experiment.look_timeout_seconds, self._settings.cycle.stop_grace_s
+        said: list[str] = []
+        command = ["experiment", "look", "--only-changes"]
+        code = self._run_child(_EXPERIMENT, command, log="experiments.log", grace=grace, most=most, follow=said.append)
+        if not code:
             self._experiment_trouble = None
-        except Exception as error:  # noqa: BLE001  whatever it was, the next look comes to what this one would have
-            if (trouble := f"{type(error).__name__}: {error}") != self._experiment_trouble:
+            for line in said:
+                self._say(f"schedule: {line}")
+        elif not self._stopping:
+            trouble = next((line for line in said if line.startswith("error: ")), f"it ended with code {code}")
+            if trouble != self._experiment_trouble:
                 self._say(f"schedule: the experiment could not be looked at: {trouble}; the next look tries again")
             self._experiment_trouble = trouble
 
-    def _run_child(self, name: str, command: list[str], *, log: str, grace: float, most: float) -> int | None:
+    def _run_child(
+        self,
+        name: str,
+        command: list[str],
+        *,
+        log: str,
+        grace: float,
+        most: float,
+        follow: Callable[[str], None] | None = None,
+    ) -> int | None:
         """Run a command of ours to its end; the exit code, None if the scheduling has ended."""
         with self._lock:
             if self._stopping:
                 return None
             self._overlap_reported.discard(name)
-            child = start(self._settings, name, command, log=log, grace=grace, follow=self._say)
+            child = start(self._settings, name, command, log=log, grace=grace, follow=follow or self._say)
             self._children[name] = child
         try:
             return child.wait(most)

@@ -27,6 +27,7 @@ from deploy.supervise import subreaper
 from deploy.supervise.children import child_variables
 from feedback import fork_server
 from feedback.process_exit import end_with_parent
+from feedback.process_signals import stop_signals_blocked
 
 _MODULES: Final = (
     "deploy.cli",
@@ -94,7 +95,7 @@ class _Activation:
         """Run the server to its end; its exit code."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
         file = self._listener.fileno()
-        with self._log.open("ab") as output:
+        with self._log.open("ab") as output, stop_signals_blocked():  # what it has forked ends in order, and then it
             server = subprocess.Popen(
                 [sys.executable, "-P", "-m", "deploy.supervise.preloaded", str(file), str(os.getpid())],
                 stdin=subprocess.DEVNULL,

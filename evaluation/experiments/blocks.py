@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
@@ -100,101 +101,11 @@ def observe(
 
     Raises BadEvidence for a reward outside its bounds, LakeError.
     """
-    with lake.connect(journal) as connection:
-        connection.execute(
-            f"""
-            CREATE TEMP TABLE mine AS
-            SELECT {_COLUMNS}, TRY_CAST(element_at(metadata, '{BLOCK}')[1] AS BIGINT) AS block
-            FROM interactions WHERE experiment = ? AND created_at >= to_timestamp(?)
-            """,
-            [experiment.number, experiment.started_at],
-        )
-        numbers = [row[0] for row in connection.execute("SELECT DISTINCT block FROM mine WHERE block >= 0").fetchall()]
-        turns = [experiment.turn(block) for block in sorted(numbers)]
-        drawn = pa.table(
-            {
-                "block": pa.array([turn.block for turn in turns], pa.int64()),
-                "drawn": pa.array([turn.variant for turn in turns], pa.string()),
-                "share": pa.array([turn.propensity for turn in turns], pa.float64()),
-                "closes": pa.array([experiment.begins(turn.block + 1) + plan.window_s for turn in turns], pa.float64()),
-            }
-        )
-        connection.register("drawn", drawn)
-        connection.execute(
-            """
-            CREATE TEMP TABLE counted AS
-            SELECT mine.*, drawn.closes FROM mine JOIN drawn USING (block)
-            WHERE variant = drawn.drawn AND propensity = drawn.share AND epoch(completed_at) <= closes
-            """
-        )
-        connection.execute(
-            """
-            CREATE TEMP TABLE said AS
-            SELECT feedback.*, epoch(feedback.created_at) <= counted.closes AS in_time
-            FROM feedback JOIN counted USING (tenant, response_id)
-            UNION ALL
-            SELECT feedback.*, epoch(feedback.created_at) <= counted.closes AS in_time
-            FROM feedback JOIN counted
-            ON feedback.tenant = counted.tenant AND feedback.rejected_response_id = counted.response_id
-            """
-        )
-        # A choice between responses of two blocks counts for neither if it came too late for one of them.
-        connection.execute(
-            """
-            CREATE TEMP TABLE in_time AS
-            SELECT DISTINCT * EXCLUDE (in_time) FROM said
-            QUALIFY bool_and(in_time) OVER (PARTITION BY tenant, feedback_id)
-            """
-        )
-        opinions = opinions_sql("in_time", plan.human, plan.kinds, among="counted")
-        connection.execute(f"CREATE TEMP TABLE opinions AS SELECT * FROM ({opinions})")
-        bounds = {outcome.name: outcome.bounds for outcome in plan.outcomes}
-        _check_rewards(connection, bounds.get("reward"))
-        connection.execute(
-            f"""
-            CREATE TEMP TABLE voices AS
-            SELECT block, tenant, CASE source WHEN '{ANYBODY}' THEN coalesce("user", source) ELSE source END AS who,
-                   avg(opinion) AS voice
-            FROM opinions JOIN counted USING (tenant, response_id)
-            GROUP BY block, tenant, who
-            """
-        )
-        per_block = connection.sql(
-            """
-            WITH of_requests AS (
-                SELECT block, any_value(variant) AS variant, any_value(propensity) AS propensity,
-                       any_value(closes) AS closes, count(*) AS requests,
-                       avg((status = 'error')::INTEGER) AS errors,
-                       avg(CASE WHEN seconds IS NOT NULL THEN greatest($latency_low, least($latency_high, seconds)) END)
-                           AS latency_s,
-                       avg(greatest($length_low, least($length_high, tokens))) AS length,
-                       avg(reward) AS reward,
-                       count(*) FILTER (said.response_id IS NOT NULL) / count(*) AS responded
-                FROM counted
-                LEFT JOIN (
-                    SELECT DISTINCT tenant, response_id FROM opinions
-                ) said USING (tenant, response_id)
-                LEFT JOIN in_time_rewards USING (response_id)
-                GROUP BY block
-            ),
-            of_voices AS (SELECT block, count(*) AS voices, avg(voice) AS feedback FROM voices GROUP BY block)
-            SELECT block, variant, propensity, closes, requests, responded, coalesce(voices, 0) AS voices,
-                   feedback, errors, latency_s, length, reward
-            FROM of_requests LEFT JOIN of_voices USING (block)
-            ORDER BY block
-            """,
-            params={
-                "latency_low": bounds.get("latency_s", (0.0, 0.0))[0],
-                "latency_high": bounds.get("latency_s", (0.0, 1.0))[1],
-                "length_low": bounds.get("length", (0.0, 0.0))[0],
-                "length_high": bounds.get("length", (0.0, 1.0))[1],
-            },
-        ).to_arrow_table()
-        late = connection.execute("SELECT count(DISTINCT feedback_id) FROM said WHERE NOT in_time").fetchall()[0][0]
-        mislabelled = connection.execute(
-            "SELECT count(*) FROM mine LEFT JOIN drawn USING (block) "
-            "WHERE drawn.drawn IS NULL OR variant <> drawn.drawn OR propensity <> drawn.share"
-        ).fetchall()[0][0]
+
+    def gather(connection: duckdb.DuckDBPyConnection) -> tuple[pa.Table, int, int]:
+        return _gather(connection, experiment, plan)
+
+    per_block, late, mislabelled = lake.read(gather, journal)
     last = known[-1].block if known else -1
     blocks = [
         Block(
@@ -222,9 +133,110 @@ def observe(
     )
 
 
-def _check_rewards(connection: object, bounds: tuple[float, float] | None) -> None:
+def _gather(
+    connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan
+) -> tuple[pa.Table, int, int]:
+    """What each block has by its close; how many feedbacks came later; how many responses are mislabelled."""
+    connection.execute(
+        f"""
+        CREATE TEMP TABLE mine AS
+        SELECT {_COLUMNS}, TRY_CAST(element_at(metadata, '{BLOCK}')[1] AS BIGINT) AS block
+        FROM interactions WHERE experiment = ? AND created_at >= to_timestamp(?)
+        """,
+        [experiment.number, experiment.started_at],
+    )
+    numbers = [row[0] for row in connection.execute("SELECT DISTINCT block FROM mine WHERE block >= 0").fetchall()]
+    turns = [experiment.turn(block) for block in sorted(numbers)]
+    drawn = pa.table(
+        {
+            "block": pa.array([turn.block for turn in turns], pa.int64()),
+            "drawn": pa.array([turn.variant for turn in turns], pa.string()),
+            "share": pa.array([turn.propensity for turn in turns], pa.float64()),
+            "closes": pa.array([experiment.begins(turn.block + 1) + plan.window_s for turn in turns], pa.float64()),
+        }
+    )
+    connection.register("drawn", drawn)
+    connection.execute(
+        """
+        CREATE TEMP TABLE counted AS
+        SELECT mine.*, drawn.closes FROM mine JOIN drawn USING (block)
+        WHERE variant = drawn.drawn AND propensity = drawn.share AND epoch(completed_at) <= closes
+        """
+    )
+    connection.execute(
+        """
+        CREATE TEMP TABLE said AS
+        SELECT feedback.*, epoch(feedback.created_at) <= counted.closes AS in_time
+        FROM feedback JOIN counted USING (tenant, response_id)
+        UNION ALL
+        SELECT feedback.*, epoch(feedback.created_at) <= counted.closes AS in_time
+        FROM feedback JOIN counted
+        ON feedback.tenant = counted.tenant AND feedback.rejected_response_id = counted.response_id
+        """
+    )
+    # A choice between responses of two blocks counts for neither if it came too late for one of them.
+    connection.execute(
+        """
+        CREATE TEMP TABLE in_time AS
+        SELECT DISTINCT * EXCLUDE (in_time) FROM said
+        QUALIFY bool_and(in_time) OVER (PARTITION BY tenant, feedback_id)
+        """
+    )
+    opinions = opinions_sql("in_time", plan.human, plan.kinds, among="counted")
+    connection.execute(f"CREATE TEMP TABLE opinions AS SELECT * FROM ({opinions})")
+    bounds = {outcome.name: outcome.bounds for outcome in plan.outcomes}
+    _check_rewards(connection, bounds.get("reward"))
+    connection.execute(
+        f"""
+        CREATE TEMP TABLE voices AS
+        SELECT block, tenant, CASE source WHEN '{ANYBODY}' THEN coalesce("user", source) ELSE source END AS who,
+               avg(opinion) AS voice
+        FROM opinions JOIN counted USING (tenant, response_id)
+        GROUP BY block, tenant, who
+        """
+    )
+    per_block = connection.sql(
+        """
+        WITH of_requests AS (
+            SELECT block, any_value(variant) AS variant, any_value(propensity) AS propensity,
+                   any_value(closes) AS closes, count(*) AS requests,
+                   avg((status = 'error')::INTEGER) AS errors,
+                   avg(CASE WHEN seconds IS NOT NULL THEN greatest($latency_low, least($latency_high, seconds)) END)
+                       AS latency_s,
+                   avg(greatest($length_low, least($length_high, tokens))) AS length,
+                   avg(reward) AS reward,
+                   count(*) FILTER (said.response_id IS NOT NULL) / count(*) AS responded
+            FROM counted
+            LEFT JOIN (
+                SELECT DISTINCT tenant, response_id FROM opinions
+            ) said USING (tenant, response_id)
+            LEFT JOIN in_time_rewards USING (response_id)
+            GROUP BY block
+        ),
+        of_voices AS (SELECT block, count(*) AS voices, avg(voice) AS feedback FROM voices GROUP BY block)
+        SELECT block, variant, propensity, closes, requests, responded, coalesce(voices, 0) AS voices,
+               feedback, errors, latency_s, length, reward
+        FROM of_requests LEFT JOIN of_voices USING (block)
+        ORDER BY block
+        """,
+        params={
+            "latency_low": bounds.get("latency_s", (0.0, 0.0))[0],
+            "latency_high": bounds.get("latency_s", (0.0, 1.0))[1],
+            "length_low": bounds.get("length", (0.0, 0.0))[0],
+            "length_high": bounds.get("length", (0.0, 1.0))[1],
+        },
+    ).to_arrow_table()
+    late = connection.execute("SELECT count(DISTINCT feedback_id) FROM said WHERE NOT in_time").fetchall()[0][0]
+    mislabelled = connection.execute(
+        "SELECT count(*) FROM mine LEFT JOIN drawn USING (block) "
+        "WHERE drawn.drawn IS NULL OR variant <> drawn.drawn OR propensity <> drawn.share"
+    ).fetchall()[0][0]
+    return per_block, late, mislabelled
+
+
+def _check_rewards(connection: duckdb.DuckDBPyConnection, bounds: tuple[float, float] | None) -> None:
     """Make the rewards that were there in time. Raises BadEvidence naming a response whose reward is out of bounds."""
-    connection.execute(  # type: ignore[attr-defined]
+    connection.execute(
         """
         CREATE TEMP TABLE in_time_rewards AS
         SELECT response_id, max_by(rewards.reward, scored_at) AS reward
@@ -235,7 +247,7 @@ def _check_rewards(connection: object, bounds: tuple[float, float] | None) -> No
     )
     if bounds is None:
         return
-    outside = connection.execute(  # type: ignore[attr-defined]
+    outside = connection.execute(
         "SELECT response_id, reward FROM in_time_rewards WHERE NOT (reward BETWEEN ? AND ?) ORDER BY 1 LIMIT 1",
         list(bounds),
     ).fetchall()

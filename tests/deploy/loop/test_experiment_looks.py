@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import subprocess
+import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,16 +14,18 @@ from typing import Any
 import pytest
 
 from deploy.config import root
-from deploy.config.root import Settings
+from deploy.config.root import Settings, child_environment
 from deploy.loop import experiments as loop
 from deploy.loop import promotion
 from deploy.loop.experiments import Controller
 from deploy.loop.promotion import ExperimentRefused, PromotionRefused
+from deploy.supervise.children import millrace
 from evaluation.decisions.ledger import LedgerDamaged
 from evaluation.experiments.verification import verify
 from serve.generation.interaction_rows import BLOCK
 from serve.policies.experiments import Experiment, Experiments
 from tests.feedback.feedback_rows import interaction, put, said
+from tests.paths import ROOT
 
 BLOCKS = 200
 
@@ -260,3 +265,36 @@ def test_a_start_that_was_cut_short_speaks_against_nobody(home: Settings, monkey
     assert started(home, HARM).number == 2
     Controller(home).look()
     assert verify(home.ledger()) == []
+
+
+@pytest.mark.parametrize("patience", ["600", "0.01"])
+def test_a_scheduler_looks_in_a_process_that_is_stopped_when_it_takes_too_long(
+    home: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]], patience: str
+) -> None:
+    started(home, HARM)
+    options = [
+        ("evaluation.experiment.look_seconds", "0.5"),
+        ("evaluation.experiment.look_timeout_seconds", patience),
+        ("schedule.first_after_seconds", "6000"),
+    ]
+    log = tmp_path / "schedule.log"
+    command = millrace("--config", root.load(home.snapshot(), options, {}).snapshot(), "schedule")
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=child_environment({"PYTHONPATH": str(ROOT)})
+        )
+    expected = "has ended: roll back" if patience == "600" else "still runs after 0 s, stopping it"
+    deadline = time.monotonic() + 120
+    while expected not in log.read_text():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0, log.read_text()
+    assert nothing_left() == []
+    if patience == "600":
+        assert Experiments(home.policy_store().root).current() is None
+    else:
+        assert "could not be looked at" in log.read_text()
+        assert Controller(home).look() is not None
+        assert events(home)[-1] == ("end", "roll back")
