@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig
 from serve.kv_cache import BATCH_SHARE, fit_engine
-from serve.policies.folder import compute_dtype
-from serve.vllm.boot import engine_variables, offline_engine, sampling_params
-from serve.vllm.prompt_temperature import EXTENSION
+from serve.policies.folder import compute_dtype, fingerprint
+from serve.policies.store import Policy
+from serve.swap.compatibility import IncompatiblePolicy, require_compatible
+from serve.vllm.boot import OFFLINE_WORKER, engine_variables, offline_engine, sampling_params
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class OfflineEngine:
             kv_cache_memory_bytes=cache.size,
             tensor_parallel_size=config.tensor_parallel_size,
             distributed_executor_backend="uni" if one_process else "mp",
-            worker_extension_cls=EXTENSION,
+            worker_extension_cls=OFFLINE_WORKER,
             enforce_eager=config.enforce_eager,
             use_tqdm_on_load=False,
         )
@@ -96,6 +97,18 @@ class OfflineEngine:
         """Free the weights, the KV cache and vLLM's process groups, so that another engine can start."""
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
+
+    def load(self, policy: Policy) -> None:
+        """Take its weights for those that are there: the rest must be as ``require_compatible`` wants it.
+
+        What vLLM raises is raised; nothing can be asked of this engine then.
+        """
+        files = {
+            path.name: {"sha256": policy.files[path.name]["sha256"], "fingerprint": fingerprint(path)}
+            for path in policy.weight_files
+        }
+        self._llm.collective_rpc("millrace_load", args=(str(policy.path), files))
+        self._llm.reset_prefix_cache()  # it holds what the weights before made of prompts
 
     def _compile_mode(self) -> AbstractContextManager[Any]:
         """enforce_eager keeps vLLM from compiling the model, but not the sampler: that costs up to 8 s on two cores."""
@@ -182,6 +195,52 @@ class OfflineEngine:
             inputs = [{"prompt_token_ids": ids} for ids in prompts]
             found: list[Any] = self._llm.generate(inputs, list(params), use_tqdm=sys.stderr.isatty())
         return found
+
+
+class OfflineEngines:
+    """The engine of one policy after another: the same one with other weights, where nothing but weights differs.
+
+    Use as a context manager: leaving it closes the engine, if one was needed.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._engine: OfflineEngine | None = None
+        self._policy: Policy | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._close()
+
+    def of(self, policy: Policy) -> OfflineEngine:
+        """The engine with this policy in it, until the next call. Raises what vLLM raises on one that it can't load."""
+        if self._engine is not None and self._policy is not None:
+            if self._policy.sha256 == policy.sha256 or _loaded(self._engine, self._policy, policy):
+                self._policy = policy
+                return self._engine
+            self._close()
+        self._engine, self._policy = OfflineEngine(policy.path, self._config), policy
+        return self._engine
+
+    def _close(self) -> None:
+        engine, self._engine, self._policy = self._engine, None, None
+        if engine is not None:
+            engine.__exit__()
+
+
+def _loaded(engine: OfflineEngine, before: Policy, policy: Policy) -> bool:
+    """Whether the engine has the policy's weights now; if not, it is of no further use."""
+    try:
+        require_compatible(before, policy)
+        engine.load(policy)
+    except IncompatiblePolicy:
+        return False
+    except Exception as error:  # noqa: BLE001  what it is, an engine of its own will say
+        log.warning("policy %s gets an engine of its own: %s: %s", policy.version, type(error).__name__, error)
+        return False
+    return True
 
 
 def _score() -> Any:

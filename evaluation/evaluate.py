@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from evaluation import best_of
 from evaluation.config import JUDGING, EvaluationConfig
+from evaluation.engine import OfflineEngines
 from evaluation.judging import Judged, Judging, Scores, Sources
 from evaluation.results import BestOf, Evaluation, Interval, KlEstimate, PolicyResult, Sample, Wins
 from evaluation.statistics import intervals
@@ -53,8 +54,9 @@ def evaluate(
     both, and what the scorer raises.
     """
     scoring = Scoring(config, sources or Sources())
-    before = answers.answer(incumbent, suite, config, folder)
-    after = answers.answer(candidate, suite, config, folder, incumbent=incumbent)
+    with OfflineEngines(config.engine) as engines:
+        before = answers.answer(incumbent, suite, config, folder, engines)
+        after = answers.answer(candidate, suite, config, folder, engines, incumbent=incumbent)
     judged = scoring(suite, after.table, before.table)
     return compare((candidate, incumbent), suite, (after, before), judged, scoring, config, chooser=chooser)
 

@@ -31,6 +31,7 @@ from evaluation.decisions.history import Declaration, History, Intent, Party, Ru
 from evaluation.decisions.ledger import Entry, Ledger, canonical
 from evaluation.decisions.observations import Look, Observation, observe
 from evaluation.decisions.plan import Plan, declared, plan
+from evaluation.engine import OfflineEngines
 from evaluation.evaluate import Scoring, compare
 from evaluation.judging import Judged, Sources
 from evaluation.results import Evaluation
@@ -302,16 +303,20 @@ class _Answered:
         first: Policy | None,
     ) -> None:
         self.policies, self.suite, self.config, self.scoring = (candidate, incumbent), suite, config, scoring
-        before = answers.answer(incumbent, suite, config, folder)
-        self.answers = answers.answer(candidate, suite, config, folder, incumbent=incumbent), before
         self.places = {item.id: i for i, item in enumerate(suite.items)}
         n = len(suite.items)
-        self.kl, self.kl_v1 = _kl_by_item(self.answers[0], n), _kl_by_item(None, n)
-        if first is not None and first.sha256 == incumbent.sha256:
-            self.kl_v1 = self.kl
-        elif first is not None:
-            answers.answer(first, suite, config, folder)
-            self.kl_v1 = _kl_by_item(answers.answer(candidate, suite, config, folder, incumbent=first), n)
+        self.kl_v1 = _kl_by_item(None, n)
+        with OfflineEngines(config.engine) as engines:
+            answer = partial(answers.answer, suite=suite, config=config, folder=folder, engines=engines)
+            before = answer(incumbent)
+            if first is not None and first.sha256 != incumbent.sha256:
+                answer(first)
+            self.answers = answer(candidate, incumbent=incumbent), before
+            self.kl = _kl_by_item(self.answers[0], n)
+            if first is not None and first.sha256 == incumbent.sha256:
+                self.kl_v1 = self.kl
+            elif first is not None:
+                self.kl_v1 = _kl_by_item(answer(candidate, incumbent=first), n)
         self.scored = np.zeros(n, bool)
         verdicts = np.full((n, 2), np.nan) if config.scorer == "pairwise" else None
         self.judged = Judged(np.full(n, np.nan), np.full(n, np.nan), verdicts=verdicts)

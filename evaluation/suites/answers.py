@@ -4,9 +4,9 @@
     cache/<policy>-<suite>-<settings>.on-<incumbent>-<settings>.arrow
                                                            one row a KL sample of that incumbent: this policy's logprobs
 
-A candidate's engine starts once. It answers the suite, samples the responses on which KL and best-of-n will be measured
-when this policy is the incumbent, and scores those that the incumbent sampled in its own time. So an evaluation costs
-one engine start, and the incumbent, which was a candidate before, none.
+A candidate answers the suite, samples the responses on which KL and best-of-n will be measured when this policy is the
+incumbent, and scores those that the incumbent sampled in its own time, all in one batch. One engine serves all policies
+of an evaluation, by an exchange of weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from evaluation.config import EvaluationConfig
-from evaluation.engine import EngineError, OfflineEngine, TokenIds, Work
+from evaluation.engine import EngineError, OfflineEngines, TokenIds, Work
 from evaluation.suites.suite import Suite
 from feedback.files import replace_file
 from serve.policies.folder import compute_dtype
@@ -107,11 +107,18 @@ def settings_hash(policy: Policy, config: EvaluationConfig) -> str:
 
 
 def answer(
-    policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path, *, incumbent: Policy | None = None
+    policy: Policy,
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    engines: OfflineEngines,
+    *,
+    incumbent: Policy | None = None,
 ) -> Answers:
     """The policy's answers to the suite, and its log-probabilities of the incumbent's KL samples, from disk or engine.
 
-    ``folder`` is the evaluations' folder. ``incumbent`` must have been answered before. Raises EngineError on an item
+    ``folder`` is the evaluations' folder; ``engines`` are by ``config.engine``, and none starts where all is on disk.
+    ``incumbent`` must have been answered before. Raises EngineError on an item
     that the policy can't take (its id and both lengths are named), and what vLLM raises on a policy it can't load.
     """
     path = _path(policy, suite, config, folder)
@@ -126,7 +133,7 @@ def answer(
     seconds = 0.0
     if table is None or (scored_path and scored is None):
         started = time.monotonic()
-        table, scored = _run(policy, suite, config, table, other)
+        table, scored = _run(policy, suite, config, engines, table, other)
         seconds = time.monotonic() - started
         _write(path, table)
         if scored_path:
@@ -144,30 +151,35 @@ def cached(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path)
 
 
 def _run(
-    policy: Policy, suite: Suite, config: EvaluationConfig, table: pa.Table | None, other: pa.Table | None
+    policy: Policy,
+    suite: Suite,
+    config: EvaluationConfig,
+    engines: OfflineEngines,
+    table: pa.Table | None,
+    other: pa.Table | None,
 ) -> tuple[pa.Table, pa.Table]:
     """One engine, one batch: what of the answers and of the scores is not there yet."""
-    with OfflineEngine(policy.path, config.engine) as engine:
-        prompts = engine.encode([item.text_or_messages for item in suite.items])
-        for item, ids in zip(suite.items, prompts, strict=True):
-            if not 0 < len(ids) < engine.max_model_len:
-                raise EngineError(
-                    f"{suite.path}: item {item.id!r} has {len(ids)} tokens, policy {policy.version} takes 1 to "
-                    f"{engine.max_model_len - 1} (evaluation.engine.max_model_len, the model, or the KV cache)"
-                )
-        pairs: list[tuple[TokenIds, TokenIds]] = []
-        if other is not None and other.column("prompt_token_ids").to_pylist() == prompts:
-            pairs = [
-                (ids, sample["token_ids"])
-                for ids, samples in zip(prompts, other.column("samples").to_pylist(), strict=True)
-                for sample in samples[: config.kl_samples]
-            ]
-        greedy = prompts if table is None else []
-        each = max(config.kl_samples, config.best_of)
-        repeated = [ids for ids in greedy for _ in range(each)]
-        done = engine.run(
-            Work(greedy=greedy, sampled=repeated, scored=pairs), max_tokens=config.max_tokens, seed=config.seed
-        )
+    engine = engines.of(policy)
+    prompts = engine.encode([item.text_or_messages for item in suite.items])
+    for item, ids in zip(suite.items, prompts, strict=True):
+        if not 0 < len(ids) < engine.max_model_len:
+            raise EngineError(
+                f"{suite.path}: item {item.id!r} has {len(ids)} tokens, policy {policy.version} takes 1 to "
+                f"{engine.max_model_len - 1} (evaluation.engine.max_model_len, the model, or the KV cache)"
+            )
+    pairs: list[tuple[TokenIds, TokenIds]] = []
+    if other is not None and other.column("prompt_token_ids").to_pylist() == prompts:
+        pairs = [
+            (ids, sample["token_ids"])
+            for ids, samples in zip(prompts, other.column("samples").to_pylist(), strict=True)
+            for sample in samples[: config.kl_samples]
+        ]
+    greedy = prompts if table is None else []
+    each = max(config.kl_samples, config.best_of)
+    repeated = [ids for ids in greedy for _ in range(each)]
+    done = engine.run(
+        Work(greedy=greedy, sampled=repeated, scored=pairs), max_tokens=config.max_tokens, seed=config.seed
+    )
     if table is None:
         samples = [{"text": one.text, "token_ids": one.token_ids, "logprobs": one.logprobs} for one in done.sampled]
         columns = {

@@ -8,7 +8,7 @@ exchange with the one that serves).
 
 What comes out: ``response_collector`` (vLLM's scheduler: sends whole responses, and notes which policy sampled which
 token), ``per_request_logprobs`` (vLLM's sampler, mended where one request asks for the logprobs of certain tokens),
-``prompt_temperature`` (an evaluation's log-probabilities of given tokens, at another temperature than 1),
+``offline_worker`` (an evaluation's other weights, and its log-probabilities of given tokens at another temperature),
 ``detokenizer`` (text of tokens while they come), ``stat_logger`` (the engine's newest numbers, for admission and
 metrics). For /v1: ``openai_handlers`` (vLLM's own OpenAI handlers over our engine), ``openai_engine`` (what they take
 for the engine: every response is recorded on its way), ``openai_request`` (one HTTP request, and what its rows say of

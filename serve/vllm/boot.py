@@ -38,6 +38,9 @@ _WORKER: Final = "serve.vllm.weight_update.MillraceWorker"
 _SCHEDULER: Final = "serve.vllm.response_collector.ResponseCollector"
 _TIED_PYTHON: Final = Path(__file__).with_name("tied_python")
 
+OFFLINE_WORKER: Final = "serve.vllm.offline_worker.OfflineWorker"
+"""``worker_extension_cls`` of an engine that scores, and takes other weights."""
+
 SILENCED: Final = {
     "vllm.engine.arg_utils": (
         # Samples have seeds of their own, and training keeps its random states (train/checkpoint/random_state.py).

@@ -117,7 +117,7 @@ USES: Final = {
     ),
     "vllm.v1.worker.gpu_model_runner": (
         "GPUModelRunner._get_prompt_logprobs_dict",
-        "serve.vllm.prompt_temperature: a prompt's log-probabilities are those of what the model's compute_logits "
+        "serve.vllm.offline_worker: a prompt's log-probabilities are those of what the model's compute_logits "
         "gives; no sampling parameter reaches them",
     ),
     "vllm.v1.executor.uniproc_executor": (

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
 
 
-class MillraceWorker:
-    """What Millrace adds to vLLM's worker; called through ``collective_rpc``.
+class LoadsWeights:
+    """What every worker of ours adds to vLLM's: other weights for its model. Called through ``collective_rpc``.
 
     ``files``: name of each safetensors file of a policy -> its ``sha256`` and ``fingerprint``.
     """
@@ -47,6 +47,40 @@ class MillraceWorker:
     device: torch.device
 
     _loaded: dict[str, str] | None = None  # sha256 by file of the weights that serve
+
+    @torch.no_grad()
+    def millrace_load(self, folder: str, files: dict[str, dict[str, Any]]) -> None:
+        """Load a policy into the live weights, the engine held, by the model's own loader.
+
+        Raises ChangedOnDisk, RuntimeError if a layer got no new weights. The kernels' own tensors are then back in
+        their places; their values are those of the old policy in some layers and of the new one in others.
+        """
+        self._loaded = None
+        model, config = self.model_runner.get_model(), self.vllm_config.model_config
+        with set_current_vllm_config(self.vllm_config):
+            try:
+                initialize_layerwise_reload(model)
+                mapped = [MappedFile(Path(folder) / name, files[name]["fingerprint"]) for name in sorted(files)]
+                model.load_weights(item for file in mapped for item in file.tensors())
+                for file in mapped:
+                    file.require_unchanged()
+                finish_reload(model, config)
+            except BaseException:
+                for layer in model.modules():
+                    info = get_layerwise_info(layer)
+                    if info.can_load():  # forget what it buffered
+                        info.loaded_weights.clear()
+                        info.load_numel = 0
+                finalize_layerwise_reload(model, config)
+                raise
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+        self._loaded = hashes(files)
+
+
+class MillraceWorker(LoadsWeights):
+    """What a server adds to vLLM's worker; called through ``collective_rpc``, with ``files`` as of ``LoadsWeights``."""
+
     _standby: StandbyWeights | None = None
     _releasing: threading.Thread | None = None  # frees earlier standby weights
 
@@ -110,35 +144,6 @@ class MillraceWorker:
         standby, self._standby = self._standby, None
         if standby is not None:
             self._releasing = standby.release()
-
-    @torch.no_grad()
-    def millrace_load(self, folder: str, files: dict[str, dict[str, Any]]) -> None:
-        """Load a policy into the live weights, the engine held, by the model's own loader.
-
-        Raises ChangedOnDisk, RuntimeError if a layer got no new weights. The kernels' own tensors are then back in
-        their places; their values are those of the old policy in some layers and of the new one in others.
-        """
-        self._loaded = None
-        model, config = self.model_runner.get_model(), self.vllm_config.model_config
-        with set_current_vllm_config(self.vllm_config):
-            try:
-                initialize_layerwise_reload(model)
-                mapped = [MappedFile(Path(folder) / name, files[name]["fingerprint"]) for name in sorted(files)]
-                model.load_weights(item for file in mapped for item in file.tensors())
-                for file in mapped:
-                    file.require_unchanged()
-                finish_reload(model, config)
-            except BaseException:
-                for layer in model.modules():
-                    info = get_layerwise_info(layer)
-                    if info.can_load():  # forget what it buffered
-                        info.loaded_weights.clear()
-                        info.load_numel = 0
-                finalize_layerwise_reload(model, config)
-                raise
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        self._loaded = hashes(files)
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from evaluation.best_of import Chooser
 from evaluation.config import EvaluationConfig
-from evaluation.engine import EngineError, OfflineEngine
+from evaluation.engine import EngineError, OfflineEngine, OfflineEngines
 from evaluation.evaluate import compare_samples, evaluate
 from evaluation.judging import Sources
 from evaluation.results import Evaluation
@@ -49,7 +49,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr("evaluation.suites.answers.OfflineEngine", refuse)
+    monkeypatch.setattr("evaluation.engine.OfflineEngine", refuse)
 
 
 def reference_logprobs(policy: Policy, prompt: list[int], response: list[int]) -> np.ndarray:
@@ -94,7 +94,8 @@ def test_chat_messages_go_through_the_policys_template(
 def test_both_policies_logprobs_of_the_incumbents_samples_are_those_of_transformers(
     evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, no_engine
 ):
-    kl = answers.answer(policies[1], suite, config, folder, incumbent=policies[0]).kl
+    with OfflineEngines(config.engine) as engines:
+        kl = answers.answer(policies[1], suite, config, folder, engines, incumbent=policies[0]).kl
     table = answers.cached(policies[0], suite, config, folder)
     assert kl is not None
     assert table is not None
@@ -229,7 +230,7 @@ def test_the_former_candidate_is_not_answered_again_when_it_is_the_incumbent(
         started.append(path)
         return OfflineEngine(path, config.engine)
 
-    monkeypatch.setattr("evaluation.suites.answers.OfflineEngine", start)
+    monkeypatch.setattr("evaluation.engine.OfflineEngine", start)
     found = evaluate(policies[2], policies[1], suite, config, folder)
     assert started == [policies[2].path]
     assert found.kl is not None
@@ -334,7 +335,8 @@ def test_a_damaged_cache_is_answered_anew(
     with caplog.at_level(logging.WARNING):
         assert answers.cached(policies[0], suite, config, folder) is None
     assert "can't be read" in caplog.text
-    answered = answers.answer(policies[0], suite, config, folder).table
+    with OfflineEngines(config.engine) as engines:
+        answered = answers.answer(policies[0], suite, config, folder, engines).table
     assert before is not None
     assert answered.column("response_token_ids") == before.column("response_token_ids")
 
@@ -344,5 +346,8 @@ def test_a_prompt_that_the_policy_cannot_take_is_named_with_both_lengths(
 ):
     path = tmp_path / "long.jsonl"
     path.write_text('{"id": "long one", "prompt": "' + "1" * 200 + '", "answer": "2"}\n')
-    with pytest.raises(EngineError, match="item 'long one' has 200 tokens, policy 1 takes 1 to 127"):
-        answers.answer(policies[0], Suite.load(path), config, tmp_path)
+    with (
+        OfflineEngines(config.engine) as engines,
+        pytest.raises(EngineError, match="item 'long one' has 200 tokens, policy 1 takes 1 to 127"),
+    ):
+        answers.answer(policies[0], Suite.load(path), config, tmp_path, engines)

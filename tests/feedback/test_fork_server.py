@@ -57,8 +57,7 @@ def server() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def variables(server: subprocess.Popen[bytes], **more: str) -> dict[str, str]:
-    of_ours = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
-    return {**of_ours, fork_server.ADDRESS: server.address, **more}  # type: ignore[attr-defined]
+    return {**os.environ, "PYTHONPATH": str(ROOT), fork_server.ADDRESS: server.address, **more}  # type: ignore[attr-defined]
 
 
 def program(tmp_path: Path, text: str) -> list[str]:

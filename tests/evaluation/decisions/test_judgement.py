@@ -94,7 +94,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr("evaluation.suites.answers.OfflineEngine", refuse)
+    monkeypatch.setattr("evaluation.engine.OfflineEngine", refuse)
 
 
 @pytest.fixture(scope="module")

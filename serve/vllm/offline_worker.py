@@ -1,24 +1,22 @@
-"""The log-probabilities of a prompt's tokens at another temperature than 1.
+"""What an offline engine's worker has beside vLLM's: other weights, and the log-probabilities of a prompt's tokens at
+another temperature than 1.
 
 vLLM scores a prompt by the model's plain logits ("prompt tokens skip sampling processors",
 ``GPUModelRunner._get_prompt_logprobs_dict``), while a response's logprobs are those at its temperature. So the logits
 are divided where the model computes them, in float32, as vLLM's sampler divides them.
 
-vLLM's worker imports this module because ``worker_extension_cls`` names ``PromptTemperature``.
+vLLM's worker imports this module because ``worker_extension_cls`` names ``OfflineWorker``.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
-EXTENSION: Final = "serve.vllm.prompt_temperature.PromptTemperature"
-"""What an engine that scores is started with, as ``worker_extension_cls``."""
+from serve.vllm.weight_update import LoadsWeights
 
 
-class PromptTemperature:
+class OfflineWorker(LoadsWeights):
     """What is added to vLLM's worker; called through ``collective_rpc``."""
-
-    model_runner: Any
 
     def millrace_set_prompt_temperature(self, temperature: float) -> None:
         """Divide all logits by it from now on, what is sampled by included. 1: as the model has them.
