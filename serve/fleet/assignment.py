@@ -41,10 +41,10 @@ class Route:
     unit: str | None = None
     session: str = ""
 
-    def encode(self, session: bytes) -> bytes:
-        """The header's value, with the session as the client sent it."""
+    def encode(self) -> bytes:
+        """The header's value, as the text that Ray Serve reads it as."""
         drawn = "" if self.experiment is None else f"{self.experiment}.{self.unit}"
-        return drawn.encode() + b";" + session
+        return f"{drawn};{self.session}".encode()
 
 
 def read(value: str | None) -> Route:
@@ -67,10 +67,10 @@ class _Labels(BaseModel):
 async def routed(scope: Scope, body: bytes, tenant: str, experiment: Experiment | None) -> Scope:
     """A request as its router is to see it. ``experiment``: the one that both policies have replicas in, if any."""
     headers = [(name, value) for name, value in scope["headers"] if not _OURS.fullmatch(name.lower())]
-    incoming = headers_of(scope, frozenset({_SESSION, _REQUEST}))
-    session, route = incoming.get(_SESSION, b""), Route()
+    session = next((value for name, value in headers if name == _SESSION), b"").decode("latin-1")
+    route = Route(session=session)
     if experiment is not None and scope["path"] in RESPONSES and body:
-        request = incoming.get(_REQUEST, b"")
+        request = headers_of(scope, frozenset({_REQUEST})).get(_REQUEST, b"")
         if not well_formed_id(request):
             request = uuid7().encode()
             headers = [*((name, value) for name, value in headers if name.lower() != _REQUEST), (_REQUEST, request)]
@@ -79,12 +79,12 @@ async def routed(scope: Scope, body: bytes, tenant: str, experiment: Experiment 
         unit = unit_of(
             tenant,
             user=user,
-            session=_text(found.session_id) or session.decode("latin-1") or None,
+            session=_text(found.session_id) or session or None,
             request=request.decode(),
         )
-        route = Route(experiment.number, unit)
-    if session or route.experiment is not None:
-        headers.append((_HEADER, route.encode(session)))
+        route = Route(experiment.number, unit, session)
+    if route != Route():
+        headers.append((_HEADER, route.encode()))
     return {**scope, "headers": headers}
 
 

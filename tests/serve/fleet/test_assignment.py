@@ -135,11 +135,17 @@ def test_a_request_of_nobody_gets_the_id_that_it_is_drawn_by() -> None:
 
 
 def test_a_clients_own_header_is_taken_out() -> None:
-    forged = Route(1, "0" * 32).encode(b"").decode()
+    forged = Route(1, "0" * 32).encode().decode()
     for name in (HEADER, "x_millrace_route", "X-Millrace_Route"):
         scope = {"type": "http", "path": "/feedback", "headers": [(name.encode(), forged.encode())]}
         assert asyncio.run(routed(scope, b"{}", "acme", EXPERIMENT))["headers"] == []
     assert HEADER not in request(b"{}", "/feedback")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_a_session_comes_through_as_it_was_sent(session: str) -> None:
+    for route in (Route(session=session), Route(3, "0" * 32, session)):
+        assert read(route.encode().decode()) == route
 
 
 @given(st.one_of(st.none(), st.text()))

@@ -280,6 +280,29 @@ async def test_a_commit_needs_no_canary_and_a_watched_candidate_keeps_a_control_
     assert "canary" not in {row["variant"] for row in asked.rows()}
 
 
+async def test_a_candidate_that_is_refused_ends_the_experiment_and_nobody_is_lost(
+    fleet: LiveServer, model_folders: list[Path]
+) -> None:
+    damaged = fleet.store.publish(model_folders[1], parent=None, lineage={}, metrics={})
+    weights = damaged.weight_files[0]
+    weights.write_bytes(weights.read_bytes()[:-4] + b"evil")
+    experiments = Experiments(fleet.store.root)
+    async with traffic(fleet, "refused") as asked:
+        experiment = begin(fleet, number=15, candidate=damaged.version)
+        deadline = time.monotonic() + PATIENCE_S
+        while experiments.get(experiment.number).holds:
+            assert time.monotonic() < deadline, fleet.log.read_text()[-3000:]
+            await asyncio.sleep(0.1)
+        ended = experiments.get(experiment.number)
+        end(fleet, experiment)
+        await until(fleet, lambda policy: serving(1, 1)(policy) and policy["experiment"] is None)
+    assert ended.end is not None
+    assert ended.end["decision"] == "failed"
+    assert "sha256" in ended.end["why"]
+    assert set(asked.statuses) == {200}
+    assert {row["variant"] for row in asked.rows()} <= {None, FALLBACK}
+
+
 async def test_a_fleet_that_starts_while_an_experiment_runs_takes_part_in_it(fleet: LiveServer) -> None:
     """It stops the fleet, and starts it again."""
     assert stop_server(fleet) == 0
