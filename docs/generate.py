@@ -26,8 +26,8 @@ COLUMNS: Final = {
         "tenant": "Tenant of the key that the request came with.",
         "endpoint": "Route that was called.",
         "replica": "Server that answered.",
-        "variant": "In an experiment `candidate` or `control`; `canary` if any token is from a policy on trial in one "
-        "replica.",
+        "variant": "In an experiment `candidate` or `control`, or `fallback` if it was answered outside of the draw; "
+        "`canary` if any token is from a policy on trial in one replica.",
         "created_at": "When the request came, UTC.",
         "completed_at": "When the response ended, UTC.",
         "messages": "Chat messages of the request, as JSON text; null if it had none.",

@@ -259,14 +259,14 @@ class OutcomesConfig(Section):
 class PhaseConfig(Section):
     """A part of an experiment."""
 
-    share: float = Field(gt=0, lt=1, description="Share of the blocks that the candidate has, drawn at random.")
+    share: float = Field(gt=0, lt=1, description="The candidate's share of the blocks, or users, drawn at random.")
     blocks: int | None = Field(
         default=None, ge=1, description="Blocks until the next phase; null: until the experiment ends."
     )
 
 
 class ExperimentConfig(Section):
-    """The experiment on live traffic: candidate and incumbent take turns, and what people say decides."""
+    """The experiment on live traffic: candidate and incumbent share it, and what people say decides."""
 
     enabled: bool = Field(
         default=False,
@@ -277,12 +277,13 @@ class ExperimentConfig(Section):
         default=60.0,
         ge=0.1,
         description="Length of a block: one of the two policies answers everything in it. Long against a response, "
-        "short against a day.",
+        "short against a day. In a fleet, which draws for users, it is what phases are counted in.",
     )
     feedback_window_seconds: float = Field(
         default=3600.0,
         ge=0,
-        description="How long after its end a block waits for feedback; what comes later is left out.",
+        description="How long after its end a block waits for feedback, and a user after the first request; what comes "
+        "later is left out.",
     )
     phases: list[PhaseConfig] = Field(
         default_factory=lambda: [PhaseConfig(share=0.1, blocks=20), PhaseConfig(share=0.5)],
@@ -292,7 +293,7 @@ class ExperimentConfig(Section):
     watch_seconds: float = Field(
         default=86400.0, ge=0, description="How long a committed candidate is watched beside the one before it."
     )
-    watch_share: float = Field(default=0.9, gt=0, lt=1, description="Its share of the blocks then.")
+    watch_share: float = Field(default=0.9, gt=0, lt=1, description="Its share of the blocks, or users, then.")
     max_seconds: float = Field(
         default=604800.0,
         gt=0,

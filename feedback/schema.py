@@ -41,7 +41,8 @@ INTERACTIONS: Final = pa.schema(
         pa.field("tenant", pa.string(), nullable=False),
         pa.field("endpoint", pa.string(), nullable=False),
         pa.field("replica", pa.string(), nullable=False),
-        pa.field("variant", pa.string()),  # of an experiment: candidate, control; of a fleet's deployment: canary
+        # Of an experiment: candidate, control or fallback; of a fleet's deployment: canary.
+        pa.field("variant", pa.string()),
         pa.field("created_at", TIMESTAMP, nullable=False),
         pa.field("completed_at", TIMESTAMP, nullable=False),
         pa.field("messages", pa.string()),  # JSON text of the chat messages, if the request had them

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from starlette.requests import Request
 
 from feedback.config import FeedbackConfig
 from feedback.ingest.idempotency import SeenFeedback
@@ -23,6 +26,7 @@ from serve.middleware.keyring import Keyring, Principal
 from serve.middleware.rate_limits import Limiter
 from serve.observability import log_format
 from serve.observability.metrics import Metrics
+from serve.policies.experiments import Assignment, Turn
 from serve.policies.store import PolicyStore
 from serve.recorder import Recorder, Redaction, UnstoredResponses
 from serve.sessions import Sessions
@@ -56,6 +60,19 @@ class Fleet(Protocol):
 
     def metrics(self) -> bytes:
         """All replicas' Prometheus texts as one."""
+        ...
+
+    def assigned(
+        self,
+        headers: Mapping[str, str],
+        *,
+        tenant: str,
+        user: str | None,
+        session: str | None,
+        request: str,
+        at: float,
+    ) -> Assignment | None:
+        """What an experiment of the fleet drew for a request, None if there is none; ``at``: Unix time in seconds."""
         ...
 
 
@@ -187,6 +204,24 @@ class Server:
     def recorder_for(self, principal: Principal, *, store: bool) -> Recorder | UnstoredResponses:
         """What records a request's responses. ``store``: what the request says; its key may say no."""
         return self.recorder if store and principal.capture else self._unstored
+
+    def drawn_for(
+        self, request: Request, *, user: str | None, session: str | None, at: datetime
+    ) -> Turn | Assignment | None:
+        """What an experiment drew for a request for responses, if one runs; ``at``: the time that its rows have."""
+        if self.fleet is not None:
+            found = self.fleet.assigned(
+                request.headers,
+                tenant=request.scope["principal"].tenant,
+                user=user,
+                session=session,
+                request=request.scope["request_id"],
+                at=at.timestamp(),
+            )
+            if found is not None:
+                return found
+        turn = self.swapper.turn
+        return turn if turn is not None and turn.drawn else None
 
     def dead(self) -> str | None:
         """Why only a restart helps, or None."""

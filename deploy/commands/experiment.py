@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 @click.option("--override", is_flag=True, help="Try it though it has not passed the gate, or was tried before.")
 @pass_settings
 def start(settings: Settings, version: int, why: str, override: bool) -> None:
-    """Have policy VERSION and the one that serves take turns on live traffic.
+    """Have policy VERSION and the one that serves share live traffic.
 
-    The server draws for each block of time which of the two answers (evaluation.experiment). `millrace up` and
+    The server draws for each block of time which of the two answers, a fleet for each user (evaluation.experiment).
+    `millrace up` and
     `millrace schedule` look at the evidence from then on: a policy that is shown better is promoted and watched for a
     while; one that is shown to do harm is rolled back.
     """
@@ -98,25 +99,26 @@ def describe(experiment: Experiment) -> list[str]:
     state = experiment.state if experiment.end is None else f"{experiment.state}: {experiment.end['decision']}"
     lines = [
         f"experiment {experiment.number}: policy {experiment.candidate} against policy {experiment.control}, {state}",
-        f"  started by {experiment.who}{f': {experiment.why}' if experiment.why else ''}; blocks of "
-        f"{experiment.block_s:g} s, the candidate's share "
+        f"  started by {experiment.who}{f': {experiment.why}' if experiment.why else ''}; "
+        + ("users are drawn for; " if experiment.unit == "user" else "")
+        + f"blocks of {experiment.block_s:g} s, the candidate's share "
         + ", ".join(f"{phase.share:.0%} from block {phase.from_block}" for phase in experiment.phases),
     ]
     if experiment.latest is None:
         lines.append("  nobody has looked at it yet; `millrace up` and `millrace schedule` do, and `experiment look`")
     else:
-        lines += _of_look(experiment.latest)
+        lines += _of_look(experiment.latest, "users" if experiment.unit == "user" else "blocks")
     if experiment.end is not None:
         lines.append(f"  {experiment.end['decision']} at {experiment.end['at'][:19]}: {experiment.end['why']}")
     return lines
 
 
-def _of_look(latest: dict[str, Any]) -> list[str]:
+def _of_look(latest: dict[str, Any], units: str) -> list[str]:
     blocks = latest["blocks"]
     lines = [
         f"  last look {latest['at'][:19]}: {latest['decision']}; {latest['requests']} requests in "
-        f"{blocks['candidate']} blocks of the candidate and {blocks['control']} of the control, {blocks['pending']} "
-        "blocks still wait for feedback"
+        f"{blocks['candidate']} {units} of the candidate and {blocks['control']} of the control, {blocks['pending']} "
+        f"{units} still wait for feedback"
     ]
     lines += [f"  {reason}" for reason in (*latest["reasons"], *latest["holds"])]
     if latest["few_voices"]:
@@ -127,7 +129,12 @@ def _of_look(latest: dict[str, Any]) -> list[str]:
     if latest["late"]:
         lines.append(f"  {latest['late']} feedbacks came too late to count (experiment.feedback_window_seconds)")
     if latest["mislabelled"]:
-        lines.append(f"  {latest['mislabelled']} responses are not of what was drawn for their block, and don't count")
+        lines.append(f"  {latest['mislabelled']} responses are not labelled as was drawn for their {units}")
+    if latest.get("fallbacks"):
+        lines.append(
+            f"  {latest['fallbacks']} responses were answered while a policy had no replica, or by the other one's: "
+            "not counted"
+        )
     return lines
 
 

@@ -23,7 +23,7 @@ from evaluation.experiments import looks
 from evaluation.experiments.blocks import BadEvidence, Block, Observed, observe
 from evaluation.experiments.plan import ExperimentPlan
 from feedback.files import locked, replace_file
-from serve.policies.experiments import Experiment, ExperimentRunning, Experiments, Phase
+from serve.policies.experiments import Experiment, ExperimentRunning, Experiments, Phase, Unit
 from serve.policies.records import now
 from serve.policies.store import Pointer, PolicyError, PolicyStore, StalePointer
 
@@ -49,8 +49,9 @@ class Controller:
     # Start
 
     def start(self, version: int, *, who: str, why: str, override: bool = False) -> Experiment:
-        """Have the policy and the one that serves take turns, from a second from now on.
+        """Have the policy and the one that serves share traffic, from a second from now on.
 
+        With one server they take turns, block by block; in a fleet each has replicas, and users are drawn for.
         The policy must have passed the gate against the one that serves, and each such pair is tried once, unless
         ``override`` with a reason. Raises ExperimentRefused, ExperimentRunning, PolicyError, LedgerError.
         """
@@ -64,24 +65,41 @@ class Controller:
                     f"experiment {current.number} on policy {current.candidate} has not ended: one at a time "
                     "(millrace experiment show, millrace experiment stop)"
                 )
-            if (server_policy(self.settings) or {}).get("phase") is not None:
-                raise ExperimentRefused(
-                    "the server is a fleet, whose replicas would have to change policies block by block: a fleet tries "
-                    "a policy in a canary (serve.fleet.canary_seconds)"
-                )
+            unit = self._unit()
             self.store.verify(version)
             objection, verdict_entry = self._objection(version, pointer.version)
             if objection and not override:
                 raise ExperimentRefused(f"{objection}; to try it all the same: --override --why '...'")
             if objection and not why.strip():
                 raise ExperimentRefused(f"{objection}, and an override needs a reason, which is recorded: --why '...'")
-            experiment = self._declare(version, pointer, verdict_entry, who=who, why=why, objection=objection)
+            experiment = self._declare(version, pointer, verdict_entry, unit, who=who, why=why, objection=objection)
             self.experiments.begin(experiment)
-        self.say(
-            f"experiment {experiment.number}: policy {version} takes turns with policy {pointer.version}, "
-            f"{experiment.block_s:g} s each, {experiment.share(0):.0%} of them its own"
-        )
+        if unit == "user":
+            shares = f"shares users with policy {pointer.version}, {experiment.share(0):.0%} of them its own"
+        else:
+            shares = (
+                f"takes turns with policy {pointer.version}, {experiment.block_s:g} s each, {experiment.share(0):.0%} "
+                "of them its own"
+            )
+        self.say(f"experiment {experiment.number}: policy {version} {shares}")
         return experiment
+
+    def _unit(self) -> Unit:
+        """What is drawn for: by what serves or, where nothing does, by the settings. Raises ExperimentRefused."""
+        answer = server_policy(self.settings)
+        if answer is None:
+            return "block" if self.settings.serve.fleet.is_one else "user"
+        if answer.get("phase") is None:
+            return "block"
+        if answer["phase"] != "settled":
+            raise ExperimentRefused("the fleet deploys a policy at this moment: start the experiment when it is done")
+        ready = [name for name, one in (answer.get("replicas") or {}).items() if one["state"] == "ready"]
+        if len(ready) < 2:
+            raise ExperimentRefused(
+                f"the fleet has {len(ready)} replica that is ready, and each of the two policies needs one: wait for "
+                "the others, or see its log"
+            )
+        return "user"
 
     def _objection(self, version: int, serving: int) -> tuple[str | None, int | None]:
         """Why the policy is not to be tried against what serves, and the entry of its verdict."""
@@ -101,7 +119,15 @@ class Controller:
         return objection, number
 
     def _declare(
-        self, version: int, pointer: Pointer, verdict_entry: int | None, *, who: str, why: str, objection: str | None
+        self,
+        version: int,
+        pointer: Pointer,
+        verdict_entry: int | None,
+        unit: Unit,
+        *,
+        who: str,
+        why: str,
+        objection: str | None,
     ) -> Experiment:
         """Put an experiment into the ledger, before anybody meets it."""
         config = self.settings.evaluation.experiment
@@ -124,8 +150,9 @@ class Controller:
             state="running",
             who=who,
             why=why,
-            plan=ExperimentPlan.of(config, scoring.human, kinds).to_json(),
+            plan=ExperimentPlan.of(config, scoring.human, kinds, unit=unit).to_json(),
             expires_at=started_at + config.max_seconds + config.feedback_window_seconds + _GRACE_S,
+            unit=unit,
         )
         self._record(
             experiment,
@@ -263,7 +290,8 @@ class Controller:
                 return one
             committed = replace(one, state="committed", generation=pointer.generation, phases=phases)
             expires = self._over_at(committed) + _GRACE_S
-            return replace(committed, expires_at=expires, watched_from=seen[-1].block + 1)
+            watched_from = following if one.unit == "user" else seen[-1].block + 1  # users are drawn anew
+            return replace(committed, expires_at=expires, watched_from=watched_from)
 
         after = self.experiments.change(experiment.number, watched)
         if after.watched_from is not None and not self._has(experiment, "commit"):
@@ -382,6 +410,7 @@ class Controller:
                 "seed": experiment.seed,
                 "started_at": experiment.started_at,
                 "block_s": experiment.block_s,
+                "unit": experiment.unit,
                 "plan": experiment.plan,
                 "why": experiment.why,
             }

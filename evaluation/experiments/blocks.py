@@ -1,16 +1,20 @@
-"""The blocks of an experiment as rows: what each came to, by the traffic and the feedback in the lake.
+"""What an experiment drew for, as rows: what each came to, by the traffic and the feedback in the lake.
 
-A block is what was drawn for, so it is the unit: one row, however many requests and thumbs. It closes a fixed time
-after its end and has what was known by then, so it never changes. Feedback: first the mean of what one voice said in
-the block, then the mean over voices. A voice is a source of feedback or, where none was named, the request's user.
-Everything else: the mean over its requests.
+The unit is what was drawn for: a block of time or, in a fleet, a user, else a session, else a request. It is one row,
+however many requests and thumbs. A block closes a fixed time after its end, a user that long after the first request;
+it has what was known by then, so it never changes. Of a user, the requests of the phase count in which the first one
+was: with the next phase some users of the control become the candidate's, and what they did before would otherwise be
+cut off for one policy alone. Feedback: first the mean of what one voice said in the unit, then the mean over voices.
+A voice is a source of feedback or, where none was named, the request's user. Everything else: the mean over its
+requests.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import duckdb
 import numpy as np
@@ -22,8 +26,8 @@ from evaluation.statistics.experiment import Rows
 from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
 from feedback.scoring.sources.human import opinions_sql
-from serve.generation.interaction_rows import BLOCK
-from serve.policies.experiments import Experiment
+from serve.generation.interaction_rows import BLOCK, DRAW
+from serve.policies.experiments import FALLBACK, Experiment
 
 _COLUMNS: Final = """
     response_id, tenant, "user", variant, propensity, completed_at, status, len(response_token_ids) AS tokens,
@@ -39,7 +43,11 @@ class BadEvidence(RuntimeError):
 
 
 class Block(BaseModel):
-    """What one closed block came to. ``values`` are None where nothing was known; ``voices``: who gave feedback."""
+    """What one closed block came to. ``values`` are None where nothing was known; ``voices``: who gave feedback.
+
+    Or what a user came to: ``draw`` names them in this experiment alone, ``first_at`` is when their first request came,
+    in seconds of Unix time, and ``block`` the block that it came in.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,13 +58,16 @@ class Block(BaseModel):
     voices: int
     responded: float
     values: dict[str, float | None]
+    draw: str | None = None
+    first_at: float | None = None
 
 
 class Observed(BaseModel):
-    """The closed blocks in order, and what is not among them.
+    """The closed blocks, or users, in order, and what is not among them.
 
-    ``pending``: blocks that have not closed. ``late``: feedbacks that came after their block had closed.
-    ``mislabelled``: responses whose label is not what was drawn for their block; they count for nothing.
+    ``pending``: those that have not closed. ``late``: feedbacks that came after theirs had closed. ``mislabelled``:
+    responses whose label is not what was drawn; they count for nothing. Nor do ``fallbacks``: those that were answered
+    outside of the draw, as a policy had no replica.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,6 +76,7 @@ class Observed(BaseModel):
     pending: int = 0
     late: int = 0
     mislabelled: int = 0
+    fallbacks: int = 0
 
     def rows(self, plan: ExperimentPlan) -> Rows:
         """For the statistics; propensities are the candidate's."""
@@ -94,7 +106,7 @@ def observe(
     now: float,
     known: Sequence[Block] = (),
 ) -> Observed:
-    """The blocks of an experiment that have closed by ``now``, in seconds of Unix time.
+    """The blocks, or users, of an experiment that have closed by ``now``, in seconds of Unix time.
 
     known: those that an earlier call has given. They stay as they are, and only later ones come to them: what is
     sealed, scored or erased behind its time changes nothing that was looked at.
@@ -102,11 +114,16 @@ def observe(
     Raises BadEvidence for a reward outside its bounds, LakeError.
     """
 
-    def gather(connection: duckdb.DuckDBPyConnection) -> tuple[pa.Table, int, int]:
+    def gather(connection: duckdb.DuckDBPyConnection) -> _Gathered:
         return _gather(connection, experiment, plan)
 
-    per_block, late, mislabelled = lake.read(gather, journal)
-    last = known[-1].block if known else -1
+    found = lake.read(gather, journal)
+    last, seen = _place(known[-1]) if known else (-1, 0.0, ""), {block.draw for block in known if block.draw}
+    new = [
+        row
+        for row in found.units.to_pylist()
+        if (row["block"], row["first_at"], row["draw"] or "") > last and row["draw"] not in seen
+    ]
     blocks = [
         Block(
             block=row["block"],
@@ -121,29 +138,58 @@ def observe(
                 else row[outcome.name]
                 for outcome in plan.outcomes
             },
+            draw=row["draw"],
+            first_at=row["first_at"] if row["draw"] else None,
         )
-        for row in per_block.to_pylist()
-        if row["closes"] + _SETTLING_S <= now and row["block"] > last
+        for row in new
+        if row["closes"] + _SETTLING_S <= now
     ]
     return Observed(
         blocks=(*known, *blocks),
-        pending=sum(row > last for row in per_block["block"].to_pylist()) - len(blocks),
-        late=late,
-        mislabelled=mislabelled,
+        pending=len(new) - len(blocks),
+        late=found.late,
+        mislabelled=found.mislabelled,
+        fallbacks=found.fallbacks,
     )
 
 
-def _gather(
-    connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan
-) -> tuple[pa.Table, int, int]:
-    """What each block has by its close; how many feedbacks came later; how many responses are mislabelled."""
+def _place(block: Block) -> tuple[int, float, str]:
+    """Where it stands in the order in which units close."""
+    return block.block, block.first_at or 0.0, block.draw or ""
+
+
+class _Gathered(NamedTuple):
+    """What each unit has by its close, in that order; and the counts of ``Observed``."""
+
+    units: pa.Table
+    late: int
+    mislabelled: int
+    fallbacks: int
+
+
+def _gather(connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan) -> _Gathered:
     connection.execute(
         f"""
-        CREATE TEMP TABLE mine AS
-        SELECT {_COLUMNS}, TRY_CAST(element_at(metadata, '{BLOCK}')[1] AS BIGINT) AS block
+        CREATE TEMP TABLE recorded AS
+        SELECT {_COLUMNS}, metadata, epoch(created_at) AS asked_at
         FROM interactions WHERE experiment = ? AND created_at >= to_timestamp(?)
         """,
         [experiment.number, experiment.started_at],
+    )
+    count = _count_users if experiment.unit == "user" else _count_blocks
+    mislabelled = count(connection, experiment, plan)
+    fallbacks = connection.execute(f"SELECT count(*) FROM recorded WHERE variant = '{FALLBACK}'").fetchall()[0][0]
+    per_unit, late = _per_unit(connection, plan)
+    return _Gathered(per_unit, late, mislabelled, fallbacks)
+
+
+def _count_blocks(connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan) -> int:
+    """Make the table of the responses that count, each with its block; how many are mislabelled."""
+    connection.execute(
+        f"""
+        CREATE TEMP TABLE mine AS
+        SELECT *, TRY_CAST(element_at(metadata, '{BLOCK}')[1] AS BIGINT) AS block FROM recorded
+        """
     )
     numbers = [row[0] for row in connection.execute("SELECT DISTINCT block FROM mine WHERE block >= 0").fetchall()]
     turns = [experiment.turn(block) for block in sorted(numbers)]
@@ -159,10 +205,83 @@ def _gather(
     connection.execute(
         """
         CREATE TEMP TABLE counted AS
-        SELECT mine.*, drawn.closes FROM mine JOIN drawn USING (block)
+        SELECT mine.*, block::VARCHAR AS unit, 0.0::DOUBLE AS first_at, NULL::VARCHAR AS draw, drawn.closes
+        FROM mine JOIN drawn USING (block)
         WHERE variant = drawn.drawn AND propensity = drawn.share AND epoch(completed_at) <= closes
         """
     )
+    return _number_of(
+        connection,
+        "mine LEFT JOIN drawn USING (block) "
+        "WHERE drawn.drawn IS NULL OR variant <> drawn.drawn OR propensity <> drawn.share",
+    )
+
+
+def _count_users(connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan) -> int:
+    """Make the table of the responses that count, each with its user's draw; how many are mislabelled."""
+    connection.execute(
+        f"""
+        CREATE TEMP TABLE mine AS
+        SELECT *, element_at(metadata, '{DRAW}')[1] AS draw, floor((asked_at - $start) / $seconds)::BIGINT AS asked_in
+        FROM recorded WHERE variant IS NULL OR variant <> '{FALLBACK}'
+        """,
+        {"start": experiment.started_at, "seconds": experiment.block_s},
+    )
+    begins = [phase.from_block for phase in experiment.phases]
+    ends = [*begins[1:], np.iinfo(np.int64).max]
+    connection.register(
+        "phases", pa.table({"phase": pa.array(begins, pa.int64()), "until": pa.array(ends, pa.int64())})
+    )
+    connection.execute(
+        """
+        CREATE TEMP TABLE placed AS
+        SELECT mine.*, phase FROM mine JOIN phases ON asked_in >= phase AND asked_in < until
+        """
+    )
+    pairs = connection.execute("SELECT DISTINCT draw, phase FROM placed ORDER BY ALL").fetchall()
+    labels = [(draw, phase, *experiment.drawn(draw, phase)) for draw, phase in pairs if _is_draw(draw)]
+    drawn = pa.table(
+        {
+            "draw": pa.array([label[0] for label in labels], pa.string()),
+            "phase": pa.array([label[1] for label in labels], pa.int64()),
+            "drawn": pa.array([label[2] for label in labels], pa.string()),
+            "share": pa.array([label[3] for label in labels], pa.float64()),
+        }
+    )
+    connection.register("drawn", drawn)
+    connection.execute(
+        """
+        CREATE TEMP TABLE labelled AS
+        SELECT placed.* FROM placed JOIN drawn USING (draw, phase)
+        WHERE variant = drawn.drawn AND propensity = drawn.share
+        """
+    )
+    connection.execute(
+        """
+        CREATE TEMP TABLE counted AS
+        WITH first AS (
+            SELECT draw, min(asked_at) AS first_at, min(asked_at) + $window AS closes,
+                   arg_min(phase, asked_at) AS phase, arg_min(asked_in, asked_at) AS block
+            FROM labelled GROUP BY draw
+        )
+        SELECT labelled.*, draw AS unit, first_at, closes, block FROM labelled JOIN first USING (draw, phase)
+        WHERE epoch(completed_at) <= closes
+        """,
+        {"window": plan.window_s},
+    )
+    return _number_of(connection, "mine") - _number_of(connection, "labelled")
+
+
+def _is_draw(draw: str | None) -> bool:
+    return draw is not None and re.fullmatch("[0-9a-f]{32}", draw) is not None
+
+
+def _number_of(connection: duckdb.DuckDBPyConnection, what: str) -> int:
+    return int(connection.execute(f"SELECT count(*) FROM {what}").fetchall()[0][0])
+
+
+def _per_unit(connection: duckdb.DuckDBPyConnection, plan: ExperimentPlan) -> tuple[pa.Table, int]:
+    """What each unit of the table ``counted`` has by its close; how many feedbacks came later."""
     connection.execute(
         """
         CREATE TEMP TABLE said AS
@@ -174,7 +293,7 @@ def _gather(
         ON feedback.tenant = counted.tenant AND feedback.rejected_response_id = counted.response_id
         """
     )
-    # A choice between responses of two blocks counts for neither if it came too late for one of them.
+    # A choice between responses of two units counts for neither if it came too late for one of them.
     connection.execute(
         """
         CREATE TEMP TABLE in_time AS
@@ -189,16 +308,17 @@ def _gather(
     connection.execute(
         f"""
         CREATE TEMP TABLE voices AS
-        SELECT block, tenant, CASE source WHEN '{ANYBODY}' THEN coalesce("user", source) ELSE source END AS who,
+        SELECT unit, tenant, CASE source WHEN '{ANYBODY}' THEN coalesce("user", source) ELSE source END AS who,
                avg(opinion) AS voice
         FROM opinions JOIN counted USING (tenant, response_id)
-        GROUP BY block, tenant, who
+        GROUP BY unit, tenant, who
         """
     )
-    per_block = connection.sql(
+    per_unit = connection.sql(
         """
         WITH of_requests AS (
-            SELECT block, any_value(variant) AS variant, any_value(propensity) AS propensity,
+            SELECT unit, any_value(block) AS block, any_value(first_at) AS first_at, any_value(draw) AS draw,
+                   any_value(variant) AS variant, any_value(propensity) AS propensity,
                    any_value(closes) AS closes, count(*) AS requests,
                    avg((status = 'error')::INTEGER) AS errors,
                    avg(CASE WHEN seconds IS NOT NULL THEN greatest($latency_low, least($latency_high, seconds)) END)
@@ -211,13 +331,13 @@ def _gather(
                 SELECT DISTINCT tenant, response_id FROM opinions
             ) said USING (tenant, response_id)
             LEFT JOIN in_time_rewards USING (response_id)
-            GROUP BY block
+            GROUP BY unit
         ),
-        of_voices AS (SELECT block, count(*) AS voices, avg(voice) AS feedback FROM voices GROUP BY block)
-        SELECT block, variant, propensity, closes, requests, responded, coalesce(voices, 0) AS voices,
+        of_voices AS (SELECT unit, count(*) AS voices, avg(voice) AS feedback FROM voices GROUP BY unit)
+        SELECT block, first_at, draw, variant, propensity, closes, requests, responded, coalesce(voices, 0) AS voices,
                feedback, errors, latency_s, length, reward
-        FROM of_requests LEFT JOIN of_voices USING (block)
-        ORDER BY block
+        FROM of_requests LEFT JOIN of_voices USING (unit)
+        ORDER BY block, first_at, draw
         """,
         params={
             "latency_low": bounds.get("latency_s", (0.0, 0.0))[0],
@@ -227,11 +347,7 @@ def _gather(
         },
     ).to_arrow_table()
     late = connection.execute("SELECT count(DISTINCT feedback_id) FROM said WHERE NOT in_time").fetchall()[0][0]
-    mislabelled = connection.execute(
-        "SELECT count(*) FROM mine LEFT JOIN drawn USING (block) "
-        "WHERE drawn.drawn IS NULL OR variant <> drawn.drawn OR propensity <> drawn.share"
-    ).fetchall()[0][0]
-    return per_block, late, mislabelled
+    return per_unit, late
 
 
 def _check_rewards(connection: duckdb.DuckDBPyConnection, bounds: tuple[float, float] | None) -> None:

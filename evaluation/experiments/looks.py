@@ -14,10 +14,11 @@ from evaluation.statistics.experiment import Decision, decide
 
 
 def look(plan: ExperimentPlan, observed: Observed, *, watched_from: int | None = None) -> Decision:
-    """What the closed blocks say. The same blocks give the same decision, whenever and however often one looks.
+    """What the closed blocks, or users, say. The same ones give the same decision, however often one looks.
 
-    watched_from: the block since which a committed candidate is watched. Only what came since counts then, as all that
-    spoke for it before would keep harm from being seen. Of alpha_rollback each of the two parts has one half.
+    watched_from: the block since which a committed candidate is watched. Only what came since counts then, of users
+    those who first came since, as all that spoke for it before would keep harm from being seen. Of alpha_rollback each
+    of the two parts has one half.
     """
     blocks = [block for block in observed.blocks if watched_from is None or block.block >= watched_from]
     rows = observed.model_copy(update={"blocks": tuple(blocks)}).rows(plan)
@@ -59,6 +60,7 @@ def to_json(decision: Decision, observed: Observed) -> dict[str, Any]:
         ),
         "late": observed.late,
         "mislabelled": observed.mislabelled,
+        "fallbacks": observed.fallbacks,
     }
 
 

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from evaluation.config import ExperimentConfig, OutcomeName
 from evaluation.statistics import experiment as statistics
 from feedback.config import HumanConfig, KindsConfig
+from serve.policies.experiments import Unit
 
 
 class Outcome(BaseModel):
@@ -53,8 +54,11 @@ class ExperimentPlan(BaseModel):
     kinds: KindsConfig
 
     @classmethod
-    def of(cls, config: ExperimentConfig, human: HumanConfig, kinds: KindsConfig) -> Self:
-        """As the settings have it now; ``human`` and ``kinds`` say what a person's feedback is worth."""
+    def of(cls, config: ExperimentConfig, human: HumanConfig, kinds: KindsConfig, *, unit: Unit = "block") -> Self:
+        """As the settings have it now; ``human`` and ``kinds`` say what a person's feedback is worth.
+
+        A user is one voice, mostly, so ``min_voices`` is of blocks alone.
+        """
         outcomes = tuple(
             Outcome(name=name, **outcome.model_dump(include={"bounds", "role", "margin", "rollback_margin"}))
             for name, outcome in config.outcomes.compared.items()
@@ -64,7 +68,7 @@ class ExperimentPlan(BaseModel):
             alpha_rollback=config.alpha_rollback,
             alpha_checks=config.alpha_checks,
             response_margin=config.response_margin,
-            min_voices=config.min_voices,
+            min_voices=config.min_voices if unit == "block" else 1,
             window_s=config.feedback_window_seconds,
             watch_s=config.watch_seconds,
             watch_share=config.watch_share,

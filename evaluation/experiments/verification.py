@@ -107,11 +107,14 @@ def _of_evidence(
         who="",
         why="",
         plan=start["plan"],
+        unit=start.get("unit", "block"),
     )
     watched_from = None
     if committed is not None:
         before = _blocks(ledger, committed)
         watched_from = before[-1].block + 1
+        if drawn.unit == "user":  # they are drawn anew then
+            watched_from = max(watched_from, body["phases"][-1]["from_block"])
         if blocks[: len(before)] != before:
             yield "its blocks are not those of its commit, and later ones"
         watch = body["phases"][-1]
@@ -120,16 +123,10 @@ def _of_evidence(
             yield "its watch is not behind what it was committed by, with the share that its plan has"
         if planned != start["phases"][: len(planned)]:
             yield "its phases are not those that it started with"
-    numbers = [block.block for block in blocks]
-    if numbers != sorted(set(numbers)) or (numbers and numbers[0] < 0):
-        yield "its blocks are not in order, or stand in it twice"
-    if numbers and drawn.begins(numbers[-1] + 1) + plan.window_s > _seconds(entry):
-        yield f"block {numbers[-1]} had not closed when it was decided"
-    for block in blocks:
-        turn = drawn.turn(block.block)
-        if (block.candidate, block.propensity) != (turn.variant == "candidate", turn.propensity):
-            yield f"block {block.block} was drawn for the {turn.variant} with probability {turn.propensity:g}"
-            return
+    problems = list((_of_users if drawn.unit == "user" else _of_blocks)(drawn, plan, blocks, _seconds(entry)))
+    yield from problems
+    if any("was drawn for" in problem for problem in problems):
+        return
     decision = looks.look(plan, Observed(blocks=tuple(blocks)), watched_from=watched_from)
     claimed, found = body["decision"], decision.decision
     if (claimed in ("commit", "roll back") and claimed != found) or (
@@ -138,6 +135,40 @@ def _of_evidence(
         yield f"experiment {number} came to {claimed}, and its evidence says {found}"
     if claimed in ("commit", "roll back") and "; ".join(decision.reasons) not in body["why"]:
         yield f"its reason is {body['why']!r}, and its evidence gives {'; '.join(decision.reasons)!r}"
+
+
+def _of_blocks(drawn: Experiment, plan: ExperimentPlan, blocks: list[Block], at: float) -> Iterator[str]:
+    """What is wrong with the blocks that were decided by ``at`` a time, in seconds of Unix time."""
+    numbers = [block.block for block in blocks]
+    if numbers != sorted(set(numbers)) or (numbers and numbers[0] < 0):
+        yield "its blocks are not in order, or stand in it twice"
+    if numbers and drawn.begins(numbers[-1] + 1) + plan.window_s > at:
+        yield f"block {numbers[-1]} had not closed when it was decided"
+    for block in blocks:
+        turn = drawn.turn(block.block)
+        if (block.candidate, block.propensity) != (turn.variant == "candidate", turn.propensity):
+            yield f"block {block.block} was drawn for the {turn.variant} with probability {turn.propensity:g}"
+            return
+
+
+def _of_users(drawn: Experiment, plan: ExperimentPlan, users: list[Block], at: float) -> Iterator[str]:
+    """The same of users. Which user a draw belongs to stands in the lake's rows, and in no ledger."""
+    if any(user.draw is None or user.first_at is None for user in users):
+        yield "its evidence is of blocks, and it draws for users"
+        return
+    order = [(float(user.first_at or 0.0), str(user.draw)) for user in users]
+    if order != sorted(order) or len({draw for _, draw in order}) != len(order):
+        yield "its users are not in order, or stand in it twice"
+    if order and order[-1][0] + plan.window_s > at:
+        yield f"user {order[-1][1]} had not closed when it was decided"
+    for user, (first_at, draw) in zip(users, order, strict=True):
+        variant, propensity = drawn.drawn(draw, user.block)
+        if (user.candidate, user.propensity) != (variant == "candidate", propensity):
+            yield f"user {draw} was drawn for the {variant} with probability {propensity:g}"
+            return
+        if user.block != drawn.block_at(first_at) or user.block < 0:
+            yield f"user {draw} came in block {drawn.block_at(first_at)}, and not {user.block}"
+            return
 
 
 def _blocks(ledger: Ledger, body: dict[str, Any]) -> list[Block]:

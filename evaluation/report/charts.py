@@ -275,7 +275,7 @@ def experiment(paths: Sequence[LivePath], *, label: str) -> str:
         axes.set_ylabel(outcome.replace("latency_s", "latency, s"))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.grid(axis="x", visible=False)
-    panels[-1].set_xlabel("closed blocks")
+    panels[-1].set_xlabel("closed blocks or users")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.align_ylabels(list(panels))
     return _svg(figure, label)

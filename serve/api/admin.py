@@ -44,7 +44,10 @@ class PolicyOut(BaseModel):
     generation: int = Field(description="How often the serving pointer has moved up to what serves.")
     swaps: list[dict[str, Any]] = Field(description="The last swaps of this replica: when, from, to, and what it took.")
     failed: dict[str, Any] | None = Field(description="The pointer that could not be followed, and why.")
-    experiment: dict[str, Any] | None = Field(None, description="The block of an experiment that it is, if one runs.")
+    experiment: dict[str, Any] | None = Field(
+        None,
+        description="If an experiment runs: the block that it is. In a fleet: which replicas serve the candidate.",
+    )
     store: str | None = Field(None, description="Which policy store it serves from: the time of that one's first move.")
     replica: str = Field(description="The replica that answers.")
     unready: str | None = Field(description="Why the replica that answers takes no requests.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, aclosing
+from datetime import UTC, datetime
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -223,6 +224,7 @@ def _openai_request(request: Request, understood: Understood, server: Server) ->
     labels, principal = understood.labels, request.scope["principal"]
     budget = TokenBudget(server.limiter, principal)
     recorder = server.recorder_for(principal, store=understood.store)
+    at, user = datetime.now(UTC), labels.user or labels.safety_identifier
     openai_request = OpenAIRequest(
         active=ActiveRequest(server.engine, recorder, budget, server.config.limits.timeout_s),
         row_request=GenerationRequest(
@@ -231,9 +233,10 @@ def _openai_request(request: Request, understood: Understood, server: Server) ->
             replica=server.config.replica_name,
             tenant=principal.tenant,
             variants=server.variants,
-            turn=server.swapper.turn,
+            created_at=at,
+            turn=server.drawn_for(request, user=user, session=labels.session_id, at=at),
             session_id=labels.session_id,
-            user=labels.user or labels.safety_identifier,
+            user=user,
             metadata=labels.metadata or {},
             messages=understood.messages,
             prompt_token_ids=[],

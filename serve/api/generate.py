@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 
@@ -233,7 +234,7 @@ async def generate(request: Request) -> Response:
         of_header = session_of(request, 422)
         body = await bounds.parse_body(content, GenerateIn)
         session_id = body.session_id or of_header
-        prompt_request = await _understand(body, server, principal.tenant, request.scope["request_id"], session_id)
+        prompt_request = await _understand(body, server, request, session_id)
         budget = TokenBudget(server.limiter, principal)
         active = work.enter_context(
             ActiveRequest(
@@ -298,9 +299,7 @@ def check_metadata(metadata: dict[str, str], limits: LimitsConfig, status: int) 
         raise field_problem(status, "metadata", f"keys that begin with {RESERVED!r} are Millrace's own")
 
 
-async def _understand(
-    body: GenerateIn, server: Server, tenant: str, request_id: str, session_id: str | None
-) -> GenerationRequest:
+async def _understand(body: GenerateIn, server: Server, request: Request, session_id: str | None) -> GenerationRequest:
     """The request as the engine needs it. Raises Problem 400 or 422 naming the field."""
     limits, engine = server.config.limits, server.engine
     if body.n > limits.n:
@@ -316,13 +315,15 @@ async def _understand(
         raise field_problem(422, field, "there is no token in it")
     if len(token_ids) >= engine.max_model_len:
         raise _no_room(field, len(token_ids), server)
+    at = datetime.now(UTC)
     return GenerationRequest(
-        request_id=request_id,
+        request_id=request.scope["request_id"],
         endpoint="/generate",
+        created_at=at,
         replica=server.config.replica_name,
         variants=server.variants,
-        turn=server.swapper.turn,
-        tenant=tenant,
+        turn=server.drawn_for(request, user=body.user, session=session_id, at=at),
+        tenant=request.scope["principal"].tenant,
         prompt_token_ids=token_ids,
         prompt=prompt,
         messages=messages,

@@ -18,6 +18,7 @@ from serve.config import FleetConfig
 from serve.fleet.planner import NOTHING, next_step
 from serve.fleet.reports import Report, reports
 from serve.fleet.state import Deployment, FleetError, FleetRecord, FleetState, Instant, instant
+from serve.policies.experiments import ExperimentReader, Experiments
 from serve.policies.store import Pointer, PolicyError, PolicyStore, RecordDamaged, StalePointer
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Controller:
         self.folder = folder
         self.config = config
         self.record = FleetRecord(store.root)
+        self._experiments = ExperimentReader(Experiments(store.root))
         self._clock = clock
         self._lock = -1
         self._recorded = 0  # the newest generation that this process knows to be on record as having served
@@ -96,7 +98,9 @@ class Controller:
             raise PolicyError(f"the fleet's record or the serving pointer is gone from {self.store.root}")
         reported = reports(self.folder)
         served = self._served() if state.deployment is not None else ()
-        step = next_step(state, pointer, reported, served, self.config, self._clock())
+        step = next_step(
+            state, pointer, reported, served, self.config, self._clock(), self._experiments.under(pointer.generation)
+        )
         if step.message:
             log.info("%s", step.message)
         self._record_served((step.state or state).serving, reported)

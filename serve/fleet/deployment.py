@@ -16,6 +16,7 @@ from typing import Any, Final
 from feedback.config import FeedbackConfig
 from feedback.process_signals import STOPPING, StopSignal, handled_by, handled_signals
 from serve.config import FleetConfig, ServeConfig
+from serve.fleet.assignment import HEADER
 from serve.fleet.controller import Controller
 from serve.fleet.state import FleetError
 from serve.local_ray.cluster import connect, local_ray
@@ -81,7 +82,7 @@ def _ray(config: FleetConfig) -> Iterator[None]:
     """Be connected to the fleet's Ray: the cluster's, or one of our own, which ends with the block."""
     environment = {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.fleet.proxy.middlewares",
-        "RAY_SERVE_SESSION_ID_HEADER_KEY": "x-session-id",
+        "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
         # A thread less between the socket and the engine; what we run there never blocks.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

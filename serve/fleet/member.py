@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,10 +20,12 @@ from prometheus_client.registry import Collector
 
 from serve.config import ServeConfig
 from serve.fleet import reports
+from serve.fleet.assignment import HEADER, assigned, read, replica_stats
 from serve.fleet.reports import Name, Report
-from serve.fleet.state import FleetRecord, FleetState, Task, task_of
+from serve.fleet.state import FleetRecord, FleetState, Task, part_of, task_of
+from serve.policies.experiments import Assignment, Experiment, ExperimentReader, Experiments, Turn
 from serve.policies.store import PolicyError
-from serve.swap.swapper import DesiredState
+from serve.swap.swapper import DesiredState, block_turn
 
 if TYPE_CHECKING:
     from serve.runtime import Server
@@ -40,6 +42,9 @@ class Member:
         """Take a name. Raises PolicyError if there is no fleet's record to follow, FleetError if no name is free."""
         self.config = config
         self._record = FleetRecord(Path(config.policies))
+        self._experiments = ExperimentReader(Experiments(Path(config.policies)))
+        self._experiment: Experiment | None = None  # that holds, and that this replica has a part in
+        self._part: Turn | None = None
         self._folder = Path(config.replicas)
         self._state = self._read()
         self._name = Name(self._folder, re.sub(r"-\d+$", "", config.replica_name))
@@ -77,11 +82,16 @@ class Member:
 
     def desired_state(self) -> DesiredState:
         """What to serve and what to prepare. Raises PolicyError or OSError if the record can't be read."""
-        self._state = self._read()
-        task = task_of(self._state, self.name)
+        state = self._state = self._read()
+        task = task_of(state, self.name)
         if self._server is not None:
             _try_out(self._server, task)
-        return DesiredState(task.serve, task.prepare)
+        experiment = self._experiments.under(state.serving.generation)
+        self._part = part_of(state, experiment, self.name)
+        self._experiment = experiment if self._part is not None else None
+        if experiment is not None and experiment.unit == "block" and state.deployment is None:
+            return block_turn(experiment, task.serve)  # it began before there was a fleet: all take turns by the clock
+        return DesiredState(task.serve, task.prepare, self._part)
 
     def lost(self) -> str | None:
         """Why this replica should be replaced: the fleet is where it can't follow. None if all is well."""
@@ -103,7 +113,35 @@ class Member:
         deployment = self._state.deployment
         if server is not None and deployment is not None and (variant := server.variants.label) is not None:
             stats |= {"variant": variant, "share": deployment.share, "salt": deployment.to.generation}
+        if server is not None and self._experiment is not None and self._part is not None:
+            serves = server.swapper.turn == self._part
+            stats["experiment"] = replica_stats(self._experiment, self._part.variant, serves=serves)
         return stats
+
+    def assigned(
+        self,
+        headers: Mapping[str, str],
+        *,
+        tenant: str,
+        user: str | None,
+        session: str | None,
+        request: str,
+        at: float,
+    ) -> Assignment | None:
+        """What the experiment drew for a request that came ``at`` a time, in seconds of Unix time; None outside one."""
+        server, experiment = self._server, self._experiment
+        if server is None or experiment is None:
+            return None
+        return assigned(
+            experiment,
+            read(headers.get(HEADER)),
+            tenant=tenant,
+            user=user,
+            session=session,
+            request=request,
+            at=at,
+            serving=None if server.swapper.turn is None else server.swapper.turn.version,
+        )
 
     # What clients see
 
@@ -117,6 +155,7 @@ class Member:
             "generation": state.serving.generation,
             "failed": state.failed,
             "phase": state.phase,
+            "experiment": None if state.split is None else asdict(state.split),
             "rollout": None
             if deployment is None
             else {
@@ -189,7 +228,7 @@ class Member:
             prepared=prepared[0] if prepared else None,
             failed=(failed["generation"], failed["error"]) if failed else None,
             unready=server.unready(),
-            variant=server.variants.label,
+            variant=server.variants.label or (server.swapper.turn.variant if server.swapper.turn else None),
             requests=came_to["complete"] + came_to["failed"],
             failures=came_to["failed"],
         )

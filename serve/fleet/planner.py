@@ -1,4 +1,4 @@
-"""A deployment's next step: a pure function of the record, the pointer, the replicas' reports and the clock.
+"""A fleet's next step: a pure function of the record, the pointer, the experiment, the replicas' reports and the clock.
 
 The controller does nothing but record what this returns and call it again: so it can be killed between any two steps,
 and its successor goes on from the record.
@@ -12,7 +12,8 @@ from datetime import UTC, datetime
 
 from serve.config import FleetConfig
 from serve.fleet.reports import Report
-from serve.fleet.state import Deployment, FleetState, Instant
+from serve.fleet.state import Deployment, FleetState, Instant, Split
+from serve.policies.experiments import Experiment
 from serve.policies.store import Pointer
 
 
@@ -35,12 +36,16 @@ def next_step(
     served: Collection[int],
     config: FleetConfig,
     now: Instant,
+    experiment: Experiment | None = None,
 ) -> Step:
-    """``reports``: of all living replicas, also those that start or stop. ``served``: policies that have served."""
+    """``reports``: of all living replicas, also those that start or stop. ``served``: policies that have served.
+
+    ``experiment``: the one that holds while the pointer is where it is.
+    """
     deployment = state.deployment
     ready = sorted((report for report in reports if report.state == "ready"), key=lambda report: report.name)
     if deployment is None:
-        return _settled(state, pointer, reports, now)
+        return _settled(state, pointer, reports, ready, experiment, now)
     if deployment.clock != now.clock or deployment.since > now.seconds:
         judged_from = None if deployment.judged_from is None else now.seconds
         anew = replace(deployment, clock=now.clock, since=now.seconds, judged_from=judged_from)
@@ -58,18 +63,58 @@ def next_step(
     return step(state, deployment, ready, config, now)
 
 
-def _settled(state: FleetState, pointer: Pointer, reports: Sequence[Report], now: Instant) -> Step:
+def _settled(
+    state: FleetState,
+    pointer: Pointer,
+    reports: Sequence[Report],
+    ready: list[Report],
+    experiment: Experiment | None,
+    now: Instant,
+) -> Step:
     if pointer.generation == state.serving.generation:
-        return NOTHING
+        return _share_out(state, ready, experiment, now)
+    if state.split is not None and (pointer.verdict or {}).get("experiment") == state.split.experiment:
+        # It serves here already: what a canary would show, the experiment has.
+        message = f"policy {pointer.version}: experiment {state.split.experiment} came to it; the others follow"
+        return Step(replace(state, serving=pointer, failed=None), message=message)
     if pointer.version == state.serving.version:
         return Step(replace(state, serving=pointer, failed=None))
     if not reports:  # no replica to deploy it to: those that join start on it
         return Step(replace(state, serving=pointer, failed=None), message=f"policy {pointer.version} is where to start")
     deployment = Deployment(to=pointer, phase="preparing", started=now.wall, since=now.seconds, clock=now.clock)
     return Step(
-        replace(state, deployment=deployment, failed=None),
+        replace(state, deployment=deployment, failed=None, split=None),
         message=f"policy {pointer.version}: all replicas prepare it ({pointer.who}: {pointer.why})",
     )
+
+
+def _share_out(state: FleetState, ready: list[Report], experiment: Experiment | None, now: Instant) -> Step:
+    """Give each policy of an experiment its replicas."""
+    if experiment is None or experiment.unit != "user":
+        ended = None if state.split is None else f"experiment {state.split.experiment} has no replicas any more"
+        return NOTHING if ended is None else Step(replace(state, split=None), message=ended)
+    before = state.split
+    share = experiment.share(experiment.block_at(now.wall))
+    of_before = before.candidates if before is not None and before.experiment == experiment.number else ()
+    chosen = candidates(of_before, [report.name for report in ready], share)
+    split = Split(experiment.number, chosen) if chosen else None
+    if split == before:
+        return NOTHING
+    names = " and ".join(chosen) or "no replica"
+    message = f"experiment {experiment.number}: policy {experiment.candidate} is to serve in {names}"
+    return Step(replace(state, split=split), message=message)
+
+
+def candidates(before: Sequence[str], ready: Sequence[str], share: float) -> tuple[str, ...]:
+    """The replicas of an experiment's candidate: its share of those that are ready, and of either policy one at least.
+
+    As few change as can. Where one alone is ready, there is nothing to choose: those of before are waited for.
+    """
+    if len(ready) < 2:
+        return tuple(before)
+    number = min(max(1, round(share * len(ready))), len(ready) - 1)
+    kept = [name for name in before if name in ready]
+    return tuple(sorted([*kept, *(name for name in sorted(ready, reverse=True) if name not in kept)][:number]))
 
 
 def _prepare(

@@ -1,5 +1,7 @@
 """What Ray Serve's proxies do themselves: read bodies, and answer where no replica does. Imports no torch and no vLLM.
 
+While an experiment runs, they also find out whom a request is drawn for (``serve.fleet.assignment``).
+
 A body is read here, whole, before its request takes a place in a replica: Ray Serve would have it read from there. So
 its sender is authenticated here first; a replica does it again, also for requests without a body. A proxy answers in
 place of a replica when there is none, when all queues are full, and when a replica dies with the request. All of these
@@ -15,7 +17,8 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serve.fleet.proxy_state import body_reader, has_body, has_no_replica
+from serve.fleet.assignment import routed
+from serve.fleet.proxy_state import body_reader, experiment, has_body, has_no_replica
 from serve.http import Problem
 from serve.middleware.connections import BoundedHttp
 from serve.observability import log_format
@@ -65,7 +68,9 @@ class Explained:
                 return await _answer(_absent("the proxy is starting; ask again"), scope, receive, send)
         else:
             try:
-                receive = _again(await reader.read(scope, receive), receive)
+                body, tenant = await reader.read(scope, receive)
+                scope = await routed(scope, body, tenant, experiment())
+                receive = _again(body, receive)
             except Problem as problem:
                 return await _answer(problem, scope, receive, send)
             except ClientDisconnect:

@@ -6,17 +6,21 @@ A module of its own: Ray Serve pickles the router's module by value, so its glob
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 from starlette.types import Receive, Scope
 
 from serve.config import ServeConfig
+from serve.fleet.assignment import Arms
 from serve.http import Problem
 from serve.middleware.authentication import READ, Authenticator, headers_of
 from serve.middleware.bodies import Bodies
 from serve.middleware.keyring import Keyring
+from serve.policies.experiments import Experiment
 
 _replicas: int | None = None
+_experiment: Experiment | None = None
 _body_reader: BodyReader | None = None
 
 
@@ -30,18 +34,19 @@ class BodyReader:
         self._bodies = Bodies(config.limits.body_bytes, config.limits.bodies)
         self._following: asyncio.Task[None] | None = None
 
-    async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """A request's body, if its sender may have it read: strangers must not take the room of others' bodies.
+    async def read(self, scope: Scope, receive: Receive) -> tuple[bytes, str]:
+        """A request's body and its tenant, if its sender may have it read: strangers must not take others' room.
 
         Raises Problem 401, 403 or 421; 503 while the keys can't be read; as ``Bodies.read``.
         """
         if self._following is None:
             self._following = asyncio.create_task(self._keyring.follow(), name="keys")
+        tenant = ""
         if has_body(scope):
             if self._keyring.error is not None and not self._keyring.on:
                 raise Problem(503, "the keys can't be read at the moment; ask again", retry_after=2)
-            self._authenticator.check_before_body(scope["path"], headers_of(scope, READ))
-        return await self._bodies.read(receive)
+            tenant = self._authenticator.check_before_body(scope["path"], headers_of(scope, READ)).tenant
+        return await self._bodies.read(receive), tenant
 
 
 def has_body(scope: Scope) -> bool:
@@ -56,6 +61,17 @@ def set_replica_count(number: int) -> None:
     """How many replicas there are."""
     global _replicas
     _replicas = number
+
+
+def set_arms(arms: Arms | None, ready: Iterable[Any]) -> None:
+    """The replicas that take part in an experiment, and which are ready."""
+    global _experiment
+    _experiment = arms.experiment if arms is not None and arms.whole(ready) else None
+
+
+def experiment() -> Experiment | None:
+    """The experiment that requests are drawn for, if each of its two policies has a replica."""
+    return _experiment
 
 
 def configure(config: dict[str, Any]) -> None:

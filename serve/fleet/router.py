@@ -1,9 +1,10 @@
 """Which replica answers a request. Runs in Ray Serve's proxies; imports no torch and no vLLM.
 
 Requests go to the less loaded of two replicas that are drawn at random, by the number of requests at work. While a
-canary is out, a share of the sessions goes to it and the others to the rest; with ``sticky``, the requests of a session
-go to one replica for as long as that has room. The header X-Session-Id names the session: no body is read here. Both
-go by hashes, so that all proxies agree.
+canary is out, a share of the sessions goes to it and the others to the rest; while an experiment runs, a request goes
+to a replica of the policy that is drawn for its user; with ``sticky``, the requests of a session go to one replica for
+as long as that has room. The header X-Session-Id names the session, and the proxy says who the user is
+(``serve.fleet.assignment``): no body is read here. All go by hashes, so that all proxies agree.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from serve.fleet.proxy_state import configure, set_replica_count
+from serve.fleet.assignment import Arms, Route, now, read
+from serve.fleet.proxy_state import configure, set_arms, set_replica_count
 
 
 class Router(RequestRouter):
@@ -24,6 +26,8 @@ class Router(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray Serve when replicas came or went."""
         set_replica_count(len(replicas))
+        stats = _stats(replicas)
+        set_arms(Arms.among(stats), _ready(stats))
         super().update_replicas(replicas)
 
     def initialize_state(self, sticky: bool, config: dict[str, Any]) -> None:
@@ -39,8 +43,9 @@ class Router(RequestRouter):
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         metadata = pending_request.metadata
-        session = metadata.session_id
-        allowed = _allowed(candidate_replicas, session or metadata.internal_request_id)
+        route = read(metadata.session_id)
+        session = route.session
+        allowed = _allowed(candidate_replicas, route, session or metadata.internal_request_id)
         if self.sticky and session:
             order = rank(session, [replica.replica_id.unique_id for replica in allowed])
             by_id = {replica.replica_id.unique_id: replica for replica in allowed}
@@ -49,10 +54,23 @@ class Router(RequestRouter):
         return [random.sample(allowed, min(2, len(allowed))), allowed]
 
 
-def _allowed(replicas: Sequence[RunningReplica], key: str) -> list[RunningReplica]:
+def _stats(replicas: Sequence[RunningReplica]) -> dict[Any, dict[str, Any]]:
+    return {replica.replica_id: replica.routing_stats or {} for replica in replicas}
+
+
+def _ready(stats: dict[Any, dict[str, Any]]) -> list[Any]:
+    """The ids of the replicas that are ready."""
+    return [replica for replica, known in stats.items() if known.get("ready", True)]
+
+
+def _allowed(replicas: Sequence[RunningReplica], route: Route, key: str) -> list[RunningReplica]:
     """The replicas that may answer: those that are ready, on the right side of a canary; all, if that leaves none."""
-    stats: dict[Any, dict[str, Any]] = {replica.replica_id: replica.routing_stats or {} for replica in replicas}
-    ready = [replica for replica in replicas if stats[replica.replica_id].get("ready", True)] or list(replicas)
+    stats = _stats(replicas)
+    ids = set(_ready(stats))
+    ready = [replica for replica in replicas if replica.replica_id in ids] or list(replicas)
+    if (arms := Arms.among(stats)) is not None:
+        allowed = set(arms.allowed([replica.replica_id for replica in ready], route, now()))
+        return [replica for replica in ready if replica.replica_id in allowed]
     canaries = [replica for replica in ready if stats[replica.replica_id].get("variant") is not None]
     if not canaries:
         return ready

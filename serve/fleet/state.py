@@ -8,6 +8,9 @@ names. In the record and in ``GET /policy`` it is called rollout::
     committing  the others follow, one at a time
     undoing     something failed: all go back to ``serving``, the pointer too
 
+Between deployments, while an experiment runs that draws for users (``serve.policies.experiments``), some replicas serve
+its candidate and the others its control: ``split``.
+
 What a replica has to do follows from the record and the replica's name alone, so that one that joins at any moment, or
 reads the record late, ends where the others end.
 """
@@ -23,6 +26,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, TypeAdapter
 
 from feedback.files import replace_file
+from serve.policies.experiments import Experiment, Turn, Variant
 from serve.policies.records import append_json
 from serve.policies.store import Pointer, PolicyError
 
@@ -90,6 +94,14 @@ class Deployment:
 
 
 @dataclass(frozen=True)
+class Split:
+    """The replicas that serve an experiment's candidate; all others serve its control."""
+
+    experiment: int
+    candidates: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class FleetState:
     """The record. ``failed``: the last deployment, if it was undone; ``stopping``: the fleet is to stop."""
 
@@ -97,6 +109,7 @@ class FleetState:
     deployment: Annotated[Deployment | None, Field(alias="rollout")] = None
     failed: dict[str, Any] | None = None
     stopping: bool = False
+    split: Split | None = None
 
     @property
     def phase(self) -> str:
@@ -129,6 +142,15 @@ def task_of(state: FleetState, name: str) -> Task:
     if name in deployment.done or (deployment.phase == "canary" and name in deployment.canaries):
         return Task(deployment.to, trial=True, variant=CANARY if deployment.phase == "canary" else None)
     return Task(state.serving, prepare=deployment.to)
+
+
+def part_of(state: FleetState, experiment: Experiment | None, name: str) -> Turn | None:
+    """The part of the replica called ``name`` in the experiment that holds, if it draws for users and has replicas."""
+    split = state.split
+    if experiment is None or split is None or state.deployment is not None or split.experiment != experiment.number:
+        return None
+    variant: Variant = "candidate" if name in split.candidates else "control"
+    return Turn(experiment.number, 0, variant, experiment.version_of(variant), 1.0, drawn=False)
 
 
 class FleetRecord:

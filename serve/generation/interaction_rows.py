@@ -9,6 +9,7 @@ from typing import Any, Final
 from feedback.ids import uuid7
 from feedback.sampling_parameters import SAMPLING_KEY
 from serve.generation.request import Generation, GenerationRequest, Sampling
+from serve.policies.experiments import FALLBACK, Assignment
 
 _STATUS: Final = {"abort": "aborted", "error": "error"}
 
@@ -25,6 +26,9 @@ RESERVED: Final = "millrace:"
 BLOCK: Final = RESERVED + "block"
 """The block of an experiment, as metadata."""
 
+DRAW: Final = RESERVED + "draw"
+"""The draw of an experiment that a request belongs to, as metadata (``serve.policies.experiments.Assignment``)."""
+
 
 def build_rows(
     request: GenerationRequest, generation: Generation, response_ids: list[str] | None = None, *, failed: bool = False
@@ -38,7 +42,7 @@ def build_rows(
         **{column: getattr(request, column) for column in _OF_REQUEST},
         "sampling": {**{name: getattr(sampling, name) for name in _OF_SAMPLING}, "stop": list(sampling.stop)},
         "timings": {name: getattr(generation, name) for name in _TIMINGS},
-        "metadata": [*request.metadata.items(), *_other_sampling(sampling), *_block(request)],
+        "metadata": [*request.metadata.items(), *_other_sampling(sampling), *_drawn_for(request)],
         "completed_at": datetime.now(UTC),
     }
     rows = []
@@ -69,16 +73,22 @@ def build_rows(
 def _of_experiment(request: GenerationRequest, spans: list[tuple[int, int]]) -> dict[str, Any]:
     """The columns of an experiment; none where the first token is of another policy than the one whose turn it was.
 
-    Such a request waited while the policies were exchanged.
+    Such a request waited while the policies were exchanged. In a fleet, where another policy answers for that of the
+    draw, its rows say so.
     """
     turn = request.turn
+    if isinstance(turn, Assignment) and (not turn.counts or (spans and spans[0][1] != turn.version)):
+        return {"experiment": turn.experiment, "variant": FALLBACK, "propensity": None}
     if turn is None or (spans and spans[0][1] != turn.version):
         return {"experiment": None, "propensity": None}
     return {"experiment": turn.experiment, "variant": turn.variant, "propensity": turn.propensity}
 
 
-def _block(request: GenerationRequest) -> list[tuple[str, str]]:
-    return [] if request.turn is None else [(BLOCK, str(request.turn.block))]
+def _drawn_for(request: GenerationRequest) -> list[tuple[str, str]]:
+    turn = request.turn
+    if turn is None:
+        return []
+    return [(DRAW, turn.draw)] if isinstance(turn, Assignment) else [(BLOCK, str(turn.block))]
 
 
 def _other_sampling(sampling: Sampling) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from serve.generation.variant import CanaryVariants
-from serve.policies.experiments import Turn
+from serve.policies.experiments import Assignment, Turn
 
 _keys = itertools.count()
 
@@ -42,7 +42,7 @@ class GenerationRequest:
     """One prompt as the engine gets it, and what its rows say of the request.
 
     ``request_id`` may be the client's own; ``key`` is the engine's id of it. ``requested_at``: time.monotonic().
-    ``turn``: the block of an experiment that it came in.
+    ``turn``: the block of an experiment that it came in, or what was drawn for its user.
     """
 
     request_id: str
@@ -56,7 +56,7 @@ class GenerationRequest:
     session_id: str | None = None
     user: str | None = None
     variants: CanaryVariants | None = None
-    turn: Turn | None = None
+    turn: Turn | Assignment | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     requested_at: float = field(default_factory=time.monotonic)

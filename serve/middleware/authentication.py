@@ -64,13 +64,13 @@ class Authenticator:
             )
         return principal
 
-    def check_before_body(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        """Raises Problem 401, 403 or 421 where a request's body need not be read."""
+    def check_before_body(self, path: str, headers: Mapping[bytes, bytes]) -> Principal:
+        """The principal of a request with a body. Raises Problem 401, 403 or 421 where that need not be read."""
         scope = scope_of(path)
         if not self.keyring.on or scope in ("generate", "feedback"):
-            self.authenticate(scope, headers)
-        else:  # no route there takes a body, but for a key's owner it is read, and the answer is the route's own
-            self._owner(headers)
+            return self.authenticate(scope, headers)
+        # No route there takes a body, but for a key's owner it is read, and the answer is the route's own.
+        return self._owner(headers)
 
     def _owner(self, headers: Mapping[bytes, bytes]) -> Principal:
         """The key's principal. Raises Problem 401."""

@@ -44,7 +44,12 @@ _TRACESTATE_MEMBER: Final = re.compile(
 _TRACESTATE_MEMBERS: Final = 32
 _OTHER: Final = "other"
 _LIMITED: Final = frozenset({"generate", "feedback"})
-_RESPONSES: Final = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+RESPONSES: Final = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+
+
+def well_formed_id(own: bytes) -> bool:
+    """Whether a request keeps the id that it came with."""
+    return _REQUEST_ID.fullmatch(own) is not None
 
 
 class RequestContext:
@@ -75,7 +80,7 @@ class RequestContext:
         started = time.perf_counter()
         incoming = headers_of(scope, _READ)
         own_id = incoming.get(b"x-request-id")
-        if own_id is not None and _REQUEST_ID.fullmatch(own_id):
+        if own_id is not None and well_formed_id(own_id):
             request_id, id_bytes = own_id.decode(), own_id
         else:
             request_id = uuid7()
@@ -128,7 +133,7 @@ class RequestContext:
         finally:
             seconds = time.perf_counter() - started
             self.metrics.answered(route, code, seconds)
-            if route in _RESPONSES and "principal" in scope:
+            if route in RESPONSES and "principal" in scope:
                 self.metrics.ended(_outcome(scope.get("ended_with") or broken or code))
             if self.access_log:
                 self._log(scope, route, code, seconds)

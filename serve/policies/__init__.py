@@ -3,6 +3,6 @@
 Read ``store`` (publishes, finds and verifies versions), then ``pointer`` (which policy serves, every move, and what
 came of it), ``folder`` (what a policy's folder holds), ``records`` (the JSON files beside the weights), ``probe`` (the
 numbers by which a server proves that it serves what was trained), ``retention`` (which versions keep their weights, and
-which ancestor training starts from after an erasure), ``experiments`` (two policies that take turns on live traffic),
+which ancestor training starts from after an erasure), ``experiments`` (two policies that share live traffic),
 ``mapped_safetensors`` (weights read without a copy).
 """

@@ -1,16 +1,21 @@
-"""Experiments on live traffic, as servers obey them: two policies take turns, block of time by block of time.
+"""Experiments on live traffic, as servers obey them: two policies share it, by a draw.
 
 experiments/000001.json   one experiment each; at most one has not ended
 
-An experiment here is a record and a rule: who serves in which block. Whoever decides on it writes the record, servers
-read it, and stop it where they can't go on (or where somebody asks them to). Which policy a block has follows from the
-record alone, so that all who read it agree, after any restart.
+An experiment here is a record and a rule. With one replica the two policies take turns, and what is drawn for is a
+block of time. In a fleet each has replicas of its own, and what is drawn for is the user, else the session, else the
+request. Whoever decides on an experiment writes the record, servers read it, and stop it where they can't go on (or
+where somebody asks them to). Who is served by which policy follows from the record alone, so that all who read it
+agree, after any restart.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import math
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,9 +27,14 @@ from pydantic.dataclasses import dataclass as checked
 from serve.policies.folder import PolicyError
 from serve.policies.records import exclusive, now, write_json
 
+log = logging.getLogger(__name__)
+
 _FOLDER: Final = "experiments"
+FALLBACK: Final = "fallback"
+"""What a row says as ``variant`` that was answered outside of the draw."""
 
 Variant = Literal["candidate", "control"]
+Unit = Literal["block", "user"]
 State = Literal["running", "committed", "stopping", "ended"]
 
 
@@ -40,7 +50,7 @@ class NoSuchExperiment(PolicyError):
 
 @checked(frozen=True)
 class Phase:
-    """From block ``from_block`` on, the candidate has a block with probability ``share``."""
+    """From block ``from_block`` on, the candidate has what is drawn for with probability ``share``."""
 
     from_block: int = Field(ge=0)
     share: float = Field(gt=0, le=1)
@@ -48,25 +58,53 @@ class Phase:
 
 @dataclass(frozen=True)
 class Turn:
-    """Who serves in a block: ``variant`` was drawn with probability ``propensity``."""
+    """Who serves in a block: ``variant`` was drawn with probability ``propensity``.
+
+    ``drawn`` False: a replica's part in an experiment that draws for users, for as long as it lasts.
+    """
 
     experiment: int
     block: int
     variant: Variant
     version: int
     propensity: float
+    drawn: bool = True
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Who serves a request: ``variant`` was drawn with probability ``propensity`` for the unit that ``draw`` names.
+
+    ``draw``: 32 hexadecimal digits, even over all units; another experiment has others for the same units.
+    ``counts``: whether it was made to be kept to; of a request outside of the draw it only says what would have been.
+    """
+
+    experiment: int
+    draw: str
+    variant: Variant
+    version: int
+    propensity: float
+    counts: bool = True
+
+
+def unit_of(tenant: str, *, user: str | None, session: str | None, request: str) -> str:
+    """The unit that a request belongs to: its user's, else its session's, else its own. 32 hexadecimal digits."""
+    kind, name = ("user", user) if user else ("session", session) if session else ("request", request)
+    return hashlib.sha256(json.dumps([tenant, kind, name]).encode()).hexdigest()[:32]
 
 
 @checked(frozen=True)
 class Experiment:
     """One experiment.
 
-    ``started_at``: seconds of Unix time, when block 0 begins; ``block_s``: a block's length. ``generation``: the move
+    ``started_at``: seconds of Unix time, when block 0 begins; ``block_s``: a block's length. ``unit``: what is drawn
+    for, a block or a user; of the latter, blocks only say when phases begin. ``generation``: the move
     of the serving pointer under which it holds; with any other, servers follow the pointer. ``state``: ``running``
     (the pointer names the control), ``committed`` (it names the candidate, which is watched beside the control),
     ``stopping`` (nobody obeys it any more, and what it came to is not on record yet), ``ended``. ``plan``: how it is
     decided; ``expires_at``: when servers take it for over, even if nobody decides; ``watched_from``: the first block
-    that counts for a committed candidate; ``latest``: the last look at it; ``end``: what it came to, and why.
+    that counts for a committed candidate, from which on users are drawn anew; ``latest``: the last look at it;
+    ``end``: what it came to, and why.
     """
 
     number: int
@@ -85,6 +123,7 @@ class Experiment:
     watched_from: int | None = None
     latest: dict[str, Any] | None = None
     end: dict[str, Any] | None = None
+    unit: Unit = "block"
 
     @model_validator(mode="after")
     def _phases_in_order(self) -> Experiment:
@@ -112,14 +151,42 @@ class Experiment:
 
     def turn(self, block: int) -> Turn:
         """Who has the block: by a hash of the seed and the block."""
-        draw = int.from_bytes(hashlib.sha256(f"{self.seed}:{block}".encode()).digest()[:8]) / 2**64
+        draw = hashlib.sha256(f"{self.seed}:{block}".encode()).hexdigest()[:32]
+        variant, propensity = self.drawn(draw, block)
+        return Turn(self.number, block, variant, self.version_of(variant), propensity)
+
+    def assign(self, unit: str, at: float) -> Assignment:
+        """Who serves a unit (``unit_of``) at a time, in seconds of Unix time: by a hash of the seed and the unit.
+
+        The candidate keeps its units when its share grows. The watch behind a commit draws anew: what was shown of
+        units before says nothing of who serves them then.
+        """
+        block = self.block_at(at)
+        watch = ":watch" if self.watched_from is not None and block >= self.watched_from else ""
+        draw = hashlib.sha256(f"{self.seed}{watch}:{unit}".encode()).hexdigest()[:32]
+        variant, propensity = self.drawn(draw, block)
+        return Assignment(self.number, draw, variant, self.version_of(variant), propensity)
+
+    def drawn(self, draw: str, block: int) -> tuple[Variant, float]:
+        """The variant of a draw in a block, and the probability that it had."""
         share = self.share(block)
-        if draw < share:
-            return Turn(self.number, block, "candidate", self.candidate, share)
-        return Turn(self.number, block, "control", self.control, 1 - share)
+        return ("candidate", share) if int(draw[:16], 16) / 2**64 < share else ("control", 1 - share)
+
+    def version_of(self, variant: Variant) -> int:
+        """The policy of a variant."""
+        return self.candidate if variant == "candidate" else self.control
+
+    def for_routers(self) -> dict[str, Any]:
+        """As ``of_replicas`` reads it: what assignment needs, and none of what people wrote."""
+        return asdict(replace(self, who="", why="", plan={}, latest=None, end=None))
 
 
 _RECORD: Final = TypeAdapter(Experiment)
+
+
+def of_replicas(routing: dict[str, Any]) -> Experiment:
+    """The experiment that a replica reports to its router."""
+    return _RECORD.validate_python(routing)
 
 
 class Experiments:
@@ -160,6 +227,16 @@ class Experiments:
         """The one that has not ended. Raises PolicyError."""
         last = self.last()
         return None if last is None or last.state == "ended" else last
+
+    def under(self, generation: int, at: float) -> Experiment | None:
+        """The one that servers obey while the pointer is at ``generation``, at a time in seconds of Unix time.
+
+        Raises PolicyError.
+        """
+        found = self.current()
+        if found is None or not found.holds or found.generation != generation or at < found.started_at:
+            return None
+        return None if found.expires_at is not None and at >= found.expires_at else found
 
     def begin(self, experiment: Experiment) -> None:
         """Have servers obey it. Harmless to repeat. Raises ExperimentRunning."""
@@ -207,3 +284,22 @@ class Experiments:
 
     def _path(self, number: int) -> Path:
         return self.folder / f"{number:06d}.json"
+
+
+class ExperimentReader:
+    """Reads which experiment holds. One that can't be read is none: the pointer counts, and the log says why, once."""
+
+    def __init__(self, experiments: Experiments) -> None:
+        self._experiments = experiments
+        self._logged: str | None = None
+
+    def under(self, generation: int) -> Experiment | None:
+        """The experiment that is to be obeyed now, while the pointer is at ``generation``."""
+        try:
+            found, wrong = self._experiments.under(generation, time.time()), None
+        except (PolicyError, OSError) as error:
+            found, wrong = None, str(error)
+        if wrong is not None and wrong != self._logged:
+            log.error("no experiment is taken part in: %s", wrong)
+        self._logged = wrong
+        return found

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from serve.config import SwapConfig
 from serve.engine import EngineError
-from serve.policies.experiments import Experiment, Experiments, Turn
+from serve.policies.experiments import Experiment, ExperimentReader, Experiments, Turn
 from serve.policies.probe import Numbers, judge
 from serve.policies.records import append_json, now
 from serve.policies.store import Pointer, Policy, PolicyError, PolicyStore, StalePointer
@@ -78,11 +78,23 @@ class Prepared:
 
 @dataclass(frozen=True)
 class DesiredState:
-    """What a replica should serve, and what it should have prepared beside that."""
+    """What a replica should serve, and what it should have prepared beside that.
+
+    ``turn``: its part in an experiment, in place of ``serve``, until ``turn_ends`` in seconds of Unix time.
+    """
 
     serve: Pointer | None
     prepare: Pointer | None = None
-    experiment: Experiment | None = None
+    turn: Turn | None = None
+    turn_ends: float | None = None
+
+
+def block_turn(experiment: Experiment | None, pointer: Pointer | None) -> DesiredState:
+    """What a replica should serve that takes turns between two policies, if an experiment holds."""
+    if experiment is None:
+        return DesiredState(pointer)
+    block = experiment.block_at(time.time())
+    return DesiredState(pointer, turn=experiment.turn(block), turn_ends=experiment.begins(block + 1))
 
 
 class Swapper:
@@ -116,9 +128,10 @@ class Swapper:
         self.turn: Turn | None = None
         """What of an experiment is served at the moment, from the exchange of the weights on until the next one."""
         self.experiments = Experiments(store.root)
+        self._reader = ExperimentReader(self.experiments)
         self._taking_turns: int | None = None  # the experiment whose policies take turns
-        self._experiment: Experiment | None = None  # the one that holds
-        self._unreadable_experiment: str | None = None
+        self._turn_ends: float | None = None  # of the turn that was last desired
+        self._by_user: int | None = None  # the last experiment that needs a fleet, and that the log names
         self._retry_at = 0.0  # by time.monotonic
         self._void: int | None = None  # the last experiment that this replica could not serve its part of
         self._desired_state = desired_state
@@ -206,6 +219,7 @@ class Swapper:
             await asyncio.sleep(self._pause())
             try:
                 desired = self._desired()
+                self._turn_ends = desired.turn_ends
                 unreadable = None
             except (PolicyError, OSError) as error:
                 if str(error) != unreadable:  # once, not at every turn
@@ -224,9 +238,8 @@ class Swapper:
 
     def _step(self, desired: DesiredState) -> Coroutine[Any, Any, None] | None:
         """What to do next, if anything."""
-        pointer, experiment = desired.serve, desired.experiment
-        if pointer is not None and experiment is not None and experiment.number != self._void:
-            turn = experiment.turn(experiment.block_at(time.time()))
+        pointer, turn = desired.serve, desired.turn
+        if pointer is not None and turn is not None and turn.experiment != self._void:
             if turn != self.turn or pointer.generation != self._seen:
                 return self._take_turn(turn, pointer)
             return None
@@ -244,31 +257,26 @@ class Swapper:
 
     def _pause(self) -> float:
         """Until the next look at what is desired: at the latest when another block of an experiment begins."""
-        if (turn := self.turn) is None or (experiment := self._experiment) is None:
+        if self.turn is None or self._turn_ends is None:
             return self.config.poll_seconds
-        return min(self.config.poll_seconds, max(0.0, experiment.begins(turn.block + 1) - time.time()))
+        return min(self.config.poll_seconds, max(0.0, self._turn_ends - time.time()))
 
     def _desired(self) -> DesiredState:
         if self._desired_state is not None:
             return self._desired_state()
         pointer = self.store.serving()
-        self._experiment = None if pointer is None else self._experiment_under(pointer)
-        return DesiredState(pointer, experiment=self._experiment)
-
-    def _experiment_under(self, pointer: Pointer) -> Experiment | None:
-        """The experiment that holds while the pointer is there. One that can't be read is none: the pointer counts."""
-        try:
-            found = self.experiments.current()
-            self._unreadable_experiment = None
-        except (PolicyError, OSError) as error:
-            if str(error) != self._unreadable_experiment:
-                log.error("no experiment is taken part in: %s", error)
-            self._unreadable_experiment = str(error)
-            return None
-        if found is None or not found.holds or found.generation != pointer.generation:
-            return None
-        at, end = time.time(), found.expires_at
-        return found if found.started_at <= at and (end is None or at < end) else None
+        experiment = None if pointer is None else self._reader.under(pointer.generation)
+        if experiment is not None and experiment.unit == "user":
+            if self._by_user != experiment.number:
+                self._by_user = experiment.number
+                log.warning(
+                    "experiment %d shares traffic between the replicas of a fleet, and this is one server: policy %d "
+                    "serves alone, and nothing counts for the experiment",
+                    experiment.number,
+                    pointer.version if pointer is not None else 0,
+                )
+            experiment = None
+        return block_turn(experiment, pointer)
 
     async def _take_turn(self, turn: Turn, pointer: Pointer) -> None:
         """Serve the policy whose block it is. What can't be served ends the experiment, and the pointer counts."""

@@ -298,3 +298,15 @@ def test_a_scheduler_looks_in_a_process_that_is_stopped_when_it_takes_too_long(
         assert "could not be looked at" in log.read_text()
         assert Controller(home).look() is not None
         assert events(home)[-1] == ("end", "roll back")
+
+
+@pytest.mark.parametrize(("replicas", "unit", "min_voices"), [("1", "block", 3), ("2", "user", 1)])
+def test_where_nothing_serves_the_settings_say_what_is_drawn_for(
+    home: Settings, replicas: str, unit: str, min_voices: int
+) -> None:
+    changed = [("serve.fleet.replicas", replicas), ("evaluation.experiment.min_voices", "3")]
+    settings = root.load(home.snapshot(), changed, {})
+    experiment = Controller(settings).start(2, who="tests", why="no gate in this test", override=True)
+    assert (experiment.unit, experiment.plan["min_voices"]) == (unit, min_voices)
+    [start] = [entry.body for entry in home.ledger().entries() if entry.kind == "experiment"]
+    assert start["unit"] == unit

@@ -255,7 +255,7 @@ def test_a_record_that_is_none_is_said_and_the_pointer_counts(
     with pytest.raises(PolicyError, match=r"000001\.json is no experiment .*servers follow the serving pointer"):
         experiments.current()
     swapper = Swapper(store, None, SwapConfig(), tmp_path / "swaps")  # type: ignore[arg-type]  # it is not asked
-    assert swapper._desired().experiment is None
+    assert swapper._desired().turn is None
 
 
 def test_servers_take_an_experiment_for_over_when_its_time_is(tmp_path: Path, model_folders: list[Path]) -> None:
@@ -264,6 +264,40 @@ def test_servers_take_an_experiment_for_over_when_its_time_is(tmp_path: Path, mo
     store.promote(1, expected=None, who="test", why="first")
     Experiments(store.root).begin(experiment_of(store, 1, expires_at=time.time() + 3600))
     swapper = Swapper(store, None, SwapConfig(), tmp_path / "swaps")  # type: ignore[arg-type]  # it is not asked
-    assert swapper._desired().experiment is not None
+    assert swapper._desired().turn is not None
     Experiments(store.root).change(1, lambda one: Experiment(**{**vars(one), "expires_at": time.time() - 1}))
-    assert swapper._desired().experiment is None
+    assert swapper._desired().turn is None
+
+
+def test_one_server_takes_no_part_in_an_experiment_that_needs_a_fleet_and_says_so_once(
+    tmp_path: Path, model_folders: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    store.publish(model_folders[0], parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="first")
+    Experiments(store.root).begin(experiment_of(store, 1, unit="user"))
+    swapper = Swapper(store, None, SwapConfig(), tmp_path / "swaps")  # type: ignore[arg-type]  # it is not asked
+    assert [swapper._desired().turn for _ in range(3)] == [None] * 3
+    said = [record.message for record in caplog.records if "this is one server" in record.message]
+    assert len(said) == 1
+
+
+async def test_a_server_that_starts_while_an_experiment_runs_takes_turns_in_it(
+    tmp_path: Path, model_folders: list[Path]
+) -> None:
+    store = PolicyStore(tmp_path / "policies")
+    for folder in model_folders[:2]:
+        store.publish(folder, parent=None, lineage={}, metrics={})
+    store.promote(1, expected=None, who="test", why="first")
+    experiment = experiment_of(store, 1)
+    Experiments(store.root).begin(experiment)
+    live = start_server(tmp_path, store)
+    try:
+        await ask_for(live, 40, "late")
+        rows = [row for row in live.rows("interactions", "\"user\" = 'late'") if row["experiment"] is not None]
+    finally:
+        stop_server(live)
+    assert {row["variant"] for row in rows} == {"candidate", "control"}
+    for row in rows:
+        turn = experiment.turn(int(dict(row["metadata"])[BLOCK]))
+        assert (row["variant"], row["policy_spans"][0]["policy_version"]) == (turn.variant, turn.version)
