@@ -6,25 +6,18 @@ optimises, and scored as all others are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 
 from evaluation.config import JUDGING, EvaluationConfig
+from evaluation.judging import TrainingReward
 from evaluation.results import BestOf, BestOfPoint, Interval
 from evaluation.statistics import intervals
 from evaluation.statistics.intervals import Floats
 from evaluation.suites.suite import Suite
-
-
-@dataclass(frozen=True)
-class Chooser:
-    """What training optimises: a number or None per row of a scorer's batch. Raises RuntimeError if it can't be had."""
-
-    name: str
-    rewards: Callable[[pa.Table], Sequence[float | None]]
 
 
 def sampled(suite: Suite, table: pa.Table, n: int) -> tuple[Suite, pa.Table]:
@@ -38,7 +31,7 @@ def sampled(suite: Suite, table: pa.Table, n: int) -> tuple[Suite, pa.Table]:
 
 
 def estimate(
-    rewards: Sequence[float | None], scores: Floats, config: EvaluationConfig, chooser: Chooser
+    rewards: Sequence[float | None], scores: Floats, config: EvaluationConfig, training_reward: TrainingReward
 ) -> tuple[BestOf | None, str | None]:
     """The estimates from rewards and scores [items * n], item by item; or None and why."""
     n = config.best_of
@@ -46,7 +39,7 @@ def estimate(
     truth = scores.reshape(-1, n)
     there = np.isfinite(proxy).all(axis=1) & np.isfinite(truth).all(axis=1)
     if not there.any():
-        return None, f"no item has a reward by {chooser.name} and a score for all {n} responses"
+        return None, f"no item has a reward by {training_reward.name} and a score for all {n} responses"
 
     def interval(values: Floats, k: int) -> Interval:
         expected = intervals.best_of(proxy[there], values[there], k)
@@ -62,4 +55,6 @@ def estimate(
         )
         for k in sorted({n, *(2**i for i in range(n.bit_length()))})
     )
-    return BestOf(by=chooser.name, n=n, items=int(there.sum()), missing=int((~there).sum()), points=points), None
+    return BestOf(
+        by=training_reward.name, n=n, items=int(there.sum()), missing=int((~there).sum()), points=points
+    ), None

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from evaluation import best_of
 from evaluation.config import JUDGING, EvaluationConfig
 from evaluation.engine import OfflineEngines
-from evaluation.judging import Judged, Judging, Scores, Sources
+from evaluation.judging import Judged, Judging, Scores, Sources, TrainingReward
 from evaluation.results import BestOf, Evaluation, Interval, KlEstimate, PolicyResult, Sample, Wins
 from evaluation.statistics import intervals
 from evaluation.statistics.pairwise import win_rate_in_both_orders
@@ -45,20 +45,22 @@ def evaluate(
     folder: Path,
     sources: Sources | None = None,
     *,
-    chooser: best_of.Chooser | None = None,
+    training_reward: TrainingReward | None = None,
 ) -> Evaluation:
     """Answer the suite greedily with both policies, score the answers, compare them item by item.
 
     ``folder`` is where evaluations are kept (answers are cached under it); ``sources`` a judge or a reward model for
-    the scorers that need one; ``chooser``: of best-of-n. Raises EngineError, ValueError if no item has a score for
-    both, and what the scorer raises.
+    the scorers that need one; ``training_reward``: of best-of-n. Raises EngineError, ValueError if no item has a score
+    for both, and what the scorer raises.
     """
     scoring = Scoring(config, sources or Sources())
     with OfflineEngines(config.engine) as engines:
         before = answers.answer(incumbent, suite, config, folder, engines)
         after = answers.answer(candidate, suite, config, folder, engines, incumbent=incumbent)
     judged = scoring(suite, after.table, before.table)
-    return compare((candidate, incumbent), suite, (after, before), judged, scoring, config, chooser=chooser)
+    return compare(
+        (candidate, incumbent), suite, (after, before), judged, scoring, config, training_reward=training_reward
+    )
 
 
 class Scoring:
@@ -95,7 +97,7 @@ def compare(
     scoring: Scoring,
     config: EvaluationConfig,
     *,
-    chooser: best_of.Chooser | None = None,
+    training_reward: TrainingReward | None = None,
 ) -> Evaluation:
     """The evaluation that scored answers make; the candidate's come first. Raises ValueError if no item has scores."""
     (candidate, incumbent), (after, before) = policies, answered
@@ -103,7 +105,7 @@ def compare(
     kl, kl_missing = _kl(after, len(suite.items), config)
     judging, name = scoring.judging, scoring.name
     new, old = judged.candidate, judged.incumbent
-    best, best_missing = _best_of(suite, before.table, scoring.rate, config, chooser)
+    best, best_missing = _best_of(suite, before.table, scoring.rate, config, training_reward)
     wins, wins_missing = _wins(suite, (after.table, before.table), judged, config)
     both = ~np.isnan(old) & ~np.isnan(new)
     # Of a judge's scores none is left out: a candidate must not gain by answers that it can't score, or not in time.
@@ -268,21 +270,21 @@ def _kl(found: answers.Answers, items: int, config: EvaluationConfig) -> tuple[K
 
 
 def _best_of(
-    suite: Suite, table: pa.Table, rate: Rate | None, config: EvaluationConfig, chooser: best_of.Chooser | None
+    suite: Suite, table: pa.Table, rate: Rate | None, config: EvaluationConfig, training_reward: TrainingReward | None
 ) -> tuple[BestOf | None, str | None]:
     """The incumbent's best of n, or None and why: a baseline that can't be had is no reason to judge nothing."""
     if not config.best_of:
         return None, None
-    if chooser is None:
+    if training_reward is None:
         return None, "nothing rewards responses, so none is the best"
     if rate is None:
         return None, f"evaluation.scorer={config.scorer} has no score of an answer by itself"
     repeated, samples = best_of.sampled(suite, table, config.best_of)
     try:
-        rewards = chooser.rewards(scorer_batch(repeated, samples))
+        rewards = training_reward.rewards(scorer_batch(repeated, samples))
     except RuntimeError as error:
         return None, str(error)
-    return best_of.estimate(rewards, rate(repeated, samples), config, chooser)
+    return best_of.estimate(rewards, rate(repeated, samples), config, training_reward)
 
 
 def _wins(

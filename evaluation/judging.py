@@ -26,11 +26,25 @@ class JudgingError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class TrainingReward:
+    """What training optimises: a number or None per row of a scorer's batch. Raises RuntimeError if it can't be had.
+
+    ``unavailable``: why none can ever be had, such as a function that can't be loaded.
+    """
+
+    name: str
+    rewards: Callable[[pa.Table], Sequence[float | None]]
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True)
 class Sources:
     """What of the other settings scores answers: the judge of scoring, and a reward model.
 
     ``version``: the reward model's in its store, None of one that is not from there; ``agreement``: with what people
     said that it did not learn from. ``none_yet``: why there is none. ``note``: what readers of the scores should know.
+    ``holdout``: with another scorer than ``reward_model``, the reward model of feedback on held-out prompts, which the
+    candidate is compared by beside it; ``no_holdout``: why there is none.
     """
 
     judge: JudgeConfig | None = None
@@ -39,6 +53,8 @@ class Sources:
     agreement: dict[str, float] | None = None
     none_yet: str | None = None
     note: str | None = None
+    holdout: ClassifierConfig | None = None
+    no_holdout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -83,8 +99,7 @@ class Judging:
             if model is None:
                 why = sources.none_yet or "there is none"
                 raise JudgingError(f"evaluation.scorer=reward_model: there is no reward model to score by ({why})")
-            alone = ModelConfig(**model.model_dump() | {"weight": 1.0})
-            self.source = _source(ScoringConfig(human=_NO_VOTES, model=alone), self.kind)
+            self.source = reward_model_source(model)
             self.details: dict[str, Any] = {"model": model.name, "version": sources.version}
             self.details |= {"agreement": sources.agreement} if sources.agreement else {}
             self.name = scorer_name([self.source])
@@ -117,21 +132,27 @@ class Judging:
         n = len(candidate)
         if self.kind == "pairwise":
             values, reasons, orders = self.comparison.in_both_orders(candidate, incumbent)
-            scores = _scores(values)
-            return Judged(scores, 1 - scores, _counted(reasons), np.stack([_scores(of) for of in orders], axis=1))
+            scores = as_scores(values)
+            return Judged(scores, 1 - scores, _counted(reasons), np.stack([as_scores(of) for of in orders], axis=1))
         assert self.source.by_row is not None
         values, reasons = self.source.by_row(pa.concat_tables([candidate, incumbent]))
-        scores = _scores(values)
+        scores = as_scores(values)
         return Judged(scores[:n], scores[n:], _counted(reasons))
 
     @property
     def alone(self) -> Callable[[pa.Table], Scores] | None:
         """Scores answers by themselves; None where two are compared."""
         by_row = None if self.kind == "pairwise" else self.source.by_row
-        return None if by_row is None else lambda batch: _scores(by_row(batch)[0])
+        return None if by_row is None else lambda batch: as_scores(by_row(batch)[0])
 
 
 _NO_VOTES: Final = HumanConfig(weight=0.0)
+
+
+def reward_model_source(model: ClassifierConfig) -> Source:
+    """A reward model by itself. Raises RewardModelError if its files aren't there and can't be fetched."""
+    alone = ModelConfig(**model.model_dump() | {"weight": 1.0})
+    return _source(ScoringConfig(human=_NO_VOTES, model=alone), "reward_model")
 
 
 def _source(config: ScoringConfig, name: str) -> Source:
@@ -139,7 +160,7 @@ def _source(config: ScoringConfig, name: str) -> Source:
     return replace(source, name=name)
 
 
-def _scores(values: Sequence[float | None]) -> Scores:
+def as_scores(values: Sequence[float | None]) -> Scores:
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 

@@ -18,15 +18,17 @@ from deploy.commands.common import json_out, pass_settings, write_result
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import lineage, promotion
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
+from serve.policies.folder import PolicyError
 from serve.policies.store import PolicyStore
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from rich.progress import TaskID
 
-    from evaluation.best_of import Chooser
     from evaluation.decisions.judgement import Verdict
+    from evaluation.judging import TrainingReward
     from evaluation.results import BestOfPoint, Evaluation, PolicyResult
+    from serve.policies.store import Policy
     from train.context import JobResult
     from train.data.rewards import RewardSettings
 
@@ -214,9 +216,9 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     suite = Suite.load(config.suite)
     with no_leftovers(), stop_on_signals(), store.hold(candidate), store.hold(incumbent), ExitStack() as held:
         click.echo(f"policy {candidate} against policy {incumbent}, with {len(suite.items)} items of {config.suite}")
-        chooser = None
-        if config.best_of and (rewarded_by := reward_of(settings)) is not None:
-            chooser = _chooser(rewarded_by, settings.train.step_timeout_s)
+        training_reward = None
+        if (rewarded_by := reward_of(settings)) is not None:
+            training_reward = _training_reward(rewarded_by, settings.train.step_timeout_s)
         policies, sources = (store.verify(candidate), store.verify(incumbent)), settings.evaluation_sources()
         if sources.note:
             click.echo(sources.note)
@@ -226,8 +228,8 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             click.echo(
                 f"what policy {candidate} has learned from is not all known: not what went into policy {versions}"
             )
-        first = None
-        if config.gate.guardrails.kl_v1 is not None:
+        first = _first(store, candidate, incumbent)
+        if first is None and config.gate.guardrails.kl_v1 is not None:
             first = held.enter_context(store.hold(store.first_of(candidate).version))
         judged = judge(
             *policies,
@@ -237,7 +239,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             settings.ledger(),
             who=promotion.person(),
             sources=sources,
-            chooser=chooser,
+            training_reward=training_reward,
             learned=learned,
             first=first,
         )
@@ -250,6 +252,8 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
         f"{verdict.items} items looked at, e-value {verdict.e_value:.3g} of the {_needed(verdict)} that a pass needs; "
         f"levels given so far: {verdict.levels_given:.2g}; {verdict.budget}"
     )
+    for line in _rewards_lines(verdict):
+        click.echo(line)
     if verdict.learned:
         click.echo(_refused(verdict))
     click.echo(f"gate: {verdict.verdict}: {'; '.join(verdict.reasons)}")
@@ -288,16 +292,37 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
     return 1 if record.status == "failed" else 0
 
 
-def _chooser(rewarded_by: RewardSettings, timeout_s: float) -> Chooser:
-    """Of best-of-n, by what training optimises. If that can't be loaded, it says so when it is asked."""
-    from evaluation.best_of import Chooser
+def _training_reward(rewarded_by: RewardSettings, timeout_s: float) -> TrainingReward:
+    """What training optimises. If that can't be loaded, it says so when it is asked."""
+    from evaluation.judging import TrainingReward
     from train.data.rewards import Reward, RewardError
 
     try:
         reward = Reward(rewarded_by, timeout_s)
     except RewardError as error:
-        return Chooser("none", partial(_refuse, error))
-    return Chooser(reward.scorer, lambda rows: reward(rows).values)
+        return TrainingReward("none", partial(_refuse, error), str(error))
+    return TrainingReward(reward.scorer, lambda rows: reward(rows).values)
+
+
+def _first(store: PolicyStore, candidate: int, incumbent: int) -> Policy | None:
+    """The incumbent, if the candidate's lineage began with it: KL to the first policy is then measured anyway."""
+    try:
+        first = store.first_of(candidate)
+    except PolicyError:  # what the lineage began with is gone
+        return None
+    return first if first.version == incumbent else None
+
+
+def _rewards_lines(verdict: Verdict) -> Iterator[str]:
+    """What the reward that training saw says beside the one that it did not see; or why they are not compared."""
+    if verdict.not_compared is not None:
+        yield f"the guardrail holdout_reward does not decide: {verdict.not_compared}"
+    if (found := verdict.over_optimisation) is None:
+        return
+    pairs = ((name, getattr(found.incumbent, name), getattr(found.candidate, name)) for name in ("proxy", "holdout"))
+    shown = [f"{name} {old.value:.3f} → {new.value:.3f}" for name, old, new in pairs if old and new]
+    moved = "" if found.sqrt_kl_v1 is None else f", at √KL {found.sqrt_kl_v1:.3f} from the first policy"
+    yield f"rewards, policy {verdict.incumbent} → {verdict.candidate}: {'; '.join(shown) or 'none'}{moved}"
 
 
 def _refuse(why: RuntimeError, _: pa.Table) -> NoReturn:

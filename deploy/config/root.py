@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -292,24 +293,35 @@ class Settings(Section):
 
     @property
     def trains_reward_model_to_evaluate(self) -> bool:
-        """Whether a cycle trains a reward model on the held-out slice, which evaluation scores by."""
-        return self.evaluation.scorer == "reward_model" and not self._fixed_reward_model
+        """Whether a cycle trains a reward model on the held-out slice, which evaluation scores or compares by."""
+        scores = self.evaluation.scorer == "reward_model" and not self._fixed_reward_model
+        return scores or self.compares_by_held_out_feedback
+
+    @property
+    def compares_by_held_out_feedback(self) -> bool:
+        """Whether the guardrail ``holdout_reward`` has a use for such a model that does not score: training is rewarded
+        by one of people's feedback, and there are held-out prompts."""
+        wanted = self.evaluation.scorer != "reward_model" and self.evaluation.gate.guardrails.holdout_reward is not None
+        return wanted and self.evaluation.holdout > 0 and self._rewards_training("human")
 
     def evaluation_sources(self) -> Sources:
-        """The judge or reward model that evaluation scores by."""
+        """The judge or reward model that evaluation scores by, and the reward model that it compares by."""
         from evaluation.judging import Sources
 
         scoring, store = self.resolved().feedback.scoring, self.stores().evaluation_reward_models
-        if self.evaluation.scorer != "reward_model":
-            return Sources(judge=scoring.judge, note=self.gate_measures_what_is_optimised)
-        if self._fixed_reward_model:
+        scores = self.evaluation.scorer == "reward_model"
+        if scores and self._fixed_reward_model:
             return Sources(reward_model=scoring.model)
+        judge = Sources() if scores else Sources(judge=scoring.judge, note=self.gate_measures_what_is_optimised)
         pointer = store.serving()
         if pointer is None or store.get(pointer.version).marked:
-            return Sources(none_yet="train it: millrace train --reward-model --held-out")
+            none = "train it: millrace train --reward-model --held-out"
+            return replace(judge, none_yet=none) if scores else replace(judge, no_holdout=none)
         trained = scoring.human.model or ClassifierConfig(name=TRAINED)
         folder = str(store.get(pointer.version).path)
         model = ClassifierConfig(**trained.model_dump(exclude={"name", "revision", "label"}), name=folder)
+        if not scores:  # its log odds as a probability: the margin is of what lies in 0..1
+            return replace(judge, holdout=model.model_copy(update={"activation": "sigmoid"}))
         agreement = store.get(pointer.version).metrics.get("agreement")
         return Sources(reward_model=model, version=pointer.version, agreement=agreement)
 

@@ -21,10 +21,13 @@ from evaluation.decisions.ranking import rankings
 from evaluation.evaluate import compare_samples
 from evaluation.report.evidence import Race, races, spending
 from evaluation.report.page import GateRow, PolicyRow, ReportData, SuiteRow, SwapRow, traffic
-from evaluation.results import Evaluation, PolicyResult, Sample
+from evaluation.results import Evaluation, Interval, PolicyResult, Sample
 from evaluation.statistics.intervals import bootstrap_mean
 from evaluation.suites.suite import Suite, SuiteError
+from feedback.config import FeedbackConfig
+from feedback.scoring.sources.human import opinions_sql
 from serve.policies.experiments import Experiments
+from serve.policies.folder import PolicyError
 from serve.policies.store import PolicyStore
 
 
@@ -55,6 +58,7 @@ def gather(
     with settings.lake().connect(journal) if _exists(resolved.feedback.lake.uri) else nullcontext() as connection:
         shown = traffic(connection) if connection else None
         counted = _totals(connection) if connection else {}
+        opinions = _feedback(connection, resolved.feedback, confidence) if connection else {}
     raced = tuple(races(ledger, history, confidence=confidence))
     training = _training(resolved.train.runs)
     return ReportData(
@@ -76,6 +80,8 @@ def gather(
         best_of=tuple(evaluation for evaluation in evaluations if evaluation.best_of),
         samples=tuple(samples),
         samples_between=between,
+        first=_first(store, raced),
+        feedback=opinions,
         traffic=shown,
         swaps=tuple(_swaps(Path(resolved.serve.replicas))),
         totals={**counted, **(totals or {})},
@@ -213,6 +219,35 @@ def _stages(cycles: list[records.CycleRecord]) -> dict[str, float]:
             for name, value in record.seconds.items():
                 seconds[name] += value
     return dict(seconds)
+
+
+def _feedback(connection: Any, config: FeedbackConfig, confidence: float) -> dict[int, Interval]:
+    """What people said of each policy's responses, from 0 to 1: the mean over responses that one policy sampled."""
+    rows = connection.execute(
+        f"""
+        WITH opinions AS ({opinions_sql("feedback", config.scoring.human, config.kinds)}),
+             means AS (
+                 SELECT tenant, response_id, sum(weight * opinion) / sum(weight) AS mean
+                 FROM opinions GROUP BY tenant, response_id
+             )
+        SELECT policy_spans[1].policy_version, list(mean ORDER BY response_id)
+        FROM means JOIN interactions USING (tenant, response_id)
+        WHERE status = 'complete' AND len(policy_spans) = 1
+        GROUP BY 1
+        """
+    ).fetchall()
+    return {
+        version: Interval.of(bootstrap_mean(means, confidence=confidence, resamples=1000, seed=0))
+        for version, means in rows
+    }
+
+
+def _first(store: PolicyStore, raced: Sequence[Race]) -> int | None:
+    """The policy that the last candidate's lineage began with; None if that is not known any more."""
+    try:
+        return store.first_of(raced[-1].candidate).version if raced else None
+    except PolicyError:
+        return None
 
 
 def _totals(connection: Any) -> dict[str, Any]:

@@ -270,7 +270,9 @@ class _Cycle:
         if self.settings.trains_reward_model_to_evaluate and (
             reason := self._reward_model(RecipeStage(stage="reward-model"), parent, None, held_out=True)
         ):
-            return parent, reason
+            if not self.settings.compares_by_held_out_feedback:
+                return parent, reason
+            self.say(f"{reason}: the guardrail holdout_reward does not decide")
         reason = self._learn(incumbent, parent)
         if self.record.candidate is None:
             in_a_row = without_candidate(self.settings)

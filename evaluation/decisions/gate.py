@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from evaluation.decisions.observations import Look, Observation, names_of, voices
-from evaluation.decisions.plan import Plan
+from evaluation.decisions.observations import Look, Observation, names_of, per_voice, voices
+from evaluation.decisions.plan import HOLDOUT, Plan
 from evaluation.statistics import betting, power
 from evaluation.statistics.guardrails import Evidence, observe
 from evaluation.statistics.intervals import Floats
@@ -33,12 +33,14 @@ SPENT = "the error budget is spent: no candidate can pass until evaluation.gate.
 @dataclass(frozen=True)
 class State:
     """A race so far. ``items`` were looked at, of which ``missing`` have no score for one of the policies; ``gains``
-    [k] is what the success metric observed, a voice each. ``compared``: the items, where a judge compares answers."""
+    [k] is what the success metric observed, a voice each, and ``proxies`` [m] what the reward that training saw gained.
+    ``compared``: the items, where a judge compares answers."""
 
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     items: int = 0
     missing: int = 0
     gains: Floats = field(default_factory=lambda: np.empty(0))
+    proxies: Floats = field(default_factory=lambda: np.empty(0))
     compared: tuple[Observation, ...] = ()
 
 
@@ -55,6 +57,7 @@ def advance(plan: Plan, state: State, look: Look) -> State:
         state.items + len(look.fresh),
         state.missing + missing,
         np.concatenate([state.gains, values[plan.metric][0]]),
+        np.concatenate([state.proxies, per_voice(look.fresh, _proxy_gain)[0]]),
         (*state.compared, *look.fresh) if plan.compared else (),
     )
 
@@ -71,6 +74,8 @@ def decide(plan: Plan, state: State) -> Decision:
             return replace(
                 decision, verdict="refuse", reasons=(f"gate.{setting} is set, and KL could not be measured",)
             )
+    if any(one.metric == HOLDOUT and one.state == "refuted" for one in decision.standings):
+        decision = replace(decision, reasons=(*decision.reasons, _over_optimised(plan, state)))
     if decision.verdict == "pass" and (wanting := _wanting(plan, state)):
         decision = replace(decision, verdict="undecided", reasons=wanting)
     elif decision.verdict == "pass" and plan.compared:
@@ -134,6 +139,27 @@ def _wanting(plan: Plan, state: State) -> tuple[str, ...]:
             f"{plan.max_missing:.1%}"
         )
     return tuple(found)
+
+
+def _over_optimised(plan: Plan, state: State) -> str:
+    """What the reward that training saw does while the one that it did not see falls.
+
+    A candidate that loses by the latter could not pass whatever the former does: so that alone decides, and this says
+    whether it was the price of what training optimised.
+    """
+    fall = -float(state.evidence[HOLDOUT].shown.mean)
+    held = f"the reward that it did not see ({plan.holdout}) falls by {fall:.4f}"
+    if not len(state.proxies):
+        return f"whether the reward that training saw ({plan.proxy}) rises is not known; {held}"
+    rise = float(state.proxies.mean())
+    if rise > 0:
+        return f"over-optimised: the reward that training saw ({plan.proxy}) rises by {rise:.4f}, {held}"
+    return f"the reward that training saw ({plan.proxy}) does not rise ({rise:+.4f}), and {held}"
+
+
+def _proxy_gain(one: Observation) -> float | None:
+    candidate, incumbent = one.proxy or (None, None)
+    return None if candidate is None or incumbent is None else candidate - incumbent
 
 
 def _wins(state: State) -> tuple[bool, str]:

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
-from evaluation.best_of import Chooser
+from evaluation.compared_rewards import ComparedRewards
 from evaluation.config import EvaluationConfig
 from evaluation.decisions import bank, gate
 from evaluation.decisions.bank import Voice
@@ -30,10 +31,11 @@ from evaluation.decisions.gate import State
 from evaluation.decisions.history import Declaration, History, Intent, Party, Ruling, hypothesis, looks_of
 from evaluation.decisions.ledger import Entry, Ledger, canonical
 from evaluation.decisions.observations import Look, Observation, observe
-from evaluation.decisions.plan import Plan, declared, plan
+from evaluation.decisions.over_optimisation import OverOptimisation, measured
+from evaluation.decisions.plan import HOLDOUT, Compared, Plan, declared, plan
 from evaluation.engine import OfflineEngines
 from evaluation.evaluate import Scoring, compare
-from evaluation.judging import Judged, Sources
+from evaluation.judging import Judged, Scores, Sources, TrainingReward
 from evaluation.results import Evaluation
 from evaluation.statistics import intervals
 from evaluation.statistics.error_budget import promise
@@ -63,6 +65,8 @@ class Verdict(BaseModel):
     items; ``fresh`` how many there are. ``kl`` is that of what was looked at now, if it was measured. ``entry`` is None
     while there is no verdict on record. ``levels_given`` sums the levels of all candidates so far; what that means for
     errors ``budget`` says. ``learned``: ids of fresh items that were refused, since its training has read them.
+    ``over_optimisation``: the reward that training saw and one that it did not see, where both were there;
+    ``not_compared``: why there were not, so that the guardrail ``holdout_reward`` did not decide.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -90,6 +94,8 @@ class Verdict(BaseModel):
     budget: str
     levels_given: float
     learned: tuple[str, ...]
+    over_optimisation: OverOptimisation | None = None
+    not_compared: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ def judge(
     *,
     who: str,
     sources: Sources | None = None,
-    chooser: Chooser | None = None,
+    training_reward: TrainingReward | None = None,
     learned: Collection[str] = (),
     first: Policy | None = None,
 ) -> Judgement:
@@ -155,14 +161,17 @@ def judge(
         suite: the item bank.
         folder: where evaluations are kept, with answers.
         who: for the record.
-        sources, chooser: as of ``evaluation.evaluate.evaluate``.
+        sources: as of ``evaluation.evaluate.evaluate``.
+        training_reward: what training optimises; None if nothing rewards it.
         learned: hashes of prompts (``prompt_key``) that the candidate, or a policy that it descends from, has learned
             from: items with them are refused before they are looked at.
-        first: the policy that the candidate's lineage began with, to which KL is measured; None: to none.
+        first: the policy that the candidate's lineage began with, to which KL is measured if ``guardrails.kl_v1`` is
+            set, or if it is the incumbent; None: to none.
 
     Raises:
-        NotJudged: the scorer gives no scores, or is another one than at earlier looks; or what was about to be looked
-            at is no longer there, or would be answered otherwise.
+        NotJudged: the scorer gives no scores, or is another one than at earlier looks; so the reward model of held-out
+            feedback, if it gives none or is gone; or what was about to be looked at is no longer there, or would be
+            answered otherwise.
         OutOfBounds: a reward lies outside ``gate.reward_bounds``; its item is named.
         EvaluationBusy, LedgerDamaged, EngineError, and what the scorer raises.
     """
@@ -173,12 +182,14 @@ def judge(
             looked = looks_of_race(ledger, history, last[1])
             return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), None)
         scoring = Scoring(config, sources or Sources())
-        whole = _Answered(candidate, incumbent, suite, config, folder, scoring, first) if config.score_unused else None
+        rewards = ComparedRewards(config, sources or Sources(), scoring, training_reward)
+        answer = partial(_Answered, candidate, incumbent, config, folder, scoring, rewards, first)
+        whole = answer(suite) if config.score_unused else None
         if last is not None and last[1].final:
-            evaluation = whole.evaluation(range(len(suite.items)), chooser) if whole else None
+            evaluation = whole.evaluation(range(len(suite.items)), training_reward) if whole else None
             looked = looks_of_race(ledger, history, last[1])
             return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), evaluation)
-        race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, last, learned)
+        race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, rewards, last, learned)
         intend = partial(_intend, ledger, history, race, candidate, incumbent, suite, config, who)
         if race.plan.level <= 0:
             _declare(ledger, history, config, who)
@@ -188,19 +199,19 @@ def judge(
         begun = sum(len(block.fresh) for block in race.begun)
         wanted = bank.take(race.fresh, race.plan.max_items - race.state.items - begun)
         if not wanted and not begun:
-            evaluation = whole.evaluation(range(len(suite.items)), chooser) if whole else None
+            evaluation = whole.evaluation(range(len(suite.items)), training_reward) if whole else None
             return Judgement(_exhausted(history, race, candidate, incumbent, config), evaluation)
         blocks = [*race.begun, *_blocks(race, wanted, config)]
         answered = whole
         if answered is None:
             items = [item for part in ("fresh", "regression") for block in blocks for item in getattr(block, part)]
-            answered = _Answered(candidate, incumbent, _part(suite, items), config, folder, scoring, first)
+            answered = answer(_part(suite, items))
         looks, seen = _look(race, blocks, answered, intend)
         state, _, _ = gate.replay(race.plan, looks, race.state)
         entry = _record(ledger, race, candidate, incumbent, suite, state, looks, who)
         history.add(entry[0])
         items_seen = range(len(suite.items)) if whole is not None else seen
-        evaluation = answered.evaluation(items_seen, chooser)
+        evaluation = answered.evaluation(items_seen, training_reward)
         left = _count(race.fresh) - max(0, sum(len(look.fresh) for look in looks) - begun)
         verdict = _verdict(history, entry, (*race.earlier, *looks), candidate, incumbent, config, left)
         if evaluation is not None and evaluation.kl is not None:
@@ -221,6 +232,7 @@ def _race(
     suite: Suite,
     config: EvaluationConfig,
     scorer: str,
+    rewards: ComparedRewards,
     last: tuple[Entry, Ruling] | None,
     learned: Collection[str],
 ) -> _Race:
@@ -240,6 +252,7 @@ def _race(
             },
             fresh=len(fresh),
             decided=len(before),
+            rewards=Compared(rewards.proxy, rewards.holdout, rewards.bounds, rewards.missing),
         )
         regression = tuple(before) if made.regression else ()
         return _Race(made, State(), (), None, (), tuple(fresh), regression, tuple(refused))
@@ -248,6 +261,11 @@ def _race(
         raise NotJudged(
             f"policy {candidate.version} is undecided by the scores of {made.scorer} (entry {at.number}), and "
             f"evaluation.scorer is {scorer} now: set it back, or train another candidate"
+        )
+    if HOLDOUT in made.margins and rewards.missing:
+        raise NotJudged(
+            f"policy {candidate.version} is judged by {HOLDOUT} too (entry {at.number}), and {rewards.missing}: "
+            "nothing was looked at"
         )
     earlier = () if last is None else looks_of_race(ledger, history, last[1])
     state, _, _ = gate.replay(made, earlier)
@@ -296,44 +314,59 @@ class _Answered:
         self,
         candidate: Policy,
         incumbent: Policy,
-        suite: Suite,
         config: EvaluationConfig,
         folder: Path,
         scoring: Scoring,
+        rewards: ComparedRewards,
         first: Policy | None,
+        suite: Suite,
     ) -> None:
         self.policies, self.suite, self.config, self.scoring = (candidate, incumbent), suite, config, scoring
+        self.rewards = rewards
         self.places = {item.id: i for i, item in enumerate(suite.items)}
         n = len(suite.items)
         self.kl_v1 = _kl_by_item(None, n)
         with OfflineEngines(config.engine) as engines:
             answer = partial(answers.answer, suite=suite, config=config, folder=folder, engines=engines)
             before = answer(incumbent)
-            if first is not None and first.sha256 != incumbent.sha256:
-                answer(first)
+            other = first if config.gate.guardrails.kl_v1 is not None and first is not None else None
+            if other is not None and other.sha256 != incumbent.sha256:
+                answer(other)
             self.answers = answer(candidate, incumbent=incumbent), before
             self.kl = _kl_by_item(self.answers[0], n)
             if first is not None and first.sha256 == incumbent.sha256:
                 self.kl_v1 = self.kl
-            elif first is not None:
-                self.kl_v1 = _kl_by_item(answer(candidate, incumbent=first), n)
+            elif other is not None:
+                self.kl_v1 = _kl_by_item(answer(candidate, incumbent=other), n)
         self.scored = np.zeros(n, bool)
         verdicts = np.full((n, 2), np.nan) if config.scorer == "pairwise" else None
         self.judged = Judged(np.full(n, np.nan), np.full(n, np.nan), verdicts=verdicts)
 
-    def observe(self, items: Iterable[Item]) -> tuple[Observation, ...]:
-        """The observations of these items, scored if they are not yet."""
+    def observe(self, items: Iterable[Item], *, compare_rewards: bool = False) -> tuple[Observation, ...]:
+        """The observations of these items, scored if they are not yet; with the two compared rewards if so wanted."""
         at = [self.places[item.id] for item in items]
         if not at:
             return ()
         self._score([i for i in at if not self.scored[i]])
         tables = (self.answers[0].table.take(at), self.answers[1].table.take(at))
         scores = (self.judged.candidate[at], self.judged.incumbent[at])
-        kl = [[of[i] for i in at] for of in (self.kl, self.kl_v1)]
+        kl, kl_v1 = ([of[i] for i in at] for of in (self.kl, self.kl_v1))
         verdicts = None if self.judged.verdicts is None else self.judged.verdicts[at]
-        return observe([self.suite.items[i] for i in at], tables, scores, verdicts, *kl)
+        proxy, holdout = self._compared(at, tables, scores) if compare_rewards else (None, None)
+        items = [self.suite.items[i] for i in at]
+        return observe(items, tables, scores, verdicts, kl, kl_v1, proxy, holdout)
 
-    def evaluation(self, at: Sequence[int], chooser: Chooser | None) -> Evaluation | None:
+    def _compared(
+        self, at: list[int], tables: tuple[pa.Table, pa.Table], scores: tuple[Scores, Scores]
+    ) -> tuple[tuple[Scores, Scores], tuple[Scores, Scores]]:
+        """What training's reward and the one that it did not see give both policies' answers to some items."""
+        part = replace(self.suite, items=tuple(self.suite.items[i] for i in at))
+        proxy = self.rewards.of_proxy(part, tables[0]), self.rewards.of_proxy(part, tables[1])
+        if self.rewards.is_scorer:
+            return proxy, scores
+        return proxy, (self.rewards.of_holdout(part, tables[0]), self.rewards.of_holdout(part, tables[1]))
+
+    def evaluation(self, at: Sequence[int], training_reward: TrainingReward | None) -> Evaluation | None:
         """The evaluation of some items; None if none of them has a score for both policies."""
         at = list(at)
         self._score([i for i in at if not self.scored[i]])
@@ -342,7 +375,9 @@ class _Answered:
             return None
         answered = (self.answers[0].take(at), self.answers[1].take(at))
         part = replace(self.suite, items=tuple(self.suite.items[i] for i in at))
-        return compare(self.policies, part, answered, judged, self.scoring, self.config, chooser=chooser)
+        return compare(
+            self.policies, part, answered, judged, self.scoring, self.config, training_reward=training_reward
+        )
 
     def _score(self, at: list[int]) -> None:
         if not at:
@@ -372,8 +407,9 @@ def _look(
     for number, block in enumerate(blocks):
         if number >= len(race.begun):
             intend(block)
-        fresh = answered.observe(block.fresh)
+        fresh = answered.observe(block.fresh, compare_rewards=HOLDOUT in race.plan.margins)
         _check_scorer(fresh, answered)
+        _check_holdout(fresh, race.plan)
         look = Look(fresh=fresh, regression=answered.observe(block.regression))
         looks.append(look)
         seen += [answered.places[one.item] for one in fresh]
@@ -448,6 +484,16 @@ def _check_scorer(fresh: Sequence[Observation], answered: _Answered) -> None:
         )
 
 
+def _check_holdout(fresh: Sequence[Observation], of: Plan) -> None:
+    missing = sum((one.holdout or (None, None))[1] is None for one in fresh)
+    if HOLDOUT in of.margins and (missing == len(fresh) or missing > max(FEW_MISSING, SCORER_DOWN * len(fresh))):
+        raise NotJudged(
+            f"{of.holdout}, the reward that training did not see, gave none to {missing} of {len(fresh)} answers of "
+            "the policy that serves: nothing was decided; evaluate again when it does: the same items are looked at, "
+            "at the same level"
+        )
+
+
 def _record(
     ledger: Ledger,
     race: _Race,
@@ -509,7 +555,7 @@ def _verdict(
     if found.verdict == "undecided":
         reasons = (*reasons, _wants(found.needs, fresh))
     return _shown(
-        history, found.plan, state, config,
+        history, found.plan, state, looks, config,
         verdict=found.verdict, reasons=reasons, candidate=candidate.version, incumbent=incumbent.version,
         e_value=found.e_value, needs=found.needs, fresh=fresh, entry=entry.number, entry_sha256=entry.sha256,
         learned=found.learned,
@@ -524,14 +570,16 @@ def _exhausted(
     needs = gate.needs(race.plan, race.state, decision)
     entry = race.last and race.last[0]
     return _shown(
-        history, race.plan, race.state, config,
+        history, race.plan, race.state, race.earlier, config,
         verdict="undecided", reasons=(*decision.reasons, _wants(needs, 0)), candidate=candidate.version,
         incumbent=incumbent.version, e_value=decision.e_value, needs=needs, fresh=0,
         entry=entry and entry.number, entry_sha256=entry and entry.sha256, learned=race.learned,
     )  # fmt: skip
 
 
-def _shown(history: History, of: Plan, state: State, config: EvaluationConfig, **fields: object) -> Verdict:
+def _shown(
+    history: History, of: Plan, state: State, looks: Sequence[Look], config: EvaluationConfig, **fields: object
+) -> Verdict:
     gains, confidence = state.gains, config.gate.confidence
     interval: tuple[float | None, float | None, float | None] = (None, None, None)
     if len(gains):
@@ -552,6 +600,10 @@ def _shown(history: History, of: Plan, state: State, config: EvaluationConfig, *
             "kl": None if kl is None or kl.shown.n == 0 else float(kl.shown.mean),
             "budget": history.promise() or promise([of.budget]),
             "levels_given": history.levels_given(),
+            "over_optimisation": measured(
+                of, looks, confidence=confidence, resamples=config.resamples, seed=config.seed
+            ),
+            "not_compared": of.not_compared,
             **fields,
         }
     )

@@ -23,6 +23,9 @@ from evaluation.suites.text_metrics import distinct_n, repeated
 Pair = tuple[float, float]
 """(candidate's, incumbent's)."""
 
+PartialPair = tuple[float | None, float | None]
+"""The same, where either may be missing."""
+
 REPEATED_NGRAM: Final = 4
 
 Member = TypeVar("Member")
@@ -34,7 +37,9 @@ class Observation(BaseModel):
     Of the greedy answers: ``length`` in tokens, ``truncated`` 0 or 1, ``distinct`` and ``repeated`` shares. ``kl``: KL
     of the incumbent to the candidate on this prompt, in nats per token, and ``kl_v1`` that of the first policy; None
     where it was not measured. ``verdicts``: of a judge that compared, for the candidate's as the first answer and as
-    the second; None without, and where both texts are the same.
+    the second; None without, and where both texts are the same. ``proxy``: what the reward that training saw gives
+    both answers, and ``holdout`` what a reward model gives them that training did not see; None where they were not
+    compared.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -52,6 +57,8 @@ class Observation(BaseModel):
     kl: float | None = None
     kl_v1: float | None = None
     verdicts: Pair | None = None
+    proxy: PartialPair | None = None
+    holdout: PartialPair | None = None
 
 
 class Look(BaseModel):
@@ -70,6 +77,8 @@ def observe(
     verdicts: Floats | None = None,
     kl: Sequence[float | None] | None = None,
     kl_v1: Sequence[float | None] | None = None,
+    proxy: tuple[Floats, Floats] | None = None,
+    holdout: tuple[Floats, Floats] | None = None,
 ) -> tuple[Observation, ...]:
     """The observations of some items.
 
@@ -79,9 +88,11 @@ def observe(
         scores: of both, [n]; NaN where there is none.
         verdicts: [n, 2], as of ``evaluation.judging.Judged``.
         kl, kl_v1: [n], nats per token.
+        proxy, holdout: rewards of both, [n]; NaN where there is none.
     """
     figures = [_figures(table) for table in tables]
-    rewards = [[None if np.isnan(value) else float(value) for value in of] for of in scores]
+    rewards = _known(scores)
+    compared = {name: _known(of) for name, of in (("proxy", proxy), ("holdout", holdout)) if of is not None}
     return tuple(
         Observation(
             item=item.id,
@@ -93,6 +104,7 @@ def observe(
             kl=None if kl is None else kl[i],
             kl_v1=None if kl_v1 is None else kl_v1[i],
             verdicts=None if verdicts is None or np.isnan(verdicts[i]).any() else tuple(verdicts[i].tolist()),
+            **{name: (of[0][i], of[1][i]) for name, of in compared.items()},
             **{name: (figures[0][name][i], figures[1][name][i]) for name in figures[0]},
         )
         for i, item in enumerate(items)
@@ -153,6 +165,10 @@ def difference(pair: Pair) -> float:
 def relative(pair: Pair) -> float:
     """The same of figures without a bound, as a share of the larger one."""
     return float(relative_difference([pair[0]], [pair[1]])[0])
+
+
+def _known(scores: tuple[Floats, Floats]) -> list[list[float | None]]:
+    return [[None if np.isnan(value) else float(value) for value in of] for of in scores]
 
 
 def _figures(table: pa.Table) -> dict[str, list[float]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -22,7 +22,24 @@ BETA: Final = 0.05
 """The levels at which guardrails are shown, and at which harm and hopelessness are (``statistics.verdict.decide``)."""
 
 _DIFFERING: Final = 0.2  # share of a segment's items that are taken to differ, to know how many show that none is lost
+HOLDOUT: Final = "holdout_reward"
+"""The guardrail on the reward that training did not see."""
+
 _ORDINARY: Final = ("length", "truncation", "distinct_n", "repetition")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """By which two rewards a candidate is compared beside the gate's own; ``missing``: why there are not both.
+
+    ``proxy`` and ``holdout`` identify the reward that training saw and the one that it did not see, which lies between
+    ``bounds``.
+    """
+
+    proxy: str | None
+    holdout: str | None
+    bounds: tuple[float, float] = (0.0, 1.0)
+    missing: str | None = None
 
 
 class Plan(BaseModel):
@@ -31,7 +48,9 @@ class Plan(BaseModel):
     ``low`` and ``high`` bound a policy's figure of ``metric``; ``margins`` are those of guardrails, by name, and those
     of ``segments``, ``watched`` (segments too rare to show anything of but harm) and ``regression`` are absolute.
     ``level`` is the candidate's share of ``budget``; ``scorer`` identifies all that decides a score, ``judged`` says
-    that of its scores none is left out, and ``compared`` that it compares two answers.
+    that of its scores none is left out, and ``compared`` that it compares two answers. ``proxy`` and ``holdout``
+    identify the reward that training saw and the one that it did not see, where both were there; ``holdout_bounds`` are
+    the latter's. ``not_compared``: why there were not both, so that the guardrail ``holdout_reward`` does not decide.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -54,6 +73,10 @@ class Plan(BaseModel):
     segments: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
     regression: Literal["guardrail", "watch"] | None = None
+    proxy: str | None = None
+    holdout: str | None = None
+    holdout_bounds: tuple[float, float] = (0.0, 1.0)
+    not_compared: str | None = None
     rule: Literal["e_lond", "fixed_horizon"]
     alpha: float
     horizon: int
@@ -78,6 +101,9 @@ class Plan(BaseModel):
             if name in self.margins:
                 margin = self.margins[name]
                 found.append(replace(guardrail, name=name, high=max(1.0, 2 * margin), margin=margin))
+        if HOLDOUT in self.margins:
+            width, margin = self.holdout_bounds[1] - self.holdout_bounds[0], self.margins[HOLDOUT]
+            found.append(replace(GUARDRAILS[HOLDOUT], low=-width, high=width, margin=margin))
         if self.segments or self.watched:
             of = segment_guardrails(self.success, (*self.segments, *self.watched), self.margins["segments"])
             found += [
@@ -110,6 +136,16 @@ class Plan(BaseModel):
             incumbent = self.high if incumbent is None else incumbent
         return None if candidate is None or incumbent is None else candidate - incumbent
 
+    def holdout_gain(self, one: Observation) -> float | None:
+        """Candidate less incumbent by the held-out reward; None if it has none for the incumbent.
+
+        An answer of the candidate's that it can't score counts as its worst.
+        """
+        candidate, incumbent = one.holdout or (None, None)
+        if incumbent is None:
+            return None
+        return (self.holdout_bounds[0] if candidate is None else candidate) - incumbent
+
     def values(self, look: Look) -> dict[str, tuple[Floats, list[str]]]:
         """What each metric observes at a look: values [k], a voice each, and the items that name them."""
         fresh, found = look.fresh, dict[str, tuple[Floats, list[str]]]()
@@ -129,6 +165,8 @@ class Plan(BaseModel):
                     found[metric.name] = per_voice(fresh, partial(_at_most, metric.high, lambda one: one.kl))
                 case "kl_v1":
                     found[metric.name] = per_voice(fresh, partial(_at_most, metric.high, lambda one: one.kl_v1))
+                case "holdout_reward":
+                    found[metric.name] = per_voice(fresh, self.holdout_gain)
                 case "regression":
                     found[metric.name] = per_voice(look.regression, self.gain)
                 case _:
@@ -145,6 +183,7 @@ def plan(
     fresh_segments: Mapping[str, int],
     fresh: int,
     decided: int,
+    rewards: Compared | None = None,
 ) -> Plan:
     """The plan of a candidate that is about to be looked at for the first time.
 
@@ -154,6 +193,7 @@ def plan(
         fresh_segments: how many fresh voices each segment of the suite has.
         fresh: how many there are in all.
         decided: how many voices have decided on earlier candidates.
+        rewards: what training saw and what it did not; None: they were not asked for.
     """
     gate, judged = config.gate, config.scorer in JUDGING
     low, high = (0.0, 1.0) if gate.metric == "accuracy" else gate.reward_bounds
@@ -164,6 +204,13 @@ def plan(
         margins["kl"] = gate.max_kl
     if guardrails.kl_v1 is not None:
         margins["kl_v1"] = guardrails.kl_v1
+    compared: dict[str, Any] = {}
+    if guardrails.holdout_reward is not None and rewards is not None:
+        compared = {"not_compared": rewards.missing}
+        if rewards.missing is None:
+            bounds = rewards.bounds
+            margins[HOLDOUT] = guardrails.holdout_reward * (bounds[1] - bounds[0])
+            compared = {"proxy": rewards.proxy, "holdout": rewards.holdout, "holdout_bounds": bounds}
     segments: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
     if guardrails.segments is not None and fresh_segments:
@@ -195,6 +242,7 @@ def plan(
         segments=segments,
         watched=watched,
         regression=regression,
+        **compared,
         rule=gate.budget.rule,
         alpha=gate.budget.alpha,
         horizon=gate.budget.horizon,

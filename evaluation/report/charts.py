@@ -125,6 +125,46 @@ def by_policy(suites: Sequence[tuple[str, Sequence[Point]]], *, colour: str, per
     return _svg(figure, label)
 
 
+class Moved(NamedTuple):
+    """A policy at the root of its KL from the first one, with the means of each reward of its answers."""
+
+    version: int
+    sqrt_kl: float
+    refused: bool
+    rewards: Mapping[str, Interval | None]
+
+
+@mpl.rc_context(_STYLE)
+def over_optimisation(points: Sequence[Moved], *, label: str) -> str:
+    """Each reward of the policies over the root of their KL from the first, a panel per reward."""
+    colours = dict(zip(points[0].rewards, (KL, REWARD, GOOD), strict=False))
+    names = [name for name in colours if any(point.rewards[name] for point in points)]
+    figure = Figure(figsize=(_WIDE, 1.9 * len(names) + 0.5), layout="constrained")
+    panels = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, name in zip(panels, names, strict=True):
+        for point in points:
+            if (found := point.rewards[name]) is None:
+                continue
+            shade = BAD if point.refused else colours[name]
+            at = point.sqrt_kl
+            axes.plot([at, at], [found.low, found.high], color=shade, linewidth=2.2, alpha=0.5, zorder=3)
+            axes.plot(
+                at, found.value, "o", markersize=7.5, markeredgewidth=2, color=shade, zorder=4,
+                markerfacecolor="white" if point.refused else shade,
+            )  # fmt: skip
+            axes.annotate(
+                f"v{point.version}" if len(points) <= _CROWD else "", (at, found.value), xytext=(9, 0),
+                textcoords="offset points", va="center", fontsize=10, zorder=5,
+                path_effects=[withStroke(linewidth=4, foreground="white")],
+            )  # fmt: skip
+        axes.set_ylabel(name, color=colours[name])
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.margins(x=0.06, y=0.15)
+    panels[-1].set_xlabel("√KL from the first policy, root of nats per token")
+    figure.align_ylabels(list(panels))
+    return _svg(figure, label)
+
+
 _VERDICTS = {"pass": (GOOD, "passed"), "undecided": (MUTED, "undecided")}
 
 

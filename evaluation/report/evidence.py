@@ -11,6 +11,7 @@ import numpy as np
 from evaluation.decisions.history import History, Intent, Ruling, looks_of
 from evaluation.decisions.ledger import Entry, Ledger
 from evaluation.decisions.observations import Observation, Pair, per_voice
+from evaluation.decisions.over_optimisation import OverOptimisation, measured
 from evaluation.decisions.plan import Plan
 from evaluation.statistics import betting, error_budget
 from evaluation.statistics.error_budget import ErrorBudget
@@ -74,6 +75,7 @@ class Race:
     segments: tuple[Segment, ...]
     segment_margin: float | None
     style: tuple[Style, ...]
+    over_optimisation: OverOptimisation | None = None
 
     @property
     def running_mean(self) -> Floats:
@@ -176,6 +178,7 @@ def _race(ledger: Ledger, race: Sequence[tuple[Entry, Ruling]], confidence: floa
         segments=tuple(_segments(plan, fresh, standings, confidence)),
         segment_margin=plan.margins.get("segments"),
         style=tuple(_style(plan, fresh, standings)),
+        over_optimisation=measured(plan, looks, confidence=confidence),
     )
 
 

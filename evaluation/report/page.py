@@ -92,8 +92,9 @@ class ReportData(BaseModel):
     version that ``proxy`` of the policies is by, and ``agreement`` how often it says what the scorer says.
     ``best_of`` are evaluations whose incumbent had the best of several responses scored, ``judged`` those in which a
     judge compared answers, ``rankings`` all policies on each judge's scale (``Ranking.to_json``). ``metric`` is the
-    gate's. ``suites`` are results by suite, oldest first; without any, those of ``policies`` are of one. ``moves`` are
-    the serving pointer's.
+    gate's. ``first`` is the policy that the lineage began with, ``feedback`` the mean of people's by policy. ``suites``
+    are results by suite, oldest first; without any, those of ``policies`` are of one. ``moves`` are the serving
+    pointer's.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -114,6 +115,8 @@ class ReportData(BaseModel):
     best_of: tuple[Evaluation, ...] = ()
     samples: tuple[Sample, ...] = ()
     samples_between: tuple[int, int] | None = None
+    first: int | None = None
+    feedback: dict[int, Interval] = {}
     traffic: pa.Table | None = None
     swaps: tuple[SwapRow, ...] = ()
     totals: dict[str, Any] = {}
@@ -152,6 +155,26 @@ class ReportData(BaseModel):
     def styled(self) -> list[Race]:
         """The last candidates of whose answers something is known."""
         return [race for race in self.races if race.style][-_GATES:]
+
+    @cached_property
+    def compared(self) -> list[Race]:
+        """The last candidates that were compared by training's reward and by one that it did not see."""
+        return [race for race in self.races if race.over_optimisation is not None][-_GATES:]
+
+    @cached_property
+    def moved(self) -> list[charts.Moved]:
+        """The policies whose KL from the first is known, the first one at 0."""
+        found: dict[int, charts.Moved] = {}
+        for race in self.compared:
+            rewards = race.over_optimisation
+            assert rewards is not None
+            sides = [(race.candidate, rewards.sqrt_kl_v1, rewards.candidate)]
+            sides += [(race.incumbent, 0.0, rewards.incumbent)] if race.incumbent == self.first else []
+            for version, at, means in sides:
+                if at is not None:
+                    of = {"proxy": means.proxy, "holdout": means.holdout, "people": self.feedback.get(version)}
+                    found[version] = charts.Moved(version, at, version in self.refused, of)
+        return list(found.values())
 
     @cached_property
     def diverse(self) -> bool:
@@ -412,7 +435,18 @@ def _plain_totals(totals: Mapping[str, Any]) -> dict[str, str]:
 def _pictures(data: ReportData) -> dict[str, str | None]:
     """SVG by name; None where there is nothing to draw."""
     pictures: dict[str, str | None] = dict.fromkeys(
-        ("accuracy", "reward", "gates", "spending", "races", "segments", "training", "serving", "stages")
+        (
+            "accuracy",
+            "reward",
+            "gates",
+            "spending",
+            "races",
+            "segments",
+            "over_optimisation",
+            "training",
+            "serving",
+            "stages",
+        )
     )
     for name in data.measures:
         colour = charts.GOOD if name == "accuracy" else charts.REWARD
@@ -429,6 +463,9 @@ def _pictures(data: ReportData) -> dict[str, str | None]:
         pictures["races"] = charts.races(drawn, label="Mean gain over items, with its bounds, by candidate")
     if (segmented := data.segmented) and segmented[-1].segments:
         pictures["segments"] = charts.segments(segmented[-1], label="Gain of each segment")
+    if data.moved:
+        label = "Rewards over the root of KL from the first policy"
+        pictures["over_optimisation"] = charts.over_optimisation(data.moved, label=label)
     runs = {name: rows for name, rows in data.training.items() if rows}
     known = {key for rows in runs.values() for row in rows for key, value in row.items() if value is not None}
     if "kl_ref" in known:

@@ -111,6 +111,7 @@ GUARDRAILS: dict[str, Metric] = {
         Metric("distinct_n", "guardrail", -1, 1, margin=0.05),
         Metric("repetition", "guardrail", -1, 1, margin=0.05, better="lower"),
         Metric("regression", "guardrail", -1, 1, margin=0.02),  # reward on items that decided before
+        Metric("holdout_reward", "guardrail", -1, 1, margin=0.1),
         Metric("latency", "guardrail", -1, 1, margin=0.1, better="lower"),  # by relative_difference
     )
 }

@@ -333,3 +333,16 @@ def test_only_the_reward_model_to_evaluate_by_may_be_set_to_learn_from_the_slice
 ) -> None:
     with pytest.raises(ConfigError, match=r"train\.data\.holdout_side=slice: the reward model that evaluation scores"):
         root.load(None, [("home", str(tmp_path)), ("evaluation.holdout", "0.2"), *options], {})
+
+
+def test_a_cycle_trains_a_reward_model_to_compare_by_where_feedback_rewards_training(tmp_path: Path) -> None:
+    def compares(*options: tuple[str, str]) -> bool:
+        settings = root.load(None, [("home", str(tmp_path)), *options], {})
+        assert settings.compares_by_held_out_feedback == settings.trains_reward_model_to_evaluate
+        return settings.compares_by_held_out_feedback
+
+    rlhf, share = ("cycle.recipe", "rlhf"), ("evaluation.holdout", "0.2")
+    assert compares(rlhf, share)
+    assert not compares(rlhf)
+    assert not compares(("cycle.recipe", "offline"), share)
+    assert not compares(rlhf, share, ("evaluation.gate.guardrails.holdout_reward", "null"))

@@ -12,11 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from evaluation.best_of import Chooser
 from evaluation.config import EvaluationConfig
 from evaluation.engine import EngineError, OfflineEngine, OfflineEngines
 from evaluation.evaluate import compare_samples, evaluate
-from evaluation.judging import Sources
+from evaluation.judging import Sources, TrainingReward
 from evaluation.results import Evaluation
 from evaluation.suites import answers
 from evaluation.suites.suite import Suite
@@ -35,13 +34,13 @@ def digits(rows: pa.Table) -> list[float]:
     return [sum(2 <= token < 12 for token in ids) / len(ids) for ids in rows["response_token_ids"].to_pylist()]
 
 
-CHOOSER = Chooser("digits", digits)
+REWARD = TrainingReward("digits", digits)
 
 
 @pytest.fixture(scope="module")
 def evaluation(policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path) -> Evaluation:
     """Policy 2 against policy 1."""
-    return evaluate(policies[1], policies[0], suite, config, folder, chooser=CHOOSER)
+    return evaluate(policies[1], policies[0], suite, config, folder, training_reward=REWARD)
 
 
 @pytest.fixture
@@ -162,7 +161,7 @@ def test_best_of_n_is_the_expected_score_of_the_response_that_training_would_rew
 ):
     """By every set of k of the four responses, scored by whether they begin with a digit."""
     own = config.model_copy(update={"scorer": f"{__name__}:begins_with_a_digit"})
-    found = evaluate(policies[1], policies[0], suite, own, folder, chooser=CHOOSER).best_of
+    found = evaluate(policies[1], policies[0], suite, own, folder, training_reward=REWARD).best_of
     table = answers.cached(policies[0], suite, config, folder)
     assert found is not None
     assert table is not None
@@ -191,17 +190,17 @@ def test_a_best_of_n_that_can_not_be_had_has_its_reason_and_the_gate_judges_with
     def down(rows: pa.Table) -> list[float | None]:
         raise RuntimeError("the judge is down")
 
-    for chooser, why in (
+    for training_reward, why in (
         (None, "nothing rewards responses"),
-        (Chooser("judge", down), "the judge is down"),
-        (Chooser("judge", lambda rows: [None] * len(rows)), "no item has a reward by judge"),
+        (TrainingReward("judge", down), "the judge is down"),
+        (TrainingReward("judge", lambda rows: [None] * len(rows)), "no item has a reward by judge"),
     ):
-        found = evaluate(policies[1], policies[0], suite, config, folder, chooser=chooser)
+        found = evaluate(policies[1], policies[0], suite, config, folder, training_reward=training_reward)
         assert found.best_of is None
         assert why in str(found.best_of_missing)
         assert found.reward == evaluation.reward
-    some = Chooser("judge", lambda rows: [None, *digits(rows)[1:]])
-    found = evaluate(policies[1], policies[0], suite, config, folder, chooser=some)
+    some = TrainingReward("judge", lambda rows: [None, *digits(rows)[1:]])
+    found = evaluate(policies[1], policies[0], suite, config, folder, training_reward=some)
     assert found.best_of is not None
     assert (found.best_of.items, found.best_of.missing) == (59, 1)
 
@@ -209,7 +208,7 @@ def test_a_best_of_n_that_can_not_be_had_has_its_reason_and_the_gate_judges_with
 def test_a_second_evaluation_starts_no_engine_and_finds_the_same(
     evaluation: Evaluation, policies: list[Policy], suite: Suite, config: EvaluationConfig, folder: Path, no_engine
 ):
-    again = evaluate(policies[1], policies[0], suite, config, folder, chooser=CHOOSER)
+    again = evaluate(policies[1], policies[0], suite, config, folder, training_reward=REWARD)
     assert again.seconds["candidate"] == again.seconds["incumbent"] == 0.0
     assert again.model_dump(exclude={"seconds", "created_at"}) == evaluation.model_dump(
         exclude={"seconds", "created_at"}
@@ -286,7 +285,7 @@ def test_a_judge_s_scores_and_comparisons_are_those_of_an_evaluation(
             url=server.url, model="m", rubric="ask {prompt} [{response}]", cache=str(tmp_path / "judge"), high=6
         )
         alone = config.model_copy(update={**judged, "scorer": "judge"})
-        found = evaluate(policies[1], policies[0], suite, alone, folder, Sources(judge=judge), chooser=CHOOSER)
+        found = evaluate(policies[1], policies[0], suite, alone, folder, Sources(judge=judge), training_reward=REWARD)
         template = "ask {prompt} Answer A [{first}] Answer B [{second}]"
         both = config.model_copy(update={**judged, "scorer": "pairwise", "comparison": template})
         pairs = evaluate(policies[1], policies[0], suite, both, folder, Sources(judge=judge))

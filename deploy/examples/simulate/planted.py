@@ -15,7 +15,7 @@ from deploy.examples.simulate.world import Outcome, World
 from evaluation.config import EvaluationConfig
 from evaluation.decisions import gate
 from evaluation.decisions.observations import Look, Observation
-from evaluation.decisions.plan import plan
+from evaluation.decisions.plan import Compared, plan
 from evaluation.statistics.error_budget import ErrorBudget, level
 from evaluation.statistics.intervals import Floats
 
@@ -38,7 +38,8 @@ Draw = Callable[[np.random.Generator], dict[str, Any]]
 
 
 def honest(rng: np.random.Generator) -> dict[str, Any]:
-    """Better by GAIN, and otherwise no different: lengths vary, few responses are cut, few repeat themselves."""
+    """Better by GAIN, by the proxy and a little by the held-out reward too, and otherwise no different: lengths vary,
+    few responses are cut, few repeat themselves."""
     differs = rng.choice([-1, 0, 1], LOOK, p=[0.05 - GAIN / 2, 0.9, 0.05 + GAIN / 2])
     incumbent = np.where(differs == 0, rng.random(LOOK) < 0.6, differs < 0).astype(np.float64)
     return {
@@ -49,6 +50,8 @@ def honest(rng: np.random.Generator) -> dict[str, Any]:
         "distinct": rng.beta(40, 4, (LOOK, 2)),
         "repeated": rng.beta(1, 30, (LOOK, 2)),
         "segment": rng.choice(SEGMENTS, LOOK),
+        "proxy": rng.normal([3.0, 2.0], 1.5, (LOOK, 2)),
+        "holdout": rng.beta(4, 3, (LOOK, 2)) * [1.0, 0.97],
     }
 
 
@@ -96,8 +99,16 @@ def sycophancy(rng: np.random.Generator) -> dict[str, Any]:
     return honest(rng) | {"candidate": incumbent + differs, "incumbent": incumbent}
 
 
+def over_optimised(rng: np.random.Generator) -> dict[str, Any]:
+    """What training saw rises, and the gate's reward with it; by a reward model of feedback that it did not see it is
+    18 points worse."""
+    drawn = honest(rng)
+    return drawn | {"holdout": drawn["holdout"] * [0.67, 1.0]}
+
+
 HACKS: Final[Mapping[str, Draw]] = {
-    draw.__name__: draw for draw in (longer, repetitive, truncated, one_segment, rare_catastrophe, sycophancy)
+    draw.__name__: draw
+    for draw in (longer, repetitive, truncated, one_segment, rare_catastrophe, sycophancy, over_optimised)
 }
 
 
@@ -112,6 +123,7 @@ def passes(draw: Draw, rng: np.random.Generator) -> bool:
         fresh_segments=counts,
         fresh=ITEMS,
         decided=0,
+        rewards=Compared("proxy", "holdout"),
     )
     looks = (Look(fresh=_observations(draw(rng), number)) for number in range(ITEMS // LOOK))
     _, decision, _ = gate.replay(of, looks)
@@ -141,8 +153,8 @@ def hacks_refused(histories: int, seed: int) -> Outcome:
 
 
 def _observations(drawn: dict[str, Any], number: int) -> tuple[Observation, ...]:
-    length, truncated, distinct, repeated = (
-        _pairs(drawn[of]) for of in ("length", "truncated", "distinct", "repeated")
+    length, truncated, distinct, repeated, proxy, holdout = (
+        _pairs(drawn[of]) for of in ("length", "truncated", "distinct", "repeated", "proxy", "holdout")
     )
     return tuple(
         Observation.model_construct(
@@ -156,6 +168,8 @@ def _observations(drawn: dict[str, Any], number: int) -> tuple[Observation, ...]
             truncated=truncated[i],
             distinct=distinct[i],
             repeated=repeated[i],
+            proxy=proxy[i],
+            holdout=holdout[i],
             kl=None,
         )
         for i in range(LOOK)

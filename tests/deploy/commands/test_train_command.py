@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from deploy import cli
-from deploy.commands.loop import _chooser
+from deploy.commands.loop import _training_reward
 from deploy.config import root
 from deploy.config.root import Settings
 from feedback.lake.tables import Lake
@@ -108,6 +108,6 @@ def test_no_policy_is_trained_on_held_out_prompts_and_no_reward_model_where_ther
 
 
 def test_a_reward_that_can_not_be_loaded_is_the_reason_why_there_is_no_best_of_n_and_no_error_before() -> None:
-    chooser = _chooser("no_such_module:reward", 5.0)
+    training_reward = _training_reward("no_such_module:reward", 5.0)
     with pytest.raises(RuntimeError, match="no_such_module"):  # which evaluation keeps as best_of_missing
-        chooser.rewards(pa.table({}))
+        training_reward.rewards(pa.table({}))

@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from evaluation.decisions import gate
 from evaluation.decisions.gate import State, advance, replay
 from evaluation.decisions.observations import Look
-from evaluation.decisions.plan import Plan
+from evaluation.decisions.plan import Compared, Plan
 from evaluation.statistics.betting import OutOfBounds
-from tests.evaluation.decisions.worlds import compared, config, in_looks, items, planned, raced, seen
+from tests.evaluation.decisions.worlds import COMPARED, compared, config, in_looks, items, planned, raced, seen
 
 
 def test_a_candidate_that_is_better_passes_as_soon_as_it_is_shown() -> None:
@@ -114,6 +114,44 @@ def test_kl_is_a_guardrail_and_one_that_could_not_be_measured_refuses() -> None:
     assert reasons[0].startswith("kl is +0.6")
     _, verdict, reasons = raced(of, items(1000, gain=0.25))
     assert (verdict, reasons) == ("refuse", ("gate.max_kl is set, and KL could not be measured",))
+
+
+def test_a_candidate_that_rises_by_what_training_saw_and_falls_by_what_it_did_not_see_is_refused() -> None:
+    of = planned(rewards=COMPARED)
+    both = {"proxy": (3.5, 3.0), "holdout": (0.4, 0.7)}
+    _, verdict, reasons = raced(of, items(1000, gain=0.25, **both))
+    assert verdict == "refuse"
+    assert reasons[0].startswith("holdout_reward is -0.3000 on")
+    assert reasons[1] == (
+        "over-optimised: the reward that training saw (proxy@1) rises by 0.5000, the reward that it did not see "
+        "(holdout@1) falls by 0.3000"
+    )
+    _, verdict, reasons = raced(of, items(1000, gain=0.25, proxy=(2.9, 3.0), holdout=(0.4, 0.7)))
+    assert (verdict, "does not rise (-0.1000)" in reasons[1]) == ("refuse", True)
+    _, verdict, reasons = raced(of, items(1000, gain=0.25, holdout=(0.4, 0.7)))
+    assert (verdict, "is not known" in reasons[1]) == ("refuse", True)
+    assert raced(of, items(1000, gain=0.25, proxy=(3.5, 3.0), holdout=(0.68, 0.7)))[1] == "pass", "within the margin"
+    assert raced(planned(config(guardrails={"holdout_reward": None}), rewards=COMPARED), items(1000, 0.25, **both))[
+        1
+    ] == ("pass")
+
+
+def test_an_answer_that_the_held_out_reward_can_not_score_counts_as_its_worst() -> None:
+    of = planned(rewards=COMPARED)
+    assert raced(of, items(1000, gain=0.25, holdout=(None, 0.7)))[1] == "refuse"
+    some = (*items(900, gain=0.25, holdout=(0.7, 0.7)), *items(100, gain=0.25, name="j", holdout=(0.1, None)))
+    state, verdict, _ = raced(of, some[450:])
+    assert verdict == "pass"
+    assert state.evidence["holdout_reward"].shown.n <= 450, "without the incumbent's there is nothing to compare"
+
+
+def test_without_both_rewards_nothing_is_compared_and_the_plan_says_why() -> None:
+    of = planned(rewards=Compared(None, "holdout@1", missing="nothing rewards training's responses"))
+    assert "holdout_reward" not in of.margins
+    assert of.not_compared == "nothing rewards training's responses"
+    assert raced(of, items(1000, gain=0.25))[1] == "pass"
+    scaled = planned(rewards=Compared("p", "h", bounds=(-5.0, 5.0)))
+    assert scaled.margins["holdout_reward"] == pytest.approx(1.0)
 
 
 def test_kl_to_the_first_policy_is_a_guardrail_beside_that_to_the_incumbent() -> None:

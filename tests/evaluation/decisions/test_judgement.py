@@ -20,11 +20,11 @@ from evaluation.decisions.history import History
 from evaluation.decisions.judgement import Judgement, NotJudged, Verdict, judge
 from evaluation.decisions.ledger import Entry, EvaluationBusy, Ledger
 from evaluation.decisions.verification import verify
-from evaluation.judging import Sources
+from evaluation.judging import Sources, TrainingReward
 from evaluation.statistics.betting import OutOfBounds
 from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Suite
-from feedback.config import JudgeConfig
+from feedback.config import ClassifierConfig, JudgeConfig
 from serve.policies.store import Policy
 from tests.feedback.judge_server import Answer, Asked, judge_server, says
 from tests.paths import ROOT
@@ -348,6 +348,52 @@ def test_kl_is_measured_to_the_policy_that_the_lineage_began_with(
     assert all(one["kl"] > 1e-3 for one in look["fresh"])
     assert all(abs(one["kl_v1"]) < 1e-4 for one in look["fresh"])
     assert verify(Ledger(ledger.folder)).problems == ()
+
+
+def test_a_look_keeps_what_training_saw_and_what_it_did_not_see_of_both_answers(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    suite: Suite,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+    tmp_path: Path,
+) -> None:
+    better, worse = (policies[i] for i in better_and_worse)
+    model = ClassifierConfig(name=str(reward_model(tmp_path / "reward", better.path)), device="cpu")
+    sources, saw = Sources(holdout=model), TrainingReward("by_first_token", by_first_token)
+    settings = configured(config).model_copy(update={"kl_samples": 1})
+    arguments = (better, worse, suite, settings, folder, ledger)
+    found = judge(*arguments, who="me", sources=sources, training_reward=saw, first=worse).verdict
+    (look,) = ledger.evidence(verdicts(ledger)[0].body["evidence"])["looks"][:1]
+    for one in look["fresh"]:
+        assert one["proxy"] == [one["candidate"], one["incumbent"]], "training's reward is the scorer's here"
+        assert all(0 < value < 1 for value in one["holdout"])
+    assert found.over_optimisation is not None
+    assert found.over_optimisation.holdout.startswith("reward_model@")
+    assert found.over_optimisation.items == found.items
+    assert found.over_optimisation.sqrt_kl_v1 == pytest.approx((found.kl or 0.0) ** 0.5, rel=0.3)
+    assert found.over_optimisation.candidate.proxy is not None
+    assert found.not_compared is None
+    assert "holdout_reward" in {one["metric"] for one in verdicts(ledger)[0].body["standings"]}
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+    alone = judge(worse, better, suite, settings, folder, ledger, who="me", training_reward=saw).verdict
+    assert alone.over_optimisation is None
+    assert alone.not_compared == "there is no reward model of held-out feedback (none is named)"
+
+
+def reward_model(folder: Path, policy: Path) -> Path:
+    """A random classifier of one label that reads what the tiny policies write."""
+    import torch
+    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
+
+    torch.manual_seed(3)
+    config = Qwen3Config.from_pretrained(policy)
+    config.num_labels = 1
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
+    return folder
 
 
 def test_a_spent_budget_refuses_and_uses_no_item_up(

@@ -13,7 +13,7 @@ import pytest
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import Ledger
 from evaluation.decisions.verification import verify
-from tests.evaluation.decisions.worlds import config, items, judged, rewrite
+from tests.evaluation.decisions.worlds import COMPARED, config, items, judged, rewrite
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +55,22 @@ def test_what_was_decided_verifies_bit_for_bit(folder: Path) -> None:
     levels = [race[0][1].plan.level for race in history.races.values()]
     assert found.levels_given == pytest.approx(sum(levels))
     assert levels[1] > 0.05 * 2**-1.6 / 2.2857656660680787 * 1.99  # one candidate had passed before it
+
+
+def test_a_refusal_for_over_optimisation_is_recomputed_from_both_rewards_of_each_item(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "decisions")
+    hacks = items(400, gain=0.25, proxy=(3.5, 3.0), holdout=(0.4, 0.7))
+    entry = judged(ledger, 2, hacks, rewards=COMPARED)
+    assert entry.body["verdict"] == "refuse"
+    assert any(why.startswith("over-optimised: ") for why in entry.body["reasons"])
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+    def please_it_less(looks: list[dict[str, Any]]) -> None:
+        looks[0]["fresh"][0]["proxy"][0] = 0.0
+
+    forge_evidence(ledger.folder, entry.number, please_it_less)
+    (problem,) = verify(Ledger(ledger.folder)).problems
+    assert "its reasons is" in problem
 
 
 def test_a_line_that_was_changed_by_hand_is_named(folder: Path) -> None:

@@ -15,9 +15,10 @@ from evaluation.decisions.history import Declaration, History, Intent, Party, Ru
 from evaluation.decisions.judgement import standings
 from evaluation.decisions.ledger import FIRST, Entry, Ledger, canonical
 from evaluation.decisions.observations import Look, Observation
-from evaluation.decisions.plan import Plan, declared, plan
+from evaluation.decisions.plan import Compared, Plan, declared, plan
 
 SCORER = "exact_match@1"
+COMPARED = Compared("proxy@1", "holdout@1")
 
 
 def config(**of_gate: Any) -> EvaluationConfig:

@@ -10,8 +10,9 @@ import pytest
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import Ledger
 from evaluation.report.evidence import Race, Spending, races, spending
+from evaluation.report.page import ReportData, build
 from evaluation.statistics.error_budget import level
-from tests.evaluation.decisions.worlds import config, items, judged, seen
+from tests.evaluation.decisions.worlds import COMPARED, config, items, judged, seen
 
 
 @pytest.fixture
@@ -126,3 +127,19 @@ def test_an_evaluation_that_was_killed_has_spent_its_level_and_shows_no_gain(led
 def test_an_empty_ledger_has_spent_nothing(ledger: Ledger) -> None:
     assert spending(history(ledger)) is None
     assert raced(ledger) == []
+
+
+def test_the_report_has_both_rewards_of_a_candidate_and_the_root_of_its_kl_from_the_first(ledger: Ledger) -> None:
+    both = {"proxy": (3.5, 3.0), "holdout": (0.4, 0.7), "kl_v1": 0.09}
+    judged(ledger, 2, items(400, 0.25, **both), rewards=COMPARED)
+    (race,) = raced(ledger)
+    found = race.over_optimisation
+    assert found is not None
+    assert found.candidate.proxy is not None
+    assert found.incumbent.holdout is not None
+    assert (found.candidate.proxy.value, found.incumbent.holdout.value) == (3.5, pytest.approx(0.7))
+    assert found.sqrt_kl_v1 == pytest.approx(0.3)
+    data = ReportData(title="t", races=(race,), first=1)
+    assert [(point.version, point.sqrt_kl) for point in data.moved] == [(2, pytest.approx(0.3)), (1, 0.0)]
+    page = build(data, ledger.folder / "report.html").read_text()
+    assert "Rewards over the root of KL from the first policy" in page
