@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -344,6 +345,34 @@ class ExperimentConfig(Section):
         return self
 
 
+class SuiteConfig(Section):
+    """A further suite. Its items are answered for every candidate, and are never used up."""
+
+    path: Path = Field(description="Its items, as of evaluation.suite; no prompt of that suite may be among them.")
+    role: Literal["guardrail", "watch"] = Field(
+        description="guardrail: a pass needs the candidate shown to be worse than the incumbent by less than margin. "
+        "watch: the results are shown and decide nothing."
+    )
+    scorer: str | None = Field(None, description="What scores its responses; null: as evaluation.scorer.")
+    reward_bounds: tuple[float, float] = Field(
+        (0.0, 1.0), description="guardrail: the least and the greatest reward; a value outside is refused."
+    )
+    margin: float = Field(
+        0.1,
+        gt=0,
+        lt=1,
+        description="guardrail: how much mean reward may be lost, as a share of the width of reward_bounds. The "
+        "smaller it is, the more items the suite needs.",
+    )
+
+    @model_validator(mode="after")
+    def _bounds_leave_room(self) -> Self:
+        low, high = self.reward_bounds
+        if not -math.inf < low < high < math.inf:
+            raise ValueError(f"reward_bounds are the least and the greatest reward, and {low:g} >= {high:g}")
+        return self
+
+
 class EvaluationConfig(Section):
     """Is this policy better than that one?"""
 
@@ -351,6 +380,11 @@ class EvaluationConfig(Section):
         Path("suite.jsonl"),
         description="Held-out items, one JSON object a line: id, prompt or messages, answer, metadata, cluster (items "
         "that depend on each other name the same one), segment (a kind of prompt or user).",
+    )
+    suites: dict[str, SuiteConfig] = Field(
+        default_factory=dict,
+        description="Further suites by name, each with its role, path, and scorer. Their results are shown suite by "
+        "suite and never averaged.",
     )
     suite_items: int = Field(
         200,
@@ -414,6 +448,27 @@ class EvaluationConfig(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig, description=EngineConfig.__doc__)
     gate: GateConfig = Field(default_factory=GateConfig, description=GateConfig.__doc__)
     experiment: ExperimentConfig = Field(default_factory=ExperimentConfig, description=ExperimentConfig.__doc__)
+
+    def of_suite(self, name: str) -> EvaluationConfig:
+        """The settings by which a further suite is answered and scored."""
+        own = self.suites[name]
+        return self.model_copy(
+            update={
+                "suite": own.path,
+                "suites": {},
+                "scorer": own.scorer or self.scorer,
+                "kl_samples": 0,
+                "best_of": 0,
+                "score_unused": False,
+            }
+        )
+
+    @field_validator("suites")
+    @classmethod
+    def _names_can_name_files(cls, value: dict[str, SuiteConfig]) -> dict[str, SuiteConfig]:
+        if bad := next((name for name in value if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name)), None):
+            raise ValueError(f"{bad!r} is no name of a suite: letters, digits, '_' and '-', at most 64")
+        return value
 
     @field_validator("comparison")
     @classmethod

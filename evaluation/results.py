@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -114,6 +114,8 @@ class Sample(_Record):
 class Evaluation(_Record):
     """Candidate against incumbent on one held-out suite. ``n`` items have a score for both.
 
+    ``role``: what the suite decides; ``name``: of a further suite.
+
     Only they are compared; with a judge or a reward model, whose scores are from 0 to 1, the others are too: a missing
     score counts as 0 for the candidate and as 1 for the incumbent, so that silence is never to the candidate's good.
     ``reward`` and ``accuracy`` are differences, candidate less incumbent, with paired bootstrap intervals. ``missing``
@@ -139,6 +141,8 @@ class Evaluation(_Record):
     confidence: float
     resamples: int
     seed: int
+    name: str | None = None
+    role: Literal["success", "guardrail", "watch"] = "success"
     suite: str
     suite_sha256: str
     suite_items: int
@@ -159,9 +163,13 @@ class Evaluation(_Record):
         return self.accuracy is None
 
     def save(self, folder: Path) -> Path:
-        """Write ``<candidate>-vs-<incumbent>.json`` in ``folder``, whole or not at all; returns its path."""
+        """Write ``<candidate>-vs-<incumbent>.json`` in ``folder``, whole or not at all; returns its path.
+
+        A further suite's has the suite's name before ``.json``.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.candidate.version}-vs-{self.incumbent.version}.json"
+        suffix = "" if self.name is None else f".{self.name}"
+        path = folder / f"{self.candidate.version}-vs-{self.incumbent.version}{suffix}.json"
         replace_file(path, self.model_dump_json(indent=2).encode() + b"\n")
         return path
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from rich.progress import TaskID
 
+    from evaluation.config import EvaluationConfig
     from evaluation.decisions.judgement import Verdict
-    from evaluation.judging import TrainingReward
+    from evaluation.judging import Sources, TrainingReward
     from evaluation.results import BestOfPoint, Evaluation, PolicyResult
     from serve.policies.store import Policy
     from train.context import JobResult
@@ -248,6 +249,7 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
     store.record_gate(candidate, verdict.model_dump(mode="json"))
     for line in _evaluation_lines(evaluation):
         click.echo(line)
+    others = _other_suites(policies, config, sources)
     click.echo(
         f"{verdict.items} items looked at, e-value {verdict.e_value:.3g} of the {_needed(verdict)} that a pass needs; "
         f"levels given so far: {verdict.levels_given:.2g}; {verdict.budget}"
@@ -270,9 +272,32 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             "best_of": evaluation and evaluation.best_of and evaluation.best_of.model_dump(mode="json"),
             "seconds": {} if evaluation is None else evaluation.seconds,
             "evaluation": file and str(file),
+            "suites": others,
         },
         json_out,
     )
+
+
+def _other_suites(policies: tuple[Policy, Policy], config: EvaluationConfig, sources: Sources) -> dict[str, Any]:
+    """The results on each further suite, kept and printed. Why there are none is too: none of this decides."""
+    from evaluation.evaluate import evaluate as compare
+    from evaluation.suites.suite import Suite
+
+    found: dict[str, Any] = {}
+    for name, of in config.suites.items():
+        try:
+            result = compare(*policies, Suite.load(of.path), config.of_suite(name), config.folder, sources)
+        except (RuntimeError, ValueError) as error:
+            click.echo(f"suite {name} ({of.role}): no results: {error}", err=True)
+            found[name] = {"role": of.role, "error": str(error)}
+            continue
+        result = result.model_copy(update={"name": name, "role": of.role})
+        click.echo(f"suite {name} ({of.role}), {result.n} items:")
+        for line in _evaluation_lines(result):
+            click.echo(f"  {line}")
+        kept = result.model_dump(mode="json", include={"role", "n", "missing", "reward", "accuracy", "scorer"})
+        found[name] = kept | {"evaluation": str(result.save(config.folder))}
+    return found
 
 
 @click.command()

@@ -386,6 +386,9 @@ class Settings(Section):
         }
         judged = {
             "suite": self.path(evaluation.suite),
+            "suites": {
+                name: of.model_copy(update={"path": self.path(of.path)}) for name, of in evaluation.suites.items()
+            },
             "reward_model_folder": self.path(evaluation.reward_model_folder),
             "folder": self.path(evaluation.folder),
             "decisions": self.path(evaluation.decisions),
@@ -424,12 +427,14 @@ class Settings(Section):
     def training(self, *, reward_model: bool = False, held_out: bool = False) -> TrainConfig:
         """The settings of a run that trains a policy, or the reward model.
 
-        The prompts of the suite that policies are judged by, and those of the held-out slice, are left out. With
+        The prompts of the suites that policies are judged by, and those of the held-out slice, are left out. With
         ``held_out``, a reward model to evaluate by: it learns from that slice alone, the suite's prompts included.
         """
         suite = self.path(self.evaluation.suite)
         left_out = suite if suite.is_file() and not held_out else None
         train = self.resolved().train.excluding(left_out, self.evaluation.holdout)
+        for of in self.evaluation.suites.values() if not held_out else ():
+            train = train.excluding(self.path(of.path), self.evaluation.holdout)
         if not reward_model and not held_out:
             return train
         human = self.feedback.scoring.human.model_dump(mode="json", exclude={"model"}, exclude_defaults=True)

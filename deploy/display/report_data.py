@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from deploy.config.root import Settings
 from deploy.display.fates import fates
@@ -51,7 +51,8 @@ def gather(
     resolved = settings.resolved()
     store, ledger = settings.policy_store(), settings.ledger()
     history, confidence = History.of(ledger.entries()), resolved.evaluation.gate.confidence
-    evaluations = _evaluations(resolved.evaluation.folder)
+    on_all_suites = _evaluations(resolved.evaluation.folder)
+    evaluations = [evaluation for evaluation in on_all_suites if evaluation.role == "success"]
     cycles = records.load_all(settings)
     samples, between = _samples(resolved, store, evaluations)
     journal = Path(resolved.feedback.journal.folder)
@@ -67,7 +68,7 @@ def gather(
         policies=tuple(_policies(store, evaluations, proxy.means if proxy else {})),
         reward_model=proxy and proxy.version,
         agreement=proxy and proxy.agreement,
-        suites=tuple(_suites(store, evaluations)),
+        suites=tuple(_suites(store, on_all_suites)),
         moves=tuple(fates(store.history(), store.outcomes())),
         spending=spending(history),
         races=raced,
@@ -115,6 +116,7 @@ def _suites(store: PolicyStore, evaluations: list[Evaluation]) -> list[SuiteRow]
     """The policies that answered the same items, by the same scorer and settings, with their newest results."""
     hashes = {policy.version: policy.sha256 for policy in map(store.get, store.versions())}
     found: dict[tuple[str, str, str], dict[int, PolicyResult]] = {}
+    roles: dict[tuple[str, str, str], Literal["success", "guardrail", "watch"]] = {}
     names: dict[tuple[str, str, str], tuple[str, int]] = {}
     for evaluation in evaluations:
         same = evaluation.suite_sha256, evaluation.scorer, evaluation.settings
@@ -122,11 +124,14 @@ def _suites(store: PolicyStore, evaluations: list[Evaluation]) -> list[SuiteRow]
         for result in (evaluation.incumbent, evaluation.candidate):
             if hashes.get(result.version) == result.sha256:
                 results[result.version] = result
-        found[same], names[same] = results, (Path(evaluation.suite).name, evaluation.suite_items)
+        name = evaluation.suite if evaluation.name is None else f"{evaluation.name} ({evaluation.role})"
+        found[same], names[same] = results, (Path(name).name, evaluation.suite_items)
+        roles[same] = evaluation.role
     return [
         SuiteRow(
             name=names[same][0],
             items=names[same][1],
+            role=roles[same],
             policies=tuple(PolicyRow.model_validate(results[version].model_dump()) for version in sorted(results)),
         )
         for same, results in found.items()

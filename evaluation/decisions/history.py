@@ -32,9 +32,9 @@ class Party(BaseModel):
 class Intent(BaseModel):
     """The body of an intent's entry: what is about to be looked at, on record before any of it is scored.
 
-    ``fresh`` and ``regression`` are the ids of a look's items, in order, and ``content`` the sha256 of the items.
-    ``prompts`` of the fresh ones count as looked at from here on. ``answers``: the settings that decide what is looked
-    at. The plan is that of the candidate's first intent.
+    ``fresh`` and ``regression`` are the ids of a look's items, in order, ``suites`` those of guardrail suites by name,
+    and ``content`` the sha256 of the items. ``prompts`` of the fresh ones count as looked at from here on. ``answers``:
+    the settings that decide what is looked at. The plan is that of the candidate's first intent.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -47,6 +47,7 @@ class Intent(BaseModel):
     answers: dict[str, Any]
     fresh: tuple[str, ...]
     regression: tuple[str, ...]
+    suites: dict[str, tuple[str, ...]] = {}
     prompts: tuple[str, ...]
     content: str
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -32,16 +32,17 @@ from evaluation.decisions.history import Declaration, History, Intent, Party, Ru
 from evaluation.decisions.ledger import Entry, Ledger, canonical
 from evaluation.decisions.observations import Look, Observation, observe
 from evaluation.decisions.over_optimisation import OverOptimisation, measured
-from evaluation.decisions.plan import HOLDOUT, Compared, Plan, declared, plan
+from evaluation.decisions.plan import HOLDOUT, Compared, GuardedSuite, Plan, declared, items_to_show, plan
 from evaluation.engine import OfflineEngines
 from evaluation.evaluate import Scoring, compare
-from evaluation.judging import Judged, Scores, Sources, TrainingReward
+from evaluation.judging import Judged, JudgingError, Scores, Sources, TrainingReward
 from evaluation.results import Evaluation
 from evaluation.statistics import intervals
 from evaluation.statistics.error_budget import promise
 from evaluation.suites import answers, text_metrics
 from evaluation.suites.held_out import prompt_key
-from evaluation.suites.suite import Item, Suite
+from evaluation.suites.suite import Item, Suite, SuiteError
+from feedback.scoring.sources.rules import RuleError
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
 
@@ -108,15 +109,17 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Block:
-    """The items of one look: fresh ones, and those that have decided before."""
+    """The items of one look: fresh ones, those that have decided before, and those of guardrail suites by name."""
 
     fresh: tuple[Item, ...]
     regression: tuple[Item, ...] = ()
+    suites: dict[str, tuple[Item, ...]] = field(default_factory=dict)
 
     @property
     def content(self) -> str:
-        """The sha256 of all that the suite says of them."""
-        lines = [item.model_dump_json() for item in (*self.fresh, *self.regression)]
+        """The sha256 of all that their suites say of them."""
+        others = (item for items in self.suites.values() for item in items)
+        lines = [item.model_dump_json() for item in (*self.fresh, *self.regression, *others)]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -136,6 +139,50 @@ class _Race:
     fresh: tuple[Voice, ...]
     regression: tuple[Voice, ...]
     learned: tuple[str, ...]
+
+
+class _Guard:
+    """A guardrail suite as it is now: its items that the candidate has not learned from, and what scores them."""
+
+    def __init__(self, name: str, config: EvaluationConfig, sources: Sources, learned: Collection[str]) -> None:
+        of = config.suites[name]
+        self.name, self.config = name, config.of_suite(name)
+        self.suite = Suite.load(of.path)
+        voices, _ = bank.unlearned(bank.fresh(self.suite.items, ()), learned)
+        self.items = tuple(item for voice in voices for item in voice)
+        try:
+            self.scoring = Scoring(self.config, sources)
+        except (RuleError, JudgingError) as error:
+            raise NotJudged(f"evaluation.suites.{name}: {error}") from error
+        low, high = of.reward_bounds
+        width = high - low
+        self.plan = GuardedSuite(
+            sha256=self.suite.sha256, scorer=self.scoring.name, low=low, high=high, margin=of.margin * width
+        )
+        needed = items_to_show(self.plan.margin, width, gate.MOST_FORESEEN)
+        if needed is None or len(voices) < needed:
+            least = f"more than {gate.MOST_FORESEEN}" if needed is None else f"about {needed}"
+            raise NotJudged(
+                f"evaluation.suites.{name}: {len(voices)} items of {of.path} can be looked at, and to show that no "
+                f"more than a margin of {of.margin:g} is lost takes {least}: add items, raise its margin, or set its "
+                "role to watch"
+            )
+
+
+def check_suites(suite: Suite, config: EvaluationConfig) -> None:
+    """Raises SuiteError naming a further suite that can't be read, or that has a prompt of ``suite``."""
+    own = {prompt_key(item): item.id for item in suite.items}
+    for name, of in config.suites.items():
+        try:
+            items = Suite.load(of.path).items
+        except SuiteError as error:
+            raise SuiteError(f"evaluation.suites.{name}: {error}") from error
+        if both := next((item for item in items if prompt_key(item) in own), None):
+            raise SuiteError(
+                f"evaluation.suites.{name}: item {both.id!r} of {of.path} has the prompt of item "
+                f"{own[prompt_key(both)]!r} of {suite.path}, which must not be answered before it decides: take it out "
+                "of one of them"
+            )
 
 
 def judge(
@@ -169,9 +216,10 @@ def judge(
             set, or if it is the incumbent; None: to none.
 
     Raises:
+        SuiteError: a further suite can't be used.
         NotJudged: the scorer gives no scores, or is another one than at earlier looks; so the reward model of held-out
             feedback, if it gives none or is gone; or what was about to be looked at is no longer there, or would be
-            answered otherwise.
+            answered otherwise; or a guardrail suite is too small to show anything.
         OutOfBounds: a reward lies outside ``gate.reward_bounds``; its item is named.
         EvaluationBusy, LedgerDamaged, EngineError, and what the scorer raises.
     """
@@ -181,6 +229,7 @@ def judge(
         if last is not None and last[1].final and not config.score_unused:
             looked = looks_of_race(ledger, history, last[1])
             return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), None)
+        check_suites(suite, config)
         scoring = Scoring(config, sources or Sources())
         rewards = ComparedRewards(config, sources or Sources(), scoring, training_reward)
         answer = partial(_Answered, candidate, incumbent, config, folder, scoring, rewards, first)
@@ -189,7 +238,8 @@ def judge(
             evaluation = whole.evaluation(range(len(suite.items)), training_reward) if whole else None
             looked = looks_of_race(ledger, history, last[1])
             return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), evaluation)
-        race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, rewards, last, learned)
+        guards = _guards(history, hypothesis(candidate.sha256, incumbent.sha256), config, sources, learned)
+        race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, rewards, last, learned, guards)
         intend = partial(_intend, ledger, history, race, candidate, incumbent, suite, config, who)
         if race.plan.level <= 0:
             _declare(ledger, history, config, who)
@@ -202,11 +252,20 @@ def judge(
             evaluation = whole.evaluation(range(len(suite.items)), training_reward) if whole else None
             return Judgement(_exhausted(history, race, candidate, incumbent, config), evaluation)
         blocks = [*race.begun, *_blocks(race, wanted, config)]
+        if guards and not race.begun and last is None:
+            blocks[0] = replace(blocks[0], suites={guard.name: guard.items for guard in guards})
         answered = whole
         if answered is None:
             items = [item for part in ("fresh", "regression") for block in blocks for item in getattr(block, part)]
             answered = answer(_part(suite, items))
-        looks, seen = _look(race, blocks, answered, intend)
+        beside = {
+            guard.name: _Answered(
+                candidate, incumbent, guard.config, folder, guard.scoring, None, None, _part(guard.suite, items)
+            )
+            for guard in guards
+            if (items := [item for block in blocks for item in block.suites.get(guard.name, ())])
+        }
+        looks, seen = _look(race, blocks, answered, beside, intend)
         state, _, _ = gate.replay(race.plan, looks, race.state)
         entry = _record(ledger, race, candidate, incumbent, suite, state, looks, who)
         history.add(entry[0])
@@ -224,6 +283,33 @@ def looks_of_race(ledger: Ledger, history: History, found: Ruling) -> tuple[Look
     return tuple(look for _, ruling in history.races[found.hypothesis] for look in looks_of(ledger, ruling))
 
 
+def _guards(
+    history: History, name: str, config: EvaluationConfig, sources: Sources | None, learned: Collection[str]
+) -> list[_Guard]:
+    """The guardrail suites that a candidate is still to be looked at with: none after its first verdict.
+
+    Raises NotJudged if they are others than at its first look.
+    """
+    if history.races.get(name):
+        return []
+    named = [one for one, of in config.suites.items() if of.role == "guardrail"]
+    if (first := history.plan(name)) is not None:
+        named = list(first[1].suites)
+        if gone := [one for one in named if one not in config.suites]:
+            raise NotJudged(
+                f"evaluation.suites.{gone[0]} was about to be looked at (entry {first[0].number}), and there is none "
+                "now: set it back, or train another candidate"
+            )
+    guards = [_Guard(one, config, sources or Sources(), learned) for one in named]
+    for guard in guards if first is not None else ():
+        if first is not None and first[1].suites[guard.name] != guard.plan:
+            raise NotJudged(
+                f"evaluation.suites.{guard.name} has another file, scorer, bounds or margin than when it was about to "
+                f"be looked at (entry {first[0].number}): set it back, or train another candidate"
+            )
+    return guards
+
+
 def _race(
     ledger: Ledger,
     history: History,
@@ -235,6 +321,7 @@ def _race(
     rewards: ComparedRewards,
     last: tuple[Entry, Ruling] | None,
     learned: Collection[str],
+    guards: Sequence[_Guard],
 ) -> _Race:
     name = hypothesis(candidate.sha256, incumbent.sha256)
     used, begun = history.used_but_for(name), history.begun(name)
@@ -253,6 +340,7 @@ def _race(
             fresh=len(fresh),
             decided=len(before),
             rewards=Compared(rewards.proxy, rewards.holdout, rewards.bounds, rewards.missing),
+            suites={guard.name: guard.plan for guard in guards},
         )
         regression = tuple(before) if made.regression else ()
         return _Race(made, State(), (), None, (), tuple(fresh), regression, tuple(refused))
@@ -269,7 +357,8 @@ def _race(
         )
     earlier = () if last is None else looks_of_race(ledger, history, last[1])
     state, _, _ = gate.replay(made, earlier)
-    blocks = tuple(_begun(*one, candidate, suite, config) for one in begun)
+    others = {guard.name: guard.suite for guard in guards}
+    blocks = tuple(_begun(*one, candidate, suite, others, config) for one in begun)
     mine = {one.prompt for look in earlier for one in (*look.fresh, *look.regression)}
     ids = {item.id for block in blocks for item in (*block.fresh, *block.regression)}
     fresh = [voice for voice in fresh if not any(item.id in ids for item in voice)]
@@ -278,7 +367,14 @@ def _race(
     return _Race(made, state, earlier, last, blocks, tuple(fresh), regression, tuple(refused))
 
 
-def _begun(entry: Entry, meant: Intent, candidate: Policy, suite: Suite, config: EvaluationConfig) -> Block:
+def _begun(
+    entry: Entry,
+    meant: Intent,
+    candidate: Policy,
+    suite: Suite,
+    others: dict[str, Suite],
+    config: EvaluationConfig,
+) -> Block:
     """What an intent was about to look at. Raises NotJudged naming what changed, if that can't be looked at now."""
     what = f"policy {candidate.version} was about to be looked at (entry {entry.number})"
     now = _answering(candidate, config)
@@ -290,7 +386,12 @@ def _begun(entry: Entry, meant: Intent, candidate: Policy, suite: Suite, config:
         raise NotJudged(
             f"{what} on item {missing!r}, which {suite.path} does not have now: put it back, or train another candidate"
         )
-    block = Block(tuple(items[name] for name in meant.fresh), tuple(items[name] for name in meant.regression))
+    by_id = {name: {item.id: item for item in others[name].items} for name in meant.suites}
+    block = Block(
+        tuple(items[name] for name in meant.fresh),
+        tuple(items[name] for name in meant.regression),
+        {name: tuple(by_id[name][one] for one in ids) for name, ids in meant.suites.items()},
+    )
     if block.content != meant.content:
         raise NotJudged(
             f"{what} on {len(meant.fresh)} items from {meant.fresh[0]!r} on, which {suite.path} has otherwise now: put "
@@ -317,7 +418,7 @@ class _Answered:
         config: EvaluationConfig,
         folder: Path,
         scoring: Scoring,
-        rewards: ComparedRewards,
+        rewards: ComparedRewards | None,
         first: Policy | None,
         suite: Suite,
     ) -> None:
@@ -360,6 +461,7 @@ class _Answered:
         self, at: list[int], tables: tuple[pa.Table, pa.Table], scores: tuple[Scores, Scores]
     ) -> tuple[tuple[Scores, Scores], tuple[Scores, Scores]]:
         """What training's reward and the one that it did not see give both policies' answers to some items."""
+        assert self.rewards is not None
         part = replace(self.suite, items=tuple(self.suite.items[i] for i in at))
         proxy = self.rewards.of_proxy(part, tables[0]), self.rewards.of_proxy(part, tables[1])
         if self.rewards.is_scorer:
@@ -396,7 +498,11 @@ class _Answered:
 
 
 def _look(
-    race: _Race, blocks: Sequence[Block], answered: _Answered, intend: Callable[[Block], None]
+    race: _Race,
+    blocks: Sequence[Block],
+    answered: _Answered,
+    beside: dict[str, _Answered],
+    intend: Callable[[Block], None],
 ) -> tuple[tuple[Look, ...], list[int]]:
     """The looks up to a final verdict, or until no item is left; and the places of the fresh items that were used.
 
@@ -410,7 +516,10 @@ def _look(
         fresh = answered.observe(block.fresh, compare_rewards=HOLDOUT in race.plan.margins)
         _check_scorer(fresh, answered)
         _check_holdout(fresh, race.plan)
-        look = Look(fresh=fresh, regression=answered.observe(block.regression))
+        suites = {name: beside[name].observe(items) for name, items in block.suites.items()}
+        for name, seen_beside in suites.items():
+            _check_scorer(seen_beside, beside[name], f"evaluation.suites.{name}: ")
+        look = Look(fresh=fresh, regression=answered.observe(block.regression), suites=suites)
         looks.append(look)
         seen += [answered.places[one.item] for one in fresh]
         state = gate.advance(race.plan, state, look)
@@ -429,7 +538,8 @@ def _blocks(race: _Race, wanted: Sequence[Voice], config: EvaluationConfig) -> l
     for part in parts:
         beside = bank.take(regression, _count(part))
         regression = regression[len(beside) :]
-        blocks.append(Block(*(tuple(item for voice in voices for item in voice) for voices in (part, beside))))
+        own, others = (tuple(item for voice in voices for item in voice) for voices in (part, beside))
+        blocks.append(Block(own, others))
     return blocks
 
 
@@ -454,6 +564,7 @@ def _intend(
         answers=_answering(candidate, config),
         fresh=tuple(item.id for item in block.fresh),
         regression=tuple(item.id for item in block.regression),
+        suites={name: tuple(item.id for item in items) for name, items in block.suites.items()},
         prompts=tuple(dict.fromkeys(map(prompt_key, block.fresh))),
         content=block.content,
     )
@@ -473,12 +584,12 @@ def _party(policy: Policy) -> Party:
     return Party(version=policy.version, sha256=policy.sha256)
 
 
-def _check_scorer(fresh: Sequence[Observation], answered: _Answered) -> None:
+def _check_scorer(fresh: Sequence[Observation], answered: _Answered, where: str = "") -> None:
     missing = sum(one.incumbent is None for one in fresh)
     if missing == len(fresh) or missing > max(FEW_MISSING, SCORER_DOWN * len(fresh)):
         whys = "".join(f"; {count} × {why}" for why, count in answered.judged.missing.items())
         raise NotJudged(
-            f"{answered.scoring.name} gave no score to {missing} of {len(fresh)} answers of policy "
+            f"{where}{answered.scoring.name} gave no score to {missing} of {len(fresh)} answers of policy "
             f"{answered.policies[1].version}, which serves: nothing was decided{whys}; evaluate again when it scores: "
             "the same items are looked at, at the same level"
         )

@@ -62,12 +62,16 @@ class Observation(BaseModel):
 
 
 class Look(BaseModel):
-    """What a look adds: fresh items, which decide, and items that have decided before (the regression suite)."""
+    """What a look adds: fresh items, which decide, and items that have decided before (the regression suite).
+
+    ``suites``: by name, the items of guardrail suites; all of them at a candidate's first look.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     fresh: tuple[Observation, ...]
     regression: tuple[Observation, ...] = ()
+    suites: dict[str, tuple[Observation, ...]] = {}
 
 
 def observe(

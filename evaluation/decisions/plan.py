@@ -42,6 +42,30 @@ class Compared:
     missing: str | None = None
 
 
+class GuardedSuite(BaseModel):
+    """A guardrail suite: the sha256 of its file, what scores it, and how much mean reward may be lost, absolute."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    sha256: str
+    scorer: str
+    low: float
+    high: float
+    margin: float
+
+    def metric(self, name: str) -> Metric:
+        """The guardrail ``suite[name]``."""
+        width = self.high - self.low
+        return Metric(f"suite[{name}]", "guardrail", -width, width, self.margin)
+
+    def gain(self, one: Observation) -> float:
+        """Candidate less incumbent; a missing score counts against the candidate. Raises OutOfBounds with the item."""
+        known = [value for value in (one.candidate, one.incumbent) if value is not None]
+        betting.check_bounds(np.array(known), self.low, self.high, [one.item] * len(known))
+        candidate = self.low if one.candidate is None else one.candidate
+        return candidate - (self.high if one.incumbent is None else one.incumbent)
+
+
 class Plan(BaseModel):
     """Settings of one candidate's race, as its first look found them.
 
@@ -51,6 +75,7 @@ class Plan(BaseModel):
     that of its scores none is left out, and ``compared`` that it compares two answers. ``proxy`` and ``holdout``
     identify the reward that training saw and the one that it did not see, where both were there; ``holdout_bounds`` are
     the latter's. ``not_compared``: why there were not both, so that the guardrail ``holdout_reward`` does not decide.
+    ``suites``: guardrail suites by name.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -77,6 +102,7 @@ class Plan(BaseModel):
     holdout: str | None = None
     holdout_bounds: tuple[float, float] = (0.0, 1.0)
     not_compared: str | None = None
+    suites: dict[str, GuardedSuite] = {}
     rule: Literal["e_lond", "fixed_horizon"]
     alpha: float
     horizon: int
@@ -113,7 +139,7 @@ class Plan(BaseModel):
             margin = self.margins["regression"]
             regression = replace(self.success, name="regression", margin=margin, worthwhile=None, role=self.regression)
             found.append(regression)
-        return tuple(found)
+        return (*found, *(suite.metric(name) for name, suite in self.suites.items()))
 
     def gain(self, one: Observation) -> float | None:
         """What the success metric makes of an item: candidate less incumbent; None if it is left out.
@@ -150,6 +176,8 @@ class Plan(BaseModel):
         """What each metric observes at a look: values [k], a voice each, and the items that name them."""
         fresh, found = look.fresh, dict[str, tuple[Floats, list[str]]]()
         for metric in self.metrics:
+            if metric.name.startswith("suite["):
+                continue
             match metric.name:
                 case self.metric:
                     found[metric.name] = per_voice(fresh, self.gain)
@@ -172,6 +200,11 @@ class Plan(BaseModel):
                 case _:
                     segment = metric.name.removeprefix(f"{self.metric}[").removesuffix("]")
                     found[metric.name] = per_voice([one for one in fresh if one.segment == segment], self.gain)
+        for name, suite in self.suites.items():
+            try:
+                found[f"suite[{name}]"] = per_voice(look.suites.get(name, ()), suite.gain)
+            except betting.OutOfBounds as error:
+                raise betting.OutOfBounds(f"{error} of evaluation.suites.{name}.reward_bounds") from None
         return found
 
 
@@ -184,6 +217,7 @@ def plan(
     fresh: int,
     decided: int,
     rewards: Compared | None = None,
+    suites: Mapping[str, GuardedSuite] | None = None,
 ) -> Plan:
     """The plan of a candidate that is about to be looked at for the first time.
 
@@ -194,6 +228,7 @@ def plan(
         fresh: how many there are in all.
         decided: how many voices have decided on earlier candidates.
         rewards: what training saw and what it did not; None: they were not asked for.
+        suites: guardrail suites, by name.
     """
     gate, judged = config.gate, config.scorer in JUDGING
     low, high = (0.0, 1.0) if gate.metric == "accuracy" else gate.reward_bounds
@@ -243,6 +278,7 @@ def plan(
         watched=watched,
         regression=regression,
         **compared,
+        suites=dict(suites or {}),
         rule=gate.budget.rule,
         alpha=gate.budget.alpha,
         horizon=gate.budget.horizon,
@@ -258,9 +294,14 @@ def _at_most(most: float, of: Callable[[Observation], float | None], one: Observ
     return None if (value := of(one)) is None else min(value, most)
 
 
-def _needed(gate: GateConfig, margin: float, width: float) -> float:
-    """How many items show that nothing is lost, of which a fifth differs; infinity if not even max_items do."""
+def items_to_show(margin: float, width: float, most: int) -> int | None:
+    """How many items show that nothing is lost, of which a fifth differs; None if not even ``most`` do."""
     hypothesis = betting.Hypothesis(-margin, -width, width)
     outcomes = power.three_points(0.0, _DIFFERING, width)
-    need = power.items_needed(outcomes, hypothesis, GUARDRAIL_ALPHA, max_items=gate.max_items)
-    return float("inf") if need.items is None else need.items
+    return power.items_needed(outcomes, hypothesis, GUARDRAIL_ALPHA, max_items=most).items
+
+
+def _needed(gate: GateConfig, margin: float, width: float) -> float:
+    """The same of items of the suite; infinity if not even max_items do."""
+    need = items_to_show(margin, width, gate.max_items)
+    return float("inf") if need is None else need

@@ -128,7 +128,8 @@ def _of_intents(history: History, found: Ruling, looks: list[Look]) -> Iterator[
     for number, (look, meant) in enumerate(zip(looks, begun, strict=False), start=1):
         prompts = tuple(dict.fromkeys(one.prompt for one in look.fresh))
         items = tuple(one.item for one in look.fresh), tuple(one.item for one in look.regression)
-        if (prompts, *items) != (meant.prompts, meant.fresh, meant.regression):
+        suites = {name: tuple(one.item for one in of) for name, of in look.suites.items()}
+        if (prompts, *items, suites) != (meant.prompts, meant.fresh, meant.regression, meant.suites):
             yield f"look {number} is not at the items that were about to be looked at"
     if len(looks) > len(begun):
         yield f"{len(looks)} looks were made, and {len(begun)} were on record before"
@@ -152,6 +153,7 @@ def _of_items(history: History, found: Ruling, looks: list[Look]) -> Iterator[st
     ids = [one.item for look in looks for one in look.fresh]
     if len(set(ids)) < len(ids):
         yield f"item {next(name for name in ids if ids.count(name) > 1)!r} stands in it twice"
+    yield from _of_suites(history, found, looks)
     mine = {one.prompt for one in fresh}
     for _, ruling_before in history.races.get(found.hypothesis, []):
         mine.update(ruling_before.prompts)
@@ -160,6 +162,18 @@ def _of_items(history: History, found: Ruling, looks: list[Look]) -> Iterator[st
             if one.prompt not in used or one.prompt in mine:
                 yield f"item {one.item!r} of its regression suite has not decided on an earlier candidate"
                 return
+
+
+def _of_suites(history: History, found: Ruling, looks: list[Look]) -> Iterator[str]:
+    """Guardrail suites are looked at once, at a candidate's first look, and are those of its plan."""
+    first = not history.races.get(found.hypothesis)
+    for i, look in enumerate(looks):
+        expected = set(found.plan.suites) if first and i == 0 else set()
+        if set(look.suites) != expected:
+            yield f"look {i + 1} is at the suites {sorted(look.suites)}, and its plan gives it {sorted(expected)}"
+        for name, seen in look.suites.items():
+            if len({one.item for one in seen}) < len(seen):
+                yield f"an item stands in its suite {name} twice"
 
 
 def _of_promotion(history: History, entry: Entry) -> Iterator[str]:

@@ -225,7 +225,8 @@ class ReportData(BaseModel):
         """The letter of the newest suite that each policy has results of; empty while there is one suite only."""
         if len(self.results) < 2:
             return {}
-        return {row.version: _letter(i) for i, of in enumerate(self.results) for row in of.policies}
+        deciding = [(i, of) for i, of in enumerate(self.results) if of.role == "success"]
+        return {row.version: _letter(i) for i, of in deciding for row in of.policies}
 
     @cached_property
     def met(self) -> list[int]:
@@ -246,7 +247,7 @@ class ReportData(BaseModel):
         """(version, the gate's metric) of the policy that serves, and before it that of the first one which users met
         and which answered the same items; of the newest items that there are both of."""
         best: list[tuple[int, float]] = []
-        for suite in self.results:
+        for suite in (one for one in self.results if one.role == "success"):
             known = {row.version: found.value for row in suite.policies if (found := getattr(row, self.metric))}
             if self.current not in known:
                 continue

@@ -33,10 +33,11 @@ class PolicyRow(Row):
 
 class SuiteRow(Row):
     """The policies that were evaluated on the very same items, by the same scorer and settings, by version. Results of
-    two such suites are not comparable."""
+    two such suites are not comparable. ``role``: what of a policy they decide."""
 
     name: str
     items: int
+    role: Literal["success", "guardrail", "watch"] = "success"
     policies: tuple[PolicyRow, ...]
 
 

@@ -23,9 +23,10 @@ from evaluation.decisions.verification import verify
 from evaluation.judging import Sources, TrainingReward
 from evaluation.statistics.betting import OutOfBounds
 from evaluation.suites.held_out import prompt_key
-from evaluation.suites.suite import Suite
+from evaluation.suites.suite import Suite, SuiteError
 from feedback.config import ClassifierConfig, JudgeConfig
 from serve.policies.store import Policy
+from tests.evaluation.decisions.test_verification import forge_evidence
 from tests.feedback.judge_server import Answer, Asked, judge_server, says
 from tests.paths import ROOT
 
@@ -512,3 +513,79 @@ def test_two_evaluations_at_once_are_one_too_many(
 ) -> None:
     with ledger.evaluating(), pytest.raises(EvaluationBusy):
         judge(policies[1], policies[0], suite, configured(config), folder, ledger, who="me")
+
+
+def with_suite(config: EvaluationConfig, path: Path, **of_suite: Any) -> EvaluationConfig:
+    own = {"path": path, "role": "guardrail", "margin": 0.3, **of_suite}
+    return EvaluationConfig.model_validate(configured(config).model_dump() | {"suites": {"safety": own}})
+
+
+def judged_with_suite(
+    pair: tuple[Policy, Policy], tmp_path: Path, config: EvaluationConfig, folder: Path, ledger: Ledger
+) -> Judgement:
+    return judge(*pair, bank(tmp_path / "bank.jsonl"), config, folder, ledger, who="tests")
+
+
+def inverted(rows: pa.Table) -> list[float]:
+    """The opposite of what the success suite is scored by: who is better there is worse here."""
+    return [1 - value for value in by_first_token(rows)]
+
+
+def test_a_guardrail_suite_is_looked_at_once_is_not_used_up_and_verifies_bit_for_bit(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    tmp_path: Path,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+) -> None:
+    pair = policies[better_and_worse[0]], policies[better_and_worse[1]]
+    suite = bank(tmp_path / "safety.jsonl", 200, start=2000)
+    found = judged_with_suite(pair, tmp_path, with_suite(config, suite.path), folder, ledger).verdict
+    history = History.of(ledger.entries())
+    (_, ruling) = history.last(pair[0].sha256, pair[1].sha256) or pytest.fail("no verdict")
+    (standing,) = [row for row in ruling.standings if row["metric"] == "suite[safety]"]
+    assert (found.verdict, standing["state"], standing["role"], standing["n"]) == ("pass", "shown", "guardrail", 200)
+    assert not history.used & {prompt_key(item) for item in suite.items}
+    assert verify(ledger).problems == ()
+
+    def worse(looks: list[dict[str, Any]]) -> None:
+        looks[0]["suites"]["safety"][0]["candidate"] = 0.123
+
+    forge_evidence(ledger.folder, len(ledger.entries()), worse)
+    assert any("standings" in why for why in verify(Ledger(ledger.folder)).problems)
+
+
+def test_harm_on_a_guardrail_suite_refuses_a_candidate_that_is_better_on_the_success_suite(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    tmp_path: Path,
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+) -> None:
+    pair = policies[better_and_worse[0]], policies[better_and_worse[1]]
+    suite = bank(tmp_path / "safety.jsonl", 1500, start=2000)
+    settings = with_suite(config, suite.path, scorer=f"{__name__}:inverted", margin=0.05)
+    found = judged_with_suite(pair, tmp_path, settings, folder, ledger).verdict
+    assert found.verdict == "refuse"
+    assert "suite[safety]" in found.reasons[0]
+    assert verify(ledger).problems == ()
+
+
+def test_a_bad_suite_is_named_before_anything_is_answered(
+    policies: list[Policy], tmp_path: Path, config: EvaluationConfig, folder: Path, ledger: Ledger, no_engine: None
+) -> None:
+    pair = policies[1], policies[0]
+    with pytest.raises(SuiteError, match=r"evaluation.suites.safety: .*can't be read"):
+        judged_with_suite(pair, tmp_path, with_suite(config, tmp_path / "missing.jsonl"), folder, ledger)
+    overlapping = bank(tmp_path / "overlapping.jsonl", 300, start=299)
+    with pytest.raises(SuiteError, match=r"evaluation.suites.safety: item 'i299' .* has the prompt of item 'i299'"):
+        judged_with_suite(pair, tmp_path, with_suite(config, overlapping.path), folder, ledger)
+    few = bank(tmp_path / "few.jsonl", 3, start=2000)
+    with pytest.raises(NotJudged, match=r"evaluation.suites.safety: 3 items .* takes about"):
+        judged_with_suite(pair, tmp_path, with_suite(config, few.path), folder, ledger)
+    whole = bank(tmp_path / "whole.jsonl", 200, start=2000)
+    with pytest.raises(NotJudged, match=r"evaluation.suites.safety: "):
+        judged_with_suite(pair, tmp_path, with_suite(config, whole.path, scorer="no_such_rule"), folder, ledger)
+    assert ledger.entries() == []
