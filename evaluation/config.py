@@ -298,6 +298,12 @@ class ExperimentConfig(Section):
         gt=0,
         description="An experiment that has shown nothing by then ends, and nothing is promoted.",
     )
+    before_seconds: float = Field(
+        default=1209600.0,
+        ge=0,
+        description="How much of what went before an experiment is read, so that outcomes are compared less what the "
+        "same people did then (CUPED), in seconds; 0: nothing.",
+    )
     look_seconds: float = Field(default=30.0, gt=0, description="Seconds between two looks at the evidence.")
     look_timeout_seconds: float = Field(
         default=600.0,

@@ -8,28 +8,24 @@ Everything else: the mean over its requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
+from evaluation.experiments.earlier import covariates
+from evaluation.experiments.measures import VOICE, response_columns
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.statistics.experiment import Rows
-from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
 from feedback.scoring.sources.human import opinions_sql
 from serve.generation.interaction_rows import BLOCK
 from serve.policies.experiments import Experiment
-
-_COLUMNS: Final = """
-    response_id, tenant, "user", variant, propensity, completed_at, status, len(response_token_ids) AS tokens,
-    timings.total_ms / 1000 AS seconds
-"""
-
 
 _SETTLING_S: Final = 2.0  # what was recorded or scored at the last moment is in the lake or the journal by then
 
@@ -39,7 +35,10 @@ class BadEvidence(RuntimeError):
 
 
 class Block(BaseModel):
-    """What one closed block came to. ``values`` are None where nothing was known; ``voices``: who gave feedback."""
+    """What one closed block came to. ``values`` are None where nothing was known; ``voices``: how many gave feedback.
+
+    ``covariates``: what its people did before the experiment, less the mean of all; None where nobody was there then.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,6 +49,7 @@ class Block(BaseModel):
     voices: int
     responded: float
     values: dict[str, float | None]
+    covariates: dict[str, float | None] = {}
 
 
 class Observed(BaseModel):
@@ -69,16 +69,18 @@ class Observed(BaseModel):
     def rows(self, plan: ExperimentPlan) -> Rows:
         """For the statistics; propensities are the candidate's."""
 
-        def column(name: str) -> np.ndarray:
-            return np.array([_number(block.values.get(name)) for block in self.blocks], np.float64)
+        def column(each: Iterable[float | None]) -> np.ndarray:
+            return np.array([_number(value) for value in each], np.float64)
 
+        names = [outcome.name for outcome in plan.outcomes]
         responded = {"feedback": np.array([block.responded for block in self.blocks], np.float64)}
         return Rows(
             candidate=np.array([block.candidate for block in self.blocks], bool),
             propensities=np.array(
                 [block.propensity if block.candidate else 1 - block.propensity for block in self.blocks], np.float64
             ),
-            values={outcome.name: column(outcome.name) for outcome in plan.outcomes},
+            values={name: column(block.values.get(name) for block in self.blocks) for name in names},
+            covariates={name: column(block.covariates.get(name) for block in self.blocks) for name in names},
             responded=responded,
             pending=self.pending,
             late=self.late,
@@ -102,11 +104,12 @@ def observe(
     Raises BadEvidence for a reward outside its bounds, LakeError.
     """
 
-    def gather(connection: duckdb.DuckDBPyConnection) -> tuple[pa.Table, int, int]:
-        return _gather(connection, experiment, plan)
-
-    per_block, late, mislabelled = lake.read(gather, journal)
     last = known[-1].block if known else -1
+
+    def gather(connection: duckdb.DuckDBPyConnection) -> _Gathered:
+        return _gather(connection, experiment, plan, last=last, now=now)
+
+    per_block, before, late, mislabelled = lake.read(gather, journal)
     blocks = [
         Block(
             block=row["block"],
@@ -121,6 +124,7 @@ def observe(
                 else row[outcome.name]
                 for outcome in plan.outcomes
             },
+            covariates=before.get(row["block"], {}),
         )
         for row in per_block.to_pylist()
         if row["closes"] + _SETTLING_S <= now and row["block"] > last
@@ -133,14 +137,18 @@ def observe(
     )
 
 
+_Gathered = tuple[pa.Table, dict[int, dict[str, float | None]], int, int]
+
+
 def _gather(
-    connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan
-) -> tuple[pa.Table, int, int]:
-    """What each block has by its close; how many feedbacks came later; how many responses are mislabelled."""
+    connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan, *, last: int, now: float
+) -> _Gathered:
+    """What each block has by its close, and of those after ``last`` that have closed by ``now`` what was before; how
+    many feedbacks came later; how many responses are mislabelled."""
     connection.execute(
         f"""
         CREATE TEMP TABLE mine AS
-        SELECT {_COLUMNS}, TRY_CAST(element_at(metadata, '{BLOCK}')[1] AS BIGINT) AS block
+        SELECT {response_columns(plan)}, TRY_CAST(element_at(metadata, '{BLOCK}')[1] AS BIGINT) AS block
         FROM interactions WHERE experiment = ? AND created_at >= to_timestamp(?)
         """,
         [experiment.number, experiment.started_at],
@@ -152,6 +160,8 @@ def _gather(
             "block": pa.array([turn.block for turn in turns], pa.int64()),
             "drawn": pa.array([turn.variant for turn in turns], pa.string()),
             "share": pa.array([turn.propensity for turn in turns], pa.float64()),
+            "begins": pa.array([experiment.begins(turn.block) for turn in turns], pa.float64()),
+            "ends": pa.array([experiment.begins(turn.block + 1) for turn in turns], pa.float64()),
             "closes": pa.array([experiment.begins(turn.block + 1) + plan.window_s for turn in turns], pa.float64()),
         }
     )
@@ -184,12 +194,11 @@ def _gather(
     )
     opinions = opinions_sql("in_time", plan.human, plan.kinds, among="counted")
     connection.execute(f"CREATE TEMP TABLE opinions AS SELECT * FROM ({opinions})")
-    bounds = {outcome.name: outcome.bounds for outcome in plan.outcomes}
-    _check_rewards(connection, bounds.get("reward"))
+    _check_rewards(connection, next((one.bounds for one in plan.outcomes if one.name == "reward"), None))
     connection.execute(
         f"""
         CREATE TEMP TABLE voices AS
-        SELECT block, tenant, CASE source WHEN '{ANYBODY}' THEN coalesce("user", source) ELSE source END AS who,
+        SELECT block, tenant, {VOICE} AS who,
                avg(opinion) AS voice
         FROM opinions JOIN counted USING (tenant, response_id)
         GROUP BY block, tenant, who
@@ -200,11 +209,7 @@ def _gather(
         WITH of_requests AS (
             SELECT block, any_value(variant) AS variant, any_value(propensity) AS propensity,
                    any_value(closes) AS closes, count(*) AS requests,
-                   avg((status = 'error')::INTEGER) AS errors,
-                   avg(CASE WHEN seconds IS NOT NULL THEN greatest($latency_low, least($latency_high, seconds)) END)
-                       AS latency_s,
-                   avg(greatest($length_low, least($length_high, tokens))) AS length,
-                   avg(reward) AS reward,
+                   avg(errors) AS errors, avg(latency_s) AS latency_s, avg(length) AS length, avg(reward) AS reward,
                    count(*) FILTER (said.response_id IS NOT NULL) / count(*) AS responded
             FROM counted
             LEFT JOIN (
@@ -218,20 +223,16 @@ def _gather(
                feedback, errors, latency_s, length, reward
         FROM of_requests LEFT JOIN of_voices USING (block)
         ORDER BY block
-        """,
-        params={
-            "latency_low": bounds.get("latency_s", (0.0, 0.0))[0],
-            "latency_high": bounds.get("latency_s", (0.0, 1.0))[1],
-            "length_low": bounds.get("length", (0.0, 0.0))[0],
-            "length_high": bounds.get("length", (0.0, 1.0))[1],
-        },
+        """
     ).to_arrow_table()
     late = connection.execute("SELECT count(DISTINCT feedback_id) FROM said WHERE NOT in_time").fetchall()[0][0]
     mislabelled = connection.execute(
         "SELECT count(*) FROM mine LEFT JOIN drawn USING (block) "
         "WHERE drawn.drawn IS NULL OR variant <> drawn.drawn OR propensity <> drawn.share"
     ).fetchall()[0][0]
-    return per_block, late, mislabelled
+    closed = per_block.filter((pc.field("closes") <= now - _SETTLING_S) & (pc.field("block") > last))
+    before = covariates(connection, experiment, plan, closed["block"].to_pylist())
+    return per_block, before, late, mislabelled
 
 
 def _check_rewards(connection: duckdb.DuckDBPyConnection, bounds: tuple[float, float] | None) -> None:

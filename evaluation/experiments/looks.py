@@ -10,7 +10,7 @@ import numpy as np
 
 from evaluation.experiments.blocks import Observed
 from evaluation.experiments.plan import ExperimentPlan
-from evaluation.statistics.experiment import Decision, decide
+from evaluation.statistics.experiment import Decision, Difference, decide
 
 
 def look(plan: ExperimentPlan, observed: Observed, *, watched_from: int | None = None) -> Decision:
@@ -37,12 +37,34 @@ def sequence(
     return [(n, look(plan, Observed(blocks=tuple(blocks[:n])), watched_from=watched_from)) for n in after]
 
 
-def to_json(decision: Decision, observed: Observed) -> dict[str, Any]:
+def adjustments(plan: ExperimentPlan, decision: Decision) -> list[str]:
+    """What each outcome was adjusted by, and what for want of data it was not; a sentence each."""
+    compared = [one for one in decision.differences if one.candidates + one.controls]
+    found = [
+        f"{one.name}: {one.earlier} of {one.candidates + one.controls} blocks are compared less what their people did "
+        f"before, {_share_left(one)}"
+        for one in compared
+        if one.earlier
+    ]
+    if plan.before_s and (new := [one.name for one in compared if not one.earlier]):
+        found.append(
+            f"{', '.join(new)}: not adjusted by what was before, as nobody in a closed block had been there in the "
+            f"{plan.before_s / 86400:g} days before the experiment"
+        )
+    return found
+
+
+def _share_left(difference: Difference) -> str:
+    return f"which leaves {difference.variance_ratio:.0%} of the variance"
+
+
+def to_json(plan: ExperimentPlan, decision: Decision, observed: Observed) -> dict[str, Any]:
     """A decision as records keep it; what is not known is null."""
     return {
         "decision": decision.decision,
         "reasons": list(decision.reasons),
         "holds": list(decision.holds),
+        "adjustments": adjustments(plan, decision),
         "differences": [
             {name: _finite(value) for name, value in asdict(difference).items()} for difference in decision.differences
         ],

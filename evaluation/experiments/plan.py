@@ -35,7 +35,8 @@ class Outcome(BaseModel):
 
 
 class ExperimentPlan(BaseModel):
-    """Levels, outcomes and times of an experiment; the times in seconds."""
+    """Levels, outcomes and times of an experiment; the times in seconds. ``before_s``: what went before it and counts
+    as covariate."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,6 +49,7 @@ class ExperimentPlan(BaseModel):
     watch_s: float = Field(ge=0)
     watch_share: float = Field(gt=0, lt=1)
     max_s: float = Field(gt=0)
+    before_s: float = Field(default=0.0, ge=0)
     outcomes: tuple[Outcome, ...]
     human: HumanConfig
     kinds: KindsConfig
@@ -69,6 +71,7 @@ class ExperimentPlan(BaseModel):
             watch_s=config.watch_seconds,
             watch_share=config.watch_share,
             max_s=config.max_seconds,
+            before_s=config.before_seconds,
             outcomes=outcomes,
             human=human.model_copy(update={"model": None}),  # votes alone
             kinds=kinds,

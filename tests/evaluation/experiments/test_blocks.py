@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any
+from datetime import timedelta
 
 import pytest
 
-from evaluation.config import ErrorsConfig, ExperimentConfig, OutcomeConfig, OutcomesConfig
+from evaluation.config import ErrorsConfig, OutcomeConfig
 from evaluation.experiments import looks
-from evaluation.experiments.blocks import BadEvidence, Block, Observed, observe
+from evaluation.experiments.blocks import BadEvidence
 from evaluation.experiments.plan import ExperimentPlan
-from feedback.config import HumanConfig, KindsConfig, LakeConfig
+from feedback.config import HumanConfig
 from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
-from serve.generation.interaction_rows import BLOCK
-from serve.policies.experiments import Experiment, Phase
-from tests.feedback.feedback_rows import interaction, put, reward, said
-
-NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
-EXPERIMENT = Experiment(3, 2, 1, "seed", NOON.timestamp(), 60.0, (Phase(0, 0.5),), 1, "running", "test", "test", {})
-WINDOW_S = 100.0
-FEEDBACK = {"feedback": OutcomeConfig()}
-
-
-@pytest.fixture
-def lake(tmp_path: Path) -> Lake:
-    made = Lake(str(tmp_path / "lake"), LakeConfig())
-    made.create()
-    return made
-
-
-def plan_of(**changed: Any) -> ExperimentPlan:
-    outcomes = OutcomesConfig(**({"feedback": None, "errors": None} | changed.pop("outcomes", FEEDBACK)))
-    config = ExperimentConfig(feedback_window_seconds=WINDOW_S, outcomes=outcomes, **({"min_voices": 1} | changed))
-    return ExperimentPlan.of(config, HumanConfig(), KindsConfig())
-
-
-def asked(response: str, block: int, *, second: float = 1.0, **columns: Any) -> dict[str, Any]:
-    """A response in a block, labelled as that was drawn."""
-    turn, at = EXPERIMENT.turn(block), NOON + timedelta(seconds=60 * block + second)
-    labels = {"experiment": 3, "variant": turn.variant, "propensity": turn.propensity, "created_at": at}
-    labels |= {"completed_at": at, "metadata": {BLOCK: str(block)}}
-    return interaction(response, **(labels | columns))
-
-
-def thumb(number: int, response: str, block: int, value: float, source: str, *, second: float = 2.0) -> dict[str, Any]:
-    at = NOON + timedelta(seconds=60 * block + second)
-    return said(f"f{number}", response, "thumb", value=value, source=source, created_at=at)
-
-
-def seen(lake: Lake, plan: ExperimentPlan, *, after_s: float = 1e6, known: Sequence[Block] = ()) -> Observed:
-    journal = Path(lake.uri).parent / "journal"
-    return observe(lake, journal, EXPERIMENT, plan, now=NOON.timestamp() + after_s, known=known)
+from tests.evaluation.experiments.experiment_rows import EXPERIMENT, NOON, asked, plan_of, seen, thumb
+from tests.feedback.feedback_rows import put, reward, said
 
 
 def test_a_block_is_one_row_and_a_source_is_one_voice_of_it(lake: Lake) -> None:
@@ -177,7 +137,7 @@ def test_without_traffic_nothing_is_decided(lake: Lake) -> None:
     found = seen(lake, plan)
     decision = looks.look(plan, found)
     assert (found.blocks, decision.decision) == ((), "hold")
-    assert looks.to_json(decision, found)["differences"][0]["value"] is None
+    assert looks.to_json(plan, decision, found)["differences"][0]["value"] is None
 
 
 def test_ten_thousand_thumbs_of_one_source_promote_nothing(lake: Lake) -> None:

@@ -1,0 +1,113 @@
+"""What the people of each block did before the experiment: the covariates of its outcomes.
+
+Feedback: the mean of the block's voices, of each the mean opinion that it had before. Everything else: the mean of the
+users whose requests came in the block's time, whoever answered them, of each the mean over earlier
+responses. All are less the mean of everybody who was there before, and 0 for those who were not, so that a block of
+newcomers counts as an average one. Whoever sends more requests than others weighs no more: how many they send may
+follow from the policy that they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import duckdb
+
+from evaluation.experiments.measures import VOICE, response_columns
+from evaluation.experiments.plan import ExperimentPlan
+from feedback.schema import IMPORTED
+from feedback.scoring.sources.human import opinions_sql
+from serve.policies.experiments import Experiment
+
+
+def covariates(
+    connection: duckdb.DuckDBPyConnection,
+    experiment: Experiment,
+    plan: ExperimentPlan,
+    blocks: Sequence[int],
+) -> dict[int, dict[str, float | None]]:
+    """By block and outcome, of ``blocks`` alone; None where nobody of the block was there before.
+
+    The connection has the lake's views, and the tables ``drawn`` and ``voices`` of the experiment.
+    """
+    if not plan.before_s or not blocks:
+        return {}
+    connection.execute("CREATE TEMP TABLE closed AS SELECT * FROM drawn WHERE list_contains(?, block)", [list(blocks)])
+    connection.execute(
+        """
+        CREATE TEMP TABLE came AS
+        SELECT DISTINCT block, tenant, "user" AS who
+        FROM interactions JOIN closed ON created_at >= to_timestamp(begins) AND created_at < to_timestamp(ends)
+        WHERE "user" IS NOT NULL AND epoch(completed_at) <= closes
+          AND created_at >= to_timestamp(?) AND created_at < to_timestamp(?)
+        """,
+        [experiment.begins(min(blocks)), experiment.begins(max(blocks) + 1)],
+    )
+    connection.execute(
+        f"""
+        CREATE TEMP TABLE earlier AS
+        SELECT {response_columns(plan)} FROM interactions
+        WHERE created_at >= to_timestamp(?) AND completed_at < to_timestamp(?) AND status <> '{IMPORTED}'
+        """,
+        [experiment.started_at - plan.before_s, experiment.started_at],
+    )
+    found: dict[int, dict[str, float | None]] = {block: {} for block in blocks}
+    for outcome in plan.outcomes:
+        if outcome.name == "feedback":
+            _voices_before(connection, experiment, plan)
+        else:
+            _users_before(connection, experiment, outcome.name)
+        means = connection.execute(
+            f"""
+            SELECT block, CASE WHEN count(known.mean) > 0 THEN
+                       avg(coalesce(known.mean - (SELECT avg(mean) FROM before), 0)) END
+            FROM {"voices" if outcome.name == "feedback" else "came"} JOIN closed USING (block)
+            LEFT JOIN before known USING (tenant, who)
+            GROUP BY block
+            """
+        ).fetchall()
+        by_block = dict(means)
+        for block in blocks:
+            found[block][outcome.name] = by_block.get(block)
+    return found
+
+
+def _voices_before(connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan) -> None:
+    """Make ``before``: (tenant, who, mean) of everybody who gave feedback on the earlier responses in their time."""
+    connection.execute(
+        "CREATE TEMP TABLE said_before AS "
+        "SELECT * FROM feedback WHERE created_at >= to_timestamp(?) AND created_at < to_timestamp(?)",
+        [experiment.started_at - plan.before_s, experiment.started_at],
+    )
+    connection.execute(
+        f"""
+        CREATE OR REPLACE TEMP TABLE before AS
+        SELECT tenant, {VOICE} AS who, avg(opinion) AS mean
+        FROM ({opinions_sql("said_before", plan.human, plan.kinds, among="earlier")}) JOIN earlier
+        USING (tenant, response_id)
+        GROUP BY ALL
+        """
+    )
+
+
+def _users_before(connection: duckdb.DuckDBPyConnection, experiment: Experiment, outcome: str) -> None:
+    """Make ``before``: (tenant, who, mean) of every user of the earlier responses."""
+    if outcome == "reward":
+        connection.execute(
+            """
+            CREATE TEMP TABLE rewarded AS
+            SELECT response_id, max_by(reward, scored_at) AS reward FROM rewards SEMI JOIN earlier USING (response_id)
+            WHERE reward IS NOT NULL AND scored_at < to_timestamp(?)
+            GROUP BY response_id
+            """,
+            [experiment.started_at],
+        )
+    rewards = "JOIN rewarded USING (response_id)" if outcome == "reward" else ""
+    connection.execute(
+        f"""
+        CREATE OR REPLACE TEMP TABLE before AS
+        SELECT tenant, "user" AS who, avg({outcome}) AS mean FROM earlier {rewards}
+        WHERE "user" IS NOT NULL AND {outcome} IS NOT NULL
+        GROUP BY ALL
+        """
+    )
