@@ -216,6 +216,23 @@ class OutcomeConfig(Section):
         return self
 
 
+class FeedbackOutcomeConfig(OutcomeConfig):
+    """The outcome ``feedback``, from 0 to 1."""
+
+    predicted_by: str | None = Field(
+        default=None,
+        description="Component of the reward (model, judge, or a rule's name) that scores every response from 0 to 1, "
+        "by which feedback is corrected where few responses have some (prediction-powered); null: none.",
+    )
+
+    @field_validator("predicted_by")
+    @classmethod
+    def _without_the_feedback(cls, name: str | None) -> str | None:
+        if name == "human":
+            raise ValueError("human is the feedback itself: take model, judge, or a rule's name")
+        return name
+
+
 class ErrorsConfig(OutcomeConfig):
     """The outcome ``errors``: by default a guardrail."""
 
@@ -228,8 +245,8 @@ class ErrorsConfig(OutcomeConfig):
 class OutcomesConfig(Section):
     """What is compared; null leaves an outcome out."""
 
-    feedback: OutcomeConfig | None = Field(
-        default_factory=OutcomeConfig, description="People's, from 0 to 1 as feedback.scoring.human has it."
+    feedback: FeedbackOutcomeConfig | None = Field(
+        default_factory=FeedbackOutcomeConfig, description="People's, from 0 to 1 as feedback.scoring.human has it."
     )
     reward: OutcomeConfig | None = Field(default=None, description="What scoring gave, if that came in time.")
     errors: ErrorsConfig | None = Field(

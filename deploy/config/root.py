@@ -230,6 +230,18 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_what_predicts_feedback(self) -> Settings:
+        outcome, scoring = self.evaluation.experiment.outcomes.feedback, self.feedback.scoring
+        name = None if outcome is None else outcome.predicted_by
+        there = {*scoring.rules, *(one for one in ("model", "judge") if getattr(scoring, one) is not None)}
+        if name is not None and name not in there:
+            raise ValueError(
+                f"evaluation.experiment.outcomes.feedback.predicted_by={name}: scoring has no such component (there: "
+                f"{', '.join(sorted(there)) or 'none'}): set feedback.scoring.{name}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_what_the_scorer_needs(self) -> Settings:
         scorer, scoring = self.evaluation.scorer, self.feedback.scoring
         if scorer in ("judge", "pairwise") and scoring.judge is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import duckdb
 import numpy as np
@@ -37,6 +37,7 @@ class BadEvidence(RuntimeError):
 class Block(BaseModel):
     """What one closed block came to. ``values`` are None where nothing was known; ``voices``: how many gave feedback.
 
+    ``predictions``: the mean score of all its responses, and of those with feedback; None where one was not scored.
     ``covariates``: what its people did before the experiment, less the mean of all; None where nobody was there then.
     """
 
@@ -50,6 +51,7 @@ class Block(BaseModel):
     responded: float
     values: dict[str, float | None]
     covariates: dict[str, float | None] = {}
+    predictions: dict[str, tuple[float, float] | None] = {}
 
 
 class Observed(BaseModel):
@@ -73,6 +75,10 @@ class Observed(BaseModel):
             return np.array([_number(value) for value in each], np.float64)
 
         names = [outcome.name for outcome in plan.outcomes]
+        predicted = [outcome.name for outcome in plan.outcomes if outcome.predicted_by is not None]
+        predictions = {
+            name: [block.predictions.get(name) or (None, None) for block in self.blocks] for name in predicted
+        }
         responded = {"feedback": np.array([block.responded for block in self.blocks], np.float64)}
         return Rows(
             candidate=np.array([block.candidate for block in self.blocks], bool),
@@ -81,6 +87,8 @@ class Observed(BaseModel):
             ),
             values={name: column(block.values.get(name) for block in self.blocks) for name in names},
             covariates={name: column(block.covariates.get(name) for block in self.blocks) for name in names},
+            predictions={name: column(scores[0] for scores in predictions[name]) for name in predictions},
+            labelled_predictions={name: column(scores[1] for scores in predictions[name]) for name in predictions},
             responded=responded,
             pending=self.pending,
             late=self.late,
@@ -125,6 +133,7 @@ def observe(
                 for outcome in plan.outcomes
             },
             covariates=before.get(row["block"], {}),
+            predictions={} if plan.predicted_by is None else {"feedback": _predictions(row)},
         )
         for row in per_block.to_pylist()
         if row["closes"] + _SETTLING_S <= now and row["block"] > last
@@ -195,12 +204,12 @@ def _gather(
     opinions = opinions_sql("in_time", plan.human, plan.kinds, among="counted")
     connection.execute(f"CREATE TEMP TABLE opinions AS SELECT * FROM ({opinions})")
     _check_rewards(connection, next((one.bounds for one in plan.outcomes if one.name == "reward"), None))
+    _score(connection, plan.predicted_by)
     connection.execute(
         f"""
         CREATE TEMP TABLE voices AS
-        SELECT block, tenant, {VOICE} AS who,
-               avg(opinion) AS voice
-        FROM opinions JOIN counted USING (tenant, response_id)
+        SELECT block, tenant, {VOICE} AS who, avg(opinion) AS voice, avg(score) AS score
+        FROM opinions JOIN counted USING (tenant, response_id) JOIN scored USING (tenant, response_id)
         GROUP BY block, tenant, who
         """
     )
@@ -218,10 +227,21 @@ def _gather(
             LEFT JOIN in_time_rewards USING (response_id)
             GROUP BY block
         ),
-        of_voices AS (SELECT block, count(*) AS voices, avg(voice) AS feedback FROM voices GROUP BY block)
+        of_voices AS (
+            SELECT block, count(*) AS voices, avg(voice) AS feedback, avg(score) AS labelled_score
+            FROM voices GROUP BY block
+        ),
+        of_users AS (
+            SELECT block, CASE WHEN bool_and(whole) THEN avg(score) END AS score
+            FROM (
+                SELECT block, avg(score) AS score, count(score) = count(*) AS whole
+                FROM counted JOIN scored USING (tenant, response_id) GROUP BY block, tenant, "user"
+            )
+            GROUP BY block
+        )
         SELECT block, variant, propensity, closes, requests, responded, coalesce(voices, 0) AS voices,
-               feedback, errors, latency_s, length, reward
-        FROM of_requests LEFT JOIN of_voices USING (block)
+               feedback, errors, latency_s, length, reward, score, labelled_score
+        FROM of_requests LEFT JOIN of_voices USING (block) LEFT JOIN of_users USING (block)
         ORDER BY block
         """
     ).to_arrow_table()
@@ -233,6 +253,33 @@ def _gather(
     closed = per_block.filter((pc.field("closes") <= now - _SETTLING_S) & (pc.field("block") > last))
     before = covariates(connection, experiment, plan, closed["block"].to_pylist())
     return per_block, before, late, mislabelled
+
+
+def _score(connection: duckdb.DuckDBPyConnection, component: str | None) -> None:
+    """Make ``scored``: (tenant, response_id, score) of each counted response, the score null where it was not in time.
+
+    A response that is not complete has 0, and one that the component has no value for 0.5: any score will do for the
+    statistics that does not follow from whether there is feedback.
+    """
+    connection.execute(
+        """
+        CREATE TEMP TABLE scored AS
+        SELECT tenant, response_id,
+               CASE WHEN any_value(status) <> 'complete' THEN 0.0::DOUBLE
+                    ELSE max_by(greatest(0.0, least(1.0, coalesce(components[$name], 0.5)))::DOUBLE, scored_at)
+                         FILTER (epoch(scored_at) <= closes
+                                 AND (map_contains(components, $name) OR map_contains(missing, $name)))
+                    END AS score
+        FROM counted LEFT JOIN rewards USING (response_id)
+        GROUP BY tenant, response_id
+        """,
+        {"name": component or ""},
+    )
+
+
+def _predictions(row: dict[str, Any]) -> tuple[float, float] | None:
+    known = row["score"] is not None and row["labelled_score"] is not None
+    return (row["score"], row["labelled_score"]) if known else None
 
 
 def _check_rewards(connection: duckdb.DuckDBPyConnection, bounds: tuple[float, float] | None) -> None:

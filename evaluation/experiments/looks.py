@@ -10,7 +10,7 @@ import numpy as np
 
 from evaluation.experiments.blocks import Observed
 from evaluation.experiments.plan import ExperimentPlan
-from evaluation.statistics.experiment import Decision, Difference, decide
+from evaluation.statistics.experiment import Decision, decide
 
 
 def look(plan: ExperimentPlan, observed: Observed, *, watched_from: int | None = None) -> Decision:
@@ -40,22 +40,25 @@ def sequence(
 def adjustments(plan: ExperimentPlan, decision: Decision) -> list[str]:
     """What each outcome was adjusted by, and what for want of data it was not; a sentence each."""
     compared = [one for one in decision.differences if one.candidates + one.controls]
-    found = [
-        f"{one.name}: {one.earlier} of {one.candidates + one.controls} blocks are compared less what their people did "
-        f"before, {_share_left(one)}"
-        for one in compared
-        if one.earlier
-    ]
+    found = []
+    for one in compared:
+        blocks = one.candidates + one.controls
+        earlier = f"{one.earlier} of {blocks} blocks are compared less what their people did before"
+        predicted = f"{one.predicted} of {blocks} blocks are corrected by the scores that {plan.predicted_by} gave"
+        parts = [earlier] * (one.earlier > 0) + [predicted] * (one.predicted > 0)
+        if parts:
+            found.append(f"{one.name}: {' and '.join(parts)}, which leaves {one.variance_ratio:.0%} of the variance")
+        if plan.predicted_by is not None and one.name == "feedback" and not one.predicted:
+            found.append(
+                f"{one.name}: not corrected by the scores of {plan.predicted_by}, as no closed block had one of every "
+                "response in time (millrace score)"
+            )
     if plan.before_s and (new := [one.name for one in compared if not one.earlier]):
         found.append(
             f"{', '.join(new)}: not adjusted by what was before, as nobody in a closed block had been there in the "
             f"{plan.before_s / 86400:g} days before the experiment"
         )
     return found
-
-
-def _share_left(difference: Difference) -> str:
-    return f"which leaves {difference.variance_ratio:.0%} of the variance"
 
 
 def to_json(plan: ExperimentPlan, decision: Decision, observed: Observed) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,9 +10,14 @@ from evaluation.config import ExperimentConfig, OutcomeName
 from evaluation.statistics import experiment as statistics
 from feedback.config import HumanConfig, KindsConfig
 
+_SETTLED: Final = {"bounds", "role", "margin", "rollback_margin", "predicted_by"}
+
 
 class Outcome(BaseModel):
-    """One outcome, in its own units; see ``evaluation.statistics.experiment.Outcome``."""
+    """One outcome, in its own units; see ``evaluation.statistics.experiment.Outcome``.
+
+    ``predicted_by``: the component of the reward that scores every response, from 0 to 1.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -21,6 +26,7 @@ class Outcome(BaseModel):
     role: str
     margin: float
     rollback_margin: float
+    predicted_by: str | None = None
 
     @property
     def for_statistics(self) -> statistics.Outcome:
@@ -31,6 +37,7 @@ class Outcome(BaseModel):
             role="guardrail" if self.role == "guardrail" else "success",
             margin=self.margin,
             rollback_margin=self.rollback_margin,
+            predicted=self.predicted_by is not None,
         )
 
 
@@ -58,7 +65,7 @@ class ExperimentPlan(BaseModel):
     def of(cls, config: ExperimentConfig, human: HumanConfig, kinds: KindsConfig) -> Self:
         """As the settings have it now; ``human`` and ``kinds`` say what a person's feedback is worth."""
         outcomes = tuple(
-            Outcome(name=name, **outcome.model_dump(include={"bounds", "role", "margin", "rollback_margin"}))
+            Outcome(name=name, **outcome.model_dump(include=_SETTLED))
             for name, outcome in config.outcomes.compared.items()
         )
         return cls(
@@ -80,6 +87,11 @@ class ExperimentPlan(BaseModel):
     def to_json(self) -> dict[str, Any]:
         """As records keep it."""
         return self.model_dump(mode="json")
+
+    @property
+    def predicted_by(self) -> str | None:
+        """The component of the reward that feedback is corrected by, if any."""
+        return next((outcome.predicted_by for outcome in self.outcomes if outcome.predicted_by is not None), None)
 
     @property
     def for_statistics(self) -> statistics.Plan:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from evaluation.config import ExperimentConfig, OutcomeConfig, OutcomesConfig
+from evaluation.config import ExperimentConfig, FeedbackOutcomeConfig, OutcomesConfig
 from evaluation.experiments.blocks import Block, Observed, observe
 from evaluation.experiments.plan import ExperimentPlan
 from feedback.config import HumanConfig, KindsConfig
@@ -19,7 +19,7 @@ from tests.feedback.feedback_rows import interaction, said
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 EXPERIMENT = Experiment(3, 2, 1, "seed", NOON.timestamp(), 60.0, (Phase(0, 0.5),), 1, "running", "test", "test", {})
 WINDOW_S = 100.0
-FEEDBACK = {"feedback": OutcomeConfig()}
+FEEDBACK = {"feedback": FeedbackOutcomeConfig()}
 
 
 def plan_of(**changed: Any) -> ExperimentPlan:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from evaluation.config import ErrorsConfig, OutcomeConfig
+from evaluation.config import ErrorsConfig, FeedbackOutcomeConfig, OutcomeConfig
 from evaluation.experiments import looks
 from evaluation.experiments.blocks import BadEvidence
 from evaluation.experiments.plan import ExperimentPlan
@@ -109,7 +109,7 @@ def test_errors_latency_and_length_are_means_over_requests(lake: Lake) -> None:
     long = {"response_token_ids": [1] * 50, "logprobs": [-1.0] * 50, "timings": {"total_ms": 9000.0}}
     put(lake, "interactions", [asked("a", 0, status="error"), asked("b", 0), asked("c", 0, **long), asked("d", 0)])
     outcomes = {
-        "feedback": OutcomeConfig(),
+        "feedback": FeedbackOutcomeConfig(),
         "errors": ErrorsConfig(margin=0.1),
         "latency_s": OutcomeConfig(role="guardrail", margin=1.0, bounds=(0.0, 4.0)),
         "length": OutcomeConfig(role="guardrail", margin=1.0, bounds=(0.0, 10.0)),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.config import ErrorsConfig, OutcomeConfig
+from evaluation.config import ErrorsConfig, FeedbackOutcomeConfig, OutcomeConfig
 from evaluation.experiments import looks
 from evaluation.experiments.plan import ExperimentPlan
 from feedback.events import ANYBODY
@@ -49,7 +49,7 @@ def test_of_feedback_it_is_the_mean_of_what_the_blocks_voices_said_before(lake: 
 
 def test_of_all_else_it_is_the_mean_of_the_users_who_came_however_often_and_to_whom(lake: Lake) -> None:
     outcomes = {
-        "feedback": OutcomeConfig(),
+        "feedback": FeedbackOutcomeConfig(),
         "errors": ErrorsConfig(),
         "reward": OutcomeConfig(bounds=(-1.0, 1.0)),
         "length": OutcomeConfig(role="guardrail", margin=1.0, bounds=(0.0, 10.0)),
