@@ -182,7 +182,7 @@ class GateConfig(Section):
         return JUDGED_MISSING if scorer in JUDGING else 0.0
 
 
-OutcomeName = Literal["feedback", "reward", "errors", "latency_s", "length"]
+OutcomeName = Literal["feedback", "reward", "errors", "latency_s", "length", "session_end"]
 
 
 class OutcomeConfig(Section):
@@ -242,6 +242,21 @@ class ErrorsConfig(OutcomeConfig):
     margin: float = Field(default=0.05, ge=0, description="How much larger the share may be.")
 
 
+class SessionEndConfig(OutcomeConfig):
+    """The outcome ``session_end``: by default a guardrail."""
+
+    role: Literal["success", "guardrail"] = Field(
+        default="guardrail", description="As of feedback; a guardrail by default."
+    )
+    margin: float = Field(default=0.05, ge=0, description="How much larger the share may be.")
+    after_seconds: float = Field(
+        default=1800.0,
+        gt=0,
+        description="A session that has no further request for so long after a response has ended with it. At most "
+        "experiment.feedback_window_seconds, less the time that a response takes.",
+    )
+
+
 class OutcomesConfig(Section):
     """What is compared; null leaves an outcome out."""
 
@@ -254,11 +269,14 @@ class OutcomesConfig(Section):
     )
     latency_s: OutcomeConfig | None = Field(default=None, description="Seconds to the whole response.")
     length: OutcomeConfig | None = Field(default=None, description="Tokens of the response.")
+    session_end: SessionEndConfig | None = Field(
+        default=None, description="The share of sessions that end in the block: {} watches for people who leave."
+    )
 
     @property
     def compared(self) -> dict[OutcomeName, OutcomeConfig]:
         """Those that are not left out."""
-        names: tuple[OutcomeName, ...] = ("feedback", "reward", "errors", "latency_s", "length")
+        names: tuple[OutcomeName, ...] = ("feedback", "reward", "errors", "latency_s", "length", "session_end")
         found = {name: getattr(self, name) for name in names}
         return {name: outcome for name, outcome in found.items() if outcome is not None}
 
@@ -266,7 +284,7 @@ class OutcomesConfig(Section):
     def _can_decide(self) -> Self:
         if all(outcome.role != "success" for outcome in self.compared.values()):
             raise ValueError("no outcome has the role success, so nothing could ever be shown to be better")
-        for name in ("feedback", "errors"):
+        for name in ("feedback", "errors", "session_end"):
             outcome = getattr(self, name)
             if outcome is not None and outcome.bounds != (0.0, 1.0):
                 raise ValueError(f"{name} lies between 0 and 1: take its bounds out")
@@ -354,6 +372,12 @@ class ExperimentConfig(Section):
     def _can_end(self) -> Self:
         if any(phase.blocks is None for phase in self.phases[:-1]) or self.phases[-1].blocks is not None:
             raise ValueError("experiment.phases: all but the last need blocks, and the last has none")
+        session_end = self.outcomes.session_end
+        if session_end is not None and session_end.after_seconds > self.feedback_window_seconds:
+            raise ValueError(
+                f"experiment.outcomes.session_end.after_seconds={session_end.after_seconds:g}: a block waits only "
+                f"experiment.feedback_window_seconds={self.feedback_window_seconds:g} after its end"
+            )
         return self
 
 

@@ -3,7 +3,8 @@
 A block is what was drawn for, so it is the unit: one row, however many requests and thumbs. It closes a fixed time
 after its end and has what was known by then, so it never changes. Feedback: first the mean of what one voice said in
 the block, then the mean over voices. A voice is a source of feedback or, where none was named, the request's user.
-Everything else: the mean over its requests.
+The end of sessions: the mean over the sessions that had a response in the block. Everything else: the mean over its
+requests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from evaluation.experiments.earlier import covariates
-from evaluation.experiments.measures import VOICE, response_columns
+from evaluation.experiments.measures import VOICE, response_columns, session_ends_sql
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.statistics.experiment import Rows
 from feedback.lake.tables import Lake
@@ -205,6 +206,7 @@ def _gather(
     connection.execute(f"CREATE TEMP TABLE opinions AS SELECT * FROM ({opinions})")
     _check_rewards(connection, next((one.bounds for one in plan.outcomes if one.name == "reward"), None))
     _score(connection, plan.predicted_by)
+    _end_sessions(connection, experiment, plan)
     connection.execute(
         f"""
         CREATE TEMP TABLE voices AS
@@ -238,10 +240,12 @@ def _gather(
                 FROM counted JOIN scored USING (tenant, response_id) GROUP BY block, tenant, "user"
             )
             GROUP BY block
-        )
+        ),
+        of_sessions AS (SELECT block, avg(session_end) AS session_end FROM ended GROUP BY block)
         SELECT block, variant, propensity, closes, requests, responded, coalesce(voices, 0) AS voices,
-               feedback, errors, latency_s, length, reward, score, labelled_score
+               feedback, errors, latency_s, length, reward, session_end, score, labelled_score
         FROM of_requests LEFT JOIN of_voices USING (block) LEFT JOIN of_users USING (block)
+        LEFT JOIN of_sessions USING (block)
         ORDER BY block
         """
     ).to_arrow_table()
@@ -274,6 +278,24 @@ def _score(connection: duckdb.DuckDBPyConnection, component: str | None) -> None
         GROUP BY tenant, response_id
         """,
         {"name": component or ""},
+    )
+
+
+def _end_sessions(connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan) -> None:
+    """Make ``ended``: (block, tenant, session_id, session_end) of each session in a block, 1 if it ended there.
+
+    The last wait for a further request ends with its block's closing, even for a response that came late.
+    """
+    until = f"least(epoch(completed_at) + {plan.session_s!r}, closes)"
+    ends = session_ends_sql("counted", experiment.started_at, until)
+    connection.execute(
+        f"""
+        CREATE TEMP TABLE ended AS
+        SELECT block, tenant, ends.session_id, max(session_end) AS session_end
+        FROM ({ends}) ends JOIN counted USING (tenant, response_id)
+        WHERE {plan.session_s > 0}
+        GROUP BY block, tenant, ends.session_id
+        """
     )
 
 

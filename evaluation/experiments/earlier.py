@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import duckdb
 
-from evaluation.experiments.measures import VOICE, response_columns
+from evaluation.experiments.measures import VOICE, response_columns, session_ends_sql
 from evaluation.experiments.plan import ExperimentPlan
 from feedback.schema import IMPORTED
 from feedback.scoring.sources.human import opinions_sql
@@ -56,7 +56,7 @@ def covariates(
         if outcome.name == "feedback":
             _voices_before(connection, experiment, plan)
         else:
-            _users_before(connection, experiment, outcome.name)
+            _users_before(connection, experiment, plan, outcome.name)
         means = connection.execute(
             f"""
             SELECT block, CASE WHEN count(known.mean) > 0 THEN
@@ -90,23 +90,31 @@ def _voices_before(connection: duckdb.DuckDBPyConnection, experiment: Experiment
     )
 
 
-def _users_before(connection: duckdb.DuckDBPyConnection, experiment: Experiment, outcome: str) -> None:
+def _users_before(
+    connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan, outcome: str
+) -> None:
     """Make ``before``: (tenant, who, mean) of every user of the earlier responses."""
+    started = experiment.started_at
     if outcome == "reward":
-        connection.execute(
-            """
-            CREATE TEMP TABLE rewarded AS
-            SELECT response_id, max_by(reward, scored_at) AS reward FROM rewards SEMI JOIN earlier USING (response_id)
-            WHERE reward IS NOT NULL AND scored_at < to_timestamp(?)
-            GROUP BY response_id
-            """,
-            [experiment.started_at],
-        )
-    rewards = "JOIN rewarded USING (response_id)" if outcome == "reward" else ""
+        measured = f"""
+            SELECT tenant, "user", max_by(rewards.reward, scored_at) AS reward
+            FROM earlier JOIN rewards USING (response_id)
+            WHERE rewards.reward IS NOT NULL AND scored_at < to_timestamp({started!r})
+            GROUP BY tenant, "user", response_id
+        """
+    elif outcome == "session_end":  # of each response whose session had its time before the experiment
+        until = f"epoch(completed_at) + {plan.session_s!r}"
+        ends = session_ends_sql("earlier", started - plan.before_s, until)
+        measured = f"""
+            SELECT tenant, "user", session_end FROM earlier JOIN ({ends}) USING (tenant, response_id)
+            WHERE {until} < {started!r}
+        """
+    else:
+        measured = f'SELECT tenant, "user", {outcome} FROM earlier'
     connection.execute(
         f"""
         CREATE OR REPLACE TEMP TABLE before AS
-        SELECT tenant, "user" AS who, avg({outcome}) AS mean FROM earlier {rewards}
+        SELECT tenant, "user" AS who, avg({outcome}) AS mean FROM ({measured})
         WHERE "user" IS NOT NULL AND {outcome} IS NOT NULL
         GROUP BY ALL
         """

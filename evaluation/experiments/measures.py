@@ -31,3 +31,23 @@ def response_columns(plan: ExperimentPlan) -> str:
         {within("timings.total_ms::DOUBLE / 1000", "latency_s")} AS latency_s,
         {within("len(response_token_ids)::DOUBLE", "length")} AS length
     """
+
+
+def session_ends_sql(responses: str, since: float, until: str) -> str:
+    """SQL for (tenant, response_id, session_id, session_end) of the ``responses`` that belong to a session.
+
+    session_end: 1 if the session had no further request by ``until``, SQL for seconds of Unix time, else 0. A request
+    is further that came in later, also while the response was still being generated, whoever answered it.
+    since: where the interactions begin that can be further ones, in seconds of Unix time.
+    """
+    return f"""
+        SELECT tenant, response_id, session_id, (next_at IS NULL OR epoch(next_at) > {until})::DOUBLE AS session_end
+        FROM {responses} JOIN (
+            SELECT tenant, response_id, min(created_at) OVER (
+                       PARTITION BY tenant, session_id ORDER BY created_at
+                       RANGE BETWEEN INTERVAL 1 MICROSECOND FOLLOWING AND UNBOUNDED FOLLOWING
+                   ) AS next_at
+            FROM interactions SEMI JOIN {responses} USING (tenant, session_id)
+            WHERE created_at >= to_timestamp({since!r})
+        ) USING (tenant, response_id)
+    """

@@ -43,7 +43,7 @@ class Outcome(BaseModel):
 
 class ExperimentPlan(BaseModel):
     """Levels, outcomes and times of an experiment; the times in seconds. ``before_s``: what went before it and counts
-    as covariate."""
+    as covariate; ``session_s``: how long after a response without a further request its session has ended."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,6 +57,7 @@ class ExperimentPlan(BaseModel):
     watch_share: float = Field(gt=0, lt=1)
     max_s: float = Field(gt=0)
     before_s: float = Field(default=0.0, ge=0)
+    session_s: float = Field(default=0.0, ge=0)
     outcomes: tuple[Outcome, ...]
     human: HumanConfig
     kinds: KindsConfig
@@ -79,6 +80,7 @@ class ExperimentPlan(BaseModel):
             watch_share=config.watch_share,
             max_s=config.max_seconds,
             before_s=config.before_seconds,
+            session_s=0.0 if config.outcomes.session_end is None else config.outcomes.session_end.after_seconds,
             outcomes=outcomes,
             human=human.model_copy(update={"model": None}),  # votes alone
             kinds=kinds,

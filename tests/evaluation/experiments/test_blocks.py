@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from evaluation.config import ErrorsConfig, FeedbackOutcomeConfig, OutcomeConfig
+from evaluation.config import ErrorsConfig, FeedbackOutcomeConfig, OutcomeConfig, SessionEndConfig
 from evaluation.experiments import looks
 from evaluation.experiments.blocks import BadEvidence
 from evaluation.experiments.plan import ExperimentPlan
@@ -119,6 +119,62 @@ def test_errors_latency_and_length_are_means_over_requests(lake: Lake) -> None:
     assert block.values["errors"] == 0.25
     assert block.values["latency_s"] == pytest.approx((3 * 0.009 + 4.0) / 4)
     assert block.values["length"] == pytest.approx((3 * 2 + 10) / 4)
+
+
+SESSION_END = {"feedback": FeedbackOutcomeConfig(), "session_end": SessionEndConfig(after_seconds=30.0)}
+
+
+def test_a_session_ends_in_a_block_if_no_further_request_comes_in_time(lake: Lake) -> None:
+    put(lake, "interactions", [asked("a1", 0, session_id="a"), asked("a2", 0, second=20, session_id="a")])
+    put(lake, "interactions", [asked("a3", 0, second=49, session_id="a")])  # and then no more: a has ended
+    put(lake, "interactions", [asked("b1", 0, second=50, session_id="b"), asked("b2", 1, second=5, session_id="b")])
+    put(lake, "interactions", [asked("c1", 0, second=1, session_id="c"), asked("c2", 0, second=40, session_id="c")])
+    put(lake, "interactions", [asked("c3", 1, second=1, session_id="c")])  # c paused for longer than half a minute
+    put(lake, "interactions", [asked("d1", 0, second=50, session_id="d")])
+    put(lake, "interactions", [asked("d2", 1, second=5, session_id="d", tenant="other"), asked("none", 0)])
+    put(lake, "interactions", [asked("e1", 0, second=9, session_id="e"), asked("e2", 0, second=9, session_id="e")])
+    of_nobody = {"experiment": None, "variant": None, "propensity": None}
+    put(lake, "interactions", [asked("f1", 0, session_id="f"), asked("f2", 0, second=9, session_id="f", **of_nobody)])
+    first, second = seen(lake, plan_of(outcomes=SESSION_END)).blocks
+    ended = {"a": True, "b": False, "c": True, "d": True, "e": True, "f": False}
+    assert first.values["session_end"] == pytest.approx(sum(ended.values()) / len(ended))
+    assert second.values["session_end"] == 1.0  # b, c, and d of the other tenant
+    assert seen(lake, plan_of()).blocks[0].values == {"feedback": None}
+
+
+def test_a_wait_for_a_further_request_begins_with_the_response_and_ends_with_its_block(lake: Lake) -> None:
+    def ended(block: int, done_after: float, further_at: float) -> float | None:
+        at = NOON + timedelta(seconds=60 * block + 1)
+        slow = asked(f"s{block}", block, session_id=f"s{block}", completed_at=at + timedelta(seconds=done_after))
+        further = asked(f"t{block}", block, second=1 + further_at, session_id=f"s{block}", experiment=None)
+        put(lake, "interactions", [slow, further])
+        return seen(lake, plan_of(outcomes=SESSION_END)).blocks[-1].values["session_end"]
+
+    assert ended(0, done_after=50, further_at=75) == 0.0
+    assert ended(1, done_after=50, further_at=85) == 1.0
+    assert ended(2, done_after=150, further_at=165) == 1.0  # the block closed 159 s after the request
+    assert ended(3, done_after=150, further_at=155) == 0.0
+
+
+def test_a_candidate_that_drives_people_away_is_rolled_back(lake: Lake) -> None:
+    rows = []
+    for block in range(120):
+        for i in range(4):
+            leaves = i < (3 if EXPERIMENT.turn(block).variant == "candidate" else 1)
+            rows.append(asked(f"r{block}-{i}", block, session_id=f"s{block}-{i}"))
+            rows += (
+                [] if leaves else [asked(f"t{block}-{i}", block, second=9, session_id=f"s{block}-{i}", experiment=None)]
+            )
+    put(lake, "interactions", rows)
+    plan = plan_of(outcomes=SESSION_END)
+    decision = looks.look(plan, seen(lake, plan))
+    assert decision.decision == "roll back"
+    assert decision.reasons[0].startswith("session_end is shown to be worse: +0.5")
+
+
+def test_a_session_can_not_end_after_its_block_has_closed() -> None:
+    with pytest.raises(ValueError, match=r"after_seconds=1800: a block waits only .*feedback_window_seconds=100 after"):
+        plan_of(outcomes={"feedback": FeedbackOutcomeConfig(), "session_end": SessionEndConfig()})
 
 
 def test_a_reward_outside_its_bounds_names_the_response(lake: Lake) -> None:

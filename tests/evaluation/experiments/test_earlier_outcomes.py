@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.config import ErrorsConfig, FeedbackOutcomeConfig, OutcomeConfig
+from evaluation.config import ErrorsConfig, FeedbackOutcomeConfig, OutcomeConfig, SessionEndConfig
 from evaluation.experiments import looks
 from evaluation.experiments.plan import ExperimentPlan
 from feedback.events import ANYBODY
@@ -76,6 +76,28 @@ def test_of_all_else_it_is_the_mean_of_the_users_who_came_however_often_and_to_w
         "length": mean(lengths),
     }
     assert set(found[1].covariates.values()) == {None}
+
+
+def test_of_the_end_of_sessions_it_is_how_often_the_users_responses_ended_one(lake: Lake) -> None:
+    def at(minutes: float) -> dict[str, Any]:
+        when = NOON - timedelta(minutes=minutes)
+        return {"created_at": when, "completed_at": when}
+
+    put(
+        lake,
+        "interactions",
+        [earlier("a1", "ann", session_id="s", **at(60)), earlier("a2", "ann", session_id="s", **at(59.9))],
+    )
+    put(
+        lake,
+        "interactions",
+        [earlier("b1", "bob", session_id="t", **at(60)), earlier("b2", "bob", session_id="t", **at(50))],
+    )
+    put(lake, "interactions", [earlier("c", "bob", session_id="u", **at(0.2))])  # its time was not over
+    put(lake, "interactions", [asked("r", 0, user="ann"), asked("s", 1, user="bob")])
+    outcomes = {"feedback": FeedbackOutcomeConfig(), "session_end": SessionEndConfig(after_seconds=30.0)}
+    found = seen(lake, plan_of(outcomes=outcomes, before_seconds=DAY)).blocks
+    assert [block.covariates["session_end"] for block in found] == [-0.25, 0.25]  # ann's 1 of 2, bob's 2 of 2
 
 
 def test_what_is_kept_of_a_block_stays_and_only_new_ones_are_looked_up(lake: Lake) -> None:
