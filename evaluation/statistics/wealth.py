@@ -17,9 +17,9 @@ from evaluation.statistics.intervals import Floats
 # Fewer than ``betting`` has, about those that pay off for differences of 3 to 20 points between two arms: with its
 # sixteen, a loss of 5 points of 70 is shown after 2,540 thumbs in the median, with these after 2,080.
 FRACTIONS: Floats = np.array([0.02, 0.04, 0.08, 0.16, 0.32])
-# Where values are prediction-powered, the bounds are wider and the variance smaller: with the larger one, harm of 5
-# points is shown after 780 rows in the median instead of 1,150 (20 responses to a row, two with a thumb).
-POWERED_FRACTIONS: Floats = np.array([*FRACTIONS, 0.64])
+# Where values are prediction-powered, the bounds are up to three times as wide, so that these stake about as much: harm
+# of 5 points is shown after 730 rows (20 responses, two with a thumb) in the median, and with those above after 1,150.
+POWERED_FRACTIONS: Floats = 2.5 * FRACTIONS
 
 
 def wealth_path(values: ArrayLike, low: ArrayLike, mean: float, fractions: Floats = FRACTIONS) -> Floats:
