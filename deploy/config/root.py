@@ -233,11 +233,12 @@ class Settings(Section):
     def _has_what_predicts_feedback(self) -> Settings:
         outcome, scoring = self.evaluation.experiment.outcomes.feedback, self.feedback.scoring
         name = None if outcome is None else outcome.predicted_by
-        there = {*scoring.rules, *(one for one in ("model", "judge") if getattr(scoring, one) is not None)}
+        sources = {**scoring.rules, "model": scoring.model, "judge": scoring.judge}
+        there = sorted(one for one, source in sources.items() if source is not None and source.weight > 0)
         if name is not None and name not in there:
             raise ValueError(
-                f"evaluation.experiment.outcomes.feedback.predicted_by={name}: scoring has no such component (there: "
-                f"{', '.join(sorted(there)) or 'none'}): set feedback.scoring.{name}"
+                f"evaluation.experiment.outcomes.feedback.predicted_by={name}: scoring has no such component (of a "
+                f"weight above 0 there are: {', '.join(there) or 'none'})"
             )
         return self
 

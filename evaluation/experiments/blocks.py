@@ -16,7 +16,6 @@ from typing import Any, Final
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict
 
 from evaluation.experiments.earlier import covariates
@@ -137,7 +136,7 @@ def observe(
             predictions={} if plan.predicted_by is None else {"feedback": _predictions(row)},
         )
         for row in per_block.to_pylist()
-        if row["closes"] + _SETTLING_S <= now and row["block"] > last
+        if row["block"] > last and _has_closed(row, now)
     ]
     return Observed(
         blocks=(*known, *blocks),
@@ -254,8 +253,8 @@ def _gather(
         "SELECT count(*) FROM mine LEFT JOIN drawn USING (block) "
         "WHERE drawn.drawn IS NULL OR variant <> drawn.drawn OR propensity <> drawn.share"
     ).fetchall()[0][0]
-    closed = per_block.filter((pc.field("closes") <= now - _SETTLING_S) & (pc.field("block") > last))
-    before = covariates(connection, experiment, plan, closed["block"].to_pylist())
+    new = [row["block"] for row in per_block.to_pylist() if row["block"] > last and _has_closed(row, now)]
+    before = covariates(connection, experiment, plan, new)
     return per_block, before, late, mislabelled
 
 
@@ -266,7 +265,7 @@ def _score(connection: duckdb.DuckDBPyConnection, component: str | None) -> None
     statistics that does not follow from whether there is feedback.
     """
     connection.execute(
-        """
+        f"""
         CREATE TEMP TABLE scored AS
         SELECT tenant, response_id,
                CASE WHEN any_value(status) <> 'complete' THEN 0.0::DOUBLE
@@ -274,7 +273,7 @@ def _score(connection: duckdb.DuckDBPyConnection, component: str | None) -> None
                          FILTER (epoch(scored_at) <= closes
                                  AND (map_contains(components, $name) OR map_contains(missing, $name)))
                     END AS score
-        FROM counted LEFT JOIN rewards USING (response_id)
+        FROM counted LEFT JOIN (SELECT * FROM rewards WHERE {component is not None}) USING (response_id)
         GROUP BY tenant, response_id
         """,
         {"name": component or ""},
@@ -302,6 +301,10 @@ def _end_sessions(connection: duckdb.DuckDBPyConnection, experiment: Experiment,
 def _predictions(row: dict[str, Any]) -> tuple[float, float] | None:
     known = row["score"] is not None and row["labelled_score"] is not None
     return (row["score"], row["labelled_score"]) if known else None
+
+
+def _has_closed(row: dict[str, Any], now: float) -> bool:
+    return bool(row["closes"] + _SETTLING_S <= now)
 
 
 def _check_rewards(connection: duckdb.DuckDBPyConnection, bounds: tuple[float, float] | None) -> None:

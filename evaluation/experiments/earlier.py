@@ -1,10 +1,9 @@
 """What the people of each block did before the experiment: the covariates of its outcomes.
 
 Feedback: the mean of the block's voices, of each the mean opinion that it had before. Everything else: the mean of the
-users whose requests came in the block's time, whoever answered them, of each the mean over earlier
-responses. All are less the mean of everybody who was there before, and 0 for those who were not, so that a block of
-newcomers counts as an average one. Whoever sends more requests than others weighs no more: how many they send may
-follow from the policy that they meet.
+users whose requests came in the block's time, of each the mean over earlier responses. All are less the mean of
+everybody who was there before, and 0 for those who were not, so that newcomers count as average. A user who sends more
+requests than others weighs no more: how many they send may follow from the policy that they meet.
 """
 
 from __future__ import annotations

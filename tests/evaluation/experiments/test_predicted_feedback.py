@@ -99,7 +99,11 @@ def test_only_a_component_that_there_is_can_predict_and_not_the_feedback_itself(
 
     with pytest.raises(ValidationError, match="human is the feedback itself"):
         settings("human")
-    with pytest.raises(ValidationError, match=r"predicted_by=model: scoring has no such component \(there: none\)"):
+    with pytest.raises(
+        ValidationError, match=r"predicted_by=model: scoring has no such component \(.* there are: none\)"
+    ):
         settings("model")
+    with pytest.raises(ValidationError, match="there are: none"):  # what has no weight is not scored
+        settings("short", rules={"short": {"sql": "len(response) < 9", "weight": 0}})
     made = settings("short", rules={"short": {"sql": "len(response) < 9"}})
     assert made.evaluation.experiment.outcomes.feedback is not None

@@ -21,7 +21,7 @@ from evaluation.statistics.experiment import (
     pseudo_outcomes,
     sample_ratio,
 )
-from evaluation.statistics.wealth import first_crossing, wealth_path
+from evaluation.statistics.wealth import POWERED_FRACTIONS, first_crossing, wealth_path
 
 THUMBS = Outcome("thumbs")
 
@@ -385,8 +385,8 @@ def test_adjusted_evidence_errs_no_more_than_alpha_at_any_time(share: float, lab
     made = blocks(np.random.default_rng(16), (400, 1000), share=share, labels=labels, responses=10, reliance=0.1)
     psi, low, high = adjusted(made, share)
     assert psi[:, 100:].mean() == pytest.approx(0.0, abs=0.01)
-    assert (first_crossing(wealth_path(-psi, -high, 0.0), 0.05) > 0).mean() <= 0.055
-    assert (first_crossing(wealth_path(psi, low, 0.0), 0.05) > 0).mean() <= 0.055
+    for values, least in ((-psi, -high), (psi, low)):
+        assert (first_crossing(wealth_path(values, least, 0.0, POWERED_FRACTIONS), 0.05) > 0).mean() <= 0.055
 
 
 def test_useless_predictions_change_next_to_nothing():
