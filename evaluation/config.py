@@ -192,7 +192,7 @@ class GateConfig(Section):
         return JUDGED_MISSING if scorer in JUDGING else 0.0
 
 
-OutcomeName = Literal["feedback", "reward", "errors", "latency_s", "length"]
+OutcomeName = Literal["feedback", "reward", "errors", "latency_s", "length", "session_end"]
 
 
 class OutcomeConfig(Section):
@@ -226,6 +226,23 @@ class OutcomeConfig(Section):
         return self
 
 
+class FeedbackOutcomeConfig(OutcomeConfig):
+    """The outcome ``feedback``, from 0 to 1."""
+
+    predicted_by: str | None = Field(
+        default=None,
+        description="Component of the reward (model, judge, or a rule's name) that scores every response from 0 to 1, "
+        "by which feedback is corrected where few responses have some (prediction-powered); null: none.",
+    )
+
+    @field_validator("predicted_by")
+    @classmethod
+    def _without_the_feedback(cls, name: str | None) -> str | None:
+        if name == "human":
+            raise ValueError("human is the feedback itself: take model, judge, or a rule's name")
+        return name
+
+
 class ErrorsConfig(OutcomeConfig):
     """The outcome ``errors``: by default a guardrail."""
 
@@ -235,11 +252,26 @@ class ErrorsConfig(OutcomeConfig):
     margin: float = Field(default=0.05, ge=0, description="How much larger the share may be.")
 
 
+class SessionEndConfig(OutcomeConfig):
+    """The outcome ``session_end``: by default a guardrail."""
+
+    role: Literal["success", "guardrail"] = Field(
+        default="guardrail", description="As of feedback; a guardrail by default."
+    )
+    margin: float = Field(default=0.05, ge=0, description="How much larger the share may be.")
+    after_seconds: float = Field(
+        default=1800.0,
+        gt=0,
+        description="A session that has no further request for so long after a response has ended with it. At most "
+        "experiment.feedback_window_seconds, less the time that a response takes.",
+    )
+
+
 class OutcomesConfig(Section):
     """What is compared; null leaves an outcome out."""
 
-    feedback: OutcomeConfig | None = Field(
-        default_factory=OutcomeConfig, description="People's, from 0 to 1 as feedback.scoring.human has it."
+    feedback: FeedbackOutcomeConfig | None = Field(
+        default_factory=FeedbackOutcomeConfig, description="People's, from 0 to 1 as feedback.scoring.human has it."
     )
     reward: OutcomeConfig | None = Field(default=None, description="What scoring gave, if that came in time.")
     errors: ErrorsConfig | None = Field(
@@ -247,11 +279,15 @@ class OutcomesConfig(Section):
     )
     latency_s: OutcomeConfig | None = Field(default=None, description="Seconds to the whole response.")
     length: OutcomeConfig | None = Field(default=None, description="Tokens of the response.")
+    session_end: SessionEndConfig | None = Field(
+        default=None,
+        description="The share of sessions that end in the block, or the user's: {} watches for people who leave.",
+    )
 
     @property
     def compared(self) -> dict[OutcomeName, OutcomeConfig]:
         """Those that are not left out."""
-        names: tuple[OutcomeName, ...] = ("feedback", "reward", "errors", "latency_s", "length")
+        names: tuple[OutcomeName, ...] = ("feedback", "reward", "errors", "latency_s", "length", "session_end")
         found = {name: getattr(self, name) for name in names}
         return {name: outcome for name, outcome in found.items() if outcome is not None}
 
@@ -259,7 +295,7 @@ class OutcomesConfig(Section):
     def _can_decide(self) -> Self:
         if all(outcome.role != "success" for outcome in self.compared.values()):
             raise ValueError("no outcome has the role success, so nothing could ever be shown to be better")
-        for name in ("feedback", "errors"):
+        for name in ("feedback", "errors", "session_end"):
             outcome = getattr(self, name)
             if outcome is not None and outcome.bounds != (0.0, 1.0):
                 raise ValueError(f"{name} lies between 0 and 1: take its bounds out")
@@ -309,6 +345,12 @@ class ExperimentConfig(Section):
         gt=0,
         description="An experiment that has shown nothing by then ends, and nothing is promoted.",
     )
+    before_seconds: float = Field(
+        default=1209600.0,
+        ge=0,
+        description="How much of what went before an experiment is read, so that outcomes are compared less what the "
+        "same people did then (CUPED), in seconds; 0: nothing.",
+    )
     look_seconds: float = Field(default=30.0, gt=0, description="Seconds between two looks at the evidence.")
     look_timeout_seconds: float = Field(
         default=600.0,
@@ -342,6 +384,12 @@ class ExperimentConfig(Section):
     def _can_end(self) -> Self:
         if any(phase.blocks is None for phase in self.phases[:-1]) or self.phases[-1].blocks is not None:
             raise ValueError("experiment.phases: all but the last need blocks, and the last has none")
+        session_end = self.outcomes.session_end
+        if session_end is not None and session_end.after_seconds > self.feedback_window_seconds:
+            raise ValueError(
+                f"experiment.outcomes.session_end.after_seconds={session_end.after_seconds:g}: a block waits only "
+                f"experiment.feedback_window_seconds={self.feedback_window_seconds:g} after its end"
+            )
         return self
 
 

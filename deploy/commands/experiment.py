@@ -121,6 +121,7 @@ def _of_look(latest: dict[str, Any], units: str) -> list[str]:
         f"{units} still wait for feedback"
     ]
     lines += [f"  {reason}" for reason in (*latest["reasons"], *latest["holds"])]
+    lines += [f"  {adjustment}" for adjustment in latest.get("adjustments", ())]
     if latest["few_voices"]:
         lines.append(
             f"  {latest['few_voices']} blocks had feedback of fewer than experiment.min_voices voices, and say nothing "

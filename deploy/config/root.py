@@ -231,6 +231,19 @@ class Settings(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_what_predicts_feedback(self) -> Settings:
+        outcome, scoring = self.evaluation.experiment.outcomes.feedback, self.feedback.scoring
+        name = None if outcome is None else outcome.predicted_by
+        sources = {**scoring.rules, "model": scoring.model, "judge": scoring.judge}
+        there = sorted(one for one, source in sources.items() if source is not None and source.weight > 0)
+        if name is not None and name not in there:
+            raise ValueError(
+                f"evaluation.experiment.outcomes.feedback.predicted_by={name}: scoring has no such component (of a "
+                f"weight above 0 there are: {', '.join(there) or 'none'})"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _has_what_the_scorer_needs(self) -> Settings:
         scorer, scoring = self.evaluation.scorer, self.feedback.scoring
         if scorer in ("judge", "pairwise") and scoring.judge is None:

@@ -195,7 +195,7 @@ class Controller:
                 return self.experiments.stop(experiment.number, who=_WHO, why=why, decision="expired")
             raise
         why, count = "; ".join(decision.reasons), len(observed.blocks)
-        latest = {"at": now(), **looks.to_json(decision, observed)}
+        latest = {"at": now(), **looks.to_json(plan, decision, observed)}
         if decision.decision == "roll back":
             if experiment.state == "committed":  # the pointer first: without turns, servers follow it
                 self._move_back(experiment, why, count)

@@ -5,35 +5,30 @@ however many requests and thumbs. A block closes a fixed time after its end, a u
 it has what was known by then, so it never changes. Of a user, the requests of the phase count in which the first one
 was: with the next phase some users of the control become the candidate's, and what they did before would otherwise be
 cut off for one policy alone. Feedback: first the mean of what one voice said in the unit, then the mean over voices.
-A voice is a source of feedback or, where none was named, the request's user. Everything else: the mean over its
-requests.
+A voice is a source of feedback or, where none was named, the request's user. The end of sessions: the mean over the
+sessions that had a response in the unit early enough for their wait. Everything else: the mean over its requests.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import duckdb
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
+from evaluation.experiments.earlier import covariates
+from evaluation.experiments.measures import VOICE, response_columns, session_ends_sql
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.statistics.experiment import Rows
-from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
 from feedback.scoring.sources.human import opinions_sql
 from serve.generation.interaction_rows import BLOCK, DRAW
 from serve.policies.experiments import FALLBACK, Experiment
-
-_COLUMNS: Final = """
-    response_id, tenant, "user", variant, propensity, completed_at, status, len(response_token_ids) AS tokens,
-    timings.total_ms / 1000 AS seconds
-"""
-
 
 _SETTLING_S: Final = 2.0  # what was recorded or scored at the last moment is in the lake or the journal by then
 
@@ -43,10 +38,13 @@ class BadEvidence(RuntimeError):
 
 
 class Block(BaseModel):
-    """What one closed block came to. ``values`` are None where nothing was known; ``voices``: who gave feedback.
+    """What one closed block came to. ``values`` are None where nothing was known; ``voices``: how many gave feedback.
 
     Or what a user came to: ``draw`` names them in this experiment alone, ``first_at`` is when their first request came,
     in seconds of Unix time, and ``block`` the block that it came in.
+
+    ``predictions``: the mean score of all its responses, and of those with feedback; None where one was not scored.
+    ``covariates``: what its people did before the experiment, less the mean of all; None where nobody was there then.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,6 +58,8 @@ class Block(BaseModel):
     values: dict[str, float | None]
     draw: str | None = None
     first_at: float | None = None
+    covariates: dict[str, float | None] = {}
+    predictions: dict[str, tuple[float, float] | None] = {}
 
 
 class Observed(BaseModel):
@@ -81,16 +81,24 @@ class Observed(BaseModel):
     def rows(self, plan: ExperimentPlan) -> Rows:
         """For the statistics; propensities are the candidate's."""
 
-        def column(name: str) -> np.ndarray:
-            return np.array([_number(block.values.get(name)) for block in self.blocks], np.float64)
+        def column(each: Iterable[float | None]) -> np.ndarray:
+            return np.array([_number(value) for value in each], np.float64)
 
+        names = [outcome.name for outcome in plan.outcomes]
+        predicted = [outcome.name for outcome in plan.outcomes if outcome.predicted_by is not None]
+        predictions = {
+            name: [block.predictions.get(name) or (None, None) for block in self.blocks] for name in predicted
+        }
         responded = {"feedback": np.array([block.responded for block in self.blocks], np.float64)}
         return Rows(
             candidate=np.array([block.candidate for block in self.blocks], bool),
             propensities=np.array(
                 [block.propensity if block.candidate else 1 - block.propensity for block in self.blocks], np.float64
             ),
-            values={outcome.name: column(outcome.name) for outcome in plan.outcomes},
+            values={name: column(block.values.get(name) for block in self.blocks) for name in names},
+            covariates={name: column(block.covariates.get(name) for block in self.blocks) for name in names},
+            predictions={name: column(scores[0] for scores in predictions[name]) for name in predictions},
+            labelled_predictions={name: column(scores[1] for scores in predictions[name]) for name in predictions},
             responded=responded,
             pending=self.pending,
             late=self.late,
@@ -115,15 +123,9 @@ def observe(
     """
 
     def gather(connection: duckdb.DuckDBPyConnection) -> _Gathered:
-        return _gather(connection, experiment, plan)
+        return _gather(connection, experiment, plan, known=known, now=now)
 
     found = lake.read(gather, journal)
-    last, seen = _place(known[-1]) if known else (-1, 0.0, ""), {block.draw for block in known if block.draw}
-    new = [
-        row
-        for row in found.units.to_pylist()
-        if (row["block"], row["first_at"], row["draw"] or "") > last and row["draw"] not in seen
-    ]
     blocks = [
         Block(
             block=row["block"],
@@ -140,38 +142,44 @@ def observe(
             },
             draw=row["draw"],
             first_at=row["first_at"] if row["draw"] else None,
+            covariates=found.before.get(row["unit"], {}),
+            predictions={} if plan.predicted_by is None else {"feedback": _predictions(row)},
         )
-        for row in new
-        if row["closes"] + _SETTLING_S <= now
+        for row in found.closed
     ]
     return Observed(
         blocks=(*known, *blocks),
-        pending=len(new) - len(blocks),
+        pending=found.pending,
         late=found.late,
         mislabelled=found.mislabelled,
         fallbacks=found.fallbacks,
     )
 
 
-def _place(block: Block) -> tuple[int, float, str]:
-    """Where it stands in the order in which units close."""
-    return block.block, block.first_at or 0.0, block.draw or ""
-
-
 class _Gathered(NamedTuple):
-    """What each unit has by its close, in that order; and the counts of ``Observed``."""
+    """The units that have closed and no look has seen, in that order, each with what it has by its close; what the
+    people of each did before; and the counts of ``Observed``."""
 
-    units: pa.Table
+    closed: list[dict[str, Any]]
+    before: dict[str, dict[str, float | None]]
+    pending: int
     late: int
     mislabelled: int
     fallbacks: int
 
 
-def _gather(connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan) -> _Gathered:
+def _gather(
+    connection: duckdb.DuckDBPyConnection,
+    experiment: Experiment,
+    plan: ExperimentPlan,
+    *,
+    known: Sequence[Block],
+    now: float,
+) -> _Gathered:
     connection.execute(
         f"""
         CREATE TEMP TABLE recorded AS
-        SELECT {_COLUMNS}, metadata, epoch(created_at) AS asked_at
+        SELECT {response_columns(plan)}, metadata, epoch(created_at) AS asked_at
         FROM interactions WHERE experiment = ? AND created_at >= to_timestamp(?)
         """,
         [experiment.number, experiment.started_at],
@@ -179,8 +187,21 @@ def _gather(connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan:
     count = _count_users if experiment.unit == "user" else _count_blocks
     mislabelled = count(connection, experiment, plan)
     fallbacks = connection.execute(f"SELECT count(*) FROM recorded WHERE variant = '{FALLBACK}'").fetchall()[0][0]
-    per_unit, late = _per_unit(connection, plan)
-    return _Gathered(per_unit, late, mislabelled, fallbacks)
+    per_unit, late = _per_unit(connection, experiment, plan)
+    last, seen = _place(known[-1]) if known else (-1, 0.0, ""), {block.draw for block in known if block.draw}
+    new = [
+        row
+        for row in per_unit.to_pylist()
+        if (row["block"], row["first_at"], row["draw"] or "") > last and row["draw"] not in seen
+    ]
+    closed = [row for row in new if row["closes"] + _SETTLING_S <= now]
+    before = covariates(connection, experiment, plan, [row["unit"] for row in closed])
+    return _Gathered(closed, before, len(new) - len(closed), late, mislabelled, fallbacks)
+
+
+def _place(block: Block) -> tuple[int, float, str]:
+    """Where it stands in the order in which units close."""
+    return block.block, block.first_at or 0.0, block.draw or ""
 
 
 def _count_blocks(connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan) -> int:
@@ -198,6 +219,8 @@ def _count_blocks(connection: duckdb.DuckDBPyConnection, experiment: Experiment,
             "block": pa.array([turn.block for turn in turns], pa.int64()),
             "drawn": pa.array([turn.variant for turn in turns], pa.string()),
             "share": pa.array([turn.propensity for turn in turns], pa.float64()),
+            "begins": pa.array([experiment.begins(turn.block) for turn in turns], pa.float64()),
+            "ends": pa.array([experiment.begins(turn.block + 1) for turn in turns], pa.float64()),
             "closes": pa.array([experiment.begins(turn.block + 1) + plan.window_s for turn in turns], pa.float64()),
         }
     )
@@ -280,7 +303,9 @@ def _number_of(connection: duckdb.DuckDBPyConnection, what: str) -> int:
     return int(connection.execute(f"SELECT count(*) FROM {what}").fetchall()[0][0])
 
 
-def _per_unit(connection: duckdb.DuckDBPyConnection, plan: ExperimentPlan) -> tuple[pa.Table, int]:
+def _per_unit(
+    connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan
+) -> tuple[pa.Table, int]:
     """What each unit of the table ``counted`` has by its close; how many feedbacks came later."""
     connection.execute(
         """
@@ -303,14 +328,14 @@ def _per_unit(connection: duckdb.DuckDBPyConnection, plan: ExperimentPlan) -> tu
     )
     opinions = opinions_sql("in_time", plan.human, plan.kinds, among="counted")
     connection.execute(f"CREATE TEMP TABLE opinions AS SELECT * FROM ({opinions})")
-    bounds = {outcome.name: outcome.bounds for outcome in plan.outcomes}
-    _check_rewards(connection, bounds.get("reward"))
+    _check_rewards(connection, next((one.bounds for one in plan.outcomes if one.name == "reward"), None))
+    _score(connection, plan.predicted_by)
+    _end_sessions(connection, experiment, plan)
     connection.execute(
         f"""
         CREATE TEMP TABLE voices AS
-        SELECT unit, tenant, CASE source WHEN '{ANYBODY}' THEN coalesce("user", source) ELSE source END AS who,
-               avg(opinion) AS voice
-        FROM opinions JOIN counted USING (tenant, response_id)
+        SELECT unit, tenant, {VOICE} AS who, avg(opinion) AS voice, avg(score) AS score
+        FROM opinions JOIN counted USING (tenant, response_id) JOIN scored USING (tenant, response_id)
         GROUP BY unit, tenant, who
         """
     )
@@ -320,11 +345,7 @@ def _per_unit(connection: duckdb.DuckDBPyConnection, plan: ExperimentPlan) -> tu
             SELECT unit, any_value(block) AS block, any_value(first_at) AS first_at, any_value(draw) AS draw,
                    any_value(variant) AS variant, any_value(propensity) AS propensity,
                    any_value(closes) AS closes, count(*) AS requests,
-                   avg((status = 'error')::INTEGER) AS errors,
-                   avg(CASE WHEN seconds IS NOT NULL THEN greatest($latency_low, least($latency_high, seconds)) END)
-                       AS latency_s,
-                   avg(greatest($length_low, least($length_high, tokens))) AS length,
-                   avg(reward) AS reward,
+                   avg(errors) AS errors, avg(latency_s) AS latency_s, avg(length) AS length, avg(reward) AS reward,
                    count(*) FILTER (said.response_id IS NOT NULL) / count(*) AS responded
             FROM counted
             LEFT JOIN (
@@ -333,21 +354,75 @@ def _per_unit(connection: duckdb.DuckDBPyConnection, plan: ExperimentPlan) -> tu
             LEFT JOIN in_time_rewards USING (response_id)
             GROUP BY unit
         ),
-        of_voices AS (SELECT unit, count(*) AS voices, avg(voice) AS feedback FROM voices GROUP BY unit)
-        SELECT block, first_at, draw, variant, propensity, closes, requests, responded, coalesce(voices, 0) AS voices,
-               feedback, errors, latency_s, length, reward
-        FROM of_requests LEFT JOIN of_voices USING (unit)
+        of_voices AS (
+            SELECT unit, count(*) AS voices, avg(voice) AS feedback, avg(score) AS labelled_score
+            FROM voices GROUP BY unit
+        ),
+        of_users AS (
+            SELECT unit, CASE WHEN bool_and(whole) THEN avg(score) END AS score
+            FROM (
+                SELECT unit, avg(score) AS score, count(score) = count(*) AS whole
+                FROM counted JOIN scored USING (tenant, response_id) GROUP BY unit, tenant, "user"
+            )
+            GROUP BY unit
+        ),
+        of_sessions AS (SELECT unit, avg(session_end) AS session_end FROM ended GROUP BY unit)
+        SELECT unit, block, first_at, draw, variant, propensity, closes, requests, responded,
+               coalesce(voices, 0) AS voices, feedback, errors, latency_s, length, reward, session_end, score,
+               labelled_score
+        FROM of_requests LEFT JOIN of_voices USING (unit) LEFT JOIN of_users USING (unit)
+        LEFT JOIN of_sessions USING (unit)
         ORDER BY block, first_at, draw
-        """,
-        params={
-            "latency_low": bounds.get("latency_s", (0.0, 0.0))[0],
-            "latency_high": bounds.get("latency_s", (0.0, 1.0))[1],
-            "length_low": bounds.get("length", (0.0, 0.0))[0],
-            "length_high": bounds.get("length", (0.0, 1.0))[1],
-        },
+        """
     ).to_arrow_table()
     late = connection.execute("SELECT count(DISTINCT feedback_id) FROM said WHERE NOT in_time").fetchall()[0][0]
     return per_unit, late
+
+
+def _score(connection: duckdb.DuckDBPyConnection, component: str | None) -> None:
+    """Make ``scored``: (tenant, response_id, score) of each counted response, the score null where it was not in time.
+
+    A response that is not complete has 0, and one that the component has no value for 0.5: any score will do for the
+    statistics that does not follow from whether there is feedback.
+    """
+    connection.execute(
+        f"""
+        CREATE TEMP TABLE scored AS
+        SELECT tenant, response_id,
+               CASE WHEN any_value(status) <> 'complete' THEN 0.0::DOUBLE
+                    ELSE max_by(greatest(0.0, least(1.0, coalesce(components[$name], 0.5)))::DOUBLE, scored_at)
+                         FILTER (epoch(scored_at) <= closes
+                                 AND (map_contains(components, $name) OR map_contains(missing, $name)))
+                    END AS score
+        FROM counted LEFT JOIN (SELECT * FROM rewards WHERE {component is not None}) USING (response_id)
+        GROUP BY tenant, response_id
+        """,
+        {"name": component or ""},
+    )
+
+
+def _end_sessions(connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan) -> None:
+    """Make ``ended``: (unit, tenant, session_id, session_end) of each session in a unit, 1 if it ended there.
+
+    The last wait for a further request ends with its unit's closing, even for a response that came late. A user may
+    send requests until then; those that leave less than the wait count for nothing, as cut short it would always end.
+    """
+    until = f"least(epoch(completed_at) + {plan.session_s!r}, closes)"
+    ends = session_ends_sql("counted", experiment.started_at, until)
+    connection.execute(
+        f"""
+        CREATE TEMP TABLE ended AS
+        SELECT unit, tenant, ends.session_id, max(session_end) AS session_end
+        FROM ({ends}) ends JOIN counted USING (tenant, response_id)
+        WHERE {plan.session_s > 0} AND asked_at + {plan.session_s!r} <= closes
+        GROUP BY unit, tenant, ends.session_id
+        """
+    )
+
+
+def _predictions(row: dict[str, Any]) -> tuple[float, float] | None:
+    known = row["score"] is not None and row["labelled_score"] is not None
+    return (row["score"], row["labelled_score"]) if known else None
 
 
 def _check_rewards(connection: duckdb.DuckDBPyConnection, bounds: tuple[float, float] | None) -> None:

@@ -38,12 +38,37 @@ def sequence(
     return [(n, look(plan, Observed(blocks=tuple(blocks[:n])), watched_from=watched_from)) for n in after]
 
 
-def to_json(decision: Decision, observed: Observed) -> dict[str, Any]:
+def adjustments(plan: ExperimentPlan, decision: Decision) -> list[str]:
+    """What each outcome was adjusted by, and what for want of data it was not; a sentence each."""
+    compared = [one for one in decision.differences if one.candidates + one.controls]
+    found = []
+    for one in compared:
+        rows = one.candidates + one.controls
+        earlier = f"{one.earlier} of {rows} rows are compared less what their people did before"
+        predicted = f"{one.predicted} of {rows} rows are corrected by the scores that {plan.predicted_by} gave"
+        parts = [earlier] * (one.earlier > 0) + [predicted] * (one.predicted > 0)
+        if parts:
+            found.append(f"{one.name}: {' and '.join(parts)}, which leaves {one.variance_ratio:.0%} of the variance")
+        if plan.predicted_by is not None and one.name == "feedback" and not one.predicted:
+            found.append(
+                f"{one.name}: not corrected by the scores of {plan.predicted_by}, as no row had one of every response "
+                "in time (millrace score)"
+            )
+    if plan.before_s and (new := [one.name for one in compared if not one.earlier]):
+        found.append(
+            f"{', '.join(new)}: not adjusted by what was before, as nobody had been there in the "
+            f"{plan.before_s / 86400:g} days before the experiment"
+        )
+    return found
+
+
+def to_json(plan: ExperimentPlan, decision: Decision, observed: Observed) -> dict[str, Any]:
     """A decision as records keep it; what is not known is null."""
     return {
         "decision": decision.decision,
         "reasons": list(decision.reasons),
         "holds": list(decision.holds),
+        "adjustments": adjustments(plan, decision),
         "differences": [
             {name: _finite(value) for name, value in asdict(difference).items()} for difference in decision.differences
         ],

@@ -11,7 +11,9 @@ Each row i becomes an unbiased estimate of the difference of means, candidate le
 with A_i 1 for the candidate, pi_i the share that the candidate was drawn with, and m_i what earlier rows, and what this
 source did before the experiment, predict of the outcome Y_i in [0, 1]. That is the doubly robust term of Waudby-Smith
 et al. 2022 ("Anytime-valid off-policy inference for contextual bandits", arXiv 2210.10768), and with a covariate it is
-CUPED (Deng et al. 2013). As psi is bounded row by row, a bettor against "the mean is at most c" who stakes a fixed
+CUPED (Deng et al. 2013). Where every interaction has a prediction and few a value, Y_i can be prediction-powered. Both
+have a coefficient that is fitted on the rows before i alone, so psi_i stays unbiased, and within bounds that are known
+before it. As psi is bounded row by row, a bettor against "the mean is at most c" who stakes a fixed
 share f of what the worst row could cost multiplies its wealth by 1 + f (psi - c) / (c - low) and gains nothing on
 average if the statement is true; the mean wealth of several f exceeds 1 / alpha with probability alpha at most, ever
 (Ville; Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting", JRSS B 86). No
@@ -22,22 +24,21 @@ Decisions read the highest wealth so far, so they depend on rows alone and not o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import log_ndtr
 
 from evaluation.statistics.intervals import Floats
-from evaluation.statistics.wealth import first_crossing, greatest_refuted, wealth_path
+from evaluation.statistics.wealth import FRACTIONS, POWERED_FRACTIONS, first_crossing, greatest_refuted, wealth_path
 
 Bools = NDArray[np.bool_]
-Path = Callable[[float], Floats]  # the evidence [n] against "the difference is at most this"
 
 _PRIOR_ROWS: Final = 2.0  # rows at 0.5 that the prediction of an outcome starts from
 _RECENT_ROWS: Final = 20.0  # rows that the prediction rests on, about
+_SLOPE_ROWS: Final = 10  # rows before a coefficient is taken from them
 _RATIO_ROWS: Final = 100.0  # prior rows at the declared shares in the sample-ratio test: mismatches of some 5 points
 
 
@@ -47,10 +48,11 @@ class Rows:
 
     ``candidate``: whether it was assigned to the candidate, ``propensities``: with what probability, ``values``: the
     mean of each outcome over the source's interactions, NaN without one. ``covariates``: each outcome's mean before the
-    experiment, NaN for the new. ``predictions``: each outcome's predicted mean over all interactions. ``responded``:
-    the share of the source's interactions with a value of each outcome; without it, whether there is one. ``pending``
-    sources have not closed yet, ``late`` values came after their row had closed and count for nothing, ``crossed``
-    sources were served by both arms and count for the one that they met first.
+    experiment less the mean of all, NaN for the new. ``predictions``: each outcome's predicted mean over all
+    interactions of the source, ``labelled_predictions``: over those that have a value; within the outcome's bounds, NaN
+    without one. ``responded``: the share of the source's interactions with a value of each outcome; without it, whether
+    there is one. ``pending`` sources have not closed yet, ``late`` values came after their row had closed and count for
+    nothing, ``crossed`` sources were served by both arms and count for the one that they met first.
     """
 
     candidate: Bools
@@ -58,6 +60,7 @@ class Rows:
     values: Mapping[str, Floats]
     covariates: Mapping[str, Floats] = field(default_factory=dict)
     predictions: Mapping[str, Floats] = field(default_factory=dict)
+    labelled_predictions: Mapping[str, Floats] = field(default_factory=dict)
     responded: Mapping[str, Floats] = field(default_factory=dict)
     pending: int = 0
     late: int = 0
@@ -69,8 +72,8 @@ class Outcome:
     """What is compared, in its own units. ``bounds`` are declared; latency and length have those of the server.
 
     ``margin``, above 0 for a guardrail: how much worse the candidate may be. ``success`` outcomes must be shown better
-    by more than their margin. ``predicted``: use the predictions (``prediction_powered``), for outcomes that few
-    sources have; that evidence is asymptotic, and wants one share of traffic throughout.
+    by more than their margin. ``predicted``: rows are ``prediction_powered`` where they have predictions, which suits
+    outcomes that few interactions have.
     """
 
     name: str
@@ -90,16 +93,13 @@ class Plan:
     ``alpha_rollback``: that one is rolled back which harms no outcome by more than its ``rollback_margin``; split
     evenly between outcomes. ``alpha_checks``: that a sound experiment is held by the sample-ratio or the response-rate
     test, half each, the latter's split between success outcomes. ``response_margin``: the difference of response rates
-    that is let pass. ``effect``: the size of effects, as a share of the bounds, that prediction-powered evidence looks
-    for; ``min_labels`` per arm before it speaks.
+    that is let pass.
     """
 
     alpha_commit: float = 0.05
     alpha_rollback: float = 0.05
     alpha_checks: float = 0.01
     response_margin: float = 0.0
-    effect: float = 0.1
-    min_labels: int = 100
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class Difference:
     ``low`` holds at 1 - alpha_commit and ``high`` at 1 - alpha_rollback (split between outcomes) where higher is
     better, the other way round where lower is. ``gain`` and ``harm``: the highest e-value so far against "not better
     than the margin" and "not worse than the rollback margin". ``harm_at``: the number of rows, closed and with a value,
-    at which harm was shown first.
+    at which harm was shown first. ``earlier`` rows had a covariate and ``predicted`` ones predictions;
+    ``variance_ratio``: the variance that these left, as a share of that without them.
     """
 
     name: str
@@ -122,6 +123,9 @@ class Difference:
     harm: float
     gain_at: int | None
     harm_at: int | None
+    earlier: int = 0
+    predicted: int = 0
+    variance_ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,6 @@ def decide(rows: Rows, outcomes: Sequence[Outcome], plan: Plan) -> Decision:
         _difference(
             rows,
             outcome,
-            plan,
             plan.alpha_commit / (len(successes) if outcome.role == "success" else 1),
             plan.alpha_rollback / len(outcomes),
         )
@@ -201,8 +204,8 @@ def one_row_per_source(
 
     A source's row closes ``window_s`` after its first interaction and has what was known by then: ``values`` [n] of
     each outcome, NaN without one, that arrived at ``known_at`` [n] (of an outcome not in it: at ``at``). ``covariates``
-    [n] are of the source, read at its first interaction; ``predictions`` [n] of every interaction. Only rows closed by
-    ``now`` are returned.
+    [n] are of the source, read at its first interaction; ``predictions`` [n] of every interaction, of which those with
+    a value by then are the labelled ones. Only rows closed by ``now`` are returned.
     """
     when = np.asarray(at, np.float64)
     n = len(when)
@@ -238,6 +241,10 @@ def one_row_per_source(
         values={name: mean(column, arrivals[name]) for name, column in values.items()},
         covariates={name: np.asarray(column, np.float64)[first][rows] for name, column in (covariates or {}).items()},
         predictions={name: mean(column, when) for name, column in (predictions or {}).items()},
+        labelled_predictions={
+            name: mean(np.where(np.isnan(np.asarray(values[name], np.float64)), np.nan, column), arrivals[name])
+            for name, column in (predictions or {}).items()
+        },
         pending=len(first) - len(rows),
         late=late,
         crossed=len(np.unique(source[~its_arm])),
@@ -245,23 +252,55 @@ def one_row_per_source(
 
 
 def pseudo_outcomes(
-    values: ArrayLike, candidate: ArrayLike, propensities: ArrayLike, covariates: ArrayLike | None = None
+    values: ArrayLike,
+    candidate: ArrayLike,
+    propensities: ArrayLike,
+    covariates: ArrayLike | None = None,
+    *,
+    power: ArrayLike = 0.0,
 ) -> tuple[Floats, Floats, Floats]:
     """psi [..., n] of ``values`` in [0, 1], and the least and the greatest that each could have been.
 
     ``candidate`` and ``propensities`` broadcast against ``values``; histories stand in leading axes. ``covariates``
-    [..., n] are from before the experiment, NaN where there is none; one coefficient is fitted on earlier rows.
+    [..., n] are from before the experiment, less their mean then, NaN where there is none. They move what is expected
+    of a row by theta (x - recent mean of x), with a theta that is fitted on earlier rows, within [0, 1]. Values that
+    are ``prediction_powered`` lie in [-power, 1 + power], with the ``power`` [..., n] of each.
     """
-    y, arm, share = np.broadcast_arrays(
-        np.asarray(values, np.float64), np.asarray(candidate, bool), np.asarray(propensities, np.float64)
+    y, arm, share, wider = np.broadcast_arrays(
+        np.asarray(values, np.float64),
+        np.asarray(candidate, bool),
+        np.asarray(propensities, np.float64),
+        np.asarray(power, np.float64),
     )
-    predicted = _recent(y)
+    expected = _recent(np.clip(y, 0.0, 1.0), 0.5)
     if covariates is not None:
-        predicted = np.clip(predicted + _cuped(y, np.asarray(covariates, np.float64)), 0.0, 1.0)
-    psi = np.where(arm, 1 / share, -1 / (1 - share)) * (y - predicted)
-    low = -np.maximum(predicted / share, (1 - predicted) / (1 - share))
-    high = np.maximum((1 - predicted) / share, predicted / (1 - share))
-    return psi, low, high
+        x = np.nan_to_num(np.broadcast_to(np.asarray(covariates, np.float64), y.shape))
+        shift = x - _recent(x, 0.0)
+        expected = np.clip(expected + _slope(y - expected, shift) * shift, 0.0, 1.0)
+    psi = np.where(arm, 1 / share, -1 / (1 - share)) * (y - expected)
+    above, below = 1 + wider - expected, expected + wider
+    return psi, -np.maximum(below / share, above / (1 - share)), np.maximum(above / share, below / (1 - share))
+
+
+def prediction_powered(
+    values: ArrayLike, predictions: ArrayLike, labelled_predictions: ArrayLike
+) -> tuple[Floats, Floats]:
+    """Each row's value [..., n] by all its responses, labelled or not, and the power lambda [..., n] that it has.
+
+    ``values`` y in [0, 1] are the means over what is labelled, ``predictions`` f in [0, 1] those over all responses of
+    the row, and ``labelled_predictions`` g those over the labelled ones; NaN where there is none. A row becomes
+    lambda f + (y - lambda g), in [-lambda, 1 + lambda]: the mean prediction over all, and the mean of what the
+    predictions lack where that is known (Angelopoulos et al. 2023, "Prediction-powered inference", Science 382). Its
+    mean is that of y whatever the predictions are worth, if labelled responses are like the others of their row.
+
+    lambda in [0, 1] is the power tuning of PPI++ (Angelopoulos, Duchi and Zrnic 2023, arXiv 2311.01453): the
+    coefficient that leaves the least variance, here by least squares on the rows before, so that each row is unbiased
+    given those.
+    """
+    y = np.asarray(values, np.float64)
+    gap = np.nan_to_num(np.asarray(predictions, np.float64) - np.asarray(labelled_predictions, np.float64))
+    power = np.clip(-_slope(y - _recent(y, 0.5), gap), 0.0, 1.0)
+    return y + power * gap, power
 
 
 def sample_ratio(candidate: ArrayLike, propensities: ArrayLike) -> Floats:
@@ -282,63 +321,35 @@ def sample_ratio(candidate: ArrayLike, propensities: ArrayLike) -> Floats:
     return np.multiply.accumulate(growth)
 
 
-def prediction_powered(
-    values: ArrayLike, predictions: ArrayLike, counted: ArrayLike | None = None
-) -> tuple[Floats, Floats]:
-    """The mean of all rows, labelled or not, and its variance, after each row [n]: NaN before there are two labels.
-
-    ``values`` are NaN where there is no label; ``predictions`` are of every row; only rows that are ``counted`` are.
-    PPI++ for a mean, with its power tuning (Angelopoulos, Duchi and Zrnic 2023, arXiv 2311.01453, example 6.1): the
-    mean of y - lambda f over labelled rows plus lambda times the mean of f over the others, lambda = cov(y, f) /
-    ((1 + n / N) var f). It is consistent whatever the predictions are worth, if labelled rows are like the others.
-    """
-    y, f = np.asarray(values, np.float64), np.asarray(predictions, np.float64)
-    rows = np.ones(len(y), bool) if counted is None else np.asarray(counted, bool)
-    labelled, others = rows & ~np.isnan(y), rows & np.isnan(y)
-    y = np.where(labelled, y, 0.0)
-
-    def total(column: Floats, where: Bools) -> Floats:
-        return np.cumsum(np.where(where, column, 0.0))
-
-    with np.errstate(invalid="ignore", divide="ignore"):
-        n, m = total(np.ones(len(y)), labelled), total(np.ones(len(y)), others)
-        mean_y, mean_f = total(y, labelled) / n, total(f, labelled) / n
-        covariance = total(y * f, labelled) / n - mean_y * mean_f
-        var_y, var_f = total(y * y, labelled) / n - mean_y**2, total(f * f, labelled) / n - mean_f**2
-        elsewhere = total(f, others) / m
-        var_elsewhere = total(f * f, others) / m - elsewhere**2
-        overall = total(f * f, rows) / (n + m) - (total(f, rows) / (n + m)) ** 2
-        tuned = covariance / ((1 + n / m) * overall)
-        tuned = np.where((m >= 2) & (overall > 1e-12), tuned, 0.0)
-        rectifier = var_y - 2 * tuned * covariance + tuned**2 * var_f
-        used = tuned != 0
-        mean = mean_y + np.where(used, tuned * (elsewhere - mean_f), 0.0)
-        variance = np.maximum(rectifier, 0.0) / (n - 1) + np.where(used, tuned**2 * var_elsewhere / m, 0.0)
-    return np.where(n >= 2, mean, np.nan), np.where(n >= 2, variance, np.nan)
-
-
-def mixture(difference: Floats, variance: Floats, mean: float, effect: float) -> Floats:
-    """The evidence [n] of estimates [n] with their ``variance`` against "the difference is at most ``mean``".
-
-    The likelihood ratio of a half-normal effect of scale ``effect`` to ``mean``: Robbins' mixture, one-sided, as in
-    Waudby-Smith et al. 2024 ("Time-uniform central limit theory and asymptotic confidence sequences", Annals of
-    Statistics 52), in units of information 1 / variance. It holds at all times from a large enough sample on; 1 where
-    an estimate or its variance is missing.
-    """
-    with np.errstate(invalid="ignore", divide="ignore"):
-        shift = (difference - mean) * effect / np.sqrt(variance * (variance + effect**2))
-        found = np.log(2) - np.log1p(effect**2 / variance) / 2 + shift**2 / 2 + log_ndtr(shift)
-    return np.exp(np.where(np.isfinite(found), np.minimum(found, 700.0), 0.0))
-
-
-def _difference(rows: Rows, outcome: Outcome, plan: Plan, alpha_gain: float, alpha_harm: float) -> Difference:
+def _difference(rows: Rows, outcome: Outcome, alpha_gain: float, alpha_harm: float) -> Difference:
     """Everything about one outcome, computed on [0, 1] with 1 the best and turned back."""
-    above, below, estimate, has = _evidence(rows, outcome, plan)
     low, high = outcome.bounds
     span = high - low
+    has = ~np.isnan(rows.values[outcome.name])
+
+    def unit(columns: Mapping[str, Floats]) -> Floats:
+        scaled = (_column(columns, outcome.name, has) - low) / span
+        return scaled if outcome.higher_is_better else 1 - scaled
+
+    y, arm, share = unit(rows.values), rows.candidate[has], rows.propensities[has]
+    predictions, labelled = unit(rows.predictions), unit(rows.labelled_predictions)
+    covariates = _column(rows.covariates, outcome.name, has)
+    predicted, earlier = ~np.isnan(predictions - labelled) & outcome.predicted, ~np.isnan(covariates)
+    powered, power = prediction_powered(y, predictions, labelled) if outcome.predicted else (y, np.zeros(len(y)))
+    fractions = POWERED_FRACTIONS if outcome.predicted else FRACTIONS
+    psi, least, most = pseudo_outcomes(powered, arm, share, covariates if earlier.any() else None, power=power)
+    adjusted = bool(predicted.any() or earlier.any())
+
+    def above(c: float) -> Floats:
+        return wealth_path(psi, least, c, fractions)
+
+    def below(c: float) -> Floats:
+        return wealth_path(-psi, -most, c, fractions)
+
     guardrail = outcome.role == "guardrail"
     gain = above((-outcome.margin if guardrail else outcome.margin) / span)
     harm = below((outcome.margin if guardrail else outcome.rollback_margin) / span)
+    estimate = float(psi.mean()) if len(psi) else float("nan")
     worst, best = (
         greatest_refuted(above, alpha_gain, -1.0, 1.0),
         -greatest_refuted(below, alpha_harm, -1.0, 1.0),
@@ -350,48 +361,26 @@ def _difference(rows: Rows, outcome: Outcome, plan: Plan, alpha_gain: float, alp
         value=estimate * span,
         low=worst * span,
         high=best * span,
-        candidates=int((has & rows.candidate).sum()),
-        controls=int((has & ~rows.candidate).sum()),
+        candidates=int(arm.sum()),
+        controls=int((~arm).sum()),
         gain=float(gain.max(initial=1.0)),
         harm=float(harm.max(initial=1.0)),
         gain_at=_at(gain, alpha_gain),
         harm_at=_at(harm, alpha_harm),
+        earlier=int(earlier.sum()),
+        predicted=int(predicted.sum()),
+        variance_ratio=_ratio(psi, pseudo_outcomes(y, arm, share)[0]) if adjusted else 1.0,
     )
 
 
-def _evidence(rows: Rows, outcome: Outcome, plan: Plan) -> tuple[Path, Path, float, Bools]:
-    """Paths of evidence against "not better by c" and "not worse by c", the estimate, and which rows have a value."""
-    low, high = outcome.bounds
+def _column(columns: Mapping[str, Floats], name: str, has: Bools) -> Floats:
+    """The rows that have a value; NaN where there is no such column."""
+    return columns[name][has] if name in columns else np.full(int(has.sum()), np.nan)
 
-    def scaled(column: Floats) -> Floats:
-        unit = (column - low) / (high - low)
-        return unit if outcome.higher_is_better else 1 - unit
 
-    y = scaled(rows.values[outcome.name])
-    has = ~np.isnan(y)
-    if outcome.predicted:
-        f = scaled(rows.predictions[outcome.name])
-        arms = [prediction_powered(y, f, rows.candidate == arm) for arm in (True, False)]
-        enough = np.min([np.cumsum(has & (rows.candidate == arm)) for arm in (True, False)], axis=0) >= plan.min_labels
-        delta = arms[0][0] - arms[1][0]
-        variance = np.where(enough, arms[0][1] + arms[1][1], np.nan)
-        value = float(delta[-1]) if len(delta) else float("nan")
-        return (
-            lambda c: mixture(delta, variance, c, plan.effect),
-            lambda c: mixture(-delta, variance, c, plan.effect),
-            value,
-            has,
-        )
-    covariates = rows.covariates.get(outcome.name)
-    psi, least, most = pseudo_outcomes(
-        y[has], rows.candidate[has], rows.propensities[has], None if covariates is None else covariates[has]
-    )
-    return (
-        lambda c: wealth_path(psi, least, c),
-        lambda c: wealth_path(-psi, -most, c),
-        float(psi.mean()) if len(psi) else float("nan"),
-        has,
-    )
+def _ratio(adjusted: Floats, plain: Floats) -> float:
+    """The variance that is left."""
+    return float(adjusted.var() / plain.var()) if len(plain) and plain.var() > 0 else 1.0
 
 
 def _response_rates(rows: Rows, name: str, margin: float) -> float:
@@ -405,30 +394,27 @@ def _response_rates(rows: Rows, name: str, margin: float) -> float:
     return float(np.mean(paths, axis=0).max(initial=1.0))
 
 
-def _cuped(y: Floats, x: Floats) -> Floats:
-    """What each row's covariate adds to the prediction of its outcome, by least squares on the rows before it."""
-    known = ~np.isnan(x)
-    filled = np.where(known, x, 0.0)
-    count = _before(known.astype(np.float64))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        mean_x, mean_y = _before(filled) / count, _before(np.where(known, y, 0.0)) / count
-        covariance = _before(filled * y) / count - mean_x * mean_y
-        variance = _before(filled**2) / count - mean_x**2
-        slope = covariance / variance
-        found = slope * (filled - mean_x)
-    return np.where(known & (count >= 10) & (variance > 1e-12), found, 0.0)
+def _slope(y: Floats, x: Floats) -> Floats:
+    """The coefficient [..., n] of ``y`` on ``x`` by least squares through 0, on the rows before each.
 
-
-def _recent(y: Floats) -> Floats:
-    """The mean of the last rows before each, from 0.5 on: what drifts through a day leaves little in y less this.
-
-    Else a drift would count as an effect wherever the arms differ in which of their rows have a value.
+    A row where x is 0 says nothing; before there are a few others, the coefficient is 0.
     """
-    predicted, current = np.empty_like(y), np.full(y.shape[:-1], 0.5)
+    before = _before(x * x)
+    slope = np.divide(_before(x * y), before, out=np.zeros(y.shape), where=before > 1e-12)
+    return np.where(_before((x != 0).astype(np.float64)) >= _SLOPE_ROWS, slope, 0.0)
+
+
+def _recent(y: Floats, first: float) -> Floats:
+    """The mean [..., n] of the last rows before each, from ``first`` on.
+
+    What drifts through a day leaves little in y less this. Else a drift would count as an effect wherever the arms
+    differ in which of their rows have a value.
+    """
+    means, current = np.empty_like(y), np.full(y.shape[:-1], first)
     for i in range(y.shape[-1]):
-        predicted[..., i] = current
+        means[..., i] = current
         current = current + (y[..., i] - current) / min(i + 1 + _PRIOR_ROWS, _RECENT_ROWS)
-    return predicted
+    return means
 
 
 def _before(values: Floats) -> Floats:
@@ -464,14 +450,13 @@ def _check(rows: Rows, outcomes: Sequence[Outcome]) -> None:
             raise ValueError(f"the guardrail {outcome.name} needs a margin above 0, got {outcome.margin:g}")
         if outcome.predicted and outcome.name not in rows.predictions:
             raise ValueError(f"outcome {outcome.name} is to be predicted and has no predictions")
-        if outcome.predicted and len(np.unique(rows.propensities)) > 1:
-            raise ValueError(
-                f"outcome {outcome.name} is predicted, which compares plain means: the candidate's share must stay the "
-                f"same, and it was {rows.propensities.min():g} to {rows.propensities.max():g}"
-            )
         if (values := rows.values[outcome.name]).shape != (n,):
             raise ValueError(f"outcome {outcome.name} has values of shape {values.shape} for {n} rows")
         outside = (values < low) | (values > high)
         if outside.any():
             at = int(outside.argmax())
             raise ValueError(f"outcome {outcome.name} is {values[at]:g} in row {at}, outside [{low:g}, {high:g}]")
+        for columns in (rows.predictions, rows.labelled_predictions):
+            predictions = columns.get(outcome.name, np.zeros(0))
+            if ((predictions < low) | (predictions > high)).any():
+                raise ValueError(f"a prediction of outcome {outcome.name} is outside [{low:g}, {high:g}]")

@@ -10,15 +10,16 @@ from scipy.special import expit, logit
 
 from deploy.examples.simulate.world import Outcome, World
 from evaluation.statistics import off_policy
-from evaluation.statistics.experiment import Plan, pseudo_outcomes
+from evaluation.statistics.experiment import Plan, prediction_powered, pseudo_outcomes
 from evaluation.statistics.intervals import Floats
 from evaluation.statistics.pairwise import win_rate
-from evaluation.statistics.wealth import first_crossing, wealth_path
+from evaluation.statistics.wealth import POWERED_FRACTIONS, first_crossing, wealth_path
 
 THUMBS_UP = 0.7
 FEEDBACKS = 4000
 MOST_FEEDBACKS = {5: 2500, 10: 750, 15: 350}  # medians at which harm of so many points must be shown
 MIN_ESS = 200
+BLOCKS = 2000  # of an experiment
 ITEMS = 20_000  # that a judge compares, in both orders
 
 _ALPHA = Plan().alpha_rollback
@@ -64,6 +65,46 @@ def false_rollback(histories: int, seed: int) -> Outcome:
         late <= _ALPHA,
         f"rolled back within {FEEDBACKS} feedbacks {early:.3f}, within {10 * FEEDBACKS} {late:.3f} of {runs} histories "
         f"(bar: {_ALPHA:g})",
+    )
+
+
+def blocks_until_rollback(
+    rng: np.random.Generator, harm: float, histories: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """After how many blocks each history [histories] is rolled back, 0 for never: adjusted, and by thumbs alone.
+
+    A block has 20 responses with a biased score each, and thumbs on two. What its people are like moves it, and of that
+    the covariate knows three quarters of the variance.
+    """
+    adjusted, plain = [], []
+    for at in range(0, histories, _BATCH):
+        shape = min(_BATCH, histories - at), BLOCKS
+        candidate = rng.random(shape) < 0.5
+        before = rng.normal(size=shape)
+        level = 0.5 + 0.1 * (np.sqrt(0.75) * before + np.sqrt(0.25) * rng.normal(size=shape)) - harm * candidate
+        chance = np.clip(level[..., None] + rng.choice([-0.4, 0.4], (*shape, 20)), 0, 1)
+        scores = np.clip(0.1 + 0.7 * chance + 0.1 * rng.normal(size=chance.shape), 0, 1)
+        thumbs = (rng.random((*shape, 2)) < chance[..., :2]).mean(axis=-1)
+        powered, power = prediction_powered(thumbs, scores.mean(axis=-1), scores[..., :2].mean(axis=-1))
+        psi, _, high = pseudo_outcomes(powered, candidate, 0.5, before, power=power)
+        adjusted.append(first_crossing(wealth_path(-psi, -high, 0.0, POWERED_FRACTIONS), _ALPHA))
+        psi, _, high = pseudo_outcomes(thumbs, candidate, 0.5)
+        plain.append(first_crossing(wealth_path(-psi, -high, 0.0), _ALPHA))
+    return np.concatenate(adjusted), np.concatenate(plain)
+
+
+def adjusted_evidence(histories: int, seed: int) -> Outcome:
+    """Outcomes less what was before, and few thumbs corrected by scores: how seldom they err, and what they save."""
+    without = [(at > 0).mean() for at in blocks_until_rollback(np.random.default_rng([seed, 4]), 0.0, 2 * histories)]
+    harmful = blocks_until_rollback(np.random.default_rng([seed, 5]), 0.08, histories)
+    medians = [float(np.median(np.where(at, at, 10**9))) for at in harmful]
+    false = float(without[0])
+    return Outcome(
+        {"adjusted.false_rollback": false, "adjusted.harm_median_blocks": medians[0]},
+        false <= _ALPHA and medians[0] <= 0.85 * medians[1],
+        f"rolled back without harm {false:.3f} of {2 * histories} histories of {BLOCKS} blocks (bar: {_ALPHA:g}; by "
+        f"thumbs alone {without[1]:.3f}), with harm of 8 points after {medians[0]:.0f} blocks in the median (bar: 0.85 "
+        f"of the {medians[1]:.0f} by thumbs alone)",
     )
 
 
@@ -161,6 +202,7 @@ def _judged(rng: np.random.Generator, first: float, longer: float, spread: float
 WORLDS: dict[str, World] = {
     **{f"harm_median_feedbacks.{points}": partial(harm, points) for points in MOST_FEEDBACKS},
     "false_rollback": false_rollback,
+    "adjusted": adjusted_evidence,
     "off_policy": off_policy_estimates,
     "judge_error": judge_error,
 }

@@ -24,6 +24,12 @@ def test_estimates_of_a_log_and_win_rates_are_near_the_truth():
     assert live.judge_error(20, 0).kept
 
 
+def test_adjusted_evidence_errs_as_seldom_and_needs_fewer_blocks():
+    played = live.adjusted_evidence(60, 0)
+    assert played.kept, played.detail
+    assert set(played.figures) == {"adjusted.false_rollback", "adjusted.harm_median_blocks"}
+
+
 def test_the_same_seed_gives_the_same_figures_and_another_seed_others():
     assert live.harm(15, 10, 1) == live.harm(15, 10, 1)
     assert live.harm(15, 10, 1) != live.harm(15, 10, 2)

@@ -2,59 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any
+from datetime import timedelta
 
 import pytest
 
-from evaluation.config import ErrorsConfig, ExperimentConfig, OutcomeConfig, OutcomesConfig
+from evaluation.config import ErrorsConfig, FeedbackOutcomeConfig, OutcomeConfig, SessionEndConfig
 from evaluation.experiments import looks
-from evaluation.experiments.blocks import BadEvidence, Block, Observed, observe
+from evaluation.experiments.blocks import BadEvidence
 from evaluation.experiments.plan import ExperimentPlan
-from feedback.config import HumanConfig, KindsConfig, LakeConfig
+from feedback.config import HumanConfig
 from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
-from serve.generation.interaction_rows import BLOCK
-from serve.policies.experiments import Experiment, Phase
-from tests.feedback.feedback_rows import interaction, put, reward, said
-
-NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
-EXPERIMENT = Experiment(3, 2, 1, "seed", NOON.timestamp(), 60.0, (Phase(0, 0.5),), 1, "running", "test", "test", {})
-WINDOW_S = 100.0
-FEEDBACK = {"feedback": OutcomeConfig()}
-
-
-@pytest.fixture
-def lake(tmp_path: Path) -> Lake:
-    made = Lake(str(tmp_path / "lake"), LakeConfig())
-    made.create()
-    return made
-
-
-def plan_of(**changed: Any) -> ExperimentPlan:
-    outcomes = OutcomesConfig(**({"feedback": None, "errors": None} | changed.pop("outcomes", FEEDBACK)))
-    config = ExperimentConfig(feedback_window_seconds=WINDOW_S, outcomes=outcomes, **({"min_voices": 1} | changed))
-    return ExperimentPlan.of(config, HumanConfig(), KindsConfig())
-
-
-def asked(response: str, block: int, *, second: float = 1.0, **columns: Any) -> dict[str, Any]:
-    """A response in a block, labelled as that was drawn."""
-    turn, at = EXPERIMENT.turn(block), NOON + timedelta(seconds=60 * block + second)
-    labels = {"experiment": 3, "variant": turn.variant, "propensity": turn.propensity, "created_at": at}
-    labels |= {"completed_at": at, "metadata": {BLOCK: str(block)}}
-    return interaction(response, **(labels | columns))
-
-
-def thumb(number: int, response: str, block: int, value: float, source: str, *, second: float = 2.0) -> dict[str, Any]:
-    at = NOON + timedelta(seconds=60 * block + second)
-    return said(f"f{number}", response, "thumb", value=value, source=source, created_at=at)
-
-
-def seen(lake: Lake, plan: ExperimentPlan, *, after_s: float = 1e6, known: Sequence[Block] = ()) -> Observed:
-    journal = Path(lake.uri).parent / "journal"
-    return observe(lake, journal, EXPERIMENT, plan, now=NOON.timestamp() + after_s, known=known)
+from tests.evaluation.experiments.experiment_rows import EXPERIMENT, NOON, asked, plan_of, seen, thumb
+from tests.feedback.feedback_rows import put, reward, said
 
 
 def test_a_block_is_one_row_and_a_source_is_one_voice_of_it(lake: Lake) -> None:
@@ -149,7 +109,7 @@ def test_errors_latency_and_length_are_means_over_requests(lake: Lake) -> None:
     long = {"response_token_ids": [1] * 50, "logprobs": [-1.0] * 50, "timings": {"total_ms": 9000.0}}
     put(lake, "interactions", [asked("a", 0, status="error"), asked("b", 0), asked("c", 0, **long), asked("d", 0)])
     outcomes = {
-        "feedback": OutcomeConfig(),
+        "feedback": FeedbackOutcomeConfig(),
         "errors": ErrorsConfig(margin=0.1),
         "latency_s": OutcomeConfig(role="guardrail", margin=1.0, bounds=(0.0, 4.0)),
         "length": OutcomeConfig(role="guardrail", margin=1.0, bounds=(0.0, 10.0)),
@@ -159,6 +119,62 @@ def test_errors_latency_and_length_are_means_over_requests(lake: Lake) -> None:
     assert block.values["errors"] == 0.25
     assert block.values["latency_s"] == pytest.approx((3 * 0.009 + 4.0) / 4)
     assert block.values["length"] == pytest.approx((3 * 2 + 10) / 4)
+
+
+SESSION_END = {"feedback": FeedbackOutcomeConfig(), "session_end": SessionEndConfig(after_seconds=30.0)}
+
+
+def test_a_session_ends_in_a_block_if_no_further_request_comes_in_time(lake: Lake) -> None:
+    put(lake, "interactions", [asked("a1", 0, session_id="a"), asked("a2", 0, second=20, session_id="a")])
+    put(lake, "interactions", [asked("a3", 0, second=49, session_id="a")])  # and then no more: a has ended
+    put(lake, "interactions", [asked("b1", 0, second=50, session_id="b"), asked("b2", 1, second=5, session_id="b")])
+    put(lake, "interactions", [asked("c1", 0, second=1, session_id="c"), asked("c2", 0, second=40, session_id="c")])
+    put(lake, "interactions", [asked("c3", 1, second=1, session_id="c")])  # c paused for longer than half a minute
+    put(lake, "interactions", [asked("d1", 0, second=50, session_id="d")])
+    put(lake, "interactions", [asked("d2", 1, second=5, session_id="d", tenant="other"), asked("none", 0)])
+    put(lake, "interactions", [asked("e1", 0, second=9, session_id="e"), asked("e2", 0, second=9, session_id="e")])
+    of_nobody = {"experiment": None, "variant": None, "propensity": None}
+    put(lake, "interactions", [asked("f1", 0, session_id="f"), asked("f2", 0, second=9, session_id="f", **of_nobody)])
+    first, second = seen(lake, plan_of(outcomes=SESSION_END)).blocks
+    ended = {"a": True, "b": False, "c": True, "d": True, "e": True, "f": False}
+    assert first.values["session_end"] == pytest.approx(sum(ended.values()) / len(ended))
+    assert second.values["session_end"] == 1.0  # b, c, and d of the other tenant
+    assert seen(lake, plan_of()).blocks[0].values == {"feedback": None}
+
+
+def test_a_wait_for_a_further_request_begins_with_the_response_and_ends_with_its_block(lake: Lake) -> None:
+    def ended(block: int, done_after: float, further_at: float) -> float | None:
+        at = NOON + timedelta(seconds=60 * block + 1)
+        slow = asked(f"s{block}", block, session_id=f"s{block}", completed_at=at + timedelta(seconds=done_after))
+        further = asked(f"t{block}", block, second=1 + further_at, session_id=f"s{block}", experiment=None)
+        put(lake, "interactions", [slow, further])
+        return seen(lake, plan_of(outcomes=SESSION_END)).blocks[-1].values["session_end"]
+
+    assert ended(0, done_after=50, further_at=75) == 0.0
+    assert ended(1, done_after=50, further_at=85) == 1.0
+    assert ended(2, done_after=150, further_at=165) == 1.0  # the block closed 159 s after the request
+    assert ended(3, done_after=150, further_at=155) == 0.0
+
+
+def test_a_candidate_that_drives_people_away_is_rolled_back(lake: Lake) -> None:
+    rows = []
+    for block in range(120):
+        for i in range(4):
+            leaves = i < (3 if EXPERIMENT.turn(block).variant == "candidate" else 1)
+            rows.append(asked(f"r{block}-{i}", block, session_id=f"s{block}-{i}"))
+            rows += (
+                [] if leaves else [asked(f"t{block}-{i}", block, second=9, session_id=f"s{block}-{i}", experiment=None)]
+            )
+    put(lake, "interactions", rows)
+    plan = plan_of(outcomes=SESSION_END)
+    decision = looks.look(plan, seen(lake, plan))
+    assert decision.decision == "roll back"
+    assert decision.reasons[0].startswith("session_end is shown to be worse: +0.5")
+
+
+def test_a_session_can_not_end_after_its_block_has_closed() -> None:
+    with pytest.raises(ValueError, match=r"after_seconds=1800: a block waits only .*feedback_window_seconds=100 after"):
+        plan_of(outcomes={"feedback": FeedbackOutcomeConfig(), "session_end": SessionEndConfig()})
 
 
 def test_a_reward_outside_its_bounds_names_the_response(lake: Lake) -> None:
@@ -177,7 +193,7 @@ def test_without_traffic_nothing_is_decided(lake: Lake) -> None:
     found = seen(lake, plan)
     decision = looks.look(plan, found)
     assert (found.blocks, decision.decision) == ((), "hold")
-    assert looks.to_json(decision, found)["differences"][0]["value"] is None
+    assert looks.to_json(plan, decision, found)["differences"][0]["value"] is None
 
 
 def test_ten_thousand_thumbs_of_one_source_promote_nothing(lake: Lake) -> None:

@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from evaluation.config import ErrorsConfig, ExperimentConfig, OutcomeConfig, OutcomesConfig
+from evaluation.config import ErrorsConfig, ExperimentConfig, FeedbackOutcomeConfig, OutcomesConfig, SessionEndConfig
 from evaluation.decisions.ledger import Ledger
 from evaluation.experiments import looks
 from evaluation.experiments.blocks import Block, Observed, observe
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.experiments.verification import verify
 from feedback.config import HumanConfig, KindsConfig, LakeConfig
+from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
 from serve.generation.interaction_rows import DRAW
 from serve.policies.experiments import FALLBACK, Experiment, Phase, unit_of
-from tests.feedback.feedback_rows import interaction, put, said
+from tests.feedback.feedback_rows import interaction, put, reward, said
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 WINDOW_S = 600.0
@@ -41,15 +42,17 @@ EXPERIMENT = Experiment(
     plan={},
     unit="user",
 )
-PLAN = ExperimentPlan.of(
-    ExperimentConfig(
-        feedback_window_seconds=WINDOW_S,
-        outcomes=OutcomesConfig(feedback=OutcomeConfig(), errors=ErrorsConfig(role="guardrail", margin=0.5)),
-    ),
-    HumanConfig(),
-    KindsConfig(),
-    unit="user",
-)
+
+
+def plan_of(*, before_seconds: float = 0.0, **outcomes: Any) -> ExperimentPlan:
+    found = {"feedback": FeedbackOutcomeConfig(), "errors": ErrorsConfig(role="guardrail", margin=0.5)} | outcomes
+    config = ExperimentConfig(
+        feedback_window_seconds=WINDOW_S, outcomes=OutcomesConfig(**found), before_seconds=before_seconds
+    )
+    return ExperimentPlan.of(config, HumanConfig(), KindsConfig(), unit="user")
+
+
+PLAN = plan_of()
 counter = itertools.count()
 
 
@@ -74,9 +77,9 @@ def thumb(response: str, second: float, value: float, source: str = "ann") -> di
     return said(f"f{next(counter)}", response, "thumb", value=value, source=source, created_at=at, tenant="acme")
 
 
-def seen(lake: Lake, *, after_s: float = 1e6, known: Sequence[Block] = ()) -> Observed:
+def seen(lake: Lake, *, after_s: float = 1e6, known: Sequence[Block] = (), plan: ExperimentPlan = PLAN) -> Observed:
     journal = Path(lake.uri).parent / "journal"
-    return observe(lake, journal, EXPERIMENT, PLAN, now=NOON.timestamp() + after_s, known=known)
+    return observe(lake, journal, EXPERIMENT, plan, now=NOON.timestamp() + after_s, known=known)
 
 
 def drawn_as(variants: tuple[str, str]) -> str:
@@ -146,8 +149,79 @@ def test_what_was_answered_outside_of_the_draw_and_what_is_not_as_it_was_drawn_d
     found = seen(lake)
     assert [(user.requests, user.first_at) for user in found.blocks] == [(1, NOON.timestamp() + 3)]
     assert (found.mislabelled, found.fallbacks) == (4, 1)
-    told = looks.to_json(looks.look(PLAN, found), found)
+    told = looks.to_json(PLAN, looks.look(PLAN, found), found)
     assert (told["mislabelled"], told["fallbacks"]) == (4, 1)
+
+
+def test_a_user_is_compared_less_what_that_user_did_before(lake: Lake) -> None:
+    def earlier(user: str | None, **columns: Any) -> dict[str, Any]:
+        at = NOON - timedelta(hours=1)
+        labels = {"user": user, "tenant": "acme", "created_at": at, "completed_at": at}
+        return interaction(f"r{next(counter)}", **(labels | columns))
+
+    before = [earlier(STAYS, status="error"), earlier(STAYS), earlier(TRIED), earlier("else", status="error")]
+    put(lake, "interactions", [*before, earlier(CROSSES, tenant="other", status="error"), earlier(None)])
+    put(
+        lake,
+        "feedback",
+        [thumb(row["response_id"], -60, value, ANYBODY) for row, value in zip(before, (0, 0, 1), strict=False)],
+    )
+    rows = [asked(STAYS, 1), asked(TRIED, 2), asked(CROSSES, 3), asked(STAYS, 4), asked(TRIED, 700)]
+    put(lake, "interactions", rows)
+    put(lake, "feedback", [thumb(row["response_id"], 20, 1.0, ANYBODY) for row in rows[:3]])
+    plan = plan_of(before_seconds=7200)
+    first = seen(lake, plan=plan, after_s=603.5).blocks  # TRIED has not closed yet
+    assert [user.covariates for user in first] == [{"feedback": -0.5, "errors": pytest.approx(0.5 - 2.5 / 4)}]
+    found = seen(lake, plan=plan, known=first)
+    assert found.blocks[0] == first[0]
+    assert [user.covariates for user in found.blocks[1:]] == [
+        {"feedback": 0.5, "errors": pytest.approx(0.0 - 2.5 / 4)},
+        {"feedback": None, "errors": None},  # another tenant's user of that name was there
+    ]
+    assert found.rows(plan).covariates["feedback"] == pytest.approx([-0.5, 0.5, np.nan], nan_ok=True)
+
+
+def test_a_user_without_a_name_was_not_there_before(lake: Lake) -> None:
+    at = NOON + timedelta(seconds=1)
+    drawn = EXPERIMENT.assign(unit_of("acme", user=None, session="s", request=""), at.timestamp())
+    labels = {"user": None, "variant": drawn.variant, "propensity": drawn.propensity, "metadata": {DRAW: drawn.draw}}
+    put(lake, "interactions", [asked(STAYS, -60, experiment=None), asked(STAYS, 1) | labels])
+    [unit] = seen(lake, plan=plan_of(before_seconds=7200)).blocks
+    assert unit.covariates == {"feedback": None, "errors": None}
+
+
+def test_a_user_has_the_scores_of_all_responses_and_of_those_with_feedback(lake: Lake) -> None:
+    rows = [asked(STAYS, second) for second in (1, 2, 3)] + [asked(TRIED, 4), asked(TRIED, 5)]
+    put(lake, "interactions", rows)
+    at, components = NOON + timedelta(seconds=9), ("components", "missing")
+    scores = zip(rows, (0.9, 0.6, 0.3, 0.8), strict=False)  # the last response has none
+    put(
+        lake,
+        "rewards",
+        [
+            reward(row["response_id"], 0.9, scored_at=at, **dict(zip(components, ({"model": score}, {}), strict=True)))
+            for row, score in scores
+        ],
+    )
+    put(lake, "feedback", [thumb(rows[index]["response_id"], 20, 1.0, ANYBODY) for index in (0, 1, 3)])
+    plan = plan_of(feedback=FeedbackOutcomeConfig(predicted_by="model"))
+    assert [user.predictions["feedback"] for user in seen(lake, plan=plan).blocks] == [
+        pytest.approx((0.6, 0.75)),
+        None,
+    ]
+
+
+def test_a_session_counts_for_a_user_by_the_responses_that_leave_its_wait_before_the_close(lake: Lake) -> None:
+    def session_end(user: str, *seconds: float, experiment: int | None = 3) -> None:
+        rows = [asked(user, second, session_id=user, experiment=experiment) for second in seconds]
+        put(lake, "interactions", rows)
+
+    session_end(STAYS, 1, 90, 180, 270, 360, 450, 540)  # closes at 601, so 540 could not show that it goes on
+    session_end(CROSSES, 2, 300)  # it paused for longer than 100 s
+    session_end(TRIED, 3)
+    session_end(TRIED, 80, experiment=None)  # whoever answered
+    plan = plan_of(session_end=SessionEndConfig(after_seconds=100.0))
+    assert [user.values["session_end"] for user in seen(lake, plan=plan).blocks] == [0.0, 1.0, 0.0]
 
 
 # What looks make of them

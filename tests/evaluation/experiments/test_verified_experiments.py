@@ -121,6 +121,27 @@ def test_what_was_forged_is_named(ledger: Ledger, forge: Callable[[Ledger], None
     assert any(problem in found for found in verify(ledger)), verify(ledger)
 
 
+def test_what_was_before_is_part_of_the_evidence(ledger: Ledger) -> None:
+    """Evidence without the covariates that a commit was decided with gives other intervals, and is named."""
+    blocks = [
+        block.model_copy(
+            update={"covariates": {"feedback": 0.1 * (block.block % 5 - 2)}, "values": {"feedback": value}}
+        )
+        for block in LIKED.blocks
+        for value in [(0.7 if block.candidate else 0.3) + 0.1 * (block.block % 5 - 2)]
+    ]
+    adjusted = Observed(blocks=tuple(blocks))
+    start(ledger)
+    add(ledger, "commit", "commit", adjusted)
+    assert verify(ledger) == []
+    plain = Observed(blocks=tuple(block.model_copy(update={"covariates": {}}) for block in blocks))
+    forged = Ledger(ledger.folder.parent / "forged")
+    start(forged)
+    add(forged, "commit", "commit", plain, why="; ".join(looks.look(PLAN, adjusted).reasons))
+    [problem] = verify(forged)
+    assert "its reason is 'feedback is shown to be better" in problem
+
+
 def test_a_start_needs_a_passing_verdict_or_an_override_and_a_pair_is_tried_once(ledger: Ledger) -> None:
     start(ledger, override=False)
     add(ledger, "end", "stopped", None)
