@@ -140,17 +140,19 @@ def fork(
     if not name or patience <= 0 or command[0] != sys.executable or not _understood(arguments):
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    request = {
-        "arguments": arguments,
-        "environment": variables,
-        "folder": os.getcwd(),
-        "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
-        "nice": os.getpriority(os.PRIO_PROCESS, 0),
-        "grace": grace,
-    }
     try:
+        request = {
+            "arguments": arguments,
+            "environment": variables,
+            "folder": os.getcwd(),  # which may have been removed
+            "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "grace": grace,
+        }
         connection.settimeout(patience)
         connection.connect(f"\0{name}")
+        if not _is_ours(connection):
+            raise OSError(f"{ADDRESS} names a server of another user")
         connection.recv(_LONGEST)  # it is ready
         connection.settimeout(_ANSWER_S)
         socket.send_fds(connection, [json.dumps(request).encode()], list(files))
@@ -180,6 +182,7 @@ class Job:
         """
         process_exit = importlib.import_module("feedback.process_exit")
         process_exit.skip_teardown("this process was forked")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         arguments = self.arguments[self.arguments[0] == "-P" :]
         code = 0
         try:
@@ -254,8 +257,7 @@ class ForkServer:
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
-        _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid != os.getuid():
+        if not _is_ours(connection):
             return connection.close()
         with suppress(OSError):  # it has gone already, which is heard next
             connection.send(b"ready")
@@ -291,12 +293,14 @@ class ForkServer:
     def _fork(self, requester: socket.socket, request: dict[str, Any], files: list[int]) -> Job | None:
         variables = request["environment"]
         if len(files) != 3 or any(variables.get(name) != value for name, value in self._fixed.items()):
-            requester.send(b"{}")
-            return None
+            return self._refuse(requester)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         own = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # no memory, or too many processes: what has been forked goes on
+            return self._refuse(requester)
         if pid == 0:
             self._become(request, files, own)
             return Job(request["arguments"], request["grace"], own)
@@ -306,6 +310,11 @@ class ForkServer:
         with suppress(OSError):
             requester.send(json.dumps({"pid": pid}).encode())
         return None
+
+    @staticmethod
+    def _refuse(requester: socket.socket) -> None:
+        with suppress(OSError):  # it has gone already, which is heard next
+            requester.send(b"{}")
 
     def _become(self, request: dict[str, Any], files: list[int], parent: int) -> None:
         """In the child: be as if it had been started by the requester."""
@@ -329,6 +338,8 @@ class ForkServer:
         sys.path[:] = [*before, *(path for path in sys.path if path not in before)]
         if (numpy := sys.modules.get("numpy")) is not None:
             numpy.random.seed()  # Python's own generator is seeded anew by itself
+        if (torch := sys.modules.get("torch")) is not None:
+            torch.default_generator.seed()
         os.setpriority(os.PRIO_PROCESS, 0, max(request["nice"], os.getpriority(os.PRIO_PROCESS, 0)))
         set_title(request["arguments"])
         signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
@@ -350,6 +361,12 @@ class ForkServer:
     def _signal(pid: int, number: int) -> None:
         with suppress(ProcessLookupError):  # it is a zombie at most until it is reaped here
             os.kill(pid, number)
+
+
+def _is_ours(connection: socket.socket) -> bool:
+    """Whether this user is at the other end. Anybody may take the address of a server that has gone."""
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return bool(uid == os.geteuid())
 
 
 def end_with(parent: int, number: int) -> None:

@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -23,6 +26,7 @@ import os, socket, sys
 from feedback import fork_server
 os.environ["SET_BY_AN_IMPORT"] = "1"
 import json, decimal   # what programs below find imported
+__import__(sys.argv[2])
 server = fork_server.ForkServer(socket.socket(fileno=int(sys.argv[1])), {"SET_BY_AN_IMPORT": "1"})
 while (job := server.turn(1.0)) is None:
     pass
@@ -41,12 +45,12 @@ sys.exit(int(os.environ.get("CODE", "0")))
 
 
 @pytest.fixture
-def server() -> Iterator[subprocess.Popen[bytes]]:
+def server(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
     listener = fork_server.listen()
     assert listener is not None
     with listener:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVER, str(listener.fileno())],
+            [sys.executable, "-P", "-c", SERVER, str(listener.fileno()), getattr(request, "param", "json")],
             env={**os.environ, "PYTHONPATH": str(ROOT), "OF_THE_SERVER": "1"},
             pass_fds=[listener.fileno()],
         )
@@ -186,6 +190,82 @@ def test_where_it_can_not_be_forked_nothing_is_and_python_itself_runs(
         in_place = [sys.executable, "-I", "-S", fork_server.__file__, *command[2:]]
         done = subprocess.run(in_place, env=environment, capture_output=True, timeout=PATIENCE_S, check=True)
         assert json.loads(done.stdout)["imported"] is False
+
+
+def test_an_address_that_another_user_has_taken_is_not_asked(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        os.seteuid(65534)
+        try:
+            other.bind("\0millrace-taken")
+            other.listen()
+        finally:
+            os.seteuid(0)
+        other.settimeout(PATIENCE_S)
+        received: list[bytes] = []
+
+        def listen() -> None:
+            connection, _ = other.accept()
+            with connection, suppress(OSError):  # it has gone before it was ready
+                connection.send(b"ready")
+                received.append(connection.recv(2**20))
+
+        listening = threading.Thread(target=listen)
+        listening.start()
+        environment = {**variables(server), fork_server.ADDRESS: "millrace-taken"}
+        assert fork_server.fork(program(tmp_path, PROGRAM), environment=environment, patience=PATIENCE_S) is None
+        listening.join(PATIENCE_S)
+        assert received in ([], [b""])
+
+
+def test_a_requester_that_has_gone_before_it_is_refused_ends_nothing(
+    server: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "sleeper").mkdir()
+    sleeper = run(server, program(tmp_path / "sleeper", "import time; time.sleep(600)"), tmp_path / "slept")
+    assert sleeper is not None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
+        gone.connect("\0" + server.address)  # type: ignore[attr-defined]
+        assert gone.recv(2**20) == b"ready"
+        server.send_signal(signal.SIGSTOP)
+        gone.send(json.dumps({"environment": {}}).encode())
+    server.send_signal(signal.SIGCONT)
+    again = run(server, program(tmp_path, "pass"), tmp_path / "out")
+    assert again is not None
+    assert again.wait(PATIENCE_S) == 0
+    assert sleeper.poll() is None
+    sleeper.kill()
+    assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_a_keyboard_interrupt_is_raised(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    raised = run(server, program(tmp_path, "import signal; signal.raise_signal(signal.SIGINT)"), tmp_path / "raised")
+    assert raised is not None
+    assert raised.wait(PATIENCE_S) == 1
+    assert "KeyboardInterrupt" in (tmp_path / "raised").read_text()
+
+
+@pytest.mark.parametrize("server", ["torch"], indirect=True)
+def test_each_has_random_numbers_of_its_own_from_torch(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    said = set()
+    for number in range(2):
+        out = tmp_path / str(number)
+        process = run(server, program(tmp_path, "import torch; print(torch.initial_seed())"), out)
+        assert process is not None
+        assert process.wait(PATIENCE_S) == 0
+        said.add(out.read_text())
+    assert len(said) == 2
+
+
+def test_a_requester_whose_folder_was_removed_gets_none(
+    server: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = program(tmp_path, PROGRAM)
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    assert fork_server.fork(command, environment=variables(server), patience=PATIENCE_S) is None
 
 
 def _until(condition: Callable[[], bool]) -> None:
