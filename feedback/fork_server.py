@@ -12,6 +12,7 @@ standard library alone.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import importlib
 import json
@@ -178,10 +179,10 @@ class Job:
     def run(self) -> NoReturn:
         """Run it in this process, as its main program, and end.
 
-        Teardown is skipped (``feedback.process_exit``): what was imported takes half a second to be taken down.
+        Its threads are waited for and its ``atexit`` functions run, as Python does, unless it skips its teardown
+        itself; the rest of the teardown is skipped: what was imported takes half a second to be taken down.
         """
         process_exit = importlib.import_module("feedback.process_exit")
-        process_exit.skip_teardown("this process was forked")
         signal.signal(signal.SIGINT, signal.default_int_handler)
         arguments = self.arguments[self.arguments[0] == "-P" :]
         code = 0
@@ -200,6 +201,10 @@ class Job:
         except BaseException:  # noqa: BLE001 - the end of the program
             traceback.print_exc()
             code = 1
+        if not process_exit.teardown_is_skipped():
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+        process_exit.skip_teardown("this process was forked")
         raise process_exit.end_process(code)  # it does not return
 
 

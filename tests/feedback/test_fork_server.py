@@ -239,6 +239,19 @@ def test_a_requester_that_has_gone_before_it_is_refused_ends_nothing(
     assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL
 
 
+def test_its_threads_and_functions_at_exit_end_as_in_any_python(
+    server: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    text = (
+        "import atexit, threading\natexit.register(lambda: print('at exit'))\nmain = threading.main_thread()\n"
+        "threading.Thread(target=lambda: (main.join(), print('the thread'))).start()\nprint('the program')"
+    )
+    process = run(server, program(tmp_path, text), tmp_path / "out")
+    assert process is not None
+    assert process.wait(PATIENCE_S) == 0
+    assert (tmp_path / "out").read_text().splitlines() == ["the program", "the thread", "at exit"]
+
+
 def test_a_keyboard_interrupt_is_raised(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
     raised = run(server, program(tmp_path, "import signal; signal.raise_signal(signal.SIGINT)"), tmp_path / "raised")
     assert raised is not None
