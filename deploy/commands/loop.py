@@ -244,12 +244,12 @@ def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, j
             learned=learned,
             first=first,
         )
-    verdict, evaluation = judged.verdict, judged.evaluation
-    file = evaluation and evaluation.save(config.folder)
-    store.record_gate(candidate, verdict.model_dump(mode="json"))
-    for line in _evaluation_lines(evaluation):
-        click.echo(line)
-    others = _other_suites(policies, config, sources)
+        verdict, evaluation = judged.verdict, judged.evaluation
+        file = evaluation and evaluation.save(config.folder)
+        store.record_gate(candidate, verdict.model_dump(mode="json"))
+        for line in _evaluation_lines(evaluation):
+            click.echo(line)
+        others = _other_suites(policies, config, sources)
     click.echo(
         f"{verdict.items} items looked at, e-value {verdict.e_value:.3g} of the {_needed(verdict)} that a pass needs; "
         f"levels given so far: {verdict.levels_given:.2g}; {verdict.budget}"

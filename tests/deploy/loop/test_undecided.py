@@ -14,6 +14,7 @@ import pytest
 from deploy import cli
 from deploy.config import root
 from deploy.config.root import Settings
+from deploy.display.report_data import gather
 from deploy.loop import records
 from deploy.loop.cycle import run_cycle
 from deploy.loop.killed_runs import judged_before
@@ -21,6 +22,7 @@ from deploy.loop.records import CycleRecord
 from evaluation.config import EvaluationConfig
 from evaluation.decisions.history import History
 from evaluation.evaluate import Scoring
+from evaluation.results import Evaluation
 from tests.evaluation.decisions.worlds import config, items, judged, rewrite, seen
 
 FAST = {
@@ -108,6 +110,31 @@ def test_evaluate_measures_kl_to_the_first_policy_and_says_of_whose_training_not
     looks = home.ledger().evidence(verdict.body["evidence"])["looks"]
     assert all(one["kl_v1"] == pytest.approx(0, abs=1e-4) for look in looks for one in look["fresh"])
     assert verdict.body["plan"]["margins"]["kl_v1"] == 0.5
+
+
+def test_evaluate_shows_and_keeps_a_watched_suite_by_itself_and_nothing_of_it_decides(
+    home: Settings, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    home.path("math.jsonl").write_text(
+        "".join(f'{{"id": "w{i}", "prompt": "{i}+3=", "answer": "{i + 3}"}}\n' for i in range(20))
+    )
+    options = {f"evaluation.suites.math.{name}": value for name, value in (("path", "math.jsonl"), ("role", "watch"))}
+    settings = root.load(home.snapshot(), list(options.items()), {})
+    assert home.path("math.jsonl") in settings.training().data.exclude_suites
+    out = tmp_path / "out.json"
+    command = ["evaluate", "3", "--incumbent", "2", "--json-out", str(out)]
+    assert cli.run(["--config", str(settings.snapshot()), *command]) == 0
+    assert "suite math (watch), 20 items:" in capfd.readouterr().out
+    found = json.loads(out.read_text())["suites"]["math"]
+    assert (found["role"], found["n"]) == ("watch", 20)
+    kept = Evaluation.load(Path(found["evaluation"]))
+    assert (kept.name, kept.role, kept.suite_items) == ("math", "watch", 20)
+    entry = home.ledger().entries()[-1]
+    assert entry.body["plan"]["suites"] == {}
+    assert not any("math" in row["metric"] for row in entry.body["standings"])
+    shown = {row.name: (row.role, row.items) for row in gather(settings, title="a report").suites}
+    assert shown["math (watch)"] == ("watch", 20)
+    assert len(shown) == 2
 
 
 def test_a_refusal_that_is_on_record_is_seen_by_the_cycle_after_the_one_that_was_killed_behind_it(
