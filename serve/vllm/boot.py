@@ -259,6 +259,7 @@ def _server_variables(config: EngineConfig) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(int(config.start_timeout_s)),
+        "VLLM_MAX_STOP_STRINGS": "16",  # its own bound is 4; ``serve.api.bounds.STOPS`` is ours
         "OMP_WAIT_POLICY": "PASSIVE",  # OpenMP threads that have no work sleep, the cores are shared with training
     }
     if one_process:

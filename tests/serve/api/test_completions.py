@@ -249,6 +249,27 @@ def test_a_stop_text_ends_a_response_before_it(client: openai.OpenAI, server: Li
     assert (row["sampling"]["stop"], row["status"]) == ([mark], "complete")
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_last_of_sixteen_stop_texts_ends_a_response(client: openai.OpenAI, server: LiveServer, chat: bool) -> None:
+    def ask(**more: Any) -> tuple[str, str]:
+        shared: dict[str, Any] = {"model": "millrace", "max_tokens": 40, "seed": 6, **more}
+        if chat:
+            said = client.chat.completions.create(messages=[{"role": "user", "content": "stop"}], **shared)
+            return said.choices[0].message.content or "", said.id
+        answer = client.completions.create(prompt="stop", **shared)
+        return answer.choices[0].text, answer.id
+
+    whole, _ = ask()
+    mark = next(character for character in whole[3:] if character.isascii() and whole.index(character) >= 3)
+    stops = [*(f"never said {i}" for i in range(15)), mark]
+    text, request = ask(stop=stops)
+    assert text == whole[: whole.index(mark)]
+    [row] = rows_of(server, request)
+    assert (row["finish_reason"], row["sampling"]["stop"]) == ("stop", stops)
+    with pytest.raises(openai.BadRequestError, match="stop: 17 entries are more than the 16"):
+        ask(stop=[*stops, "one more"])
+
+
 def test_what_else_shapes_the_sampling_is_in_the_row_and_in_its_logprobs(
     client: openai.OpenAI, server: LiveServer
 ) -> None:
