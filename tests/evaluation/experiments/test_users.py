@@ -24,23 +24,12 @@ from feedback.lake.tables import Lake
 from serve.generation.interaction_rows import DRAW
 from serve.policies.experiments import FALLBACK, Experiment, Phase, unit_of
 from tests.feedback.feedback_rows import interaction, put, reward, said
+from tests.serve.experiment_records import experiment_record
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=UTC)
 WINDOW_S = 600.0
-EXPERIMENT = Experiment(
-    number=3,
-    candidate=2,
-    control=1,
-    seed="seed",
-    started_at=NOON.timestamp(),
-    block_s=60.0,
-    phases=(Phase(0, 0.1), Phase(10, 0.5)),
-    generation=1,
-    state="running",
-    who="test",
-    why="test",
-    plan={},
-    unit="user",
+EXPERIMENT = experiment_record(
+    number=3, started_at=NOON.timestamp(), phases=(Phase(0, 0.1), Phase(10, 0.5)), unit="user"
 )
 
 

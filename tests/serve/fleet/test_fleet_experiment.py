@@ -18,6 +18,7 @@ from serve.generation.interaction_rows import DRAW
 from serve.policies.experiments import FALLBACK, Experiment, Experiments, Phase, unit_of
 from serve.policies.store import PolicyStore
 from tests.serve.conftest import LiveServer, start_server, stop_server
+from tests.serve.experiment_records import experiment_record
 
 PATIENCE_S = 300
 BLOCK_S = 2.0
@@ -56,22 +57,9 @@ def begin(fleet: LiveServer, **changed: Any) -> Experiment:
     assert pointer is not None
     experiments = Experiments(fleet.store.root)
     number = len(experiments.numbers()) + 1
-    values: dict[str, Any] = {
-        "number": number,
-        "candidate": 2,
-        "control": pointer.version,
-        "seed": f"seed {number}",
-        "started_at": time.time(),
-        "block_s": BLOCK_S,
-        "phases": (Phase(0, 0.5),),
-        "generation": pointer.generation,
-        "state": "running",
-        "who": "test",
-        "why": "test",
-        "plan": {},
-        "unit": "user",
-    }
-    made = Experiment(**(values | changed))
+    served = {"control": pointer.version, "generation": pointer.generation}
+    own = {"number": number, "seed": f"seed {number}", "block_s": BLOCK_S, "unit": "user"}
+    made = experiment_record(**(served | own | changed))
     experiments.begin(made)
     return made
 

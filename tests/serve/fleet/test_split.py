@@ -13,24 +13,11 @@ from serve.fleet.reports import Report
 from serve.fleet.state import FleetState, Instant, Split, part_of
 from serve.policies.experiments import Experiment, Phase
 from serve.policies.store import Pointer
+from tests.serve.experiment_records import experiment_record
 
 NOW = Instant(1000.0, "boot", 1.7e9)
 CONFIG = FleetConfig(replicas=4)
-EXPERIMENT = Experiment(
-    number=5,
-    candidate=2,
-    control=1,
-    seed="seed",
-    started_at=NOW.wall,
-    block_s=60.0,
-    phases=(Phase(0, 0.01), Phase(10, 0.5)),
-    generation=1,
-    state="running",
-    who="test",
-    why="test",
-    plan={},
-    unit="user",
-)
+EXPERIMENT = experiment_record(number=5, started_at=NOW.wall, phases=(Phase(0, 0.01), Phase(10, 0.5)), unit="user")
 
 
 def pointer(version: int, generation: int, verdict: dict[str, Any] | None = None) -> Pointer:

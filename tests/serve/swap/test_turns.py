@@ -20,6 +20,7 @@ from serve.policies.experiments import Experiment, ExperimentRunning, Experiment
 from serve.policies.store import PolicyError, PolicyStore
 from serve.swap.swapper import Swapper
 from tests.serve.conftest import LiveServer, start_server, stop_server
+from tests.serve.experiment_records import experiment_record
 
 BLOCK_S = 0.5
 
@@ -27,20 +28,8 @@ BLOCK_S = 0.5
 def experiment_of(store: PolicyStore, number: int, **changed: Any) -> Experiment:
     pointer = store.serving()
     assert pointer is not None
-    values: dict[str, Any] = {
-        "candidate": 2,
-        "control": pointer.version,
-        "seed": f"seed {number}",
-        "started_at": time.time(),
-        "block_s": BLOCK_S,
-        "phases": (Phase(0, 0.5),),
-        "generation": pointer.generation,
-        "state": "running",
-        "who": "test",
-        "why": "test",
-        "plan": {},
-    }
-    return Experiment(number=number, **(values | changed))
+    served = {"control": pointer.version, "generation": pointer.generation}
+    return experiment_record(**(served | {"number": number, "seed": f"seed {number}", "block_s": BLOCK_S} | changed))
 
 
 @pytest.fixture(scope="module")
