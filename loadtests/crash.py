@@ -275,7 +275,7 @@ class Server:
             found = []
         known = {process.pid for process in found}
         self.family = [*found, *(old for old in self.family if old.pid not in known and old.is_running())]
-        return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+        return [process for process in found if lives(process)]
 
     async def wait_until_ready(self, http: httpx.AsyncClient) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S

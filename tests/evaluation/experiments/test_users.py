@@ -270,8 +270,8 @@ def test_a_watch_counts_those_who_first_came_since_the_commit() -> None:
 # What verification makes of them
 
 
-def ledger_with(folder: Path, found: Observed, **changed: Any) -> list[str]:
-    """The problems of a ledger whose experiment ended by these users."""
+def ledger_with(folder: Path, found: Observed, started_at: float, **changed: Any) -> list[str]:
+    """The problems of a ledger whose experiment began then and ended by these users."""
     ledger, policies = Ledger(folder), ({"version": 2, "sha256": "c" * 64}, {"version": 1, "sha256": "b" * 64})
     plan = PLAN.model_copy(update={"window_s": 0.0})
     common = {
@@ -280,7 +280,7 @@ def ledger_with(folder: Path, found: Observed, **changed: Any) -> list[str]:
         "control": policies[1],
         "phases": [{"from_block": 0, "share": 0.5}],
     }
-    start = {"seed": "seed", "started_at": STARTED, "block_s": 1e-3, "plan": plan.to_json(), "why": "test"}
+    start = {"seed": "seed", "started_at": started_at, "block_s": 1e-3, "plan": plan.to_json(), "why": "test"}
     start |= {"verdict_entry": None, "override": True, "objection": "none", "unit": "user"}
     ledger.append("experiment", {**common, **start, "event": "start"}, who="test")
     why = "; ".join(looks.look(plan, found).reasons)
@@ -290,12 +290,13 @@ def ledger_with(folder: Path, found: Observed, **changed: Any) -> list[str]:
     return verify(ledger)
 
 
-STARTED = time.time() - 60
-HARM = users({"candidate": 0.3, "control": 0.8}, start=STARTED)
+def harm(started_at: float) -> Observed:
+    return users({"candidate": 0.3, "control": 0.8}, start=started_at)
 
 
 def test_users_as_they_were_drawn_are_in_order(tmp_path: Path) -> None:
-    assert ledger_with(tmp_path, HARM) == []
+    started_at = time.time() - 60
+    assert ledger_with(tmp_path, harm(started_at), started_at) == []
 
 
 @pytest.mark.parametrize(
@@ -311,8 +312,9 @@ def test_users_as_they_were_drawn_are_in_order(tmp_path: Path) -> None:
     ],
 )
 def test_users_that_were_changed_are_named(tmp_path: Path, change: Any, problem: str) -> None:
-    changed = Observed(blocks=tuple(change(list(HARM.blocks))))
-    assert any(problem in one for one in ledger_with(tmp_path, changed))
+    started_at = time.time() - 60
+    changed = Observed(blocks=tuple(change(list(harm(started_at).blocks))))
+    assert any(problem in one for one in ledger_with(tmp_path, changed, started_at))
 
 
 def _other(user: Block) -> Block:
