@@ -2,8 +2,10 @@
 
 torch, transformers and vLLM take ten seconds to import. A fork server has done so, has one thread, and forks on
 request; the child runs what ``python ARGUMENTS`` would run, with the requester's environment, working directory, open
-files, signal mask and niceness. It ends when its server ends, and when its requester does. Only processes of the same
-user are served, through a socket without a name in the file system. Linux alone.
+files, signal mask, umask and niceness. It ends when its server ends, and when its requester does. Linux alone.
+
+The socket has no name in the file system, but one that every process of the machine can list. So both sides must be of
+the same user and know a secret, which stands in ``ADDRESS`` only: the server proves it before it is sent anything.
 
 As a program, this file takes the place of ``python`` where another program starts it, such as Ray: it requests the
 process, is what signals reach, and ends as it does. Where there is no server it becomes that ``python``. It imports the
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import hmac
 import importlib
 import json
 import os
@@ -27,49 +30,61 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 ADDRESS: Final = "MILLRACE_FORK_SERVER"
-"""The environment variable that names the server for all processes below one."""
+"""The environment variable with the name of the server and its secret, for all processes below one."""
 PARENT: Final = "MILLRACE_PARENT"
 """The environment variable with the process that one is to end with."""
 
 _ONLY_AT_EXEC: Final = ("LD_PRELOAD", "MALLOC_CONF", "PYTHONHASHSEED", "PYTHONHOME")
 _LONGEST: Final = 2**20
 _ANSWER_S: Final = 10.0
+_POLL_S: Final = 0.1
 _PR_SET_PDEATHSIG: Final = 1
 _FORWARDED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def listen() -> socket.socket | None:
-    """A socket for a server, whose requesters may connect before it serves; None where there can be none."""
+@dataclass(frozen=True)
+class Listener:
+    """A socket for a server, whose requesters may connect before it serves."""
+
+    socket: socket.socket
+    secret: str
+
+    @classmethod
+    def inherited(cls, descriptor: int) -> Listener:
+        """The one that this process was started with, in whose environment ``ADDRESS`` is of it."""
+        return cls(socket.socket(fileno=descriptor), os.environ[ADDRESS].partition(":")[2])
+
+    @property
+    def address(self) -> str:
+        """What ``ADDRESS`` is to say."""
+        return f"{str(self.socket.getsockname()[1:], 'ascii')}:{self.secret}"
+
+
+def listen() -> Listener | None:
+    """None where there can be no server."""
     if sys.platform != "linux":
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0millrace-{secrets.token_hex(16)}")
     listener.listen(64)
-    return listener
-
-
-def address_of(listener: socket.socket) -> str:
-    """What ``ADDRESS`` is to say."""
-    return str(listener.getsockname()[1:], "ascii")
+    return Listener(listener, secrets.token_hex(16))
 
 
 class ForkedProcess:
     """What ``subprocess.Popen`` has, of a process that a fork server has forked."""
 
-    def __init__(self, connection: socket.socket, pid: int) -> None:
+    def __init__(self, connection: socket.socket, pid: int, pidfd: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._connection, self._lock = connection, threading.RLock()  # a signal's handler may ask meanwhile
         self._server_died = False
-        self._gone: int | None = None  # readable when it has ended, whoever says so
-        with suppress(ProcessLookupError):  # it has ended already: the server says how
-            self._gone = os.pidfd_open(pid)
+        self._gone = pidfd  # readable when it has ended, whoever says so
 
     def poll(self) -> int | None:
         """The exit code, -n if signal n has ended it; None while it runs."""
@@ -81,13 +96,12 @@ class ForkedProcess:
                     return None
                 except OSError:
                     message = b""
-                if not message and self._gone is not None and not select.select([self._gone], [], [], 0)[0]:
+                if not message and not select.select([self._gone], [], [], 0)[0]:
                     self._server_died = True  # and it ends because of that
                     return None
                 self.returncode = int(json.loads(message)["code"]) if message else -signal.SIGKILL
                 self._connection.close()
-                if self._gone is not None:
-                    os.close(self._gone)
+                os.close(self._gone)
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -106,9 +120,10 @@ class ForkedProcess:
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, unless it has ended."""
-        if self.poll() is None:
-            with suppress(OSError):  # the server has died, and it with it
-                self._connection.send(json.dumps({"signal": int(number)}).encode())
+        with self._lock:
+            if self.poll() is None:
+                with suppress(ProcessLookupError):  # it has ended, and its server is about to say how
+                    signal.pidfd_send_signal(self._gone, number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -136,7 +151,7 @@ def fork(
     Returns None where there is no server, where it is not ready in time, or can't run such a command.
     """
     variables = dict(os.environ if environment is None else environment)
-    name = variables.get(ADDRESS)
+    name, _, secret = variables.get(ADDRESS, "").partition(":")
     arguments = list(command[1:])
     if not name or patience <= 0 or command[0] != sys.executable or not _understood(arguments):
         return None
@@ -147,6 +162,7 @@ def fork(
             "environment": variables,
             "folder": os.getcwd(),  # which may have been removed
             "mask": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
+            "umask": _umask(),
             "nice": os.getpriority(os.PRIO_PROCESS, 0),
             "grace": grace,
         }
@@ -154,18 +170,22 @@ def fork(
         connection.connect(f"\0{name}")
         if not _is_ours(connection):
             raise OSError(f"{ADDRESS} names a server of another user")
-        connection.recv(_LONGEST)  # it is ready
+        nonce = secrets.token_bytes(16)
+        connection.send(nonce)
+        if not hmac.compare_digest(connection.recv(_LONGEST), _proof(secret, nonce)):  # when it is ready
+            raise OSError(f"{ADDRESS} names a server without the secret")
         connection.settimeout(_ANSWER_S)
-        socket.send_fds(connection, [json.dumps(request).encode()], list(files))
-        answer = json.loads(connection.recv(_LONGEST) or b"{}")
+        socket.send_fds(connection, [json.dumps({**request, "secret": secret}).encode()], list(files))
+        message, pidfds, _, _ = socket.recv_fds(connection, _LONGEST, 1)
+        answer = json.loads(message or b"{}")
     except (OSError, ValueError):
         connection.close()
         return None
-    if "pid" not in answer:
+    if "pid" not in answer or not pidfds:
         connection.close()
         return None
     connection.setblocking(False)
-    return ForkedProcess(connection, answer["pid"])
+    return ForkedProcess(connection, answer["pid"], pidfds[0])
 
 
 @dataclass(frozen=True)
@@ -214,11 +234,16 @@ class ForkServer:
     Args:
         listener: of ``listen``.
         imported: the variables that imports have set, which its children have too.
+        outdated: whether what was imported is no longer what is installed; then nothing is forked any more.
     """
 
-    def __init__(self, listener: socket.socket, imported: Mapping[str, str]) -> None:
-        self._listener, self._imported = listener, dict(imported)
+    def __init__(
+        self, listener: Listener, imported: Mapping[str, str], outdated: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.address, self._secret = listener.address, listener.secret
+        self._listener, self._imported, self._outdated = listener.socket, dict(imported), outdated
         self._fixed = {name: os.environ.get(name) for name in _ONLY_AT_EXEC}
+        self._greeted: set[socket.socket] = set()  # to whom the secret was proven
         self._requesters: dict[socket.socket, int | None] = {}  # and the process that each has got
         self._graced: set[int] = set()
         self._left: set[int] = set()  # whose requesters have gone
@@ -228,10 +253,6 @@ class ForkServer:
         self._wake = wake
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-
-    @property
-    def address(self) -> str:
-        return address_of(self._listener)
 
     @property
     def serves_somebody(self) -> bool:
@@ -261,15 +282,17 @@ class ForkServer:
             each.close()
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # no file left: what was forked goes on
+            time.sleep(_POLL_S)
+            return
         if not _is_ours(connection):
             return connection.close()
-        with suppress(OSError):  # it has gone already, which is heard next
-            connection.send(b"ready")
         self._requesters[connection] = None
 
     def _hear(self, requester: socket.socket) -> Job | None:
-        """What a requester says: what to run, a signal for it, or that it has gone."""
+        """What a requester says: its nonce, what to run, or that it has gone."""
         files: list[int] = []
         try:
             message, files, _, _ = socket.recv_fds(requester, _LONGEST, 3, socket.MSG_DONTWAIT)
@@ -278,42 +301,65 @@ class ForkServer:
         except OSError:
             message = b""
         try:
-            pid = self._requesters[requester]
-            if not message:
-                del self._requesters[requester]
-                requester.close()
-                if pid is not None:
-                    self._left.add(pid)
-                    self._signal(pid, signal.SIGTERM if pid in self._graced else signal.SIGKILL)
-                return None
-            said = json.loads(message)
-            if pid is not None:
-                self._signal(pid, said["signal"])
-                return None
-            return self._fork(requester, said, files)
+            if not message or self._requesters[requester] is not None:
+                self._leave(requester)
+            elif requester not in self._greeted:
+                self._greeted.add(requester)
+                with suppress(OSError):  # it has gone already, which is heard next
+                    requester.send(_proof(self._secret, message))
+            elif (request := _Request.of(message, self._secret)) is None:
+                self._leave(requester)
+            else:
+                return self._fork(requester, request, files)
+            return None
         finally:
             for file in files:
                 os.close(file)
 
-    def _fork(self, requester: socket.socket, request: dict[str, Any], files: list[int]) -> Job | None:
-        variables = request["environment"]
-        if len(files) != 3 or any(variables.get(name) != value for name, value in self._fixed.items()):
+    def _leave(self, requester: socket.socket) -> None:
+        """Forget a requester that has gone, or says what none says, and end what was forked for it."""
+        pid = self._requesters.pop(requester)
+        self._greeted.discard(requester)
+        requester.close()
+        if pid is not None:
+            self._left.add(pid)
+            with suppress(ProcessLookupError):  # it is a zombie at most until it is reaped here
+                os.kill(pid, signal.SIGTERM if pid in self._graced else signal.SIGKILL)
+
+    def _fork(self, requester: socket.socket, request: _Request, files: list[int]) -> Job | None:
+        variables = request.environment
+        if (
+            len(files) != 3
+            or any(variables.get(name) != value for name, value in self._fixed.items())
+            or self._outdated()
+        ):
             return self._refuse(requester)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         own = os.getpid()
+        # A signal that comes before the child has handlers of its own must not be taken by those of this process.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
         try:
             pid = os.fork()
         except OSError:  # no memory, or too many processes: what has been forked goes on
             return self._refuse(requester)
+        finally:
+            if os.getpid() == own:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if pid == 0:
-            self._become(request, files, own)
-            return Job(request["arguments"], request["grace"], own)
+            try:
+                self._become(request, files, own)
+            except BaseException:  # noqa: BLE001 - it is no server
+                traceback.print_exc()
+                os._exit(1)
+            return Job(request.arguments, request.grace, own)
         self._requesters[requester] = pid
-        if request["grace"] is not None:
+        if request.grace is not None:
             self._graced.add(pid)
+        pidfd = os.pidfd_open(pid)
         with suppress(OSError):
-            requester.send(json.dumps({"pid": pid}).encode())
+            socket.send_fds(requester, [json.dumps({"pid": pid}).encode()], [pidfd])
+        os.close(pidfd)
         return None
 
     @staticmethod
@@ -321,20 +367,21 @@ class ForkServer:
         with suppress(OSError):  # it has gone already, which is heard next
             requester.send(b"{}")
 
-    def _become(self, request: dict[str, Any], files: list[int], parent: int) -> None:
+    def _become(self, request: _Request, files: list[int], parent: int) -> None:
         """In the child: be as if it had been started by the requester."""
-        end_with(parent, signal.SIGKILL if request["grace"] is None else signal.SIGTERM)
+        end_with(parent, signal.SIGKILL if request.grace is None else signal.SIGTERM)
         self.close()
         for number in _FORWARDED:
             signal.signal(number, signal.SIG_DFL)
-        if request["grace"] is None:
+        if request.grace is None:
             os.setpgid(0, 0)
         else:
             os.setsid()
         for to, file in enumerate(files):
             os.dup2(file, to)
-        os.chdir(request["folder"])
-        variables = self._imported | request["environment"]
+        os.chdir(request.folder)
+        os.umask(request.umask)
+        variables = self._imported | request.environment
         if PARENT in variables:
             variables[PARENT] = str(parent)
         os.environ.clear()
@@ -345,9 +392,9 @@ class ForkServer:
             numpy.random.seed()  # Python's own generator is seeded anew by itself
         if (torch := sys.modules.get("torch")) is not None:
             torch.default_generator.seed()
-        os.setpriority(os.PRIO_PROCESS, 0, max(request["nice"], os.getpriority(os.PRIO_PROCESS, 0)))
-        set_title(request["arguments"])
-        signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+        os.setpriority(os.PRIO_PROCESS, 0, max(request.nice, os.getpriority(os.PRIO_PROCESS, 0)))
+        set_title(request.arguments)
+        signal.pthread_sigmask(signal.SIG_SETMASK, request.mask)
 
     def _reap(self) -> None:
         for requester, pid in list(self._requesters.items()):
@@ -356,16 +403,47 @@ class ForkServer:
                     requester.send(json.dumps({"code": code}).encode())
                 requester.close()
                 del self._requesters[requester]
+                self._greeted.discard(requester)
                 self._graced.discard(pid)
         for pid in list(self._left):
             if _ended(pid) is not None:
                 self._left.discard(pid)
                 self._graced.discard(pid)
 
-    @staticmethod
-    def _signal(pid: int, number: int) -> None:
-        with suppress(ProcessLookupError):  # it is a zombie at most until it is reaped here
-            os.kill(pid, number)
+
+@dataclass(frozen=True)
+class _Request:
+    """A process that is to be forked, as its requester has it."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+    folder: str
+    mask: list[int]
+    umask: int
+    nice: int
+    grace: float | None
+
+    @classmethod
+    def of(cls, message: bytes, secret: str) -> _Request | None:
+        """None where the message is no request, or lacks the secret."""
+        try:
+            fields = json.loads(message)
+            if not hmac.compare_digest(fields.pop("secret").encode(), secret.encode()):
+                return None
+            request = cls(**fields)
+            return request if _understood(request.arguments) and isinstance(request.environment, dict) else None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+
+def _proof(secret: str, nonce: bytes) -> bytes:
+    return hmac.digest(secret.encode(), nonce, "sha256")
+
+
+def _umask() -> int:
+    """This process' umask, which can be had from the system without setting it for a moment."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
 
 
 def _is_ours(connection: socket.socket) -> bool:

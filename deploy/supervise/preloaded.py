@@ -2,9 +2,10 @@
 
     python -P -m deploy.supervise.preloaded LISTENER_FD PARENT_PID
 
-It ends with the process that has started it, and after ten minutes in which it had nothing to do. On a machine with a
-GPU it ends at once: what asks vLLM for its platform may have begun a CUDA context there, which no fork survives. Stages
-then start interpreters of their own.
+It ends with the process that has started it, after ten minutes in which it had nothing to do, and once another version
+than it has imported is installed: what it has forked goes on, and what would be forked starts an interpreter. On a
+machine with a GPU it ends at once: what asks vLLM for its platform may have begun a CUDA context there, which no fork
+survives. Stages then start interpreters of their own.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import gc
 import importlib
 import os
 import select
-import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ _MODULES: Final = (
     "evaluation.decisions.judgement",
     "scipy.stats",
 )
+_PACKAGES: Final = ("feedback", "serve", "evaluation", "train", "deploy")
 _IDLE: Final = 75
 _IDLE_S: Final = 600.0
 _END_S: Final = 10.0
@@ -62,7 +64,7 @@ def serving(log: Path) -> Iterator[None]:
         yield
         return
     activation = _Activation(listener, log)
-    os.environ[fork_server.ADDRESS] = fork_server.address_of(listener)
+    os.environ[fork_server.ADDRESS] = listener.address
     try:
         yield
     finally:
@@ -73,7 +75,7 @@ def serving(log: Path) -> Iterator[None]:
 class _Activation:
     """Starts the server once a child waits for it. In a thread, as Linux ties it to the one that has started it."""
 
-    def __init__(self, listener: socket.socket, log: Path) -> None:
+    def __init__(self, listener: fork_server.Listener, log: Path) -> None:
         self._listener, self._log = listener, log
         self._closing, self._closed = os.pipe()
         self._thread = threading.Thread(target=self._run, name="fork server", daemon=True)
@@ -84,9 +86,9 @@ class _Activation:
         self._thread.join(_END_S)
 
     def _run(self) -> None:
-        with self._listener:
+        with self._listener.socket:
             while True:
-                ready, _, _ = select.select([self._listener.fileno(), self._closing], [], [])
+                ready, _, _ = select.select([self._listener.socket.fileno(), self._closing], [], [])
                 if self._closing in ready or self._serve() != _IDLE:
                     break
         os.close(self._closing)
@@ -94,14 +96,14 @@ class _Activation:
     def _serve(self) -> int:
         """Run the server to its end; its exit code."""
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        file = self._listener.fileno()
+        file = self._listener.socket.fileno()
         with self._log.open("ab") as output, stop_signals_blocked():  # what it has forked ends in order, and then it
             server = subprocess.Popen(
                 [sys.executable, "-P", "-m", "deploy.supervise.preloaded", str(file), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_variables(),
+                env=child_variables({fork_server.ADDRESS: self._listener.address}),
                 pass_fds=[file],
                 start_new_session=True,
             )
@@ -113,10 +115,19 @@ class _Activation:
         return server.wait(_END_S)
 
 
+def _installed() -> tuple[tuple[str, int], ...]:
+    """When each of our files, and the folder of what is installed beside them, was last changed: a millisecond."""
+    root = Path(__file__).parents[2]
+    files = [file for package in _PACKAGES for file in (root / package).rglob("*.py")]
+    files.append(Path(sysconfig.get_path("purelib")))
+    return tuple((str(file), file.stat().st_mtime_ns) for file in files if file.exists())
+
+
 def main() -> None:
     _, descriptor, parent = sys.argv
     end_with_parent(int(parent))
-    listener = socket.socket(fileno=int(descriptor))
+    listener = fork_server.Listener.inherited(int(descriptor))
+    version = _installed()
     before = dict(os.environ)
     # vLLM imports Ray where it can, for executors that we don't use; and Ray reads its environment when it is imported.
     modules: dict[str, Any] = sys.modules
@@ -133,9 +144,9 @@ def main() -> None:
     imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
     gc.freeze()  # what was imported stays in memory that all share
-    server = fork_server.ForkServer(listener, imported)
+    server = fork_server.ForkServer(listener, imported, outdated=lambda: _installed() != version)
     busy = time.monotonic()
-    while server.serves_somebody or time.monotonic() - busy < _IDLE_S:
+    while server.serves_somebody or (time.monotonic() - busy < _IDLE_S and _installed() == version):
         if server.serves_somebody:
             busy = time.monotonic()
         if (job := server.turn(10.0)) is not None:

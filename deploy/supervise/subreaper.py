@@ -73,13 +73,16 @@ def _subreap(arguments: list[str], grace: float, imported: Mapping[str, str]) ->
     listener, own = listen(), os.getpid()
     assert listener is not None
     server = ForkServer(listener, imported)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     pid = os.fork()
     if pid == 0:
         _tie_to(own)
         os.environ[ADDRESS] = server.address
         server.close()
         os.setpgid(0, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)  # which it had requested; a signal meanwhile ends it
         return Job(arguments, None, own), 0
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return _guard(_Forked(pid), grace, stopping, server.turn)
 
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -25,9 +25,10 @@ SERVER = """
 import os, socket, sys
 from feedback import fork_server
 os.environ["SET_BY_AN_IMPORT"] = "1"
+outdated = lambda: os.path.exists(os.environ.get("OUTDATED", ""))
 import json, decimal   # what programs below find imported
 __import__(sys.argv[2])
-server = fork_server.ForkServer(socket.socket(fileno=int(sys.argv[1])), {"SET_BY_AN_IMPORT": "1"})
+server = fork_server.ForkServer(fork_server.Listener.inherited(int(sys.argv[1])), {"SET_BY_AN_IMPORT": "1"}, outdated)
 while (job := server.turn(1.0)) is None:
     pass
 job.run()
@@ -44,17 +45,27 @@ sys.exit(int(os.environ.get("CODE", "0")))
 """
 
 
+REQUEST = {"arguments": [], "environment": {}, "folder": "/", "mask": [], "umask": 18, "nice": 0, "grace": None}
+
+
 @pytest.fixture
-def server(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with serving(getattr(request, "param", "json"), OUTDATED=str(tmp_path / "outdated")) as process:
+        yield process
+
+
+@contextmanager
+def serving(imports: str, text: str = SERVER, **more: str) -> Iterator[subprocess.Popen[bytes]]:
     listener = fork_server.listen()
     assert listener is not None
-    with listener:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OF_THE_SERVER": "1", fork_server.ADDRESS: listener.address}
+    with listener.socket:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVER, str(listener.fileno()), getattr(request, "param", "json")],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OF_THE_SERVER": "1"},
-            pass_fds=[listener.fileno()],
+            [sys.executable, "-P", "-c", text, str(listener.socket.fileno()), imports],
+            env={**environment, **more},
+            pass_fds=[listener.socket.fileno()],
         )
-        process.address = fork_server.address_of(listener)  # type: ignore[attr-defined]
+        process.address = listener.address  # type: ignore[attr-defined]
     yield process
     process.kill()
     process.wait(PATIENCE_S)
@@ -213,7 +224,7 @@ def test_an_address_that_another_user_has_taken_is_not_asked(server: subprocess.
 
         listening = threading.Thread(target=listen)
         listening.start()
-        environment = {**variables(server), fork_server.ADDRESS: "millrace-taken"}
+        environment = {**variables(server), fork_server.ADDRESS: "millrace-taken:secret"}
         assert fork_server.fork(program(tmp_path, PROGRAM), environment=environment, patience=PATIENCE_S) is None
         listening.join(PATIENCE_S)
         assert received in ([], [b""])
@@ -226,10 +237,12 @@ def test_a_requester_that_has_gone_before_it_is_refused_ends_nothing(
     sleeper = run(server, program(tmp_path / "sleeper", "import time; time.sleep(600)"), tmp_path / "slept")
     assert sleeper is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as gone:
-        gone.connect("\0" + server.address)  # type: ignore[attr-defined]
-        assert gone.recv(2**20) == b"ready"
+        name, secret = server.address.split(":")  # type: ignore[attr-defined]
+        gone.connect(f"\0{name}")
+        gone.send(b"nonce")
+        assert gone.recv(2**20) == fork_server._proof(secret, b"nonce")
         server.send_signal(signal.SIGSTOP)
-        gone.send(json.dumps({"environment": {}}).encode())
+        gone.send(json.dumps({**REQUEST, "arguments": program(tmp_path, PROGRAM)[1:], "secret": secret}).encode())
     server.send_signal(signal.SIGCONT)
     again = run(server, program(tmp_path, "pass"), tmp_path / "out")
     assert again is not None
@@ -237,6 +250,112 @@ def test_a_requester_that_has_gone_before_it_is_refused_ends_nothing(
     assert sleeper.poll() is None
     sleeper.kill()
     assert sleeper.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_one_without_the_secret_has_nothing_run(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    """Names of sockets stand in /proc/net/unix, also for a container with the host's network and user id."""
+    name, secret = server.address.split(":")  # type: ignore[attr-defined]
+    command = program(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')")
+    for wrong in ({}, {"secret": ""}, {"secret": "0" * len(secret)}, {"secret": None}):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
+            stranger.settimeout(PATIENCE_S)
+            stranger.connect(f"\0{name}")
+            stranger.send(b"nonce")
+            stranger.recv(2**20)
+            message = json.dumps({**REQUEST, "arguments": command[1:], **wrong}).encode()
+            socket.send_fds(stranger, [message], [0, 1, 2])
+            assert stranger.recv(2**20) == b""
+    assert fork_server.fork(command, environment=variables(server) | {fork_server.ADDRESS: name}, patience=60) is None
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_server_without_the_secret_is_sent_nothing(tmp_path: Path) -> None:
+    """It may have taken the name of one that has gone."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.bind(f"\0millrace-{tmp_path.name}")
+        other.listen()
+        other.settimeout(PATIENCE_S)
+        received: list[bytes] = []
+
+        def listen() -> None:
+            connection, _ = other.accept()
+            with connection:
+                received.append(connection.recv(2**20))
+                connection.send(fork_server._proof("another", received[0]))
+                received.append(connection.recv(2**20))
+
+        listening = threading.Thread(target=listen)
+        listening.start()
+        environment = {**os.environ, fork_server.ADDRESS: f"millrace-{tmp_path.name}:secret"}
+        assert fork_server.fork(program(tmp_path, PROGRAM), environment=environment, patience=PATIENCE_S) is None
+        listening.join(PATIENCE_S)
+        assert [len(message) for message in received] == [16, 0]
+
+
+@pytest.mark.parametrize("message", [b"{", b"[]", b"{}", b"1", b'{"signal": 9}'])
+def test_a_message_that_is_none_ends_its_connection_alone(
+    server: subprocess.Popen[bytes], tmp_path: Path, message: bytes
+) -> None:
+    process = run(server, program(tmp_path, "import time; time.sleep(600)"), tmp_path / "out")
+    assert process is not None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+        other.settimeout(PATIENCE_S)
+        other.connect("\0" + server.address.split(":")[0])  # type: ignore[attr-defined]
+        other.send(b"nonce")
+        other.recv(2**20)
+        other.send(message)
+        assert other.recv(2**20) == b""
+    assert process.poll() is None
+    process.kill()
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_a_signal_right_after_the_fork_reaches_it_and_not_the_handlers_of_its_server(tmp_path: Path) -> None:
+    text = SERVER.replace(
+        "server = ",
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda number, frame: None)\n"
+        "os.register_at_fork(after_in_child=lambda: time.sleep(0.5))  # a machine with much to do\n"
+        "server = ",
+    )
+    with serving("json", text) as server:
+        forked = run(server, program(tmp_path, "import time; time.sleep(60)"), tmp_path / "out")
+        assert forked is not None
+        forked.terminate()
+        assert forked.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+def test_files_get_the_mode_that_the_requesters_umask_leaves(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        process = run(server, program(tmp_path, f"open({str(tmp_path / 'secret')!r}, 'w').close()"), tmp_path / "out")
+        assert process is not None
+        assert process.wait(PATIENCE_S) == 0
+    finally:
+        os.umask(before)
+    assert (tmp_path / "secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_was_forked_can_be_killed_while_its_server_hangs(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    process = run(server, program(tmp_path, "import time; time.sleep(600)"), tmp_path / "out")
+    assert process is not None
+    server.send_signal(signal.SIGSTOP)
+    process.kill()
+    _until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+    server.send_signal(signal.SIGCONT)
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_nothing_is_forked_of_a_version_that_is_no_longer_installed_and_what_was_goes_on(
+    server: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    before = run(server, program(tmp_path, "import time; time.sleep(600)"), tmp_path / "out")
+    assert before is not None
+    (tmp_path / "outdated").touch()
+    assert run(server, program(tmp_path, "pass"), tmp_path / "out") is None
+    assert before.poll() is None
+    before.kill()
+    assert before.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def test_its_threads_and_functions_at_exit_end_as_in_any_python(
