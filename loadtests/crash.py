@@ -134,8 +134,10 @@ class Users:
 class Client:
     """Sends requests, judges some answers, one at a time or in batches, and repeats some, at either server."""
 
-    def __init__(self, https: list[httpx.AsyncClient], account: Account, users: Users, chance: random.Random) -> None:
-        self.https = https
+    def __init__(
+        self, https: list[httpx.AsyncClient], account: Account, users: Users, chance: random.Random, pause: float
+    ) -> None:
+        self.https, self.pause = https, pause
         self.http = https[0]
         self.account = account
         self.users = users
@@ -155,6 +157,7 @@ class Client:
                 except httpx.HTTPError as error:  # no answer: nobody knows what became of it
                     self.account.codes[type(error).__name__] += 1
                     await asyncio.sleep(0.2)
+            await asyncio.sleep(self.chance.uniform(0, 2 * self.pause))
 
     async def generate(self, user: str) -> None:
         mark = uuid.uuid4().hex
@@ -452,7 +455,7 @@ def state_of(folder: Path) -> set[tuple[str, int]]:
         return set()
 
 
-async def crash(kills: int, folder: Path, clients: int, seed: int) -> dict[str, Any]:
+async def crash(kills: int, folder: Path, clients: int, seed: int, pause: float = 0.0) -> dict[str, Any]:
     chance = random.Random(seed)
     account, users = Account(), Users()
     started = time.monotonic()
@@ -475,15 +478,18 @@ async def crash(kills: int, folder: Path, clients: int, seed: int) -> dict[str, 
             for server, http in zip(servers, https, strict=True):
                 await server.wait_until_ready(http)
             work = asyncio.create_task(operator.run())
-            people = [Client(https, account, users, random.Random(seed + i)) for i in range(clients)]
+            people = [Client(https, account, users, random.Random(seed + i), pause) for i in range(clients)]
             tasks += [work, *(asyncio.create_task(person.run()) for person in people)]
             while (
                 2 * killed.total() < kills
                 or 2 * operator.killed.total() < kills
                 or not all(operator.killed[name] and operator.done[name] for name in COMMANDS)
             ):
-                one = chance.randrange(len(servers))
-                killed[await kill_one(servers[one], https[one], chance)] += 1
+                if 2 * killed.total() < kills:
+                    one = chance.randrange(len(servers))
+                    killed[await kill_one(servers[one], https[one], chance)] += 1
+                else:  # the commands take longer
+                    await asyncio.sleep(1.0)
                 for task in tasks:
                     if task.done():
                         task.result()
@@ -712,16 +718,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="processes to kill, half of them commands")
     parser.add_argument("--clients", type=int, default=8, help="clients at a time")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds between a client's requests, on average")
     parser.add_argument("--seed", type=int, default=1, help="of which process is killed, and when")
     parser.add_argument("--folder", type=Path, default=Path("runs/crash"), help="a folder of its own; emptied first")
     options = parser.parse_args()
-    if options.kills < 1 or options.clients < 1:
-        parser.error("--kills and --clients must be at least 1")
+    if options.kills < 1 or options.clients < 1 or options.pause < 0:
+        parser.error("--kills and --clients must be at least 1, and --pause 0 or more")
     shutil.rmtree(options.folder, ignore_errors=True)
     folder = options.folder.absolute()
     folder.mkdir(parents=True)
     os.environ["PYTHONUNBUFFERED"] = "1"
-    result = asyncio.run(crash(options.kills, folder, options.clients, options.seed))
+    result = asyncio.run(crash(options.kills, folder, options.clients, options.seed, options.pause))
     print(json.dumps(result))
     sys.exit(any(result[name] for name in BAD))
 

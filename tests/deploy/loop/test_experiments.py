@@ -28,7 +28,7 @@ from evaluation.experiments import verification as experiments
 from loadtests.server import free_port
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments
 
-USERS = 6
+USERS, PAUSE_S = 6, 0.05
 
 
 @dataclass
@@ -72,6 +72,7 @@ class Traffic:
                 self.thumbs.append(response["response_id"])
             else:
                 self.failed.append(said.text)
+            await asyncio.sleep(PAUSE_S)
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ def look_until(settings: Settings, done: Callable[[Experiment], bool], within_s:
         assert found is not None
         if done(found):
             return found
-        time.sleep(0.5)
+        time.sleep(1.0)
     raise TimeoutError(json.dumps(found.latest, indent=2))  # what it has shown until then
 
 
