@@ -127,10 +127,11 @@ def test_a_signal_becomes_stopped_once() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
 
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Stopped) as stopped:
         stopped_in_the_middle()
     assert stopped.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 IN_A_DESTRUCTOR = """
