@@ -8,12 +8,12 @@ import secrets
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -70,11 +70,15 @@ def run(
     with no_leftovers(), stop_on_signals(), store.hold(version):
         policy = store.verify(version)
         folder = _new_folder(settings, policy, name, request)
-        asked = _endpoint(settings, policy, config.timeout_s) if endpoint else _own_server(settings, policy)
+        asked = _endpoint(settings, policy, config.timeout_s) if endpoint else own_server(settings, policy)
         with asked as server:
-            click.echo(f"{name} {harness_version} on policy {version}, at {server.url}; its files: {folder}")
+            at = server.endpoint
+            click.echo(f"{name} {harness_version} on policy {version}, at {at.url}; its files: {folder}")
             began, created_at = time.monotonic(), datetime.now(UTC).isoformat()
-            _run(harness, python, harness.command(request, server, folder), harness.environment(server), folder, config)
+            command = [str(python), *harness.command(request, at, folder)]
+            run_harness(
+                name, command, harness.environment(at), folder / "output.log", config.timeout_s, server.require_alive
+            )
             seconds = time.monotonic() - began
         if live is not None:
             live.require_unchanged(settings, folder)
@@ -110,33 +114,55 @@ def show(settings: Settings, *, as_json: bool) -> None:
         click.echo(DECIDES_NOTHING)
 
 
-def _run(
-    harness: Harness, python: Path, command: list[str], variables: dict[str, str], folder: Path, config: Any
+@dataclass(frozen=True)
+class Server:
+    """Where a harness asks. ``require_alive`` raises HarnessFailed if it is a server of ours that has ended."""
+
+    endpoint: Endpoint
+    require_alive: Callable[[], None]
+
+
+def run_harness(
+    name: str,
+    command: list[str],
+    variables: dict[str, str],
+    log: Path,
+    timeout_s: float,
+    require_alive: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run it to its end, with its last line from time to time. Raises HarnessFailed."""
+    """Run it to its end, and print its last line from time to time; all that it prints goes to ``log``.
+
+    Raises HarnessFailed.
+    """
     # Its own packages alone: not ours, which a checkout puts on the path of our children.
-    whole = ["env", "-u", "PYTHONPATH", str(python), *command]
-    with Child(harness.name, whole, log=folder / "output.log", grace=_GRACE_S, environment=variables) as child:
-        deadline, shown = time.monotonic() + config.timeout_s, ""
-        while True:
-            try:
-                code = child.wait(max(0.0, min(_PROGRESS_S, deadline - time.monotonic())))
-                break
-            except TimeoutError:
-                if time.monotonic() >= deadline:
-                    raise HarnessFailed(
-                        f"{harness.name} took longer than evaluation.harness.timeout_s={config.timeout_s:g} s and was "
-                        f"stopped: its output is in {child.log}"
-                    ) from None
+    whole = ["env", "-u", "PYTHONPATH", *command]
+    with Child(name, whole, log=log, grace=_GRACE_S, environment=variables) as child:
+        deadline, shown = time.monotonic() + timeout_s, ""
+        while (code := _code_within(child, min(_PROGRESS_S, deadline - time.monotonic()))) is None:
+            require_alive()  # Inspect asks again for ever
+            if time.monotonic() >= deadline:
+                raise HarnessFailed(
+                    f"{name} took longer than evaluation.harness.timeout_s={timeout_s:g} s and was stopped; its "
+                    f"output: {log}"
+                )
             if (line := _CONTROL.sub("", child.tail(1)).strip()) not in ("", shown):
                 shown = line
-                click.echo(f"{harness.name}: {line}")
+                click.echo(f"{name}: {line}")
+        require_alive()
         if code != 0:
             raise HarnessFailed(child.ended(code))
 
 
+def _code_within(child: Child, seconds: float) -> int | None:
+    """The exit code, None if it still runs by then."""
+    try:
+        return child.wait(max(0.0, seconds))
+    except TimeoutError:
+        return None
+
+
 @contextmanager
-def _own_server(settings: Settings, policy: Policy) -> Iterator[Endpoint]:
+def own_server(settings: Settings, policy: Policy) -> Iterator[Server]:
     """A server of one policy on loopback, for whoever has its only key. It records nothing."""
     with tempfile.TemporaryDirectory(prefix="millrace-evaluate-") as folder:
         keys = Path(folder) / "keys.json"
@@ -153,14 +179,17 @@ def _own_server(settings: Settings, policy: Policy) -> Iterator[Endpoint]:
             grace=settings.up.stop_grace_s,
             follow=lambda line: None,
         ) as server:
+
+            def require_alive() -> None:
+                if (code := server.poll()) is not None:
+                    raise HarnessFailed(server.ended(code))
+
             wait_until_ready(server, changed)
-            yield _described(changed, secret, policy)
-            if (code := server.poll()) is not None:
-                raise HarnessFailed(server.ended(code))
+            yield Server(_described(changed, secret, policy), require_alive)
 
 
 @contextmanager
-def _endpoint(settings: Settings, policy: Policy, timeout_s: float) -> Iterator[Endpoint]:
+def _endpoint(settings: Settings, policy: Policy, timeout_s: float) -> Iterator[Server]:
     """The running server, with a key that is never recorded, for as long as it is needed."""
     keys = settings.path(settings.serve.keys)
     if settings.serve.auth == "off" or not read_keys(keys) or _status(settings, None) != 401:
@@ -176,7 +205,7 @@ def _endpoint(settings: Settings, policy: Policy, timeout_s: float) -> Iterator[
             if time.monotonic() > deadline:
                 raise HarnessFailed(f"{settings.server_url} does not take the new key: it answers {status}")
             time.sleep(0.2)
-        yield _described(settings, secret, policy)
+        yield Server(_described(settings, secret, policy), lambda: None)
     finally:
         revoke_key(keys, key_id)
 

@@ -53,21 +53,19 @@ class LmEval:
         if not files:
             raise HarnessFailed(f"lm-eval left no results_*.json in {output}")
         found = json.loads(files[-1].read_bytes())
-        samples = found.get("n-samples", {})
-        metrics = [
-            metric
-            for task, values in found["results"].items()
-            for metric in _metrics_of(task, values, samples.get(task, {}).get("effective", values.get("sample_len")))
-        ]
+        metrics = [metric for task, values in found["results"].items() for metric in _metrics_of(task, values)]
         if not metrics:
             raise HarnessFailed(f"{files[-1]} has no metric")
         return tuple(metrics)
 
 
-def _metrics_of(task: str, values: dict[str, Any], n: int | None) -> list[Metric]:
-    """A task's metrics: ``acc,none`` is acc, ``exact_match,strict`` is exact_match (strict): behind the comma stands
-    the filter of answers."""
-    found = []
+def _metrics_of(task: str, values: dict[str, Any]) -> list[Metric]:
+    """The metrics of a task, or of a group of them.
+
+    ``acc,none`` is acc, and ``exact_match,strict`` exact_match (strict): behind the comma stands the filter of answers.
+    A group's metric is of those of its tasks that have it.
+    """
+    counts, found = values.get("sample_count", {}), []
     for key, value in values.items():
         name, comma, by = key.partition(",")
         measured = number(value)
@@ -75,5 +73,6 @@ def _metrics_of(task: str, values: dict[str, Any], n: int | None) -> list[Metric
             continue
         stderr = number(values.get(f"{name}{_STDERR},{by}"))
         shown = name if by == "none" else f"{name} ({by})"
+        n = counts.get(key, values.get("sample_len"))
         found.append(Metric(task=task, metric=shown, value=measured, stderr=stderr, n=n))
     return found
