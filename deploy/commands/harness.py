@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -59,7 +59,7 @@ def run(
     python = interpreter(harness, getattr(config, setting), f"evaluation.harness.{setting}")
     harness_version = version_of(harness, python)
     store = settings.policy_store()
-    live = _Live.of(settings, version) if endpoint else None
+    live = Live.of(settings, version) if endpoint else None
     if live is not None:
         version = live.version
     elif version is None:
@@ -70,18 +70,14 @@ def run(
     with no_leftovers(), stop_on_signals(), store.hold(version):
         policy = store.verify(version)
         folder = _new_folder(settings, policy, name, request)
-        asked = _endpoint(settings, policy, config.timeout_s) if endpoint else own_server(settings, policy)
+        asked = _endpoint(settings, policy, live, config.timeout_s) if live else own_server(settings, policy)
         with asked as server:
             at = server.endpoint
             click.echo(f"{name} {harness_version} on policy {version}, at {at.url}; its files: {folder}")
             began, created_at = time.monotonic(), datetime.now(UTC).isoformat()
             command = [str(python), *harness.command(request, at, folder)]
-            run_harness(
-                name, command, harness.environment(at), folder / "output.log", config.timeout_s, server.require_alive
-            )
+            run_harness(name, command, harness.environment(at), folder / "output.log", config.timeout_s, server.check)
             seconds = time.monotonic() - began
-        if live is not None:
-            live.require_unchanged(settings, folder)
         result = HarnessResult(
             version=version,
             sha256=policy.sha256,
@@ -116,10 +112,10 @@ def show(settings: Settings, *, as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """Where a harness asks. ``require_alive`` raises HarnessFailed if it is a server of ours that has ended."""
+    """Where a harness asks. ``check`` raises HarnessFailed if the policy does not answer there alone any more."""
 
     endpoint: Endpoint
-    require_alive: Callable[[], None]
+    check: Callable[[], None]
 
 
 def run_harness(
@@ -128,18 +124,18 @@ def run_harness(
     variables: dict[str, str],
     log: Path,
     timeout_s: float,
-    require_alive: Callable[[], None] = lambda: None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Run it to its end, and print its last line from time to time; all that it prints goes to ``log``.
 
-    Raises HarnessFailed.
+    check: called from time to time. Raises HarnessFailed.
     """
     # Its own packages alone: not ours, which a checkout puts on the path of our children.
     whole = ["env", "-u", "PYTHONPATH", *command]
     with Child(name, whole, log=log, grace=_GRACE_S, environment=variables) as child:
         deadline, shown = time.monotonic() + timeout_s, ""
         while (code := _code_within(child, min(_PROGRESS_S, deadline - time.monotonic()))) is None:
-            require_alive()  # Inspect asks again for ever
+            check()  # Inspect asks a server that has gone for ever
             if time.monotonic() >= deadline:
                 raise HarnessFailed(
                     f"{name} took longer than evaluation.harness.timeout_s={timeout_s:g} s and was stopped; its "
@@ -148,7 +144,7 @@ def run_harness(
             if (line := _CONTROL.sub("", child.tail(1)).strip()) not in ("", shown):
                 shown = line
                 click.echo(f"{name}: {line}")
-        require_alive()
+        check()
         if code != 0:
             raise HarnessFailed(child.ended(code))
 
@@ -180,16 +176,16 @@ def own_server(settings: Settings, policy: Policy) -> Iterator[Server]:
             follow=lambda line: None,
         ) as server:
 
-            def require_alive() -> None:
+            def check() -> None:
                 if (code := server.poll()) is not None:
                     raise HarnessFailed(server.ended(code))
 
             wait_until_ready(server, changed)
-            yield Server(_described(changed, secret, policy), require_alive)
+            yield Server(_described(changed, secret, policy), check)
 
 
 @contextmanager
-def _endpoint(settings: Settings, policy: Policy, timeout_s: float) -> Iterator[Server]:
+def _endpoint(settings: Settings, policy: Policy, live: Live, timeout_s: float) -> Iterator[Server]:
     """The running server, with a key that is never recorded, for as long as it is needed."""
     keys = settings.path(settings.serve.keys)
     if settings.serve.auth == "off" or not read_keys(keys) or _status(settings, None) != 401:
@@ -205,41 +201,51 @@ def _endpoint(settings: Settings, policy: Policy, timeout_s: float) -> Iterator[
             if time.monotonic() > deadline:
                 raise HarnessFailed(f"{settings.server_url} does not take the new key: it answers {status}")
             time.sleep(0.2)
-        yield Server(_described(settings, secret, policy), lambda: None)
+        yield Server(_described(settings, secret, policy), lambda: live.require_unchanged(settings))
+        live.require_unchanged(settings, answers=True)
     finally:
         revoke_key(keys, key_id)
 
 
 @dataclass(frozen=True)
-class _Live:
+class Live:
     """What the running server serves, and by which move of the pointer."""
 
     version: int
     generation: int
 
     @classmethod
-    def of(cls, settings: Settings, version: int | None) -> _Live:
+    def of(cls, settings: Settings, version: int | None) -> Live:
         """Raises ConfigError where it does not serve one policy, and ``version`` if that is given."""
         answer = server_policy(settings)
         if answer is None:
             raise ConfigError(f"no server of this home answers at {settings.server_url}: leave --endpoint out")
-        if answer.get("experiment") or answer.get("rollout"):
+        live = cls.alone(answer)
+        if live is None:
             raise ConfigError(f"{settings.server_url} serves two policies at the moment: leave --endpoint out")
-        live = cls(answer["version"], answer["generation"])
         if version not in (None, live.version):
             raise ConfigError(
                 f"policy {live.version} serves at {settings.server_url}, not {version}: leave --endpoint out"
             )
         return live
 
-    def require_unchanged(self, settings: Settings, folder: Path) -> None:
-        """Raises HarnessFailed if another policy has answered meanwhile, or may have."""
-        try:
-            same = _Live.of(settings, self.version) == self
-        except ConfigError as error:
-            raise HarnessFailed(f"the results in {folder} are of no one policy and don't count: {error}") from None
-        if not same:
-            raise HarnessFailed(f"the pointer moved meanwhile: the results in {folder} are of no one policy")
+    @classmethod
+    def alone(cls, answer: dict[str, Any]) -> Live | None:
+        """None while an experiment or a deployment has two policies serve."""
+        several = answer.get("experiment") or answer.get("rollout")
+        return None if several else cls(answer["version"], answer["generation"])
+
+    def require_unchanged(self, settings: Settings, *, answers: bool = False) -> None:
+        """Raises HarnessFailed if another policy answers too, or did. ``answers``: or if the server does not."""
+        answer = server_policy(settings)
+        if answer is None and not answers:
+            return  # it is busy, or the harness says more of it
+        if answer is None or self.alone(answer) != self:
+            now = "does not answer" if answer is None else f"serves policy {answer['version']}, or two"
+            raise HarnessFailed(
+                f"{settings.server_url} {now} now: what the harness found is not of policy {self.version} alone, and "
+                "doesn't count"
+            )
 
 
 def _create_key(path: Path, settings: Settings, name: str, expires: datetime | None) -> tuple[str, str]:

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from deploy import cli
-from deploy.commands.harness import own_server, run_harness
-from deploy.config.root import Settings
+from deploy.commands.harness import Live, own_server, run_harness
+from deploy.config.root import ConfigError, Settings
 from deploy.display.report_data import gather
 from evaluation.harness.results import HarnessFailed, HarnessResult, Metric
 from evaluation.report.page import build
@@ -122,7 +122,7 @@ def test_the_server_of_one_policy_answers_its_key_alone_and_nothing_of_it_is_rec
         assert named.startswith("unstored-")
         assert post("/generate", {"prompt": "1+1="}, key=None).status_code == 401
         assert post("/feedback", {"response_id": "any", "kind": "thumb", "value": 1}).status_code == 403
-        server.require_alive()
+        server.check()
     assert (store.serving(), store.outcomes(), settings.lake().versions()) == before
     assert not settings.path("journal").exists()
     assert not settings.path("keys.json").exists()
@@ -139,6 +139,19 @@ def test_a_server_that_does_not_record_records_nobodys_responses_and_takes_no_fe
     assert server.recorder_for(anybody, store=True) is not server.recorder
     with pytest.raises(Problem, match="records nothing"):
         _require_recording(server)
+
+
+def test_an_endpoint_on_which_two_policies_answer_has_none_to_evaluate() -> None:
+    serving = {"version": 3, "generation": 7, "experiment": None}
+    assert Live.alone(serving) == Live(3, 7)
+    assert Live.alone(serving | {"generation": 9}) != Live(3, 7)  # it went to another policy and came back
+    assert Live.alone(serving | {"experiment": {"number": 1}}) is None
+    assert Live.alone(serving | {"rollout": {"phase": "canary"}}) is None
+
+
+def test_an_endpoint_without_a_server_is_refused(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"no server of this home answers at .*: leave --endpoint out"):
+        Live.of(settings, None)
 
 
 def test_what_was_kept_is_listed_and_stands_in_the_report(
