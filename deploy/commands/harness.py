@@ -241,9 +241,9 @@ class Live:
         if answer is None and not answers:
             return  # it is busy, or the harness says more of it
         if answer is None or self.alone(answer) != self:
-            now = "does not answer" if answer is None else f"serves policy {answer['version']}, or two"
+            why = "does not answer any more" if answer is None else "has had its pointer moved, or serves two policies"
             raise HarnessFailed(
-                f"{settings.server_url} {now} now: what the harness found is not of policy {self.version} alone, and "
+                f"{settings.server_url} {why}: what the harness found need not be of policy {self.version} alone, and "
                 "doesn't count"
             )
 
