@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint docs bench-capture bench-serve bench-start bench-swap bench-reshard bench-train bench-overlap learn simulate thumbs crash-test fuzz model-shapes trl-round-trip format lock wheel clean
+.PHONY: help setup demo test lint docs bench-capture bench-serve bench-start bench-swap bench-reshard bench-train bench-overlap learn simulate thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -92,6 +92,9 @@ model-shapes: setup    ## start models of usual shapes on default settings, and 
 
 trl-round-trip: setup  ## export feedback, have TRL train on it, import it again; installs TRL in runs/trl; the last line is JSON
 	$(BIN)/python -m loadtests.trl_round_trip $(ARGS)
+
+harness: setup         ## run lm-eval and Inspect, unchanged, on an endpoint and on a policy's folder; installs both in runs; the last line is JSON
+	$(BIN)/python -m loadtests.harnesses $(ARGS)
 
 format: setup    ## bring the code into shape
 	$(BIN)/ruff check --fix .

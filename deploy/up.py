@@ -63,7 +63,7 @@ def up(
         try:
             server = _start("serve", settings, say)
             children.append(server)
-            _wait_until_ready(server, settings)
+            wait_until_ready(server, settings)
             say("up", f"serving on {settings.server_url}")
             if schedule is not False and not off:
                 children.append(_start("schedule", settings, say))
@@ -135,7 +135,8 @@ def _start(name: str, settings: Settings, say: Callable[[str, str], None]) -> Ch
     return start(settings, name, [name], log=f"{name}.log", grace=grace, follow=lambda line: say(name, line))
 
 
-def _wait_until_ready(server: Child, settings: Settings) -> None:
+def wait_until_ready(server: Child, settings: Settings) -> None:
+    """Return when the settings' server answers. Raises UpFailed if it ends, or after ``up.ready_timeout_s``."""
     import httpx
 
     deadline = time.monotonic() + settings.up.ready_timeout_s

@@ -421,6 +421,16 @@ class SuiteConfig(Section):
         return self
 
 
+class HarnessConfig(Section):
+    """Other people's harnesses, each in an environment of its own, for `millrace evaluate --harness`."""
+
+    lm_eval: Path = Field(
+        Path("harnesses/lm-eval"), description="Environment that has lm-eval: a folder that venv made, or its Python."
+    )
+    inspect: Path = Field(Path("harnesses/inspect"), description="Environment that has Inspect, likewise.")
+    timeout_s: float = Field(86400.0, gt=0, description="A harness that takes longer is stopped, and has no results.")
+
+
 class EvaluationConfig(Section):
     """Is this policy better than that one?"""
 
@@ -495,7 +505,13 @@ class EvaluationConfig(Section):
     )
     engine: EngineConfig = Field(default_factory=EngineConfig, description=EngineConfig.__doc__)
     gate: GateConfig = Field(default_factory=GateConfig, description=GateConfig.__doc__)
+    harness: HarnessConfig = Field(default_factory=HarnessConfig, description=HarnessConfig.__doc__)
     experiment: ExperimentConfig = Field(default_factory=ExperimentConfig, description=ExperimentConfig.__doc__)
+
+    @property
+    def harness_folder(self) -> Path:
+        """Where runs of other people's harnesses are kept, a folder each."""
+        return self.folder / "harness"
 
     def of_suite(self, name: str) -> EvaluationConfig:
         """The settings by which a further suite is answered and scored."""

@@ -7,7 +7,7 @@ What must hold: ``crash`` (kills servers and commands, counts what was lost), ``
 send), ``fuzz_valid`` (requests that the docs allow) with ``valid_requests`` (draws them) and ``valid_answers`` (what an
 answer must be), ``thumbs`` (a person with nothing but thumbs), ``model_shapes`` (models of usual shapes on default
 settings), ``trl_round_trip`` (feedback to TRL and back) with ``trl_sets`` (TRL trains on it; needs
-``requirements-trl.txt``).
+``requirements-trl.txt``), ``harnesses`` (lm-eval and Inspect on an endpoint and on a policy's folder).
 
 What is measured: ``bench_capture`` (the data plane), ``bench_serve`` (against vLLM's own server), ``bench_start`` (how
 long both take to start), ``bench_swap`` (swaps under streaming clients), ``bench_reshard`` (weight sync by plan against

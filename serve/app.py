@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
@@ -27,6 +28,8 @@ from serve.middleware.authentication import Authenticator
 from serve.middleware.connections import BoundedHttp, bind
 from serve.middleware.request_context import RequestContext
 from serve.observability import log_format
+from serve.policies.records import now
+from serve.policies.store import Pointer
 from serve.runtime import CUT_OFF_S, Server
 from serve.swap.swapper import DesiredState
 
@@ -122,6 +125,21 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
     skip_teardown("the server has ended in order")
     if server.failure is not None and not uvicorn_server.stopped_early:
         raise server.failure
+
+
+def run_policy(config: ServeConfig, feedback_config: FeedbackConfig, version: int) -> None:
+    """Serve one policy, whatever the store's pointer says, as ``run`` does; nothing of it is recorded.
+
+    For evaluation: no experiment reaches it, and that it serves is not put on record. Journal and lake, which stay
+    empty, are in a temporary folder. Raises PolicyError too, if there is no such policy.
+    """
+    pointer = Pointer(version, None, now(), config.replica_name, "evaluation", None, generation=1)
+    with tempfile.TemporaryDirectory(prefix="millrace-serve-") as folder:
+        journal = feedback_config.journal.model_copy(update={"folder": f"{folder}/journal"})
+        lake = feedback_config.lake.model_copy(update={"uri": f"{folder}/lake", "storage_options": {}})
+        capture = feedback_config.capture.model_copy(update={"redact": []})
+        unused = feedback_config.model_copy(update={"journal": journal, "lake": lake, "capture": capture})
+        run(config, unused, Server(config, unused, lambda: DesiredState(pointer), recording=False))
 
 
 class _Uvicorn(uvicorn.Server):

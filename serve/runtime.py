@@ -85,9 +85,15 @@ class Server:
         feedback_config: FeedbackConfig,
         desired_state: Callable[[], DesiredState] | None = None,
         engine: Engine | None = None,
+        *,
+        recording: bool = True,
     ) -> None:
-        """``desired_state``: what to serve, if not what the store's pointer says. ``engine``: in place of vLLM's."""
+        """``desired_state``: what to serve, if not what the store's pointer says. ``engine``: in place of vLLM's.
+
+        ``recording``: False if nothing is stored, whoever asks.
+        """
         self.config = config
+        self.recording = recording
         self.metrics = Metrics()
         self.keyring = Keyring(config)
         self.limiter = Limiter(config.limits.burst_seconds, self._observe_limit)
@@ -203,7 +209,11 @@ class Server:
 
     def recorder_for(self, principal: Principal, *, store: bool) -> Recorder | UnstoredResponses:
         """What records a request's responses. ``store``: what the request says; its key may say no."""
-        return self.recorder if store and principal.capture else self._unstored
+        return self.recorder if self.records(principal, store=store) else self._unstored
+
+    def records(self, principal: Principal, *, store: bool) -> bool:
+        """Whether a request's responses are stored."""
+        return self.recording and store and principal.capture
 
     def drawn_for(
         self, request: Request, *, user: str | None, session: str | None, at: datetime

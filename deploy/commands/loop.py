@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from deploy.commands.common import json_out, pass_settings, write_result
+from deploy.commands.common import as_json_option, json_out, pass_settings, write_result
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import lineage, promotion
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
@@ -192,17 +192,90 @@ def print_result(result: JobResult) -> int:
     return 0
 
 
-@click.command()
+class _Evaluate(click.Command):
+    """What stands behind ``--`` is the harness's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = args.index("--") if "--" in args else len(args)
+        ctx.meta["millrace.harness_arguments"] = tuple(args[own + 1 :])
+        return super().parse_args(ctx, args[:own])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- HARNESS OPTIONS]"]
+
+
+@click.command(cls=_Evaluate)
 @click.argument("candidate", type=int, required=False)
 @click.option("--incumbent", type=int, metavar="VERSION", help="Compare with this policy; the serving one by default.")
+@click.option(
+    "--harness",
+    type=click.Choice(["lm-eval", "inspect"]),
+    help="Run this harness on CANDIDATE instead, in an environment of its own (evaluation.harness). It decides "
+    "nothing. What stands behind -- goes to it.",
+)
+@click.option("--tasks", metavar="A,B", help="The harness's tasks.")
+@click.option("--include-path", type=click.Path(path_type=Path), metavar="DIR", help="lm-eval: more tasks.")
+@click.option("--limit", metavar="K", help="So many samples of each task, as the harness takes it.")
+@click.option("--model-args", metavar="K=V,…", help="The harness's own, beside those that Millrace gives it.")
+@click.option(
+    "--endpoint",
+    is_flag=True,
+    help="Have the harness ask the running server, with a key for evaluation, in place of a server of CANDIDATE alone.",
+)
+@click.option("--harness-results", is_flag=True, help="List what all harnesses have found.")
+@as_json_option
 @json_out
 @pass_settings
-def evaluate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
+@click.pass_context
+def evaluate(
+    ctx: click.Context,
+    settings: Settings,
+    candidate: int | None,
+    incumbent: int | None,
+    harness: str | None,
+    tasks: str | None,
+    include_path: Path | None,
+    limit: str | None,
+    model_args: str | None,
+    endpoint: bool,
+    harness_results: bool,
+    as_json: bool,
+    json_out: Path | None,
+) -> None:
     """Compare policy CANDIDATE (by default the newest) with the one that serves, and apply the gate.
 
     It looks at as many fresh items of the suite as a verdict takes. A pass or a refusal is final; an undecided
     candidate goes on with the next fresh items, as soon as there are some, when it is evaluated again.
     """
+    arguments = ctx.meta["millrace.harness_arguments"]
+    if as_json and not harness_results:
+        raise click.UsageError("--json is of --harness-results; --json-out FILE writes a result")
+    if harness_results:
+        from deploy.commands import harness as harnesses
+
+        harnesses.show(settings, as_json=as_json)
+        return
+    if harness is None:
+        given = {"--tasks": tasks, "--include-path": include_path, "--limit": limit, "--model-args": model_args}
+        given |= {"--endpoint": "given" if endpoint else None, "--": " ".join(arguments)}
+        if stray := next((name for name, value in given.items() if value), None):
+            raise click.UsageError(f"{stray} is of --harness")
+        _gate(settings, candidate, incumbent, json_out)
+        return
+    if incumbent is not None:
+        raise click.UsageError("--harness evaluates one policy: leave --incumbent out")
+    if not tasks:
+        raise click.UsageError(f"name what {harness} is to run: --tasks A,B")
+    from deploy.commands import harness as harnesses
+    from evaluation.harness.run import HarnessRequest
+
+    request = HarnessRequest(tuple(tasks.split(",")), limit, include_path, model_args, arguments)
+    result = harnesses.run(settings, harness, request, candidate, endpoint=endpoint)
+    write_result(result.model_dump(mode="json"), json_out)
+
+
+def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json_out: Path | None) -> None:
+    """Judge a candidate, and print the verdict."""
     from deploy.loop.preflight import judging_problems, reward_of
     from evaluation.decisions.judgement import judge
     from evaluation.suites.suite import Suite

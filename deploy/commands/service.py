@@ -96,12 +96,24 @@ def _home_of(model: str, settings: Settings, ctx: click.Context, say: Callable[[
 
 @click.command()
 @replicas
+@click.option(
+    "--policy",
+    type=int,
+    metavar="VERSION",
+    help="Serve this policy, whatever is promoted, and record nothing: for evaluation.",
+)
 @pass_settings
-def serve(settings: Settings, replicas: int | None) -> None:
+def serve(settings: Settings, replicas: int | None, policy: int | None) -> None:
     """Run the server alone."""
+    if policy is not None and replicas is not None:
+        raise click.UsageError("--policy serves by one process: leave --replicas out")
     resolved = _with_replicas(settings, replicas).resolved()
     with no_leftovers():
-        if resolved.serve.fleet.is_one:
+        if policy is not None:
+            from serve import app
+
+            app.run_policy(resolved.serve, resolved.feedback, policy)
+        elif resolved.serve.fleet.is_one:
             from serve import app
 
             app.run(resolved.serve, resolved.feedback)

@@ -407,6 +407,9 @@ class Settings(Section):
             "decisions": self.path(evaluation.decisions),
             "decisions_key": evaluation.decisions_key and self.path(evaluation.decisions_key),
             "engine": evaluation.engine.model_copy(update=computing),
+            "harness": evaluation.harness.model_copy(
+                update={name: self.path(getattr(evaluation.harness, name)) for name in ("lm_eval", "inspect")}
+            ),
         }
         return self.model_copy(
             update={

@@ -19,6 +19,7 @@ from evaluation.config import EvaluationConfig
 from evaluation.decisions.history import History, Ruling
 from evaluation.decisions.ranking import rankings
 from evaluation.evaluate import compare_samples
+from evaluation.harness.results import load_all
 from evaluation.report.evidence import Race, races, spending
 from evaluation.report.page import GateRow, PolicyRow, ReportData, SuiteRow, SwapRow, traffic
 from evaluation.results import Evaluation, Interval, PolicyResult, Sample
@@ -69,6 +70,7 @@ def gather(
         reward_model=proxy and proxy.version,
         agreement=proxy and proxy.agreement,
         suites=tuple(_suites(store, on_all_suites)),
+        harnesses=tuple(result for _, result in load_all(resolved.evaluation.harness_folder)),
         moves=tuple(fates(store.history(), store.outcomes())),
         spending=spending(history),
         races=raced,

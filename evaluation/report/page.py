@@ -14,6 +14,7 @@ import jinja2
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field
 
+from evaluation.harness.results import HarnessResult
 from evaluation.report import charts
 from evaluation.report.evidence import Race, Spending, Style
 from evaluation.report.rows import ExperimentRow, MoveRow, PolicyRow, Row, RunRow, SuiteRow
@@ -94,7 +95,7 @@ class ReportData(BaseModel):
     judge compared answers, ``rankings`` all policies on each judge's scale (``Ranking.to_json``). ``metric`` is the
     gate's. ``first`` is the policy that the lineage began with, ``feedback`` the mean of people's by policy. ``suites``
     are results by suite, oldest first; without any, those of ``policies`` are of one. ``moves`` are the serving
-    pointer's.
+    pointer's. ``harnesses`` are runs of other harnesses, oldest first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -103,6 +104,7 @@ class ReportData(BaseModel):
     metric: Literal["reward", "accuracy"] = "reward"
     policies: tuple[PolicyRow, ...] = ()
     suites: tuple[SuiteRow, ...] = ()
+    harnesses: tuple[HarnessResult, ...] = ()
     moves: tuple[MoveRow, ...] = ()
     spending: Spending | None = None
     races: tuple[Race, ...] = ()

@@ -222,6 +222,9 @@ def _openai_request(request: Request, understood: Understood, server: Server) ->
     from serve.vllm.openai_request import OpenAIRequest, current
 
     labels, principal = understood.labels, request.scope["principal"]
+    if understood.body.get("max_tokens") == 0 and server.records(principal, store=understood.store):
+        # The engine samples a token all the same: a response that nobody saw would be recorded as one that was given.
+        raise refuse("max_tokens", "0 gives no response to record: send store: false, or use a key of scope evaluate")
     budget = TokenBudget(server.limiter, principal)
     recorder = server.recorder_for(principal, store=understood.store)
     at, user = datetime.now(UTC), labels.user or labels.safety_identifier

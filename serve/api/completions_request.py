@@ -136,6 +136,11 @@ COMPLETION: Final[dict[str, dict[str, Any]]] = {
     ),
     "best_of": _field("integer", "Taken if it is n."),
     **_SHARED,
+    "max_tokens": _field(
+        "integer",
+        f"{_SHARED['max_tokens']['description']} 0, with echo: the prompt alone; only where nothing is stored.",
+        minimum=0,
+    ),
 }
 """The fields of a request to /v1/completions: JSON Schema by name."""
 
@@ -352,6 +357,11 @@ def _check_together(body: dict[str, Any], max_tokens: int) -> None:
         ("logprob_token_ids", bool(body.get("logprob_token_ids")) and not has_logprobs, "it needs logprobs"),
         ("prompt_logprobs", bool(body.get("stream")) and body.get("prompt_logprobs", 0) > 0, "a stream has none"),
         ("stream_options", bool(body.get("stream_options")) and not body.get("stream"), "it needs stream: true"),
+        (
+            "max_tokens",
+            not chats and max_tokens == 0 and not body.get("echo"),
+            "0 needs echo: true",
+        ),
         ("min_tokens", body.get("min_tokens", 0) > max_tokens, f"it is more than max_tokens, {max_tokens}"),
         (
             "add_generation_prompt",

@@ -108,7 +108,7 @@ class FeedbackBatchOut(BaseModel):
 async def feedback(request: Request) -> Response:
     """Record feedback; with a feedback_id of yours, sending it again is harmless. Without one it is recorded again."""
     server: Server = request.app.state.server
-    _refuse_if_draining(server)
+    _require_recording(server)
     try:
         body = await parse_body(await server.bodies.read(request.receive), FeedbackIn)
     except Problem:
@@ -133,7 +133,7 @@ async def feedback_batch(request: Request) -> Response:
     one is recorded again each time it is sent.
     """
     server: Server = request.app.state.server
-    _refuse_if_draining(server)
+    _require_recording(server)
     content = await server.bodies.read(request.receive)
     items = await aside(True, _items, content)  # a thousand small ones take their time too
     server.metrics.feedback_batch.observe(len(items))
@@ -162,9 +162,11 @@ def _validated(item: Any) -> FeedbackIn | Problem:
         return invalid(error)
 
 
-def _refuse_if_draining(server: Server) -> None:
+def _require_recording(server: Server) -> None:
     if server.draining:
         raise Problem(503, "the server is stopping", retry_after=5)
+    if not server.recording:
+        raise Problem(503, "this server evaluates a policy, and records nothing")
 
 
 async def _record(server: Server, tenant: str, body: FeedbackIn) -> tuple[int, str]:

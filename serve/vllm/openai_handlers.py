@@ -83,5 +83,6 @@ class _Renderer(OnlineRenderer):
                 )
             if prompt["type"] == "token" and (largest := max(token_ids)) >= vocabulary:
                 raise VLLMValidationError(f"{field}: {largest} is no token id (0 to {vocabulary - 1})", parameter=field)
-            tokens += len(token_ids) + (n or 1) * min(max_tokens or limit, limit - len(token_ids))
+            most = limit if max_tokens is None else max(1, max_tokens)  # for 0 the engine samples a token, too
+            tokens += len(token_ids) + (n or 1) * min(most, limit - len(token_ids))
         await current.get().active.budget.reserve(tokens)

@@ -52,7 +52,7 @@ class Capturing:
 
     def post(self, path: str, body: dict[str, Any], key: str = "open") -> httpx.Response:
         headers = {"X-API-Key": self.keys[key]}
-        body = {"max_tokens": 6} | body if path != "/feedback" else body
+        body = body if path.startswith("/feedback") else {"max_tokens": 6} | body
         return httpx.post(f"{self.live.url}{path}", json=body, headers=headers, timeout=120)
 
     def rows(self, user: str) -> list[dict[str, Any]]:
@@ -71,7 +71,8 @@ def capturing(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path
         name: create_key(home / "keys.json", name=name, tenant="t", scopes=["generate", "feedback"], capture=capture)[1]
         for name, capture in (("open", True), ("private", False))
     }
-    keys["evaluator"] = create_key(home / "keys.json", name="evaluator", tenant="t", scopes=["evaluate"])[1]
+    for name, scopes in (("evaluator", ["evaluate"]), ("rater", ["evaluate", "feedback"])):
+        keys[name] = create_key(home / "keys.json", name=name, tenant="t", scopes=scopes)[1]  # type: ignore[arg-type]
     capture = {"redact": ["email", "own_redaction:own"], "redact_timeout_s": 2}
     live = start_server(home, store, capture=capture)
     yield Capturing(live, keys)
@@ -91,16 +92,40 @@ def test_a_key_without_capture_is_answered_and_nothing_of_it_is_recorded(capturi
     assert files_with(capturing.live.home, "hidden-away") == []
 
 
-def test_what_a_key_for_evaluation_generates_is_never_recorded(capturing: Capturing) -> None:
-    for path, prompt in (("/generate", {"prompt": "item 7"}), ("/v1/chat/completions", {"messages": HI})):
-        answer = capturing.post(path, prompt | {"user": "the-harness", "store": True}, "evaluator")
-        assert texts(answer)
-        thumb = {"response_id": ids(answer)[0], "kind": "thumb", "value": 1}
-        assert capturing.post("/feedback", thumb, "evaluator").status_code == 403
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/generate", {"prompt": "item 7", "n": 2}),
+        ("/v1/completions", {"prompt": ["item 7", "item 8"]}),
+        ("/v1/completions", {"prompt": [[74, 85, 70]], "echo": True, "logprobs": 1, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": HI}),
+    ],
+)
+def test_what_a_key_for_evaluation_generates_is_never_recorded(
+    capturing: Capturing, path: str, prompt: dict[str, Any], stream: bool
+) -> None:
+    labels = {"user": "the-harness", "session_id": "harness-run", "metadata": {"of": "the-harness"}, "store": True}
+    answer = capturing.post(path, {"max_tokens": 6} | prompt | labels | {"stream": stream}, "evaluator")
+    assert answer.status_code == 200, answer.text
+    assert '"error"' not in answer.text
+    names = set(re.findall(r"unstored-[0-9a-f-]{36}", answer.text))
+    assert names
+    thumb = {"kind": "thumb", "value": 1}
+    for on in ({"response_id": names.pop()}, {"session_id": "harness-run"}):
+        assert capturing.post("/feedback", thumb | on, "evaluator").status_code == 403
+        assert capturing.post("/feedback", thumb | on, "rater").status_code == 404
+        assert capturing.post("/feedback", thumb | on, "open").status_code == 404
+    batch = {"feedback": [thumb | {"session_id": "harness-run"}]}
+    assert capturing.post("/feedback/batch", batch, "evaluator").status_code == 403
     assert capturing.rows("the-harness") == []
+    assert capturing.live.rows("feedback") == []
     assert files_with(capturing.live.home, "the-harness") == []
+
+
+def test_a_key_is_for_evaluation_or_for_traffic(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="leave generate out"):
-        create_key(capturing.live.home / "keys.json", name="both", tenant="t", scopes=["generate", "evaluate"])
+        create_key(tmp_path / "keys.json", name="both", tenant="t", scopes=["generate", "evaluate"])
 
 
 @pytest.mark.parametrize("stream", [False, True])
