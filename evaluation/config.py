@@ -151,9 +151,9 @@ class GuardrailsConfig(Section):
         default=0.5,
         gt=0,
         lt=1,
-        description="How much longer a token may take, as a share of the longer one's time. It decides where the two "
-        "policies differ in more than weights: a few responses of both are then timed in turns. Else a token takes the "
-        "same time, and length says how long a response takes.",
+        description="How much longer a token may take, as a share of the longer one's time. It decides where the "
+        "candidate has another shape or type, such as a larger model: a few responses of both are then timed in turns. "
+        "Else a token takes the same time, and length says how long a response takes.",
     )
     holdout_reward: float | None = Field(
         default=0.1,

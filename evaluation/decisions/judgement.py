@@ -46,6 +46,7 @@ from evaluation.suites.suite import Item, Suite, SuiteError
 from feedback.scoring.sources.rules import RuleError
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
+from serve.swap.compatibility import computes_alike
 
 SCORER_DOWN: Final = 0.1
 """The share of a look's items that may lack the incumbent's score; more say that the scorer is at fault, not anybody's
@@ -365,7 +366,7 @@ def _race(
             rewards=Compared(rewards.proxy, rewards.holdout, rewards.bounds, rewards.missing),
             suites={guard.name: guard.plan for guard in guards},
             decoding=decoding,
-            timed=config.gate.guardrails.latency is not None and latency.may_differ(candidate, incumbent),
+            timed=config.gate.guardrails.latency is not None and not computes_alike(candidate, incumbent),
         )
         regression = tuple(before) if made.regression else ()
         return _Race(made, State(), (), None, (), tuple(fresh), regression, tuple(refused))

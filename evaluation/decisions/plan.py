@@ -28,7 +28,7 @@ HOLDOUT: Final = "holdout_reward"
 
 _ORDINARY: Final = ("length", "truncation", "distinct_n", "repetition")
 LATENCY: Final = "latency"
-"""The guardrail on how long a token takes, of policies that differ in more than weights."""
+"""The guardrail on how long a token takes, of policies of different shapes or types."""
 
 
 @dataclass(frozen=True)

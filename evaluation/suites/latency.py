@@ -1,9 +1,10 @@
 """How long a token takes of two policies: measured where it can differ, kept on disk.
 
 How long a response takes is how many tokens it has times how long one takes. The guardrail ``length`` is about the
-first. The second is the same for policies that differ in weights alone: an engine does the same work for a token,
-whatever the weights say, and in one engine that exchanges weights there is nothing but noise to measure. So it is
-measured only for policies of other shapes, types or files (a larger model, say), which have engines of their own.
+first. The second is the same for policies of one shape and type: an engine does the same work for a token, whatever
+the weights say, and in one engine that exchanges weights there is nothing but noise to measure. So it is measured only
+for policies of different ones (a larger model, say), which have engines of their own. LoRA's adapters don't count:
+policies are published with them merged.
 
 In a batch responses share the engine's steps, and none has a time of its own. So here an engine answers one prompt
 after the other, each with the same number of tokens. The policies take turns (candidate, incumbent, incumbent,
@@ -24,22 +25,12 @@ from evaluation.suites.answers import settings_hash
 from evaluation.suites.suite import Suite
 from feedback.files import replace_file
 from serve.policies.store import Policy
-from serve.swap.compatibility import IncompatiblePolicy, require_compatible
 
 ITEMS: Final = 50
 """So many are timed: that a token takes as long is shown by ten at a margin of a half, by fifty at one of a tenth."""
 
 TOKENS: Final = 16
 """Of each response."""
-
-
-def may_differ(candidate: Policy, incumbent: Policy) -> bool:
-    """Whether a token may take longer of one than of the other: they differ in more than the values of weights."""
-    try:
-        require_compatible(incumbent, candidate)
-    except IncompatiblePolicy:
-        return True
-    return False
 
 
 def token_seconds(

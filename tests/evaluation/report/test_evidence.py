@@ -96,7 +96,7 @@ def test_style_is_of_both_policies_with_the_state_of_its_guardrail(ledger: Ledge
     }
     page = build(ReportData(title="t", races=(race,)), ledger.folder / "report.html").read_text()
     assert "0.02 s → 0.03 s" in page
-    assert "of policies that differ in more than weights" in page
+    assert "of policies of different shapes or types" in page
 
 
 def test_what_is_spent_is_what_the_rule_keeps_below_alpha(ledger: Ledger) -> None:
