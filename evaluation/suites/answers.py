@@ -152,9 +152,9 @@ def answer(
         started = time.monotonic()
         table, drawn, scored = _run(policy, suite, config, decoding, engines, table, drawn, other, scored)
         seconds = time.monotonic() - started
-        for to, found in ((path, table), (drawn_path, drawn), (scored_path, scored)):
+        for to, rows in ((path, table), (drawn_path, drawn), (scored_path, scored)):
             if to is not None:
-                _write(to, found)
+                _write(to, rows)
     found = Answers(table, None, missing, seconds)
     if drawn is not None and decoding.sets:
         sampled = pa.table({name: (drawn if name in _RESPONSE else table).column(name) for name in _SCHEMA.names})
