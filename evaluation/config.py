@@ -16,6 +16,9 @@ MIB = 1024 * 1024
 JUDGING: Final = ("judge", "reward_model", "pairwise")
 """Scorers that need no right answer, and that a policy is not simply right by."""
 
+LEAST_TEMPERATURE: Final = 0.01
+"""vLLM takes what lies below, and above 0, for this."""
+
 JUDGED_MISSING: Final = 0.05
 """Of items, the share that these may leave without a score by default: a judge may time out."""
 
@@ -54,6 +57,44 @@ class EngineConfig(Section):
     )
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="ERROR", description="What vLLM logs; what fails raises an error at any level."
+    )
+
+
+class SamplingParameters(Section):
+    """How a response is sampled; each default is that of a request to `/generate` which does not name the parameter."""
+
+    temperature: float = Field(default=1.0, ge=0, description="0 is greedy; else 0.01 or more.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="The likeliest tokens that make up this much.")
+    top_k: int = Field(default=0, ge=0, description="This many of the likeliest tokens; 0: all.")
+    min_p: float = Field(
+        default=0.0, ge=0, le=1, description="No tokens that are less likely than this times the likeliest."
+    )
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, description="As of `/v1`.")
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, description="As of `/v1`.")
+    repetition_penalty: float = Field(default=1.0, gt=0, description="As of `/v1`.")
+
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_or_warm(cls, temperature: float) -> float:
+        if 0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"it is 0 (greedy) or at least {LEAST_TEMPERATURE}, not {temperature:g}")
+        return temperature
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the response is that of a greedy answer: no penalty changes which token is the likeliest."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        return self.temperature == 0 and penalties == (0, 0, 1)
+
+
+class SamplingConfig(SamplingParameters):
+    """How the items of suites are answered. Greedy answers stand beside, and never decide."""
+
+    source: Literal["traffic", "settings", "greedy"] = Field(
+        default="traffic",
+        description="traffic: as users ask; each item by the sampling parameters of a request, drawn by a hash of its "
+        "id, and by those below while there is no traffic. settings: by those below. greedy: greedily. A candidate "
+        "keeps what its first look found.",
     )
 
 
@@ -105,6 +146,14 @@ class GuardrailsConfig(Section):
         gt=0,
         lt=1,
         description="How much reward may be lost on items that decided on earlier candidates, as such a share.",
+    )
+    latency: float | None = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="How much longer a token may take, as a share of the longer one's time. It decides where the "
+        "candidate has another shape or type, such as a larger model: a few responses of both are then timed in turns. "
+        "Else a token takes the same time, and length says how long a response takes.",
     )
     holdout_reward: float | None = Field(
         default=0.1,
@@ -476,6 +525,7 @@ class EvaluationConfig(Section):
         "alone, so that they are not what training optimises.",
     )
     max_tokens: int = Field(256, ge=1, description="Longest response, in tokens.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description=SamplingConfig.__doc__)
     kl_samples: int = Field(
         1, ge=0, description="Responses sampled from the incumbent for each item, to measure KL on; 0 measures none."
     )
@@ -486,7 +536,7 @@ class EvaluationConfig(Section):
         "the incumbent, as a baseline in the report; 0: none.",
     )
     resamples: int = Field(2000, ge=100, description="Bootstrap resamples.")
-    seed: int = Field(0, ge=0, description="Seed of the bootstrap and of the KL samples.")
+    seed: int = Field(0, ge=0, description="Seed of the bootstrap and of all sampling.")
     folder: Path = Field(Path("evaluations"), description="Where evaluations and cached responses are kept.")
     samples: int = Field(20, ge=0, description="Items kept with both responses in an evaluation, for people to read.")
     decisions: Path = Field(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,12 +47,14 @@ class Generation:
 class Work:
     """What one pass of the engine does; all of it runs as one batch.
 
-    ``greedy`` prompts are answered greedily, ``sampled`` ones at temperature 1 with nothing cut off, ``scored`` are
-    (prompt, response) pairs whose response gets log-probabilities. All as token ids.
+    ``greedy`` prompts are answered greedily, ``sampled`` ones at temperature 1 with nothing cut off, ``requested`` ones
+    by vLLM's parameters for each, such as temperature and seed. ``scored`` are (prompt, response) pairs whose response
+    gets log-probabilities. All as token ids.
     """
 
     greedy: Sequence[TokenIds] = ()
     sampled: Sequence[TokenIds] = ()
+    requested: Sequence[tuple[TokenIds, Mapping[str, Any]]] = ()
     scored: Sequence[tuple[TokenIds, TokenIds]] = ()
 
 
@@ -60,6 +64,7 @@ class Done:
 
     greedy: list[Generation]
     sampled: list[Generation]
+    requested: list[Generation]
     scored: list[NDArray[np.float32]]
 
 
@@ -149,16 +154,31 @@ class OfflineEngine:
         sampled = [
             sampling_params(temperature=1.0, seed=seed + i, max_tokens=max_tokens) for i in range(len(work.sampled))
         ]
+        requested = [sampling_params(max_tokens=max_tokens, **of) for _, of in work.requested]
         scored = [(prompt + response)[: self.longest_scored] for prompt, response in work.scored]
-        prompts = [*work.greedy, *work.sampled, *scored]
-        params = [greedy] * len(work.greedy) + sampled + [_score()] * len(scored)
-        outputs = self._generate(prompts, params)
-        first, second = len(work.greedy), len(work.greedy) + len(work.sampled)
-        return Done(
-            greedy=[_generation(output.outputs[0]) for output in outputs[:first]],
-            sampled=[_generation(output.outputs[0]) for output in outputs[first:second]],
-            scored=_responses_logprobs(outputs[second:], work.scored),
+        prompts = [*work.greedy, *work.sampled, *(prompt for prompt, _ in work.requested), *scored]
+        params = [greedy] * len(work.greedy) + sampled + requested + [_score()] * len(scored)
+        outputs = iter(self._generate(prompts, params))
+        answered, generated, as_requested = (
+            [_generation(output.outputs[0]) for output in itertools.islice(outputs, len(of))]
+            for of in (work.greedy, work.sampled, work.requested)
         )
+        return Done(answered, generated, as_requested, _responses_logprobs(list(outputs), work.scored))
+
+    def time_token(self, prompts: Sequence[TokenIds], *, tokens: int) -> list[float]:
+        """Seconds that a token takes of a response [prompts], each answered by itself.
+
+        Every response has so many tokens, whatever the policy says, or as many as the context has room for: so its
+        length is no part of it.
+        """
+        found = []
+        for prompt in (*prompts[:1], *prompts):  # what an engine does at its first request is no part of it either
+            n = min(tokens, self.max_model_len - len(prompt))
+            self._llm.reset_prefix_cache()
+            started = time.perf_counter()
+            self._generate([prompt], [sampling_params(temperature=0.0, max_tokens=n, ignore_eos=True, logprobs=None)])
+            found.append((time.perf_counter() - started) / n)
+        return found[1:]
 
     def score(self, pairs: Sequence[tuple[TokenIds, TokenIds]], *, temperature: float) -> list[NDArray[np.float32]]:
         """Of each (prompt, response) the log-probabilities [response tokens] of sampling the response, in nats.

@@ -18,10 +18,11 @@ from evaluation import best_of
 from evaluation.config import JUDGING, EvaluationConfig
 from evaluation.engine import OfflineEngines
 from evaluation.judging import Judged, Judging, Scores, Sources, TrainingReward
-from evaluation.results import BestOf, Evaluation, Interval, KlEstimate, PolicyResult, Sample, Wins
+from evaluation.results import BestOf, Evaluation, Greedy, Interval, KlEstimate, PolicyResult, Sample, Wins
 from evaluation.statistics import intervals
 from evaluation.statistics.pairwise import win_rate_in_both_orders
 from evaluation.suites import answers, text_metrics
+from evaluation.suites.decoding import GREEDY, Decoding
 from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Suite
 from feedback.config import RuleConfig
@@ -46,20 +47,23 @@ def evaluate(
     sources: Sources | None = None,
     *,
     training_reward: TrainingReward | None = None,
+    decoding: Decoding = GREEDY,
 ) -> Evaluation:
-    """Answer the suite greedily with both policies, score the answers, compare them item by item.
+    """Answer the suite with both policies, score the answers, compare them item by item.
 
     ``folder`` is where evaluations are kept (answers are cached under it); ``sources`` a judge or a reward model for
-    the scorers that need one; ``training_reward``: of best-of-n. Raises EngineError, ValueError if no item has a score
+    the scorers that need one; ``training_reward``: of best-of-n; ``decoding``: how items are answered, whatever the
+    settings say. Raises EngineError, ValueError if no item has a score
     for both, and what the scorer raises.
     """
     scoring = Scoring(config, sources or Sources())
     with OfflineEngines(config.engine) as engines:
-        before = answers.answer(incumbent, suite, config, folder, engines)
-        after = answers.answer(candidate, suite, config, folder, engines, incumbent=incumbent)
+        before = answers.answer(incumbent, suite, config, folder, engines, decoding=decoding)
+        after = answers.answer(candidate, suite, config, folder, engines, incumbent=incumbent, decoding=decoding)
     judged = scoring(suite, after.table, before.table)
+    policies, answered = (candidate, incumbent), (after, before)
     return compare(
-        (candidate, incumbent), suite, (after, before), judged, scoring, config, training_reward=training_reward
+        policies, suite, answered, judged, scoring, config, training_reward=training_reward, decoding=decoding
     )
 
 
@@ -98,31 +102,17 @@ def compare(
     config: EvaluationConfig,
     *,
     training_reward: TrainingReward | None = None,
+    decoding: Decoding = GREEDY,
 ) -> Evaluation:
     """The evaluation that scored answers make; the candidate's come first. Raises ValueError if no item has scores."""
-    (candidate, incumbent), (after, before) = policies, answered
+    (candidate, _), (after, before) = policies, answered
     started = time.monotonic()
     kl, kl_missing = _kl(after, len(suite.items), config)
-    judging, name = scoring.judging, scoring.name
-    new, old = judged.candidate, judged.incumbent
     best, best_missing = _best_of(suite, before.table, scoring.rate, config, training_reward)
     wins, wins_missing = _wins(suite, (after.table, before.table), judged, config)
-    both = ~np.isnan(old) & ~np.isnan(new)
-    # Of a judge's scores none is left out: a candidate must not gain by answers that it can't score, or not in time.
-    judged_all = np.nan_to_num(new, nan=0.0), np.nan_to_num(old, nan=1.0)
-    paired = (new[both], old[both]) if judging is None else judged_all
-    if not both.any():
-        whys = "".join(f"; {count} × {why}" for why, count in judged.missing.items())
-        raise ValueError(f"{name} scored no item of {suite.path} for both policies: nothing to compare{whys}")
+    greedy, greedy_missing = _greedy(policies, suite, answered, scoring, config)
     return Evaluation(
-        candidate=_policy_result(candidate, after.table, new, config),
-        incumbent=_policy_result(incumbent, before.table, old, config),
-        n=int(both.sum()),
-        missing=int((~both).sum()),
-        reward=Interval.of(intervals.paired_bootstrap(*paired, **_bootstrap(config))),
-        accuracy=None
-        if judging is not None
-        else Interval.of(intervals.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
+        **_results(policies, suite, (after.table, before.table), judged, scoring, config),
         kl=kl,
         kl_missing=kl_missing,
         best_of=best,
@@ -133,27 +123,30 @@ def compare(
         suite=suite.path.name,
         suite_sha256=suite.sha256,
         suite_items=len(suite.items),
-        scorer=name,
+        scorer=scoring.name,
         scorer_details=scoring.details,
         missing_reasons=judged.missing,
         position_consistency=judged.consistency,
         wins=wins,
         wins_missing=wins_missing,
-        settings=answers.settings_hash(candidate, config),
+        sampling=decoding,
+        greedy=greedy,
+        greedy_missing=greedy_missing,
+        settings=answers.settings_hash(candidate, config, decoding),
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         seconds={
             "incumbent": round(before.seconds, 3),
             "candidate": round(after.seconds, 3),
             "compare": round(time.monotonic() - started, 3),
         },
-        samples=tuple(_samples(suite, after.table, before.table, new, old)[: config.samples]),
+        samples=tuple(_samples(suite, after.table, before.table, judged.candidate, judged.incumbent)[: config.samples]),
     )
 
 
 def compare_samples(
     candidate: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path
 ) -> list[Sample]:
-    """Every item with both policies' answers, in the suite's order; empty unless both have been answered before.
+    """Every item with both policies' greedy answers, in the suite's order; empty unless both were answered before.
 
     And where a judge or a reward model scores: it is asked by an evaluation alone.
     """
@@ -211,6 +204,54 @@ def scorer_batch(suite: Suite, table: pa.Table) -> pa.Table:
         "metadata": [list(item.scorer_metadata().items()) for item in suite.items],
     }
     return pa.table(columns, schema=pa.schema([(name, INTERACTIONS.field(name).type) for name in COLUMNS]))
+
+
+def _results(
+    policies: tuple[Policy, Policy],
+    suite: Suite,
+    tables: tuple[pa.Table, pa.Table],
+    judged: Judged,
+    scoring: Scoring,
+    config: EvaluationConfig,
+) -> dict[str, Any]:
+    """What scored answers come to, policy by policy and compared. Raises ValueError if no item has scores for both."""
+    judging = scoring.judging
+    new, old = judged.candidate, judged.incumbent
+    both = ~np.isnan(old) & ~np.isnan(new)
+    # Of a judge's scores none is left out: a candidate must not gain by answers that it can't score, or not in time.
+    judged_all = np.nan_to_num(new, nan=0.0), np.nan_to_num(old, nan=1.0)
+    paired = (new[both], old[both]) if judging is None else judged_all
+    if not both.any():
+        whys = "".join(f"; {count} × {why}" for why, count in judged.missing.items())
+        raise ValueError(f"{scoring.name} scored no item of {suite.path} for both policies: nothing to compare{whys}")
+    return {
+        "candidate": _policy_result(policies[0], tables[0], new, config),
+        "incumbent": _policy_result(policies[1], tables[1], old, config),
+        "n": int(both.sum()),
+        "missing": int((~both).sum()),
+        "reward": Interval.of(intervals.paired_bootstrap(*paired, **_bootstrap(config))),
+        "accuracy": None
+        if judging is not None
+        else Interval.of(intervals.paired_bootstrap(new[both] == 1, old[both] == 1, **_bootstrap(config))),
+    }
+
+
+def _greedy(
+    policies: tuple[Policy, Policy],
+    suite: Suite,
+    answered: tuple[answers.Answers, answers.Answers],
+    scoring: Scoring,
+    config: EvaluationConfig,
+) -> tuple[Greedy | None, str | None]:
+    """The greedy answers beside sampled ones, or None and why: what decides nothing stops nothing."""
+    after, before = answered[0].greedy, answered[1].greedy
+    if after is None or before is None:
+        return None, None
+    try:
+        judged = scoring(suite, after, before)
+        return Greedy(**_results(policies, suite, (after, before), judged, scoring, config)), None
+    except (RuntimeError, ValueError) as error:
+        return None, str(error)
 
 
 def _policy_result(policy: Policy, table: pa.Table, scores: Scores, config: EvaluationConfig) -> PolicyResult:

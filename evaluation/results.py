@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from evaluation.statistics.pairwise import WinRate
+from evaluation.suites.decoding import GREEDY, Decoding
 from feedback.files import replace_file
 
 
@@ -29,7 +30,7 @@ class Interval(_Record):
 
 
 class PolicyResult(_Record):
-    """One policy on one suite, greedy. Lengths in tokens; ``truncated`` is the share cut at max_tokens.
+    """One policy on one suite. Lengths in tokens; ``truncated`` is the share cut at max_tokens.
 
     ``accuracy``, here and elsewhere: of scores that say what is right; None with a judge or a reward model.
     """
@@ -99,8 +100,19 @@ class Wins(_Record):
         return cls(rate=rate, raw=found.raw, first=found.first, longer=found.longer, identical=found.identical)
 
 
+class Greedy(_Record):
+    """The same items answered greedily, beside sampled answers; it decides nothing. Fields are those of Evaluation."""
+
+    candidate: PolicyResult
+    incumbent: PolicyResult
+    n: int
+    missing: int
+    reward: Interval
+    accuracy: Interval | None
+
+
 class Sample(_Record):
-    """One item with both greedy responses and their scores."""
+    """One item with both responses and their scores."""
 
     id: str
     prompt: str
@@ -124,6 +136,8 @@ class Evaluation(_Record):
     ``scorer_details``: what scores, in words, where it is a judge or a reward model. ``missing_reasons``: the commonest
     of why answers have no score. ``position_consistency``: see ``evaluation.judging.Judged``.
     ``wins``, of a judge that compares: None for the reason in ``wins_missing``.
+    ``sampling``: how the items were answered. ``greedy``: what greedy answers come to, where those are sampled; None
+    for the reason in ``greedy_missing``.
     ``settings`` is the hash of what decides the responses; ``seconds`` the wall time a stage (a stage that the cache
     answered takes none).
     """
@@ -152,6 +166,9 @@ class Evaluation(_Record):
     position_consistency: float | None = None
     wins: Wins | None = None
     wins_missing: str | None = None
+    sampling: Decoding = GREEDY
+    greedy: Greedy | None = None
+    greedy_missing: str | None = None
     settings: str
     created_at: str
     seconds: dict[str, float]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from evaluation.decisions.judgement import Verdict
     from evaluation.judging import Sources, TrainingReward
     from evaluation.results import BestOfPoint, Evaluation, PolicyResult
+    from evaluation.suites.decoding import Decoding
     from serve.policies.store import Policy
     from train.context import JobResult
     from train.data.rewards import RewardSettings
@@ -278,6 +279,7 @@ def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json
     """Judge a candidate, and print the verdict."""
     from deploy.loop.preflight import judging_problems, reward_of
     from evaluation.decisions.judgement import judge
+    from evaluation.suites.decoding import count_requests
     from evaluation.suites.suite import Suite
 
     store = settings.policy_store()
@@ -316,13 +318,15 @@ def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json
             training_reward=training_reward,
             learned=learned,
             first=first,
+            traffic=partial(count_requests, settings.lake()),
         )
         verdict, evaluation = judged.verdict, judged.evaluation
         file = evaluation and evaluation.save(config.folder)
         store.record_gate(candidate, verdict.model_dump(mode="json"))
+        click.echo(f"answered {verdict.sampling.adverb}")
         for line in _evaluation_lines(evaluation):
             click.echo(line)
-        others = _other_suites(policies, config, sources)
+        others = _other_suites(policies, config, sources, verdict.sampling)
     click.echo(
         f"{verdict.items} items looked at, e-value {verdict.e_value:.3g} of the {_needed(verdict)} that a pass needs; "
         f"levels given so far: {verdict.levels_given:.2g}; {verdict.budget}"
@@ -342,6 +346,7 @@ def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json
                 measure: {str(result.version): result.model_dump()[measure] for result in results}
                 for measure in ("accuracy", "reward")
             },
+            "greedy": evaluation and evaluation.greedy and evaluation.greedy.model_dump(mode="json"),
             "best_of": evaluation and evaluation.best_of and evaluation.best_of.model_dump(mode="json"),
             "seconds": {} if evaluation is None else evaluation.seconds,
             "evaluation": file and str(file),
@@ -351,7 +356,9 @@ def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json
     )
 
 
-def _other_suites(policies: tuple[Policy, Policy], config: EvaluationConfig, sources: Sources) -> dict[str, Any]:
+def _other_suites(
+    policies: tuple[Policy, Policy], config: EvaluationConfig, sources: Sources, decoding: Decoding
+) -> dict[str, Any]:
     """The results on each further suite, kept and printed. Why there are none is too: none of this decides."""
     from evaluation.evaluate import evaluate as compare
     from evaluation.suites.suite import Suite
@@ -359,7 +366,8 @@ def _other_suites(policies: tuple[Policy, Policy], config: EvaluationConfig, sou
     found: dict[str, Any] = {}
     for name, of in config.suites.items():
         try:
-            result = compare(*policies, Suite.load(of.path), config.of_suite(name), config.folder, sources)
+            suite, own = Suite.load(of.path), config.of_suite(name)
+            result = compare(*policies, suite, own, config.folder, sources, decoding=decoding)
         except (RuntimeError, ValueError) as error:
             click.echo(f"suite {name} ({of.role}): no results: {error}", err=True)
             found[name] = {"role": of.role, "error": str(error)}
@@ -368,7 +376,9 @@ def _other_suites(policies: tuple[Policy, Policy], config: EvaluationConfig, sou
         click.echo(f"suite {name} ({of.role}), {result.n} items:")
         for line in _evaluation_lines(result):
             click.echo(f"  {line}")
-        kept = result.model_dump(mode="json", include={"role", "n", "missing", "reward", "accuracy", "scorer"})
+        kept = result.model_dump(
+            mode="json", include={"role", "n", "missing", "reward", "accuracy", "scorer", "greedy"}
+        )
         found[name] = kept | {"evaluation": str(result.save(config.folder))}
     return found
 
@@ -445,6 +455,11 @@ def _evaluation_lines(evaluation: Evaluation | None) -> Iterator[str]:
         return
     for result in (evaluation.incumbent, evaluation.candidate):
         yield f"policy {result.version}: {_scores(result)}, {result.length_mean:.1f} tokens"
+    if (greedy := evaluation.greedy) is not None:
+        for result in (greedy.incumbent, greedy.candidate):
+            yield f"policy {result.version}, greedy: {_scores(result)}, {result.length_mean:.1f} tokens"
+    elif evaluation.greedy_missing is not None:
+        yield f"no scores of greedy answers: {evaluation.greedy_missing}"
     if evaluation.position_consistency is not None:
         yield f"judged alike in both orders: {evaluation.position_consistency:.1%} of the pairs"
     if (wins := evaluation.wins) is not None:

@@ -24,6 +24,7 @@ from evaluation.report.evidence import Race, races, spending
 from evaluation.report.page import GateRow, PolicyRow, ReportData, SuiteRow, SwapRow, traffic
 from evaluation.results import Evaluation, Interval, PolicyResult, Sample
 from evaluation.statistics.intervals import bootstrap_mean
+from evaluation.suites.decoding import GREEDY, Decoding
 from evaluation.suites.suite import Suite, SuiteError
 from feedback.config import FeedbackConfig
 from feedback.scoring.sources.human import opinions_sql
@@ -55,7 +56,7 @@ def gather(
     on_all_suites = _evaluations(resolved.evaluation.folder)
     evaluations = [evaluation for evaluation in on_all_suites if evaluation.role == "success"]
     cycles = records.load_all(settings)
-    samples, between = _samples(resolved, store, evaluations)
+    samples, between, how = _samples(resolved, store, evaluations)
     journal = Path(resolved.feedback.journal.folder)
     with settings.lake().connect(journal) if _exists(resolved.feedback.lake.uri) else nullcontext() as connection:
         shown = traffic(connection) if connection else None
@@ -66,7 +67,7 @@ def gather(
     return ReportData(
         title=title,
         metric=resolved.evaluation.gate.metric,
-        policies=tuple(_policies(store, evaluations, proxy.means if proxy else {})),
+        policies=tuple(_policies(store, evaluations, proxy.means if proxy else {}, resolved.evaluation.gate.metric)),
         reward_model=proxy and proxy.version,
         agreement=proxy and proxy.agreement,
         suites=tuple(_suites(store, on_all_suites)),
@@ -83,6 +84,7 @@ def gather(
         best_of=tuple(evaluation for evaluation in evaluations if evaluation.best_of),
         samples=tuple(samples),
         samples_between=between,
+        samples_by=how,
         first=_first(store, raced),
         feedback=opinions,
         traffic=shown,
@@ -99,16 +101,24 @@ def _evaluations(folder: Path) -> list[Evaluation]:
     return sorted(found, key=lambda evaluation: evaluation.created_at)
 
 
-def _policies(store: PolicyStore, evaluations: list[Evaluation], proxy: Mapping[int, float]) -> list[PolicyRow]:
+def _policies(
+    store: PolicyStore,
+    evaluations: list[Evaluation],
+    proxy: Mapping[int, float],
+    metric: Literal["reward", "accuracy"],
+) -> list[PolicyRow]:
     """Each policy with what the newest evaluation says of it."""
-    results: dict[int, PolicyResult] = {}
+    results: dict[int, tuple[PolicyResult, PolicyResult | None]] = {}
     for evaluation in evaluations:
-        for result in (evaluation.incumbent, evaluation.candidate):
-            results[result.version] = result
+        beside = evaluation.greedy
+        results[evaluation.incumbent.version] = evaluation.incumbent, None if beside is None else beside.incumbent
+        results[evaluation.candidate.version] = evaluation.candidate, None if beside is None else beside.candidate
     rows = []
     for policy in map(store.get, store.versions()):
-        found = results.get(policy.version)
-        known = found.model_dump() if found is not None and found.sha256 == policy.sha256 else {}
+        found, greedy = results.get(policy.version, (None, None))
+        known: dict[str, Any] = {}
+        if found is not None and found.sha256 == policy.sha256:
+            known = found.model_dump() | {"greedy": greedy and getattr(greedy, metric)}
         own = {"version": policy.version, "parent": policy.parent, "proxy": proxy.get(policy.version)}
         rows.append(PolicyRow.model_validate({**known, **own}))
     return rows
@@ -185,6 +195,7 @@ def _of_ruling(found: Ruling) -> dict[str, Any]:
         "min_difference": found.plan.min_difference,
         "reasons": found.reasons,
         "learned": found.learned,
+        "sampling": found.plan.decoding,
     }
 
 
@@ -196,8 +207,11 @@ def _training(runs: Path) -> dict[str, list[dict[str, Any]]]:
 
 def _samples(
     settings: Settings, store: PolicyStore, evaluations: list[Evaluation]
-) -> tuple[Sequence[Sample], tuple[int, int] | None]:
-    """Held-out prompts as the first policy and the one that serves answer them; else those of the last evaluation."""
+) -> tuple[Sequence[Sample], tuple[int, int] | None, Decoding]:
+    """Held-out prompts as the first policy and the one that serves answer them; else those of the last evaluation.
+
+    With the versions of both, and how they answered.
+    """
     pointer, versions, config = store.serving(), store.versions(), settings.evaluation
     if pointer and versions and pointer.version != versions[0]:
         first, last = store.get(versions[0]), store.get(pointer.version)
@@ -206,11 +220,11 @@ def _samples(
         except SuiteError:  # the suite has been moved since: the evaluations have kept some of it
             both = []
         if both:
-            return both[: config.samples], (first.version, last.version)
+            return both[: config.samples], (first.version, last.version), GREEDY
     if evaluations:
         newest = evaluations[-1]
-        return newest.samples, (newest.incumbent.version, newest.candidate.version)
-    return [], None
+        return newest.samples, (newest.incumbent.version, newest.candidate.version), newest.sampling
+    return [], None, GREEDY
 
 
 def _swaps(folder: Path) -> list[SwapRow]:

@@ -32,19 +32,21 @@ from evaluation.decisions.history import Declaration, History, Intent, Party, Ru
 from evaluation.decisions.ledger import Entry, Ledger, canonical
 from evaluation.decisions.observations import Look, Observation, observe
 from evaluation.decisions.over_optimisation import OverOptimisation, measured
-from evaluation.decisions.plan import HOLDOUT, Compared, GuardedSuite, Plan, declared, items_to_show, plan
+from evaluation.decisions.plan import HOLDOUT, LATENCY, Compared, GuardedSuite, Plan, declared, items_to_show, plan
 from evaluation.engine import OfflineEngines
 from evaluation.evaluate import Scoring, compare
 from evaluation.judging import Judged, JudgingError, Scores, Sources, TrainingReward
 from evaluation.results import Evaluation
 from evaluation.statistics import intervals
 from evaluation.statistics.error_budget import promise
-from evaluation.suites import answers, text_metrics
+from evaluation.suites import answers, latency, text_metrics
+from evaluation.suites.decoding import GREEDY, Decoding, Traffic, settled
 from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Item, Suite, SuiteError
 from feedback.scoring.sources.rules import RuleError
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
+from serve.swap.compatibility import computes_alike
 
 SCORER_DOWN: Final = 0.1
 """The share of a look's items that may lack the incumbent's score; more say that the scorer is at fault, not anybody's
@@ -67,7 +69,8 @@ class Verdict(BaseModel):
     while there is no verdict on record. ``levels_given`` sums the levels of all candidates so far; what that means for
     errors ``budget`` says. ``learned``: ids of fresh items that were refused, since its training has read them.
     ``over_optimisation``: the reward that training saw and one that it did not see, where both were there;
-    ``not_compared``: why there were not, so that the guardrail ``holdout_reward`` did not decide.
+    ``not_compared``: why there were not, so that the guardrail ``holdout_reward`` did not decide. ``sampling``: how
+    the items were answered.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -97,6 +100,7 @@ class Verdict(BaseModel):
     learned: tuple[str, ...]
     over_optimisation: OverOptimisation | None = None
     not_compared: str | None = None
+    sampling: Decoding = GREEDY
 
 
 @dataclass(frozen=True)
@@ -198,6 +202,7 @@ def judge(
     training_reward: TrainingReward | None = None,
     learned: Collection[str] = (),
     first: Policy | None = None,
+    traffic: Traffic | None = None,
 ) -> Judgement:
     """The verdict on a candidate, from as many fresh items as it takes, and on record when this returns.
 
@@ -214,6 +219,8 @@ def judge(
             from: items with them are refused before they are looked at.
         first: the policy that the candidate's lineage began with, to which KL is measured if ``guardrails.kl_v1`` is
             set, or if it is the incumbent; None: to none.
+        traffic: counts the sampling parameters of users' requests, for ``evaluation.sampling.source: traffic``; None:
+            there are none.
 
     Raises:
         SuiteError: a further suite can't be used.
@@ -232,14 +239,19 @@ def judge(
         check_suites(suite, config)
         scoring = Scoring(config, sources or Sources())
         rewards = ComparedRewards(config, sources or Sources(), scoring, training_reward)
-        answer = partial(_Answered, candidate, incumbent, config, folder, scoring, rewards, first)
+        name = hypothesis(candidate.sha256, incumbent.sha256)
+        planned = history.plan(name)
+        decoding = settled(config.sampling, traffic) if planned is None else planned[1].decoding
+        answer = partial(_Answered, candidate, incumbent, config, folder, decoding, scoring, rewards, first)
         whole = answer(suite) if config.score_unused else None
         if last is not None and last[1].final:
             evaluation = whole.evaluation(range(len(suite.items)), training_reward) if whole else None
             looked = looks_of_race(ledger, history, last[1])
             return Judgement(_verdict(history, last, looked, candidate, incumbent, config, 0), evaluation)
-        guards = _guards(history, hypothesis(candidate.sha256, incumbent.sha256), config, sources, learned)
-        race = _race(ledger, history, candidate, incumbent, suite, config, scoring.name, rewards, last, learned, guards)
+        guards = _guards(history, name, config, sources, learned)
+        race = _race(
+            ledger, history, candidate, incumbent, suite, config, scoring.name, rewards, last, learned, guards, decoding
+        )
         intend = partial(_intend, ledger, history, race, candidate, incumbent, suite, config, who)
         if race.plan.level <= 0:
             _declare(ledger, history, config, who)
@@ -260,11 +272,22 @@ def judge(
             answered = answer(_part(suite, items))
         beside = {
             guard.name: _Answered(
-                candidate, incumbent, guard.config, folder, guard.scoring, None, None, _part(guard.suite, items)
+                candidate,
+                incumbent,
+                guard.config,
+                folder,
+                decoding,
+                guard.scoring,
+                None,
+                None,
+                _part(guard.suite, items),
             )
             for guard in guards
             if (items := [item for block in blocks for item in block.suites.get(guard.name, ())])
         }
+        if LATENCY in race.plan.margins:
+            timed = _part(suite, blocks[0].fresh[: latency.ITEMS])
+            answered.latency = latency.token_seconds(candidate, incumbent, timed, config, folder)
         looks, seen = _look(race, blocks, answered, beside, intend)
         state, _, _ = gate.replay(race.plan, looks, race.state)
         entry = _record(ledger, race, candidate, incumbent, suite, state, looks, who)
@@ -322,6 +345,7 @@ def _race(
     last: tuple[Entry, Ruling] | None,
     learned: Collection[str],
     guards: Sequence[_Guard],
+    decoding: Decoding,
 ) -> _Race:
     name = hypothesis(candidate.sha256, incumbent.sha256)
     used, begun = history.used_but_for(name), history.begun(name)
@@ -341,6 +365,8 @@ def _race(
             decided=len(before),
             rewards=Compared(rewards.proxy, rewards.holdout, rewards.bounds, rewards.missing),
             suites={guard.name: guard.plan for guard in guards},
+            decoding=decoding,
+            timed=config.gate.guardrails.latency is not None and not computes_alike(candidate, incumbent),
         )
         regression = tuple(before) if made.regression else ()
         return _Race(made, State(), (), None, (), tuple(fresh), regression, tuple(refused))
@@ -417,23 +443,25 @@ class _Answered:
         incumbent: Policy,
         config: EvaluationConfig,
         folder: Path,
+        decoding: Decoding,
         scoring: Scoring,
         rewards: ComparedRewards | None,
         first: Policy | None,
         suite: Suite,
     ) -> None:
         self.policies, self.suite, self.config, self.scoring = (candidate, incumbent), suite, config, scoring
-        self.rewards = rewards
+        self.rewards, self.decoding = rewards, decoding
+        self.latency: dict[str, tuple[float, float]] = {}
         self.places = {item.id: i for i, item in enumerate(suite.items)}
         n = len(suite.items)
         self.kl_v1 = _kl_by_item(None, n)
         with OfflineEngines(config.engine) as engines:
             answer = partial(answers.answer, suite=suite, config=config, folder=folder, engines=engines)
-            before = answer(incumbent)
+            before = answer(incumbent, decoding=decoding)
             other = first if config.gate.guardrails.kl_v1 is not None and first is not None else None
             if other is not None and other.sha256 != incumbent.sha256:
                 answer(other)
-            self.answers = answer(candidate, incumbent=incumbent), before
+            self.answers = answer(candidate, incumbent=incumbent, decoding=decoding), before
             self.kl = _kl_by_item(self.answers[0], n)
             if first is not None and first.sha256 == incumbent.sha256:
                 self.kl_v1 = self.kl
@@ -455,7 +483,9 @@ class _Answered:
         verdicts = None if self.judged.verdicts is None else self.judged.verdicts[at]
         proxy, holdout = self._compared(at, tables, scores) if compare_rewards else (None, None)
         items = [self.suite.items[i] for i in at]
-        return observe(items, tables, scores, verdicts, kl, kl_v1, proxy, holdout)
+        drawn = [self.decoding.drawn(item.id) for item in items]
+        timed = [self.latency.get(item.id) for item in items]
+        return observe(items, tables, scores, verdicts, kl, kl_v1, proxy, holdout, drawn, timed)
 
     def _compared(
         self, at: list[int], tables: tuple[pa.Table, pa.Table], scores: tuple[Scores, Scores]
@@ -477,9 +507,8 @@ class _Answered:
             return None
         answered = (self.answers[0].take(at), self.answers[1].take(at))
         part = replace(self.suite, items=tuple(self.suite.items[i] for i in at))
-        return compare(
-            self.policies, part, answered, judged, self.scoring, self.config, training_reward=training_reward
-        )
+        compared = partial(compare, training_reward=training_reward, decoding=self.decoding)
+        return compared(self.policies, part, answered, judged, self.scoring, self.config)
 
     def _score(self, at: list[int]) -> None:
         if not at:
@@ -715,6 +744,7 @@ def _shown(
                 of, looks, confidence=confidence, resamples=config.resamples, seed=config.seed
             ),
             "not_compared": of.not_compared,
+            "sampling": of.decoding,
             **fields,
         }
     )

@@ -34,12 +34,13 @@ Member = TypeVar("Member")
 class Observation(BaseModel):
     """One item. ``prompt`` identifies the prompt in any suite; a missing reward is None.
 
-    Of the greedy answers: ``length`` in tokens, ``truncated`` 0 or 1, ``distinct`` and ``repeated`` shares. ``kl``: KL
+    Of the answers: ``length`` in tokens, ``truncated`` 0 or 1, ``distinct`` and ``repeated`` shares. ``kl``: KL
     of the incumbent to the candidate on this prompt, in nats per token, and ``kl_v1`` that of the first policy; None
     where it was not measured. ``verdicts``: of a judge that compared, for the candidate's as the first answer and as
     the second; None without, and where both texts are the same. ``proxy``: what the reward that training saw gives
     both answers, and ``holdout`` what a reward model gives them that training did not see; None where they were not
-    compared.
+    compared. ``sampling``: which of the plan's sets of sampling parameters both were sampled by; None: greedily.
+    ``latency``: seconds that a token takes; None where it was not timed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -59,6 +60,8 @@ class Observation(BaseModel):
     verdicts: Pair | None = None
     proxy: PartialPair | None = None
     holdout: PartialPair | None = None
+    sampling: int | None = None
+    latency: Pair | None = None
 
 
 class Look(BaseModel):
@@ -83,6 +86,8 @@ def observe(
     kl_v1: Sequence[float | None] | None = None,
     proxy: tuple[Floats, Floats] | None = None,
     holdout: tuple[Floats, Floats] | None = None,
+    sampling: Sequence[int | None] | None = None,
+    latency: Sequence[Pair | None] | None = None,
 ) -> tuple[Observation, ...]:
     """The observations of some items.
 
@@ -93,6 +98,7 @@ def observe(
         verdicts: [n, 2], as of ``evaluation.judging.Judged``.
         kl, kl_v1: [n], nats per token.
         proxy, holdout: rewards of both, [n]; NaN where there is none.
+        sampling, latency: [n], as of Observation.
     """
     figures = [_figures(table) for table in tables]
     rewards = _known(scores)
@@ -108,6 +114,8 @@ def observe(
             kl=None if kl is None else kl[i],
             kl_v1=None if kl_v1 is None else kl_v1[i],
             verdicts=None if verdicts is None or np.isnan(verdicts[i]).any() else tuple(verdicts[i].tolist()),
+            sampling=None if sampling is None else sampling[i],
+            latency=None if latency is None else latency[i],
             **{name: (of[0][i], of[1][i]) for name, of in compared.items()},
             **{name: (figures[0][name][i], figures[1][name][i]) for name in figures[0]},
         )

@@ -16,6 +16,7 @@ from evaluation.statistics import betting, power
 from evaluation.statistics.error_budget import ErrorBudget
 from evaluation.statistics.guardrails import GUARDRAILS, Metric, segment_guardrails
 from evaluation.statistics.intervals import Floats
+from evaluation.suites.decoding import GREEDY, Decoding
 
 GUARDRAIL_ALPHA: Final = 0.05
 BETA: Final = 0.05
@@ -26,6 +27,8 @@ HOLDOUT: Final = "holdout_reward"
 """The guardrail on the reward that training did not see."""
 
 _ORDINARY: Final = ("length", "truncation", "distinct_n", "repetition")
+LATENCY: Final = "latency"
+"""The guardrail on how long a token takes, of policies of different shapes or types."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class Plan(BaseModel):
     that of its scores none is left out, and ``compared`` that it compares two answers. ``proxy`` and ``holdout``
     identify the reward that training saw and the one that it did not see, where both were there; ``holdout_bounds`` are
     the latter's. ``not_compared``: why there were not both, so that the guardrail ``holdout_reward`` does not decide.
-    ``suites``: guardrail suites by name.
+    ``suites``: guardrail suites by name. ``decoding``: how items are answered, those of suites too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -103,6 +106,7 @@ class Plan(BaseModel):
     holdout_bounds: tuple[float, float] = (0.0, 1.0)
     not_compared: str | None = None
     suites: dict[str, GuardedSuite] = {}
+    decoding: Decoding = GREEDY
     rule: Literal["e_lond", "fixed_horizon"]
     alpha: float
     horizon: int
@@ -122,7 +126,11 @@ class Plan(BaseModel):
     def metrics(self) -> tuple[Metric, ...]:
         """The success metric and all guardrails. Raises ValueError for margins that leave nothing to test."""
         found = [self.success]
-        found += [replace(GUARDRAILS[name], margin=self.margins[name]) for name in _ORDINARY if name in self.margins]
+        found += [
+            replace(GUARDRAILS[name], margin=self.margins[name])
+            for name in (*_ORDINARY, LATENCY)
+            if name in self.margins
+        ]
         for name, guardrail in (("kl", GUARDRAILS["kl_incumbent"]), ("kl_v1", GUARDRAILS["kl_v1"])):
             if name in self.margins:
                 margin = self.margins[name]
@@ -183,6 +191,10 @@ class Plan(BaseModel):
                     found[metric.name] = per_voice(fresh, self.gain)
                 case "length":
                     found[metric.name] = per_voice(fresh, lambda one: relative(one.length))
+                case "latency":
+                    found[metric.name] = per_voice(
+                        fresh, lambda one: None if one.latency is None else relative(one.latency)
+                    )
                 case "truncation":
                     found[metric.name] = per_voice(fresh, lambda one: difference(one.truncated))
                 case "distinct_n":
@@ -218,6 +230,8 @@ def plan(
     decided: int,
     rewards: Compared | None = None,
     suites: Mapping[str, GuardedSuite] | None = None,
+    decoding: Decoding = GREEDY,
+    timed: bool = False,
 ) -> Plan:
     """The plan of a candidate that is about to be looked at for the first time.
 
@@ -229,12 +243,16 @@ def plan(
         decided: how many voices have decided on earlier candidates.
         rewards: what training saw and what it did not; None: they were not asked for.
         suites: guardrail suites, by name.
+        decoding: how items are answered.
+        timed: a token may take longer of one policy than of the other, and is timed.
     """
     gate, judged = config.gate, config.scorer in JUDGING
     low, high = (0.0, 1.0) if gate.metric == "accuracy" else gate.reward_bounds
     width = high - low
     guardrails = gate.guardrails
     margins = {name: margin for name in _ORDINARY if (margin := getattr(guardrails, name)) is not None}
+    if timed and guardrails.latency is not None:
+        margins[LATENCY] = guardrails.latency
     if gate.max_kl is not None:
         margins["kl"] = gate.max_kl
     if guardrails.kl_v1 is not None:
@@ -279,6 +297,7 @@ def plan(
         regression=regression,
         **compared,
         suites=dict(suites or {}),
+        decoding=decoding,
         rule=gate.budget.rule,
         alpha=gate.budget.alpha,
         horizon=gate.budget.horizon,

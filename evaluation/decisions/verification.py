@@ -32,8 +32,9 @@ def verify(ledger: Ledger) -> Verification:
 
     A verdict must follow from its plan and its looks bit for bit, none may follow a final one, its looks must have been
     on record as intents before, its plan must be that of the first of them and its level what the declared budgets give
-    it, no prompt may be looked at twice, and a promotion must be of the candidate that passed against what served, or
-    an override. Experiments are ``evaluation.experiments.verification``'s.
+    it, each item must have drawn its sampling parameters from that plan, no prompt may be looked at twice, and a
+    promotion must be of the candidate that passed against what served, or an override. Experiments are
+    ``evaluation.experiments.verification``'s.
     """
     try:
         entries = ledger.entries()
@@ -94,6 +95,7 @@ def _of_verdict(ledger: Ledger, history: History, states: dict[str, State], foun
     looks = looks_of(ledger, found)
     yield from _of_intents(history, found, looks)
     yield from _of_items(history, found, looks)
+    yield from _of_sampling(plan, looks)
     state, decision, seen = gate.replay(plan, looks, states.get(name))
     states[name] = state
     if seen < len(looks):
@@ -161,6 +163,15 @@ def _of_items(history: History, found: Ruling, looks: list[Look]) -> Iterator[st
         for one in look.regression:
             if one.prompt not in used or one.prompt in mine:
                 yield f"item {one.item!r} of its regression suite has not decided on an earlier candidate"
+                return
+
+
+def _of_sampling(plan: Plan, looks: list[Look]) -> Iterator[str]:
+    """Each item must have been answered by the sampling parameters that it draws from the plan's."""
+    for look in looks:
+        for one in (*look.fresh, *look.regression, *(one for seen in look.suites.values() for one in seen)):
+            if one.sampling != (drawn := plan.decoding.drawn(one.item)):
+                yield f"item {one.item!r} was answered by sampling parameters {one.sampling}, and it draws {drawn}"
                 return
 
 

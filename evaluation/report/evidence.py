@@ -207,19 +207,20 @@ def _segments(
         yield Segment(name, len(values), float(values.mean()), low, high, row.get("role"), row.get("state"))
 
 
-_STYLE: Final[dict[str, Callable[[Observation], Pair]]] = {
+_STYLE: Final[dict[str, Callable[[Observation], Pair | None]]] = {
     "length": lambda one: one.length,
     "truncation": lambda one: one.truncated,
     "distinct_n": lambda one: one.distinct,
     "repetition": lambda one: one.repeated,
+    "latency": lambda one: one.latency,
 }
 
 
 def _style(plan: Plan, fresh: Sequence[Observation], standings: dict[str, dict[str, Any]]) -> Iterable[Style]:
-    """Length, truncation and diversity of the answers; and KL, of the candidate alone, where it was measured."""
+    """Length, truncation, diversity and time of the answers, and KL, of the candidate alone, as far as measured."""
     for name, pair in _STYLE.items():
-        if fresh:
-            candidate, incumbent = (float(of) for of in np.mean([pair(one) for one in fresh], axis=0))
+        if pairs := [of for one in fresh if (of := pair(one)) is not None]:
+            candidate, incumbent = (float(of) for of in np.mean(pairs, axis=0))
             yield Style(name, incumbent, candidate, plan.margins.get(name), standings.get(name, {}).get("state"))
     for name in ("kl", "kl_v1"):
         if known := [value for one in fresh if (value := getattr(one, name)) is not None]:

@@ -19,6 +19,7 @@ from evaluation.report import charts
 from evaluation.report.evidence import Race, Spending, Style
 from evaluation.report.rows import ExperimentRow, MoveRow, PolicyRow, Row, RunRow, SuiteRow
 from evaluation.results import Evaluation, Interval, Sample
+from evaluation.suites.decoding import GREEDY, Decoding
 from feedback.files import replace_file
 
 _MEASURES: Final = (
@@ -34,6 +35,7 @@ _STYLE_NAMES: Final = (
     ("truncation", "Cut off"),
     ("distinct_n", "Distinct-2"),
     ("repetition", "Repetition"),
+    ("latency", "A token’s time"),
     ("kl", "KL, nats/token"),
     ("kl_v1", "KL to the first"),
 )
@@ -65,6 +67,7 @@ class GateRow(Row):
     reasons: tuple[str, ...] = ()
     n: int | None = None
     kl: float | None = None
+    sampling: Decoding = GREEDY
 
 
 class SwapRow(Row):
@@ -88,14 +91,14 @@ class ReportData(BaseModel):
     """Everything that a report shows; what is left out is shown as missing.
 
     ``training`` maps a run (a cycle) to the rows of its metrics.jsonl, in order. ``samples_between`` names the versions
-    that ``samples`` compares. ``traffic`` is what ``traffic()`` returns. ``totals`` are counts by name;
-    ``X_acknowledged`` and ``X_in_lake`` are shown as a pair. ``stages`` are seconds by name. ``reward_model`` is the
-    version that ``proxy`` of the policies is by, and ``agreement`` how often it says what the scorer says.
-    ``best_of`` are evaluations whose incumbent had the best of several responses scored, ``judged`` those in which a
-    judge compared answers, ``rankings`` all policies on each judge's scale (``Ranking.to_json``). ``metric`` is the
-    gate's. ``first`` is the policy that the lineage began with, ``feedback`` the mean of people's by policy. ``suites``
-    are results by suite, oldest first; without any, those of ``policies`` are of one. ``moves`` are the serving
-    pointer's. ``harnesses`` are runs of other harnesses, oldest first.
+    that ``samples`` compares, ``samples_by`` how they answered. ``traffic`` is what ``traffic()`` returns. ``totals``
+    are counts by name; ``X_acknowledged`` and ``X_in_lake`` are shown as a pair. ``stages`` are seconds by name.
+    ``reward_model`` is the version that ``proxy`` of the policies is by, and ``agreement`` how often it says what the
+    scorer says. ``best_of`` are evaluations whose incumbent had the best of several responses scored, ``judged`` those
+    in which a judge compared answers, ``rankings`` all policies on each judge's scale (``Ranking.to_json``). ``metric``
+    is the gate's. ``first`` is the policy that the lineage began with, ``feedback`` the mean of people's by policy.
+    ``suites`` are results by suite, oldest first; without any, those of ``policies`` are of one. ``moves`` are the
+    serving pointer's. ``harnesses`` are runs of other harnesses, oldest first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -117,6 +120,7 @@ class ReportData(BaseModel):
     best_of: tuple[Evaluation, ...] = ()
     samples: tuple[Sample, ...] = ()
     samples_between: tuple[int, int] | None = None
+    samples_by: Decoding = GREEDY
     first: int | None = None
     feedback: dict[int, Interval] = {}
     traffic: pa.Table | None = None
@@ -182,6 +186,11 @@ class ReportData(BaseModel):
     def diverse(self) -> bool:
         """Whether the diversity of any policy's answers is known."""
         return any(row.distinct_1 is not None for row in self.policies)
+
+    @cached_property
+    def beside(self) -> bool:
+        """Whether greedy answers of any policy stand beside sampled ones."""
+        return any(row.greedy is not None for row in self.policies)
 
     def gate_of(self, candidate: int | None) -> GateRow | None:
         """The last verdict on a candidate."""
@@ -535,7 +544,8 @@ def _style_names(data: ReportData) -> list[tuple[str, str]]:
 
 def _style(found: Style) -> str:
     """A figure of both policies' answers, the incumbent's first."""
-    form = {"length": "{:.1f}", "truncation": "{:.1%}"}.get(found.name, "{:.3f}")
+    forms = {"length": "{:.1f}", "truncation": "{:.1%}", "latency": "{:.3g} s"}
+    form = forms.get(found.name, "{:.3f}")
     pair = [form.format(value) for value in (found.incumbent, found.candidate) if value is not None]
     return " → ".join(pair)
 

@@ -27,6 +27,8 @@ class PolicyRow(Row):
     distinct_2: float | None = None
     length_mean: float | None = None
     truncated: float | None = None
+    greedy: Interval | None = None
+    """The gate's metric of greedy answers to the same items, where what counts is sampled."""
     proxy: float | None = None
     """What the reward model says of the same answers: the mean probability that people find one good."""
 

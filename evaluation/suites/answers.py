@@ -1,11 +1,13 @@
-"""What a policy answers to a suite, kept on disk: greedy answers don't change, so no policy answers twice.
+"""What a policy answers to a suite, kept on disk: the same answers come of the same seeds, so no policy answers twice.
 
     cache/<policy>-<suite>-<settings>.arrow                one row an item: its tokens, the greedy response, samples
+    cache/<policy>-<suite>-<settings>.by-<draws>.arrow     one row an item: its response by the parameters that it draws
     cache/<policy>-<suite>-<settings>.on-<incumbent>-<settings>.arrow
                                                            one row a KL sample of that incumbent: this policy's logprobs
 
-A candidate answers the suite, samples the responses on which KL and best-of-n will be measured when this policy is the
-incumbent, and scores those that the incumbent sampled in its own time, all in one batch. One engine serves all policies
+A candidate answers the suite, greedily and as users ask (``decoding``), samples the responses on which KL and best-of-n
+will be measured when this policy is the incumbent, and scores those that the incumbent sampled in its own time, all in
+one batch. One engine serves all policies
 of an evaluation, by an exchange of weights.
 """
 
@@ -20,7 +22,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +30,7 @@ from numpy.typing import NDArray
 
 from evaluation.config import EvaluationConfig
 from evaluation.engine import EngineError, OfflineEngines, TokenIds, Work
+from evaluation.suites.decoding import GREEDY, Decoding, seed_of
 from evaluation.suites.suite import Suite
 from feedback.files import replace_file
 from serve.policies.folder import compute_dtype
@@ -49,6 +52,8 @@ _SCHEMA: Final = pa.schema(
         ("samples", pa.list_(_SAMPLE)),
     ]
 )
+_RESPONSE: Final = ("response", "response_token_ids", "finish_reason")
+_DRAWN: Final = pa.schema([_SCHEMA.field(name) for name in ("id", *_RESPONSE)])
 _SCORED: Final = pa.schema([("logprobs", pa.list_(pa.float32()))])
 
 
@@ -63,17 +68,23 @@ class KlSamples:
 
 @dataclass(frozen=True)
 class Answers:
-    """``table`` has one row an item of the suite; ``kl`` or the reason why there is none; ``seconds`` in the engine."""
+    """``table`` has one row an item of the suite; ``kl`` or the reason why there is none; ``seconds`` in the engine.
+
+    ``greedy``: the same with greedy responses, where those of ``table`` are sampled.
+    """
 
     table: pa.Table
     kl: KlSamples | None
     kl_missing: str | None
     seconds: float
+    greedy: pa.Table | None = None
 
     def take(self, items: Sequence[int]) -> Answers:
         """Those to some items, by their places in the suite."""
+        table = self.table.take(list(items))
+        greedy = None if self.greedy is None else self.greedy.take(list(items))
         if self.kl is None:
-            return replace(self, table=self.table.take(list(items)))
+            return replace(self, table=table, greedy=greedy)
         of: dict[int, list[int]] = {}
         for sample, item in enumerate(self.kl.item):
             of.setdefault(item, []).append(sample)
@@ -83,15 +94,16 @@ class Answers:
             [self.kl.incumbent[sample] for _, sample in samples],
             [self.kl.candidate[sample] for _, sample in samples],
         )
-        return replace(self, table=self.table.take(list(items)), kl=kl)
+        return replace(self, table=table, greedy=greedy, kl=kl)
 
 
-def settings_hash(policy: Policy, config: EvaluationConfig) -> str:
+def settings_hash(policy: Policy, config: EvaluationConfig, decoding: Decoding = GREEDY) -> str:
     """Hash of everything but the policy's files and the suite that decides a response.
 
-    Settings, seed, the type that this policy is computed in, the device, and the versions of what computes.
+    Settings, seed, the type that this policy is computed in, the device, and the versions of what computes; and what
+    items draw their sampling parameters from, unless they are answered greedily.
     """
-    decides = {
+    decides: dict[str, Any] = {
         "max_tokens": config.max_tokens,
         "kl_samples": config.kl_samples,
         "best_of": config.best_of,
@@ -103,6 +115,8 @@ def settings_hash(policy: Policy, config: EvaluationConfig) -> str:
         "libraries": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
         "schema": str(_SCHEMA),
     }
+    if decoding.sets:
+        decides["sampling"] = decoding.model_dump(mode="json")["sets"]
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
@@ -114,15 +128,18 @@ def answer(
     engines: OfflineEngines,
     *,
     incumbent: Policy | None = None,
+    decoding: Decoding = GREEDY,
 ) -> Answers:
     """The policy's answers to the suite, and its log-probabilities of the incumbent's KL samples, from disk or engine.
 
     ``folder`` is the evaluations' folder; ``engines`` are by ``config.engine``, and none starts where all is on disk.
-    ``incumbent`` must have been answered before. Raises EngineError on an item
+    ``incumbent`` must have been answered before, in whatever way. Raises EngineError on an item
     that the policy can't take (its id and both lengths are named), and what vLLM raises on a policy it can't load.
     """
     path = _path(policy, suite, config, folder)
     table, other, scored, scored_path = _read(path, _SCHEMA), None, None, None
+    drawn_path = _drawn_path(path, suite, decoding) if decoding.sets else None
+    drawn = _read(drawn_path, _DRAWN) if drawn_path else None
     missing = "no incumbent was named" if incumbent is None else "evaluation.kl_samples is 0"
     if incumbent is not None and config.kl_samples:
         if (other := cached(incumbent, suite, config, folder)) is None:
@@ -131,22 +148,26 @@ def answer(
         scored = _read(scored_path, _SCORED)
 
     seconds = 0.0
-    if table is None or (scored_path and scored is None):
+    if table is None or (scored_path and scored is None) or (drawn_path and drawn is None):
         started = time.monotonic()
-        table, scored = _run(policy, suite, config, engines, table, other)
+        table, drawn, scored = _run(policy, suite, config, decoding, engines, table, drawn, other, scored)
         seconds = time.monotonic() - started
-        _write(path, table)
-        if scored_path:
-            _write(scored_path, scored)
+        for to, rows in ((path, table), (drawn_path, drawn), (scored_path, scored)):
+            if to is not None:
+                _write(to, rows)
+    found = Answers(table, None, missing, seconds)
+    if drawn is not None and decoding.sets:
+        sampled = pa.table({name: (drawn if name in _RESPONSE else table).column(name) for name in _SCHEMA.names})
+        found = replace(found, table=sampled, greedy=table)
     if other is None:
-        return Answers(table, None, missing, seconds)
+        return found
     if not _same_prompts(table, other):
-        return Answers(table, None, "the two policies' tokenizers make different tokens of the suite", seconds)
-    return Answers(table, _kl_samples(other, scored, config.kl_samples), None, seconds)
+        return replace(found, kl_missing="the two policies' tokenizers make different tokens of the suite")
+    return replace(found, kl=_kl_samples(other, scored, config.kl_samples), kl_missing=None)
 
 
 def cached(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> pa.Table | None:
-    """The policy's answers if they are on disk; never starts an engine."""
+    """The policy's greedy answers if they are on disk; never starts an engine."""
     return _read(_path(policy, suite, config, folder), _SCHEMA)
 
 
@@ -154,10 +175,13 @@ def _run(
     policy: Policy,
     suite: Suite,
     config: EvaluationConfig,
+    decoding: Decoding,
     engines: OfflineEngines,
     table: pa.Table | None,
+    drawn: pa.Table | None,
     other: pa.Table | None,
-) -> tuple[pa.Table, pa.Table]:
+    scored: pa.Table | None,
+) -> tuple[pa.Table, pa.Table, pa.Table]:
     """One engine, one batch: what of the answers and of the scores is not there yet."""
     engine = engines.of(policy)
     prompts = engine.encode([item.text_or_messages for item in suite.items])
@@ -168,7 +192,7 @@ def _run(
                 f"{engine.max_model_len - 1} (evaluation.engine.max_model_len, the model, or the KV cache)"
             )
     pairs: list[tuple[TokenIds, TokenIds]] = []
-    if other is not None and other.column("prompt_token_ids").to_pylist() == prompts:
+    if scored is None and other is not None and other.column("prompt_token_ids").to_pylist() == prompts:
         pairs = [
             (ids, sample["token_ids"])
             for ids, samples in zip(prompts, other.column("samples").to_pylist(), strict=True)
@@ -177,21 +201,34 @@ def _run(
     greedy = prompts if table is None else []
     each = max(config.kl_samples, config.best_of)
     repeated = [ids for ids in greedy for _ in range(each)]
-    done = engine.run(
-        Work(greedy=greedy, sampled=repeated, scored=pairs), max_tokens=config.max_tokens, seed=config.seed
-    )
+    parameters = [decoding.parameters(item.id) if drawn is None else None for item in suite.items]
+    requested = [
+        (ids, {**of.model_dump(), "seed": seed_of(config.seed, item.id)})
+        for item, ids, of in zip(suite.items, prompts, parameters, strict=True)
+        if of is not None
+    ]
+    work = Work(greedy=greedy, sampled=repeated, requested=requested, scored=pairs)
+    done = engine.run(work, max_tokens=config.max_tokens, seed=config.seed)
     if table is None:
         samples = [{"text": one.text, "token_ids": one.token_ids, "logprobs": one.logprobs} for one in done.sampled]
         columns = {
             "id": [item.id for item in suite.items],
             "prompt_token_ids": prompts,
-            "response": [response.text for response in done.greedy],
-            "response_token_ids": [response.token_ids for response in done.greedy],
-            "finish_reason": [response.finish_reason for response in done.greedy],
+            **_responses([(one.text, one.token_ids, one.finish_reason) for one in done.greedy]),
             "samples": [samples[i * each : (i + 1) * each] for i in range(len(prompts))],
         }
         table = pa.table(columns, schema=_SCHEMA)
-    return table, pa.table({"logprobs": done.scored}, schema=_SCORED)
+    if drawn is None:
+        # Where an item draws parameters by which it is answered greedily, it has been.
+        of_greedy = zip(*(table.column(name).to_pylist() for name in _RESPONSE), strict=True)
+        sampled = iter([(one.text, one.token_ids, one.finish_reason) for one in done.requested])
+        rows = [one if of is None else next(sampled) for of, one in zip(parameters, of_greedy, strict=True)]
+        drawn = pa.table({"id": table.column("id"), **_responses(rows)}, schema=_DRAWN)
+    return table, drawn, scored if scored is not None else pa.table({"logprobs": done.scored}, schema=_SCORED)
+
+
+def _responses(rows: Sequence[tuple[str, TokenIds, str]]) -> dict[str, list[Any]]:
+    return {name: [row[i] for row in rows] for i, name in enumerate(_RESPONSE)}
 
 
 def _kl_samples(other: pa.Table, scored: pa.Table, each: int) -> KlSamples:
@@ -212,6 +249,12 @@ def _same_prompts(a: pa.Table, b: pa.Table) -> bool:
 
 def _path(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
     return folder / "cache" / f"{policy.sha256[:16]}-{suite.sha256[:16]}-{settings_hash(policy, config)[:16]}.arrow"
+
+
+def _drawn_path(path: Path, suite: Suite, decoding: Decoding) -> Path:
+    # By what each item draws, and not by what it draws from: that changes with every request of traffic.
+    draws = [of and of.model_dump(mode="json") for of in (decoding.parameters(item.id) for item in suite.items)]
+    return path.with_name(f"{path.stem}.by-{hashlib.sha256(json.dumps(draws).encode()).hexdigest()[:16]}.arrow")
 
 
 def _scored_path(policy: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:

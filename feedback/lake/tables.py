@@ -48,6 +48,10 @@ class LakeError(RuntimeError):
     """The lake can't do what was requested."""
 
 
+class NoLakeError(LakeError):
+    """There is no lake yet."""
+
+
 class LakeFileGoneError(LakeError):
     """A vacuum removed a file of the tables as they were when they were opened for reading."""
 
@@ -165,7 +169,7 @@ class Lake:
                 )
                 break
             except TableNotFoundError as error:
-                raise LakeError(f"no lake at {self.uri}: {error}; Lake.create makes one") from error
+                raise NoLakeError(f"no lake at {self.uri}: {error}; Lake.create makes one") from error
             except OSError as error:  # deltalake has tried several times
                 raise LakeError(f"table {self.table_uri(table)} can't be read: {self._error_text(error)}") from error
             except DeltaError as error:

@@ -70,6 +70,22 @@ def require_compatible(old: Policy, new: Policy) -> None:
             )
 
 
+def computes_alike(one: Policy, other: Policy) -> bool:
+    """Whether an engine does the same work for a token of both: one config.json, and tensors of one shape and type.
+
+    Raises IncompatiblePolicy for a config.json that is not as the manifest says, or no JSON.
+    """
+    config = "config.json"
+    shapes = [
+        {name: (entry["shape"], entry["dtype"]) for name, entry in _tensors(policy).items()} for policy in (one, other)
+    ]
+    return (
+        _content(one, config) == _content(other, config)
+        and declared_dtype(one.path) == declared_dtype(other.path)
+        and shapes[0] == shapes[1]
+    )
+
+
 def require_finite(policy: Policy) -> None:
     """Raise IncompatiblePolicy naming the first tensor that has a NaN or an infinity."""
     for path in policy.weight_files:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.config import EngineConfig, EvaluationConfig, GateConfig
+from evaluation.config import EngineConfig, EvaluationConfig, GateConfig, SamplingConfig
 from evaluation.suites.suite import Suite
 from serve.policies.store import Policy, PolicyStore
 
 MIB = 1024 * 1024
 
 
-def write_policy(folder: Path, seed: int) -> None:
-    """A random two-layer Qwen3 in float32 that can say digits, letters, signs and the end."""
+def write_policy(folder: Path, seed: int, layers: int = 2) -> None:
+    """A random Qwen3 in float32 that can say digits, letters, signs and the end."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -35,7 +35,7 @@ def write_policy(folder: Path, seed: int) -> None:
         vocab_size=64,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
@@ -73,6 +73,7 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Suite:
 def config() -> EvaluationConfig:
     return EvaluationConfig(
         max_tokens=6,
+        sampling=SamplingConfig(source="greedy"),
         resamples=500,
         kl_samples=2,
         best_of=4,

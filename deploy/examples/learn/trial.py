@@ -14,6 +14,7 @@ from deploy.examples.learn.home import Home, LearnError, Say
 from deploy.supervise.children import Child
 from evaluation.evaluate import evaluate
 from evaluation.results import Interval
+from evaluation.suites.decoding import GREEDY
 from evaluation.suites.suite import Suite
 from serve.policies.store import Policy
 from train.config.training import TrainConfig
@@ -122,7 +123,8 @@ def candidate(home: Home, result: JobResult) -> Policy:
 
 def compare(home: Home, candidate: Policy, incumbent: Policy) -> tuple[float, float, Interval]:
     """(share of right greedy answers of the incumbent, of the candidate, the difference with its 95 % interval)."""
-    found = evaluate(candidate, incumbent, Suite.load(home.suite), homes.evaluation_config(), home.evaluations)
+    suite, config = Suite.load(home.suite), homes.evaluation_config()
+    found = evaluate(candidate, incumbent, suite, config, home.evaluations, decoding=GREEDY)
     before, after, gain = found.incumbent.accuracy, found.candidate.accuracy, found.accuracy
     if before is None or after is None or gain is None:
         raise LearnError(f"{found.scorer} says of no answer that it is right")

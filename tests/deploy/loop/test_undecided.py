@@ -24,6 +24,7 @@ from evaluation.decisions.history import History
 from evaluation.evaluate import Scoring
 from evaluation.results import Evaluation
 from tests.evaluation.decisions.worlds import config, items, judged, rewrite, seen
+from tests.feedback.feedback_rows import interaction, put
 
 FAST = {
     "evaluation.kl_samples": "0",
@@ -121,16 +122,27 @@ def test_evaluate_shows_and_keeps_a_watched_suite_by_itself_and_nothing_of_it_de
     options = {f"evaluation.suites.math.{name}": value for name, value in (("path", "math.jsonl"), ("role", "watch"))}
     settings = root.load(home.snapshot(), list(options.items()), {})
     assert home.path("math.jsonl") in settings.training().data.exclude_suites
-    out = tmp_path / "out.json"
+    out, lake = tmp_path / "out.json", settings.lake()
+    lake.create()
+    warm = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 8, "n": 1, "stop": []}
+    put(lake, "interactions", [interaction("as users ask", sampling=warm)])
     command = ["evaluate", "3", "--incumbent", "2", "--json-out", str(out)]
     assert cli.run(["--config", str(settings.snapshot()), *command]) == 0
-    assert "suite math (watch), 20 items:" in capfd.readouterr().out
-    found = json.loads(out.read_text())["suites"]["math"]
+    printed = capfd.readouterr().out
+    assert "answered sampled at temperature 0.7, top_p 0.9, as requests of traffic are" in printed
+    assert "policy 3, greedy: accuracy" in printed
+    assert "suite math (watch), 20 items:" in printed
+    written = json.loads(out.read_text())
+    assert written["verdict"]["sampling"]["sets"][0]["requests"] == 1
+    assert written["greedy"]["n"] == written["verdict"]["items"]
+    found = written["suites"]["math"]
+    assert found["greedy"]["n"] == 20
     assert (found["role"], found["n"]) == ("watch", 20)
     kept = Evaluation.load(Path(found["evaluation"]))
     assert (kept.name, kept.role, kept.suite_items) == ("math", "watch", 20)
     entry = home.ledger().entries()[-1]
     assert entry.body["plan"]["suites"] == {}
+    assert "latency" not in entry.body["plan"]["margins"], "both have one shape, though not one generation_config.json"
     assert not any("math" in row["metric"] for row in entry.body["standings"])
     shown = {row.name: (row.role, row.items) for row in gather(settings, title="a report").suites}
     assert shown["math (watch)"] == ("watch", 20)

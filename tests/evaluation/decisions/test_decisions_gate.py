@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from evaluation.decisions import gate
 from evaluation.decisions.gate import State, advance, replay
-from evaluation.decisions.observations import Look
+from evaluation.decisions.observations import Look, Observation
 from evaluation.decisions.plan import Compared, Plan
 from evaluation.statistics.betting import OutOfBounds
 from tests.evaluation.decisions.worlds import COMPARED, compared, config, in_looks, items, planned, raced, seen
@@ -67,6 +67,44 @@ def test_a_better_reward_does_not_buy_harm_that_a_guardrail_names(guardrail: str
     assert "worse than its margin allows" in reasons[0]
     _, verdict, _ = raced(planned(config(guardrails={guardrail: None})), better)
     assert verdict == "pass"
+
+
+MILLISECONDS = (
+    *((2.41, 1.98), (2.38, 2.02), (2.44, 1.95), (2.52, 2.40), (2.39, 1.97), (2.36, 1.99), (2.47, 2.01), (3.90, 1.96)),
+    *((2.40, 2.03), (2.43, 1.94), (2.35, 2.88), (2.42, 2.00), (2.37, 1.98), (2.46, 1.97), (2.41, 2.05), (2.39, 1.99)),
+)
+"""Of a token, of a policy with three layers and of one with two, as a busy machine timed them."""
+
+
+def timed(times: float, n: int) -> tuple[Observation, ...]:
+    """A better candidate, of whose items the first n were timed; its tokens take so many times what was recorded."""
+    seconds = [(times * new / 1000, old / 1000) for new, old in MILLISECONDS]
+    return tuple(
+        one.model_copy(update={"latency": seconds[i % len(seconds)]}) if i < n else one
+        for i, one in enumerate(items(1000, gain=0.2))
+    )
+
+
+def test_a_token_that_takes_much_longer_keeps_a_better_candidate_from_passing() -> None:
+    of = planned(timed=True)
+    assert of.margins["latency"] == 0.5
+    state, verdict, _ = raced(of, timed(1, 50))
+    assert verdict == "pass"
+    assert state.evidence["latency"].shown.n == 50
+    assert 0.15 < state.evidence["latency"].shown.mean < 0.25
+    _, verdict, reasons = raced(of, timed(3.5, 50))
+    assert (verdict, "latency is +0.7" in reasons[0]) == ("refuse", True), "all its items go by, and it is not shown"
+    _, verdict, reasons = raced(of, timed(3.5, 1000))
+    assert (verdict, reasons[0].endswith("worse than its margin allows")) == ("refuse", True)
+    assert raced(of, timed(1, 0))[1] == "refuse", "what was to be timed and was not shows nothing"
+
+
+def test_where_a_token_takes_the_same_time_by_construction_nothing_is_timed_and_length_guards() -> None:
+    of = planned()
+    assert "latency" not in of.margins
+    assert "latency" not in {metric.name for metric in of.metrics}
+    assert "length" in of.margins
+    assert "latency" not in planned(config(guardrails={"latency": None}), timed=True).margins
 
 
 def test_one_segment_that_loses_refuses_and_so_does_a_rare_one_where_its_harm_is_shown() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from evaluation.config import EvaluationConfig
+from evaluation.config import EvaluationConfig, SamplingConfig, SamplingParameters
 from evaluation.decisions.bank import fresh
 from evaluation.decisions.history import History
 from evaluation.decisions.judgement import Judgement, NotJudged, Verdict, judge
@@ -22,10 +22,12 @@ from evaluation.decisions.ledger import Entry, EvaluationBusy, Ledger
 from evaluation.decisions.verification import verify
 from evaluation.judging import Sources, TrainingReward
 from evaluation.statistics.betting import OutOfBounds
+from evaluation.suites.decoding import Decoding, ParameterSet
 from evaluation.suites.held_out import prompt_key
 from evaluation.suites.suite import Suite, SuiteError
 from feedback.config import ClassifierConfig, JudgeConfig
-from serve.policies.store import Policy
+from serve.policies.store import Policy, PolicyStore
+from tests.evaluation.conftest import write_policy
 from tests.evaluation.decisions.test_verification import forge_evidence
 from tests.feedback.judge_server import Answer, Asked, judge_server, says
 from tests.paths import ROOT
@@ -395,6 +397,83 @@ def reward_model(folder: Path, policy: Path) -> Path:
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(policy).save_pretrained(folder)
     return folder
+
+
+def test_a_candidate_is_judged_by_what_users_requests_ask_for_at_its_first_look_and_greedily_beside(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+    tmp_path: Path,
+) -> None:
+    better, worse = (policies[i] for i in better_and_worse)
+    path = tmp_path / "growing.jsonl"
+    safety = {"path": bank(tmp_path / "safety.jsonl", 60, start=2000).path, "role": "guardrail", "margin": 0.5}
+    settings = EvaluationConfig.model_validate(
+        configured(config, min_items=120, budget={"alpha": 1e-4}).model_dump()
+        | {"sampling": {"source": "traffic"}, "suites": {"safety": safety}}
+    )
+    warm, cold = SamplingParameters(temperature=0.7, top_k=8), SamplingParameters(temperature=0)
+    sets = [ParameterSet(parameters=warm, requests=30), ParameterSet(parameters=cold, requests=10)]
+    arguments = (settings, folder, ledger)
+    found = judge(better, worse, bank(path, 60), *arguments, who="me", traffic=lambda: sets)
+    assert found.verdict.sampling == Decoding(source="traffic", sets=tuple(sets))
+    assert (found.verdict.verdict, found.verdict.items) == ("undecided", 60)
+    assert found.evaluation is not None
+    assert found.evaluation.sampling == found.verdict.sampling
+    assert found.evaluation.greedy is not None
+    assert found.evaluation.greedy.n == 60
+    assert found.evaluation.greedy.reward != found.evaluation.reward
+    kinds = [entry.body["plan"]["decoding"]["source"] for entry in ledger.entries() if "plan" in entry.body]
+    assert kinds == ["traffic"] * 2, "an intent and its verdict"
+    looks = ledger.evidence(verdicts(ledger)[0].body["evidence"])["looks"]
+    drawn = [one["sampling"] for look in looks for one in (*look["fresh"], *look["suites"].get("safety", ()))]
+    assert (len(drawn), set(drawn)) == (120, {0, 1})
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+    def never() -> list[ParameterSet]:
+        raise AssertionError("another look asks traffic again")
+
+    other = settings.model_copy(update={"sampling": SamplingConfig(source="greedy")})
+    then = judge(better, worse, bank(path, 300), other, folder, ledger, who="me", traffic=never)
+    assert then.verdict.sampling == found.verdict.sampling
+    assert then.verdict.items > 60
+    assert then.evaluation is not None
+    assert then.evaluation.greedy is not None
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+
+def test_policies_of_other_shapes_have_the_time_of_a_token_measured_and_kept(
+    policies: list[Policy], config: EvaluationConfig, ledger: Ledger, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Which one is slower, no test says: only that both were timed, item by item, and that the verdict rests on it."""
+    larger = PolicyStore(tmp_path / "store").publish(
+        lambda folder: write_policy(folder, 1, layers=3), parent=None, lineage={}, metrics={}
+    )
+    settings = configured(config, min_items=4, look_items=4, max_items=6)
+    settings = settings.model_copy(update={"max_tokens": 2})
+    arguments = (larger, policies[0], bank(tmp_path / "bank.jsonl", 6), settings, tmp_path / "folder")
+    found = judge(*arguments, ledger, who="me").verdict
+    assert (found.verdict, found.items) == ("refuse", 6)
+    entry = verdicts(ledger)[0].body
+    looks = ledger.evidence(entry["evidence"])["looks"]
+    timed = [one["latency"] for one in looks[0]["fresh"]]
+    assert len(timed) == 4
+    assert all(0 < seconds < 60 for pair in timed for seconds in pair)
+    assert {one["latency"] for one in looks[1]["fresh"]} == {None}, "those of the first look are timed"
+    (standing,) = [one for one in entry["standings"] if one["metric"] == "latency"]
+    relative = [(new - old) / max(new, old) for new, old in timed]
+    assert (standing["n"], standing["role"]) == (4, "guardrail")
+    assert standing["mean"] == pytest.approx(sum(relative) / 4)
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+    request.getfixturevalue("no_engine")
+    again = Ledger(tmp_path / "again")
+    judge(*arguments, again, who="me")
+    assert verdicts(again)[0].body["standings"] == entry["standings"], (
+        "one that is killed goes on with the same figures"
+    )
 
 
 def test_a_spent_budget_refuses_and_uses_no_item_up(

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from evaluation.config import SamplingParameters
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import Ledger
 from evaluation.decisions.verification import verify
+from evaluation.suites.decoding import Decoding, ParameterSet
 from tests.evaluation.decisions.worlds import COMPARED, config, items, judged, rewrite
 
 
@@ -55,6 +57,71 @@ def test_what_was_decided_verifies_bit_for_bit(folder: Path) -> None:
     levels = [race[0][1].plan.level for race in history.races.values()]
     assert found.levels_given == pytest.approx(sum(levels))
     assert levels[1] > 0.05 * 2**-1.6 / 2.2857656660680787 * 1.99  # one candidate had passed before it
+
+
+def test_a_ledger_from_before_items_were_sampled_or_timed_verifies(folder: Path) -> None:
+    """Its plans say nothing of decoding, nor its observations of sampling and latency."""
+    ledger = Ledger(folder)
+    names = {entry.number: entry.body["evidence"] for entry in ledger.entries() if entry.kind == "verdict"}
+    for number, name in names.items():
+        evidence = ledger.evidence(name)
+        for one in (one for look in evidence["looks"] for one in look["fresh"]):
+            assert (one.pop("sampling"), one.pop("latency")) == (None, None)
+        names[number] = ledger.keep(evidence)
+
+    def before(entries: list[dict[str, Any]]) -> None:
+        for entry in entries:
+            if "plan" in entry["body"]:
+                del entry["body"]["plan"]["decoding"]
+            if entry["number"] in names:
+                entry["body"]["evidence"] = names[entry["number"]]
+
+    rewrite(ledger, before)
+    assert verify(Ledger(folder)).problems == ()
+    assert all("decoding" not in entry.body.get("plan", {}) for entry in Ledger(folder).entries())
+
+
+SETS = (
+    ParameterSet(parameters=SamplingParameters(), requests=3),
+    ParameterSet(parameters=SamplingParameters(temperature=0.5), requests=1),
+)
+SAMPLED = Decoding(source="traffic", sets=SETS)
+
+
+def test_what_each_item_draws_is_drawn_again_from_the_plan(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "decisions")
+    drawn = [one.model_copy(update={"sampling": SAMPLED.drawn(one.item)}) for one in items(400, gain=0.25)]
+    entry = judged(ledger, 2, tuple(drawn), decoding=SAMPLED)
+    assert {one.sampling for one in drawn[:50]} == {0, 1}
+    assert (entry.body["verdict"], verify(Ledger(ledger.folder)).problems) == ("pass", ())
+
+    def another(looks: list[dict[str, Any]]) -> None:
+        looks[0]["fresh"][7]["sampling"] = 1 - looks[0]["fresh"][7]["sampling"]
+
+    forge_evidence(ledger.folder, entry.number, another)
+    (problem,) = verify(Ledger(ledger.folder)).problems
+    assert problem.startswith(f"entry {entry.number}: item 'i7' was answered by sampling parameters ")
+
+    def once_more(entries: list[dict[str, Any]]) -> None:
+        for one in entries[1:]:
+            one["body"]["plan"]["decoding"]["sets"][1]["requests"] = 50
+
+    forge_evidence(ledger.folder, entry.number, another)
+    rewrite(ledger, once_more)
+    assert "it draws" in verify(Ledger(ledger.folder)).problems[0]
+
+
+def test_a_refusal_for_latency_is_recomputed_from_the_seconds_that_were_kept(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "decisions")
+    entry = judged(ledger, 2, items(400, gain=0.25, latency=(0.05, 0.005)), timed=True)
+    assert (entry.body["verdict"], "latency is +0.9" in entry.body["reasons"][0]) == ("refuse", True)
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+    def faster(looks: list[dict[str, Any]]) -> None:
+        looks[0]["fresh"][0]["latency"] = [0.005, 0.005]
+
+    forge_evidence(ledger.folder, entry.number, faster)
+    assert any("standings" in why for why in verify(Ledger(ledger.folder)).problems)
 
 
 def test_a_refusal_for_over_optimisation_is_recomputed_from_both_rewards_of_each_item(tmp_path: Path) -> None:

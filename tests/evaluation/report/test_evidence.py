@@ -81,7 +81,9 @@ def test_segments_have_their_gain_and_whether_their_guardrail_holds(ledger: Ledg
 
 def test_style_is_of_both_policies_with_the_state_of_its_guardrail(ledger: Ledger) -> None:
     answers = {"length": (20, 10), "truncated": (1, 0), "distinct": (0.5, 1), "repeated": (0.4, 0), "kl": 0.25}
-    judged(ledger, 2, tuple(seen(f"i{i}", 1.0, 0.0, **answers) for i in range(200)))
+    timed = {"latency": (0.03, 0.02)}
+    observations = tuple(seen(f"i{i}", 1.0, 0.0, **answers, **(timed if i < 10 else {})) for i in range(200))
+    judged(ledger, 2, observations, timed=True)
     (race,) = raced(ledger)
     style = {one.name: (one.incumbent, one.candidate, one.state) for one in race.style}
     assert style == {
@@ -89,8 +91,12 @@ def test_style_is_of_both_policies_with_the_state_of_its_guardrail(ledger: Ledge
         "truncation": (0, 1, "refuted"),
         "distinct_n": (1, 0.5, "refuted"),
         "repetition": (0, pytest.approx(0.4), "refuted"),
+        "latency": (pytest.approx(0.02), pytest.approx(0.03), "open"),
         "kl": (None, 0.25, None),
     }
+    page = build(ReportData(title="t", races=(race,)), ledger.folder / "report.html").read_text()
+    assert "0.02 s → 0.03 s" in page
+    assert "of policies of different shapes or types" in page
 
 
 def test_what_is_spent_is_what_the_rule_keeps_below_alpha(ledger: Ledger) -> None:

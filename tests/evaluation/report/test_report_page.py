@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from evaluation.config import SamplingParameters
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import Ledger
 from evaluation.decisions.ranking import rankings
 from evaluation.report.evidence import races, spending
 from evaluation.report.page import ReportData, build
 from evaluation.results import Interval, Wins
+from evaluation.suites.decoding import Decoding, ParameterSet
 from tests.evaluation.decisions.test_ranking import PAIRWISE
 from tests.evaluation.decisions.worlds import compared, config, items, judged
 from tests.evaluation.test_report import Page, evaluation
@@ -48,6 +50,21 @@ def page(tmp_path: Path, **data: Any) -> Page:
 
 def words_of(data: ReportData, version: int) -> list[str]:
     return [word for word, _ in data.tags(version)]
+
+
+def test_greedy_results_stand_beside_those_of_sampled_answers_and_the_page_says_how_they_were_sampled(
+    tmp_path: Path,
+) -> None:
+    rows = [policy(1, reward=0.3), policy(2, reward=0.5) | {"greedy": Interval(value=0.875, low=0.8, high=0.9)}]
+    warm = ParameterSet(parameters=SamplingParameters(temperature=0.7), requests=3)
+    sampled = Decoding(source="traffic", sets=(warm,))
+    shown = page(tmp_path, metric="reward", policies=rows, gates=[verdict(2, "pass") | {"sampling": sampled}])
+    assert "Greedy reward" in shown.text
+    assert "0.875 0.800 – 0.900" in shown.text
+    assert "answered the items sampled at temperature 0.7, as requests of traffic are." in shown.text
+    plain = page(tmp_path, metric="reward", policies=[policy(1, reward=0.3)], gates=[verdict(2, "pass")])
+    assert "Greedy reward" not in plain.text
+    assert "answered the items greedily." in plain.text
 
 
 def test_the_gate_s_metric_is_the_headline_and_comes_first(tmp_path: Path) -> None:

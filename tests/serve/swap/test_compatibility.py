@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from loadtests.tiny_model import make_model_folder
 from serve.policies.store import Policy, PolicyStore
-from serve.swap.compatibility import IncompatiblePolicy, require_compatible, require_finite
+from serve.swap.compatibility import IncompatiblePolicy, computes_alike, require_compatible, require_finite
 
 Edit = Callable[[dict[str, torch.Tensor]], object]
 
@@ -135,6 +135,22 @@ def published(store: PolicyStore, model: Path, *changes: Change) -> Policy:
             change(folder)
 
     return store.publish(write, parent=None, lineage={}, metrics={})
+
+
+def test_an_engine_does_the_same_work_for_policies_of_one_shape_and_type_whatever_else_differs(
+    store: PolicyStore, model_folders: list[Path]
+) -> None:
+    def narrow(weights: dict[str, torch.Tensor]) -> None:
+        weights.update({name: tensor.to(torch.bfloat16) for name, tensor in weights.items()})
+
+    one, *alike = (published(store, folder) for folder in model_folders[:2])
+    alike.append(published(store, model_folders[0], to_json("generation_config.json", eos_token_id=[1, 12])))
+    alike.append(published(store, model_folders[0], to_json("config.json", transformers_version="0")))
+    assert all(computes_alike(one, other) for other in alike)
+    others = [with_weights(store, model_folders[0], narrow)]
+    others.append(published(store, model_folders[0], to_json("config.json", num_hidden_layers=1)))
+    others.append(published(store, model_folders[0], to_json("config.json", dtype="bfloat16")))
+    assert not any(computes_alike(one, other) for other in others)
 
 
 def slow_tokenizer(folder: Path) -> None:
