@@ -231,10 +231,10 @@ def verdict_on(
 ) -> tuple[dict[str, object] | None, str | None]:
     """The ledger's verdict on a candidate, as the pointer's history keeps it; and why it doesn't let it serve.
 
-    An experiment that it has harmed since is such a reason too. A ledger that can't be read is an objection to
-    override, and raised where nobody does.
+    An experiment that it has harmed since is such a reason too, and so is a shadow that shows harm. A ledger that can't
+    be read is an objection to override, and raised where nobody does.
     """
-    from evaluation.decisions.history import History, hypothesis
+    from evaluation.decisions.history import History, hypothesis, shadow_harm
 
     evaluate = f"run `millrace evaluate {version}`"
     try:
@@ -277,6 +277,9 @@ def verdict_on(
         if pair == asked and tried.get("decision") in ("roll back", "failed"):
             why = f"experiment {tried['number']} came to: {tried['decision']}: {tried['why']}"
             return verdict, f"policy {version} passed the gate, and {why}"
+    for shadow in (other for other in history.others if other.kind == "shadow"):
+        if harm := shadow_harm(shadow, sha256, str(_sha256(store, incumbent))):
+            return verdict, f"policy {version} passed the gate, and its shadow (entry {shadow.number}) did harm: {harm}"
     return verdict, None
 
 
