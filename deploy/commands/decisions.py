@@ -59,7 +59,7 @@ def show(settings: Settings, number: int, evidence: bool) -> None:
         raise click.UsageError(f"there is no decision {number}: {ledger.file} has {len(entries)}")
     entry = entries[number - 1]
     shown = entry.model_dump()
-    if evidence and entry.kind == "verdict":
+    if evidence and entry.kind in ("verdict", "shadow"):
         shown["evidence"] = ledger.evidence(entry.body["evidence"])
     click.echo(json.dumps(shown, indent=2))
 

@@ -299,14 +299,16 @@ def test_a_response_without_a_reward_says_why(make: Any, lake: Lake) -> None:
     assert reason.startswith("exact: ")
 
 
-def test_a_candidate_that_can_not_be_loaded_is_an_error_that_names_it_and_shows_nothing(make: Any) -> None:
-    shadow = make(1)
-    (shadow.candidate.path / "model.safetensors").rename(shadow.candidate.path / "aside")
-    try:
-        with pytest.raises(ShadowError, match=r"policy 1 can't be loaded: \w+: "):
-            shadow.run()
-    finally:
-        (shadow.candidate.path / "aside").rename(shadow.candidate.path / "model.safetensors")
-    found = shadow.kept.result()
-    assert found is None or found.comparison.decision == "can't tell"
+def test_a_candidate_that_can_not_be_loaded_is_an_error_that_names_it_and_shows_nothing(
+    make: Any, store: PolicyStore
+) -> None:
+    def broken(folder: Path) -> None:
+        write_policy(folder, 1)
+        settings = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(settings | {"hidden_size": 96}))
+
+    shadow = make(store.publish(broken, parent=1, lineage={}, metrics={}).version)
+    with pytest.raises(ShadowError, match=rf"policy {shadow.candidate.version} can't be loaded: \w+: "):
+        shadow.run()
+    assert shadow.kept.result() is None
     assert shadow.kept.responses() == []
