@@ -73,7 +73,7 @@ def put_on_record(settings: Settings, candidate: Policy, reward: float, n: int =
     pairs = [
         Pair(
             unit=f"{i:032x}",
-            draw=f"{i:032x}",
+            draw=f"{i + 1:08x}{'0' * 24}",
             candidate=Answer(reward=reward, tokens=5, cut=False),
             incumbent=Answer(reward=0.5, tokens=5, cut=False),
         )
@@ -156,8 +156,7 @@ def test_a_promotion_past_harm_that_is_no_override_is_found(
     store.promote(2, expected=store.serving(), who="somebody", why="by hand", verdict={"verdict": "pass"})
     record_moves(store, ledger)
     code, out, _ = run("decisions", "verify")
-    assert code == 1
-    assert "policy 2 was promoted after its shadow, entry 4, showed harm" in out
+    assert (code, "policy 2 was promoted after its shadow, entry" in out) == (1, True), out
 
 
 def test_what_it_shows_is_shown_and_in_the_report(home_with_policy: Settings, candidate: Policy, run: Run) -> None:
@@ -231,7 +230,7 @@ def test_without_traffic_it_can_not_tell_and_nothing_is_on_record(
         (["newest"], 2, "'newest' is not a valid integer"),
         (["2", "--evaluation.experiment.shadow.share", "0"], 2, "evaluation.experiment.shadow.share"),
         (["2", "--evaluation.experiment.shadow.max_requests", "9"], 2, "min_requests=100 is more than shadow.max"),
-        (["2", "--feedback.scoring.rules", "{}"], 1, "error: nothing can score the candidate's responses: no reward"),
+        (["2", "--feedback.scoring.rules.exact.weight", "0"], 1, "error: nothing can score the candidate's responses: no reward"),
         (["2", "--evaluation.engine.dtype", "bfloat16"], 2, "evaluation.engine.dtype=bfloat16, and the server"),
     ],
 )
@@ -242,7 +241,8 @@ def test_what_can_not_be_meant_is_one_line(
     assert (found, out, words in err) == (code, "", True), err
 
 
-def test_no_lake_is_an_error(candidate: Policy, run: Run) -> None:
+def test_no_lake_is_an_error(candidate: Policy, lake: Lake, run: Run) -> None:
+    shutil.rmtree(lake.uri)
     code, _, err = run("experiment", "shadow", "2")
     assert (code, "error: there is no lake at" in err) == (1, True), err
 
