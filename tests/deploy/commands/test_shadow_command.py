@@ -14,15 +14,16 @@ import pytest
 from deploy import cli
 from deploy.config.root import Settings
 from deploy.display.live import shadows as shown_shadows
-from deploy.loop import preflight, shadows
+from deploy.loop import cycle, preflight, shadows
 from deploy.loop.experiments import Controller
 from deploy.loop.promotion import ExperimentRefused, PromotionRefused, promote, record_moves
-from evaluation.config import ShadowConfig
+from evaluation.config import ExperimentConfig, ShadowConfig
 from evaluation.decisions.history import Party, hypothesis
 from evaluation.shadow.comparison import Answer, Pair, ShadowPlan, compare
 from evaluation.shadow.kept import Kept, Response, Result
 from evaluation.shadow.verification import verify
 from feedback.lake.tables import Lake
+from feedback.scoring.scorer import load_rollout_sources, scorer_name
 from serve.policies.store import Policy
 from tests.evaluation.decisions.worlds import items, judged, rewrite
 from tests.feedback.feedback_rows import interaction, put
@@ -65,7 +66,9 @@ def kept_of(settings: Settings, candidate: Policy) -> Kept:
     return Kept(shadows.shadows_folder(settings) / name[:16])
 
 
-def put_on_record(settings: Settings, candidate: Policy, reward: float, n: int = 120) -> Kept:
+def put_on_record(
+    settings: Settings, candidate: Policy, reward: float, n: int = 120, scorer: str = "exact@0123"
+) -> Kept:
     """A shadow in which the candidate got this reward for every request, and the incumbent 0.5."""
     incumbent, kept = settings.policy_store().get(1), kept_of(settings, candidate)
     parties = Party(version=2, sha256=candidate.sha256), Party(version=1, sha256=incumbent.sha256)
@@ -81,11 +84,11 @@ def put_on_record(settings: Settings, candidate: Policy, reward: float, n: int =
     ]
     with kept.alone():
         began = kept.began(*parties)
-        kept.add_pairs("exact@0123", pairs)
+        kept.add_pairs(scorer, pairs)
     result = Result(
         candidate=parties[0], incumbent=parties[1], began=began.isoformat(), at=datetime.now(UTC).isoformat(),
         plan=plan, comparison=compare(plan, pairs), considered=n, drawn=n, left_out={"that failed": 2},
-        scorer="exact@0123", unscored={}, ended="it is known what they show",
+        scorer=scorer, unscored={}, ended="it is known what they show",
     )  # fmt: skip
     kept.put_result(result)
     first = shadows.record(settings.ledger(), kept, result, who="tests")
@@ -230,7 +233,11 @@ def test_without_traffic_it_can_not_tell_and_nothing_is_on_record(
         (["newest"], 2, "'newest' is not a valid integer"),
         (["2", "--evaluation.experiment.shadow.share", "0"], 2, "evaluation.experiment.shadow.share"),
         (["2", "--evaluation.experiment.shadow.max_requests", "9"], 2, "min_requests=100 is more than shadow.max"),
-        (["2", "--feedback.scoring.rules.exact.weight", "0"], 1, "error: nothing can score the candidate's responses: no reward"),
+        (
+            ["2", "--feedback.scoring.rules.exact.weight", "0"],
+            1,
+            "error: nothing can score the candidate's responses: no reward",
+        ),
         (["2", "--evaluation.engine.dtype", "bfloat16"], 2, "evaluation.engine.dtype=bfloat16, and the server"),
     ],
 )
@@ -260,3 +267,20 @@ def test_a_cycle_with_a_shadow_needs_something_that_scores(home_with_policy: Set
     )
     with pytest.raises(preflight.ConfigError, match=r"evaluation\.experiment\.shadow\.enabled: feedback\.scoring has"):
         preflight.check(settings)
+
+
+def test_a_cycle_does_not_promote_what_its_shadow_shows_to_do_harm_and_goes_on_where_that_can_not_be_told(
+    home_with_policy: Settings, candidate: Policy, lake: Lake
+) -> None:
+    shadow = {"enabled": True, "seconds": 0.0}
+    experiment = ExperimentConfig.model_validate({"shadow": shadow})
+    evaluation = home_with_policy.evaluation.model_copy(update={"experiment": experiment})
+    settings, said = home_with_policy.model_copy(update={"evaluation": evaluation}), list[str]()
+    settings.path(settings.cycle.folder).mkdir()
+    turn = cycle._Cycle(settings, said.append)
+    assert turn._shadow(2) is None
+    stage = turn.record.stages[-1]
+    assert (stage.name, stage.ok, (stage.result or {})["comparison"]["decision"]) == ("shadow", True, "can't tell")
+    scorer = scorer_name(load_rollout_sources(settings.resolved().feedback.scoring))
+    put_on_record(settings, candidate, 0.1, scorer=scorer)
+    assert str(turn._shadow(2)).startswith("reward is shown to be worse: -0.4000")
