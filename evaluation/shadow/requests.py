@@ -29,7 +29,7 @@ from serve.policies.experiments import unit_of
 
 LEARNED: Final = "that the candidate may have learned from"
 ANOTHER: Final = "of a user or session of which another one counts"
-MEDIA: Final = "with images, audio or video, of which only texts are logged"
+MEDIA: Final = "with images, audio or video, which token ids don't hold"
 
 _MEDIA: Final = r'"(image|image_url|input_audio|audio|audio_url|video|video_url|file)"\s*:'
 """A key of a part of a message: within a text, quotation marks are escaped."""

@@ -160,7 +160,7 @@ class Shadow:
 
     def _answer(self, waiting: Sequence[Drawn]) -> None:
         """Have the candidate answer requests, and keep what it says."""
-        each = self.config.experiment.shadow.min_requests
+        each, self._last_draw = self.config.experiment.shadow.min_requests, None  # an erasure may have begun
         self.say(f"policy {self.candidate.version} answers {len(waiting)} requests, and nobody sees it")
         with OfflineEngines(self.config.engine) if self.engines is None else nullcontext(self.engines) as engines:
             try:
