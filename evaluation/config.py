@@ -360,6 +360,73 @@ class PhaseConfig(Section):
     )
 
 
+class ShadowConfig(Section):
+    """Shadow mode: before anybody meets a candidate, it answers a copy of a share of the requests and is scored."""
+
+    enabled: bool = Field(
+        default=False,
+        description="A candidate that passes the gate is shadowed, and neither tried on live traffic nor promoted if "
+        "that shows harm. Cycles do so; `millrace experiment shadow` does it by hand.",
+    )
+    share: float = Field(
+        default=0.1,
+        gt=0,
+        le=1,
+        description="Of traffic's responses the share whose requests are copied, by hash.",
+    )
+    min_requests: int = Field(
+        default=100, ge=1, description="Fewest requests that a result rests on; so many are answered at a time."
+    )
+    max_requests: int = Field(default=500, ge=1, description="Most requests that a candidate answers.")
+    seconds: float = Field(default=3600.0, ge=0, description="How long to wait for so many, in seconds.")
+    before_seconds: float = Field(
+        default=86400.0,
+        ge=0,
+        description="How old a request may be when the shadow begins, in seconds. What the candidate may have learned "
+        "from is left out whatever its age.",
+    )
+    poll_seconds: float = Field(default=5.0, gt=0, description="Seconds between two looks for new requests.")
+    alpha: float = Field(
+        default=0.05, gt=0, le=0.5, description="The chance that a candidate that does no harm is shown to do some."
+    )
+    reward_bounds: tuple[float, float] = Field(
+        default=(0.0, 1.0), description="The least and the greatest reward of feedback.scoring; one outside is refused."
+    )
+    reward: float = Field(
+        default=0.05, gt=0, lt=1, description="How much reward may be lost, as a share of the width of reward_bounds."
+    )
+    length: float | None = Field(
+        default=0.5,
+        gt=0,
+        lt=1,
+        description="How much longer responses may be, as a share of the longer one's tokens; null: not compared.",
+    )
+    truncation: float | None = Field(
+        default=0.1,
+        gt=0,
+        lt=1,
+        description="How much more of the responses may be cut at the request's max_tokens; null: not compared.",
+    )
+    errors: float | None = Field(
+        default=0.05,
+        gt=0,
+        lt=1,
+        description="The share of requests that it may fail on; null: not compared.",
+    )
+
+    @model_validator(mode="after")
+    def _can_decide(self) -> Self:
+        if not -math.inf < self.reward_bounds[0] < self.reward_bounds[1] < math.inf:
+            raise ValueError(
+                f"shadow.reward_bounds are the least and the greatest reward, and {self.reward_bounds} are not"
+            )
+        if self.min_requests > self.max_requests:
+            raise ValueError(
+                f"shadow.min_requests={self.min_requests} is more than shadow.max_requests={self.max_requests}"
+            )
+        return self
+
+
 class ExperimentConfig(Section):
     """The experiment on live traffic: candidate and incumbent share it, and what people say decides."""
 
@@ -428,6 +495,7 @@ class ExperimentConfig(Section):
         "voice of its block.",
     )
     outcomes: OutcomesConfig = Field(default_factory=OutcomesConfig, description=OutcomesConfig.__doc__)
+    shadow: ShadowConfig = Field(default_factory=ShadowConfig, description=ShadowConfig.__doc__)
 
     @model_validator(mode="after")
     def _can_end(self) -> Self:

@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig
+from serve.generation.request import nothing_was_left, sampled_logprobs
 from serve.kv_cache import BATCH_SHARE, fit_engine
 from serve.policies.folder import compute_dtype, fingerprint
 from serve.policies.store import Policy
 from serve.swap.compatibility import IncompatiblePolicy, require_compatible
-from serve.vllm.boot import OFFLINE_WORKER, engine_variables, offline_engine, sampling_params
+from serve.vllm.boot import OFFLINE_WORKER, engine_variables, offline_engine, request_errors, sampling_params
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,18 @@ class Generation:
     text: str
     token_ids: TokenIds
     logprobs: NDArray[np.float32]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response to a request with parameters of its own.
+
+    ``finish_reason``: stop, length; error if the policy computes no numbers, refused if vLLM doesn't take the request.
+    """
+
+    text: str
+    token_ids: TokenIds
     finish_reason: str
 
 
@@ -200,6 +213,25 @@ class OfflineEngine:
         params = [sampling_params(seed=seed + i, logprobs=None, **of) for i, of in enumerate(sampling)]
         return [output.outputs[0].text or "" for output in self._generate(prompts, params)]
 
+    def answer(self, prompts: Sequence[TokenIds], sampling: Sequence[Mapping[str, Any]]) -> list[Response]:
+        """A response to each prompt, by vLLM's parameters for it.
+
+        Raises what vLLM raises when it fails itself; a request that it does not take costs the others nothing.
+        """
+        try:
+            params = [sampling_params(**of) for of in sampling]
+            outputs = self._generate(prompts, params)
+        except request_errors() as error:
+            if len(prompts) == 1:
+                log.info("vLLM refuses a request: %s: %s", type(error).__name__, error)
+                return [Response("", [], "refused")]
+            middle = len(prompts) // 2
+            return [
+                *self.answer(prompts[:middle], sampling[:middle]),
+                *self.answer(prompts[middle:], sampling[middle:]),
+            ]
+        return [_response(output.outputs[0]) for output in outputs]
+
     @property
     def longest_scored(self) -> int:
         """Longest prompt and response together that can be scored, in tokens.
@@ -279,6 +311,13 @@ def _responses_logprobs(
 def _generation(output: Any) -> Generation:
     token_ids = list(output.token_ids)
     return Generation(output.text or "", token_ids, _chosen(output.logprobs, token_ids), output.finish_reason)
+
+
+def _response(output: Any) -> Response:
+    token_ids = list(output.token_ids)
+    if nothing_was_left(sampled_logprobs(token_ids, output.logprobs)):
+        return Response("", [], "error")
+    return Response(output.text or "", token_ids, output.finish_reason)
 
 
 def _chosen(flat: Any, token_ids: TokenIds) -> NDArray[np.float32]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @as_json_option
 @pass_settings
 def list_(settings: Settings, every: bool, as_json: bool) -> None:
-    """List the decisions: error budgets, verdicts, promotions and rollbacks; newest last.
+    """List the decisions: error budgets, verdicts, shadows, experiments, promotions and rollbacks; newest last.
 
     An intent is a look that was about to be made, of which no verdict came: its evaluation was killed, or failed.
     """
@@ -59,7 +59,7 @@ def show(settings: Settings, number: int, evidence: bool) -> None:
         raise click.UsageError(f"there is no decision {number}: {ledger.file} has {len(entries)}")
     entry = entries[number - 1]
     shown = entry.model_dump()
-    if evidence and entry.kind == "verdict":
+    if evidence and entry.kind in ("verdict", "shadow"):
         shown["evidence"] = ledger.evidence(entry.body["evidence"])
     click.echo(json.dumps(shown, indent=2))
 
@@ -78,12 +78,14 @@ def verify(settings: Settings, as_json: bool) -> int:
     from deploy.loop.promotion import learned_items, missing_from
     from evaluation.decisions.verification import verify as recompute
     from evaluation.experiments.verification import verify as recompute_experiments
+    from evaluation.shadow.verification import verify as recompute_shadows
 
     ledger = settings.ledger()
     found = recompute(ledger)
     problems, store = list(found.problems), settings.policy_store()
     if not problems:
-        problems = [*recompute_experiments(ledger), *missing_from(ledger, store), *learned_items(ledger, store)]
+        problems = [*recompute_experiments(ledger), *recompute_shadows(ledger)]
+        problems += [*missing_from(ledger, store), *learned_items(ledger, store)]
     if as_json:
         click.echo(json.dumps(asdict(found) | {"problems": problems}, indent=2))
     else:
@@ -225,6 +227,9 @@ def _summary(entry: Entry) -> list[str]:
         came_to = body["why"] if body["event"] == "start" else f"{body['decision']}: {body['why']}"
         versions = [str(body[name]["version"]) for name in ("candidate", "control")]
         return [*versions, "-", f"{body['event']} of experiment {body['number']}: {came_to}"]
+    if entry.kind == "shadow":
+        shown, versions = body["comparison"], [str(body[name]["version"]) for name in ("candidate", "incumbent")]
+        return [*versions, str(shown["requests"]), f"{shown['decision']}: {'; '.join(shown['reasons'])}"]
     what = f"overridden ({body.get('objection')}): {body.get('why')}" if body.get("override") else body.get("why")
     return [str(body.get("version")), str(body.get("previous") or "-"), "-", str(what)]
 

@@ -1,18 +1,21 @@
-"""experiment: try a policy on live traffic, see what it shows, stop it."""
+"""experiment: try a policy on a copy of requests, or on live traffic; see what it shows, stop it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands.common import as_json_option, pass_settings
+from deploy.commands.common import as_json_option, existing_lake, json_out, pass_settings, write_result
 from deploy.config.root import Settings
-from deploy.supervise.children import stop_on_signals
+from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
 
 if TYPE_CHECKING:
+    from evaluation.shadow.kept import Result
     from serve.policies.experiments import Experiment
 
 
@@ -36,22 +39,62 @@ def start(settings: Settings, version: int, why: str, override: bool) -> None:
 
 
 @click.command()
+@click.argument("version", type=click.IntRange(1))
+@json_out
+@as_json_option
+@pass_settings
+def shadow(settings: Settings, version: int, json_out: Path | None, as_json: bool) -> int:
+    """Have policy VERSION answer a copy of a share of requests, beside the one that serves; nobody sees its answers.
+
+    What scores them (feedback.scoring) scores what people got to the same requests, too. It goes on until harm, or that
+    there is none, is shown, or evaluation.experiment.shadow.max_requests were answered, and waits for that many for
+    evaluation.experiment.shadow.seconds. Harm goes on record: VERSION is then neither promoted nor tried on live
+    traffic, unless --override says why. Killed and run again, it goes on.
+
+    Exit code 3 if it can't tell: fewer than evaluation.experiment.shadow.min_requests could be answered.
+    """
+    from deploy.loop import promotion
+    from deploy.loop.shadows import run_shadow
+
+    with no_leftovers(), stop_on_signals():
+        say = (lambda _: None) if as_json else click.echo
+        found = run_shadow(settings, existing_lake(settings), version, who=promotion.person(), say=say)
+    if as_json:
+        click.echo(found.model_dump_json(indent=2))
+    else:
+        for line in describe_shadow(found):
+            click.echo(line)
+    if json_out is not None:
+        write_result(found.model_dump(mode="json"), json_out)
+    return NOTHING_TO_LEARN if found.comparison.decision == "can't tell" else 0
+
+
+@click.command()
 @click.argument("number", type=click.IntRange(1), required=False)
 @as_json_option
 @pass_settings
 def show(settings: Settings, number: int | None, as_json: bool) -> None:
-    """Show experiment NUMBER, by default the last one: what it compares, and what it has shown so far."""
+    """Show experiment NUMBER, by default the last one: what it compares, and what it has shown so far.
+
+    And the last shadow, or the one of the experiment's candidate.
+    """
+    from deploy.loop.shadows import results
     from serve.policies.experiments import Experiments
 
     experiments = Experiments(settings.policy_store().root)
     found = experiments.last() if number is None else experiments.get(number)
+    of = None if number is None or found is None else found.candidate
+    last = next((one for one in reversed(results(settings)) if of in (None, one.candidate.version)), None)
     if as_json:
-        click.echo(json.dumps(None if found is None else asdict(found), indent=2))
-    elif found is None:
+        shown = None if found is None else asdict(found)
+        if last is not None:
+            shown = {**(shown or {}), "shadow": last.model_dump(mode="json")}
+        click.echo(json.dumps(shown, indent=2))
+        return
+    if found is None:
         click.echo("there was no experiment yet: millrace experiment start VERSION")
-    else:
-        for line in describe(found):
-            click.echo(line)
+    for line in (*(describe(found) if found else ()), *(describe_shadow(last) if last else ())):
+        click.echo(line)
 
 
 @click.command()
@@ -139,6 +182,30 @@ def _of_look(latest: dict[str, Any], units: str) -> list[str]:
     return lines
 
 
+def describe_shadow(found: Result) -> Iterator[str]:
+    """What there is to say of a shadow, line by line."""
+    comparison = found.comparison
+    state = comparison.decision + (f"; {found.ended}" if found.ended else f", as of {found.at[:19]}")
+    yield f"shadow of policy {found.candidate.version} beside policy {found.incumbent.version}: {state}"
+    reasons = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items())
+    left_out = f", left out: {reasons}" if reasons else ""
+    yield (
+        f"  {comparison.requests} requests answered and scored by {found.scorer}; {found.drawn} of {found.considered} "
+        f"responses of traffic were drawn (share {found.plan.share:g}){left_out}"
+    )
+    for one in comparison.compared:
+        bounds = f"[{one.low:+.4f}, {one.high:+.4f}] at any time"
+        value = "nothing yet" if one.value is None else f"{one.value:+.4f}, {bounds}"
+        shown = "harm" if one.harm else f"{'shown' if one.holds else 'not shown'} to lose less than {one.margin:g}"
+        yield f"  {one.measure}: {value}, over {one.n} requests; {shown}"
+    for reason, count in found.unscored.items():
+        yield f"  {count} responses have no reward: {reason}"
+    if comparison.decision in ("harm", "can't tell"):
+        yield from (f"  {reason}" for reason in comparison.reasons)
+
+
 experiment = click.Group(
-    "experiment", commands=[start, show, stop, look], help="Try a policy on live traffic: start, show, stop."
+    "experiment",
+    commands=[shadow, start, show, stop, look],
+    help="Try a policy on a copy of requests, or on live traffic: shadow, start, show, stop.",
 )

@@ -68,6 +68,7 @@ def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
 def maintain(settings: Settings, json_out: Path | None) -> None:
     """Finish erasures, drop old dates, compact and vacuum: what the schedule runs."""
     from deploy.loop import lineage
+    from evaluation.shadow.kept import FOLDER, forget_gone
     from feedback.maintenance.maintain import maintain as maintain_lake
     from train.run.unfinished import forget_erased
 
@@ -82,6 +83,7 @@ def maintain(settings: Settings, json_out: Path | None) -> None:
         lake.create()
         done = maintain_lake(lake, Path(resolved.feedback.journal.folder), rewritten)
         forgotten = forget_erased(lake, resolved.train.runs, stores)
+        forget_gone(lake, resolved.evaluation.folder / FOLDER, click.echo)
     if any(done.erased.values()):
         click.echo(f"erased, behind an earlier erasure: {_counted(done.erased)}")
     _print_retained(done.retained, dry_run=False)
@@ -123,6 +125,7 @@ def erase(
     that an erasure reaches them. A run at work will publish nothing; what a killed one has kept is removed.
     """
     from deploy.loop import lineage
+    from evaluation.shadow.kept import FOLDER, forget_gone
     from feedback.maintenance.erasure import Target, earlier, find
     from feedback.maintenance.erasure import erase as erase_rows
     from serve.policies.store import PolicyError
@@ -167,6 +170,7 @@ def erase(
         )
         _print_reached(late)
         _print_forgotten(forget_erased(lake, runs, stores))
+        forget_gone(lake, resolved.evaluation.folder / FOLDER, click.echo)
     click.echo(f"erased: {_counted(done.rows)} in {done.seconds:.1f} s")
     suite = settings.path(settings.evaluation.suite)
     if settings.evaluation.holdout and suite.exists():

@@ -1,16 +1,61 @@
-"""Experiments on live traffic for the report: what each came to, and the bounds that its looks had, block by block."""
+"""Shadows, and experiments on live traffic, for the report: what each came to, and the bounds that its looks had."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
 
 from deploy.loop.experiments import blocks_file, blocks_seen
 from evaluation.experiments import looks
 from evaluation.experiments.blocks import Block, Observed
 from evaluation.experiments.plan import ExperimentPlan
-from evaluation.report.rows import ExperimentRow, LivePath
+from evaluation.report.rows import ExperimentRow, LivePath, ShadowMeasure, ShadowRow
+from evaluation.shadow.comparison import Pair, path
+from evaluation.shadow.kept import Result
+from evaluation.shadow.kept import shadows as kept_shadows
 from serve.policies.experiments import Experiment, Experiments
+
+_POINTS: Final = 60
+"""Of a path, at most."""
+
+
+def shadows(folder: Path) -> list[ShadowRow]:
+    """A row for each shadow in a folder that somebody has looked at, oldest first."""
+    found = ((kept, kept.result()) for kept in kept_shadows(folder))
+    return [_shadow(result, kept.pairs(result.scorer)) for kept, result in found if result is not None]
+
+
+def _shadow(result: Result, pairs: Sequence[Pair]) -> ShadowRow:
+    comparison = result.comparison
+    return ShadowRow(
+        candidate=result.candidate.version,
+        incumbent=result.incumbent.version,
+        began=result.began,
+        decision=comparison.decision,
+        requests=comparison.requests,
+        ended=result.ended,
+        why="; ".join(comparison.reasons),
+        compared=tuple(ShadowMeasure.model_validate(one.model_dump()) for one in comparison.compared),
+        paths=tuple(_shadow_paths(result, pairs)),
+    )
+
+
+def _shadow_paths(result: Result, pairs: Sequence[Pair]) -> list[LivePath]:
+    """One for each measure that any request has: what looks after so many requests would have said of it."""
+    found = []
+    for measure, margin in result.plan.margins.items():
+        value, low, high = path(result.plan, measure, pairs)
+        if len(value):
+            at = np.unique(np.linspace(0, len(value) - 1, _POINTS).round().astype(int))
+            shown = {"value": value, "low": low, "high": high}
+            bar = -margin if measure == "reward" else margin
+            points = {name: tuple(map(float, of[at])) for name, of in shown.items()}
+            blocks = tuple(int(i) + 1 for i in at)
+            found.append(LivePath(outcome=measure, bar=bar, watched=False, blocks=blocks, **points))
+    return found
 
 
 def experiments(store: Experiments) -> list[ExperimentRow]:

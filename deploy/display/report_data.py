@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from deploy.config.root import Settings
 from deploy.display.fates import fates
-from deploy.display.live import experiments
+from deploy.display.live import experiments, shadows
 from deploy.display.proxy_reward import ProxyReward
 from deploy.display.runs import runs
 from deploy.loop import records
@@ -23,6 +23,7 @@ from evaluation.harness.results import load_all
 from evaluation.report.evidence import Race, races, spending
 from evaluation.report.page import GateRow, PolicyRow, ReportData, SuiteRow, SwapRow, traffic
 from evaluation.results import Evaluation, Interval, PolicyResult, Sample
+from evaluation.shadow.kept import FOLDER
 from evaluation.statistics.intervals import bootstrap_mean
 from evaluation.suites.decoding import GREEDY, Decoding
 from evaluation.suites.suite import Suite, SuiteError
@@ -76,6 +77,7 @@ def gather(
         spending=spending(history),
         races=raced,
         experiments=tuple(experiments(Experiments(store.root))),
+        shadows=tuple(shadows(resolved.evaluation.folder / FOLDER)),
         training=training,
         runs=tuple(runs(resolved.train.runs, training)),
         gates=tuple(_gates(store, cycles, history, raced, resolved.evaluation)),

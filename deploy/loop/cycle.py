@@ -167,6 +167,8 @@ class _Cycle:
                 why += f"; policy {incumbent} is marked for retraining, and serves on"
             return self._end("refused", why)
 
+        if self.settings.evaluation.experiment.shadow.enabled and (harm := self._shadow(self.record.candidate)):
+            return self._end("refused", f"its shadow did harm: {harm}")
         if self.settings.evaluation.experiment.enabled:
             return self._try_on_traffic(self.record.candidate)
         try:
@@ -440,15 +442,22 @@ class _Cycle:
             try:
                 code = child.finish(timeout)
             except TimeoutError:
-                setting = f"cycle.{'score' if name == 'suite' else name}_timeout_s"
+                limit = {"suite": "score", "experiment": "evaluate"}.get(name, name)
+                setting = f"{'the seconds of a shadow and ' * (name == 'experiment')}cycle.{limit}_timeout_s"
                 raise StageFailed(f"{called} took longer than {setting}={timeout:g} s") from None
-            if code != 0 and not (name in ("train", "suite") and code == NOTHING_TO_LEARN):
+            if code != 0 and not (name in ("train", "suite", "experiment") and code == NOTHING_TO_LEARN):
                 failed = StageKilled if code > SIGNALLED else StageFailed
                 raise failed(f"{called} ended with code {code}: {_last_error(child.tail())} (log: {child.log})")
             result: dict[str, Any] = json.loads(out.read_bytes())
             out.unlink()
             kept.result = result
         return result
+
+    def _shadow(self, version: int) -> str | None:
+        """Have the candidate answer a copy of a share of requests; what harm that shows."""
+        timeout = self.settings.evaluation.experiment.shadow.seconds + self.settings.cycle.evaluate_timeout_s
+        shown = self._run("experiment", timeout, "shadow", str(version), stage="shadow")["comparison"]
+        return "; ".join(shown["reasons"]) if shown["decision"] == "harm" else None
 
     def _try_on_traffic(self, version: int) -> None:
         """Start an experiment; `millrace up` or `millrace schedule` looks at it from then on."""

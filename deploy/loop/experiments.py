@@ -256,6 +256,9 @@ class Controller:
         """Promote the candidate, and go on watching it beside the control."""
         start = self._start_of(experiment)
         objection = promotion.erased_from(self.store, experiment.candidate)
+        if start is not None and not start["override"] and objection is None:  # shown while the experiment ran
+            pair = experiment.candidate, experiment.control
+            objection = promotion.shadow_objection(self.store, self.ledger.entries(), *pair)
         if start is None or objection:
             why, decision = (str(objection), "failed") if objection else ("the ledger lacks its start", "void")
             return self.experiments.stop(experiment.number, who=_WHO, why=why, decision=decision)

@@ -27,6 +27,10 @@ NO_REWARD_MODEL = (
     "a reward model of people's feedback is to reward its responses, and {there}: put a stage reward-model before it, "
     "as cycle.recipe=rlhf does, or run `millrace train --reward-model` first"
 )
+NO_SHADOW_SCORER = (
+    "evaluation.experiment.shadow.enabled: feedback.scoring has no rule, model or judge with a weight, and nobody "
+    "votes on what nobody sees: set one, or switch the shadow off"
+)
 NEED_ANSWERS = ("exact_match", "numeric_equality")
 NO_POLICY = (
     "train.algorithm.name=reward_model trains no policy that a cycle could judge and promote: set cycle.recipe to "
@@ -54,6 +58,8 @@ def check(settings: Settings) -> None:
         )
     if not settings.train.algorithm.trains_policy:
         problems.append(NO_POLICY)
+    if settings.evaluation.experiment.shadow.enabled and not any(settings.feedback.scoring.for_rollouts.values()):
+        problems.append(NO_SHADOW_SCORER)
     store = settings.policy_store()
     if pointer := store.serving():
         problems += judging_problems(settings, store.get(pointer.version))

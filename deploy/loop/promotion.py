@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import socket
+from collections.abc import Iterable
 from typing import Any
 
 from evaluation.decisions.ledger import MOVES, Entry, Kind, Ledger, LedgerError
@@ -231,8 +232,8 @@ def verdict_on(
 ) -> tuple[dict[str, object] | None, str | None]:
     """The ledger's verdict on a candidate, as the pointer's history keeps it; and why it doesn't let it serve.
 
-    An experiment that it has harmed since is such a reason too. A ledger that can't be read is an objection to
-    override, and raised where nobody does.
+    An experiment that it has harmed since is such a reason too, and so is a shadow that shows harm. A ledger that can't
+    be read is an objection to override, and raised where nobody does.
     """
     from evaluation.decisions.history import History, hypothesis
 
@@ -277,7 +278,20 @@ def verdict_on(
         if pair == asked and tried.get("decision") in ("roll back", "failed"):
             why = f"experiment {tried['number']} came to: {tried['decision']}: {tried['why']}"
             return verdict, f"policy {version} passed the gate, and {why}"
+    if harm := shadow_objection(store, history.others, version, incumbent):
+        return verdict, f"policy {version} passed the gate, and {harm}"
     return verdict, None
+
+
+def shadow_objection(store: PolicyStore, entries: Iterable[Entry], version: int, incumbent: int) -> str | None:
+    """What harm a shadow has shown of a candidate beside an incumbent, by these entries of the ledger; None if none."""
+    from evaluation.decisions.history import shadow_harm
+
+    pair = store.get(version).sha256, str(_sha256(store, incumbent))
+    for entry in entries:
+        if entry.kind == "shadow" and (harm := shadow_harm(entry, *pair)):
+            return f"its shadow (entry {entry.number}) did harm: {harm}"
+    return None
 
 
 def _lost_verdict(ledger: Ledger, pointer: Pointer) -> str | None:

@@ -122,6 +122,8 @@ class Scheduler:
         trainings = max(len(limits.stages), 2) + 1  # `auto` may be two stages; and a reward model to evaluate by
         most = 2 * (limits.score_timeout_s + limits.evaluate_timeout_s) + trainings * limits.train_timeout_s
         most += limits.swap_timeout_s
+        if (shadow := self._settings.evaluation.experiment.shadow).enabled:
+            most += shadow.seconds + limits.evaluate_timeout_s
         most += self._settings.serve.fleet.longest_canary_s
         # It needs its stage's grace, and time to write its record.
         code = self._run_child(_CYCLE, ["cycle"], log="cycles.log", grace=2 * limits.stop_grace_s, most=most + 600.0)

@@ -143,7 +143,7 @@ def _body(entry: Entry, model: type[Body], name: str) -> Body:
 class History:
     """``races``: the verdicts on each hypothesis, with their entries. ``intents``: what was to be looked at, likewise.
     ``used``: prompts that were looked at, or were about to be. ``events``: for the error budget, of which ``budget`` is
-    in force. ``others``: promotions, rollbacks and experiments."""
+    in force. ``others``: promotions, rollbacks, experiments and shadows."""
 
     races: dict[str, list[tuple[Entry, Ruling]]] = field(default_factory=dict)
     intents: dict[str, list[tuple[Entry, Intent]]] = field(default_factory=dict)
@@ -175,7 +175,7 @@ class History:
                 self.races.setdefault(found.hypothesis, []).append((entry, found))
                 self.used.update(found.prompts)
                 self.events.append(error_budget.Look(found.hypothesis, found.e_value, found.verdict))
-            case "promotion" | "rollback" | "experiment":
+            case "promotion" | "rollback" | "experiment" | "shadow":
                 self.others.append(entry)
             case "signed":
                 pass
@@ -221,6 +221,14 @@ class History:
     @property
     def passes(self) -> int:
         return sum(race[-1][1].verdict == "pass" for race in self.races.values())
+
+
+def shadow_harm(entry: Entry, candidate: str, incumbent: str) -> str | None:
+    """What harm a shadow's entry has shown of a candidate beside an incumbent, by their sha256; None if it has not."""
+    body = entry.body
+    if (body["candidate"]["sha256"], body["incumbent"]["sha256"]) != (candidate, incumbent):
+        return None
+    return "; ".join(body["comparison"]["reasons"]) if body["comparison"]["decision"] == "harm" else None
 
 
 def looks_of(ledger: Ledger, found: Ruling) -> list[Look]:

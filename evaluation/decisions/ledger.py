@@ -44,9 +44,9 @@ _UNSIGNED: Final = (
 _LOCK_WAIT_S: Final = 30.0
 _GATE_WAIT_S: Final = 0.5
 
-Kind = Literal["budget", "intent", "verdict", "promotion", "rollback", "experiment", "signed"]
+Kind = Literal["budget", "intent", "verdict", "promotion", "rollback", "experiment", "shadow", "signed"]
 MOVES: Final = ("promotion", "rollback")
-"""Of the serving pointer; the others are the gate's, or of experiments."""
+"""Of the serving pointer; the others are the gate's, or of experiments and shadows."""
 
 
 class LedgerError(RuntimeError):

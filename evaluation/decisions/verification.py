@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from evaluation.decisions import gate
 from evaluation.decisions.gate import State
-from evaluation.decisions.history import History, Intent, Ruling, declaration, intent, looks_of, ruling
+from evaluation.decisions.history import History, Intent, Ruling, declaration, intent, looks_of, ruling, shadow_harm
 from evaluation.decisions.judgement import standings
 from evaluation.decisions.ledger import Entry, Ledger, LedgerDamaged
 from evaluation.decisions.observations import Look, names_of, voices
@@ -63,8 +63,8 @@ def _of_entry(ledger: Ledger, history: History, states: dict[str, State], entry:
             yield from _of_verdict(ledger, history, states, ruling(entry))
         case "promotion" | "rollback":
             yield from _of_promotion(history, entry)
-        case "experiment" | "signed":
-            pass  # an experiment is looked at elsewhere; reading a signature has checked all that there is
+        case "experiment" | "shadow" | "signed":
+            pass  # experiments and shadows are looked at elsewhere; reading a signature has checked all that there is
 
 
 def _of_intent(history: History, meant: Intent) -> Iterator[str]:
@@ -206,6 +206,9 @@ def _of_promotion(history: History, entry: Entry) -> Iterator[str]:
         harmed = tried.get("decision") in ("roll back", "failed")
         if harmed and pair == (body.get("sha256"), body.get("previous_sha256")):
             yield f"policy {body.get('version')} was promoted after experiment {tried['number']}: {tried['decision']}"
+    for shadow in (other for other in history.others if other.kind == "shadow"):
+        if shadow_harm(shadow, str(body.get("sha256")), str(body.get("previous_sha256"))):
+            yield f"policy {body.get('version')} was promoted after its shadow, entry {shadow.number}, showed harm"
     found = history.last(str(body.get("sha256")), str(body.get("previous_sha256")))
     if found is None or found[1].verdict != "pass":
         of, before = body.get("version"), body.get("previous")

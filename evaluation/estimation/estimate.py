@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -15,16 +14,13 @@ from pydantic import TypeAdapter
 from evaluation.config import EvaluationConfig
 from evaluation.engine import OfflineEngine
 from evaluation.estimation.logged_responses import TOO_LONG, LoggedResponse, LoggedTraffic
+from evaluation.estimation.same_tokens import other_tokens
 from evaluation.statistics import off_policy
 from evaluation.statistics.intervals import Floats
 from evaluation.statistics.off_policy import MIN_ESS, OffPolicy
 from feedback.config import ClassifierConfig
 from feedback.scoring.sources.reward_model import RewardModel
-from serve.policies.folder import TOKENIZER_FILES
 from serve.policies.store import Policy
-
-_TEMPLATE_FILES: Final = ("chat_template.jinja", "tokenizer_config.json")
-_COSMETIC: Final = ("truncation", "padding")  # of tokenizer.json: leftovers of the last call before it was saved
 
 
 class EstimateError(RuntimeError):
@@ -222,23 +218,5 @@ def _require_bounded(responses: Sequence[LoggedResponse], bounds: tuple[float, f
 
 def _require_same_tokenizer(candidate: Policy, incumbent: Policy) -> None:
     """Logged token ids, prompts included, must be what the candidate would have got and given."""
-    for name in (*TOKENIZER_FILES, *_TEMPLATE_FILES):
-        if _content(candidate, name) != _content(incumbent, name):
-            what = "chat template" if name in _TEMPLATE_FILES else "tokenizer"
-            raise EstimateError(
-                f"policy {candidate.version} has another {what} than policy {incumbent.version} ({name} differs): the "
-                "logged token ids are not what it would read and write"
-            )
-
-
-def _content(policy: Policy, name: str) -> Any:
-    """What decides token ids in a file of the policy; None if it has no such file."""
-    if name not in policy.files:
-        return None
-    content = (policy.path / name).read_bytes()
-    if not name.endswith(".json"):
-        return content
-    values = json.loads(content)
-    if name in _TEMPLATE_FILES:
-        return values.get("chat_template")
-    return {key: value for key, value in values.items() if key not in _COSMETIC}
+    if why := other_tokens(candidate, incumbent):
+        raise EstimateError(why)

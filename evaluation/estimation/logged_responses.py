@@ -139,19 +139,7 @@ def read_logged(lake: Lake, policy: int, *, since: datetime | None = None, limit
 
 def _reasons(row: Mapping[str, Any], policy: int) -> Iterator[str]:
     """Why a row can't be used, the reason that counts first; none if it can. ``policy``: whose responses can."""
-    if row["status"] != "complete":
-        yield _STATUS.get(row["status"], f"of status {row['status']}")
-    if row["erased"]:
-        yield BEING_ERASED
-    if not row["response_token_ids"] or not row["prompt_token_ids"]:
-        yield NO_TOKENS
-    policies = _policies(row)
-    if not policies or None in policies:
-        yield UNKNOWN_POLICY
-    if len(policies) > 1:
-        yield SEVERAL_POLICIES
-    if policies != {policy}:
-        yield f"of policy {', '.join(map(str, policies))}"
+    yield from not_answered_by(row, policy)
     altered = altered_by(row["sampling"], row["metadata"])
     if "temperature" in altered:
         yield GREEDY
@@ -164,8 +152,24 @@ def _reasons(row: Mapping[str, Any], policy: int) -> Iterator[str]:
         yield UNREWARDED
 
 
-def _policies(row: Mapping[str, Any]) -> set[int | None]:
-    return {span["policy_version"] for span in row["policy_spans"] or ()}
+def not_answered_by(row: Mapping[str, Any], policy: int) -> Iterator[str]:
+    """Why a row is not a whole response that this policy alone has sampled, the reason that counts first.
+
+    ``row``: token ids may be their numbers; ``erased``: whether an erasure that has not gone through means it.
+    """
+    if row["status"] != "complete":
+        yield _STATUS.get(row["status"], f"of status {row['status']}")
+    if row["erased"]:
+        yield BEING_ERASED
+    if not row["response_token_ids"] or not row["prompt_token_ids"]:
+        yield NO_TOKENS
+    policies = {span["policy_version"] for span in row["policy_spans"] or ()}
+    if not policies or None in policies:
+        yield UNKNOWN_POLICY
+    if len(policies) > 1:
+        yield SEVERAL_POLICIES
+    if policies != {policy}:
+        yield f"of policy {', '.join(map(str, policies))}"
 
 
 def _response(row: Mapping[str, Any]) -> LoggedResponse:

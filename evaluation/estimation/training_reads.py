@@ -11,16 +11,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
-from evaluation.estimation.logged_responses import LoggedResponse
 from evaluation.suites.held_out import HeldOut
 from feedback.lake.tables import Lake, LakeError
 from serve.policies.store import Policy, PolicyNotFound, PolicyStore
 
 log = logging.getLogger(__name__)
+
+
+class Logged(Protocol):
+    """A response of traffic. ``prompt_columns``: what ``HeldOut`` reads."""
+
+    @property
+    def response_id(self) -> str: ...
+    @property
+    def created_at(self) -> datetime: ...
+    def prompt_columns(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ def reads_of_policy(store: PolicyStore, policy: Policy) -> list[TrainingRead]:
     return list(reads.values())
 
 
-def learned_from(lake: Lake, reads: Iterable[TrainingRead], responses: Sequence[LoggedResponse]) -> set[str]:
+def learned_from(lake: Lake, reads: Iterable[TrainingRead], responses: Sequence[Logged]) -> set[str]:
     """The ids of the responses that one of the reads has, or may have: where its version can't be read any more, those
     that were made before what was trained of it.
     """
@@ -86,7 +95,7 @@ def learned_from(lake: Lake, reads: Iterable[TrainingRead], responses: Sequence[
     return found
 
 
-def _there(lake: Lake, read: TrainingRead, responses: Sequence[LoggedResponse]) -> set[str]:
+def _there(lake: Lake, read: TrainingRead, responses: Sequence[Logged]) -> set[str]:
     if not responses:
         return set()
     if read.version is None:
@@ -108,5 +117,5 @@ def _there(lake: Lake, read: TrainingRead, responses: Sequence[LoggedResponse]) 
     return {response_id for (response_id,) in rows}
 
 
-def _older(responses: Sequence[LoggedResponse], until: datetime) -> set[str]:
+def _older(responses: Sequence[Logged], until: datetime) -> set[str]:
     return {response.response_id for response in responses if response.created_at <= until}

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from evaluation.decisions.history import History
+from evaluation.decisions.history import History, shadow_harm
 from evaluation.decisions.ledger import Entry, Ledger, LedgerDamaged
 from evaluation.experiments import looks
 from evaluation.experiments.blocks import Block, Observed
@@ -82,6 +82,9 @@ def _of_start(history: History, before: list[Entry], entry: Entry) -> Iterator[s
     found = history.last(candidate, control)
     if found is None or found[1].verdict != "pass":
         yield f"experiment {number} tried policy {body['candidate']['version']} without a passing verdict"
+    for shadow in (one for one in history.others if one.kind == "shadow"):
+        if shadow_harm(shadow, candidate, control):
+            yield f"experiment {number} tried a policy after its shadow, entry {shadow.number}, showed harm"
     not_begun = {one.body["number"] for one in before if one.body.get("decision") == "not begun"}
     tried = [one.body for one in before if one.body["number"] not in not_begun]
     if (candidate, control) in [(one["candidate"]["sha256"], one["control"]["sha256"]) for one in tried]:

@@ -281,7 +281,7 @@ def segments(race: Race, *, label: str) -> str:
 
 
 @mpl.rc_context(_STYLE)
-def experiment(paths: Sequence[LivePath], *, label: str) -> str:
+def experiment(paths: Sequence[LivePath], *, label: str, over: str = "closed blocks or users") -> str:
     """Candidate less control over closed blocks, a panel per outcome; behind a commit its bounds begin anew."""
     outcomes = list(dict.fromkeys(path.outcome for path in paths))
     figure = Figure(figsize=(_WIDE, 1.95 * len(outcomes) + 0.5), layout="constrained")
@@ -315,7 +315,7 @@ def experiment(paths: Sequence[LivePath], *, label: str) -> str:
         axes.set_ylabel(outcome.replace("latency_s", "latency, s"))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.grid(axis="x", visible=False)
-    panels[-1].set_xlabel("closed blocks or users")
+    panels[-1].set_xlabel(over)
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.align_ylabels(list(panels))
     return _svg(figure, label)

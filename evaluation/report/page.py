@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from evaluation.harness.results import HarnessResult
 from evaluation.report import charts
 from evaluation.report.evidence import Race, Spending, Style
-from evaluation.report.rows import ExperimentRow, MoveRow, PolicyRow, Row, RunRow, SuiteRow
+from evaluation.report.rows import ExperimentRow, MoveRow, PolicyRow, Row, RunRow, ShadowRow, SuiteRow
 from evaluation.results import Evaluation, Interval, Sample
 from evaluation.suites.decoding import GREEDY, Decoding
 from feedback.files import replace_file
@@ -112,6 +112,7 @@ class ReportData(BaseModel):
     spending: Spending | None = None
     races: tuple[Race, ...] = ()
     experiments: tuple[ExperimentRow, ...] = ()
+    shadows: tuple[ShadowRow, ...] = ()
     runs: tuple[RunRow, ...] = ()
     judged: tuple[Evaluation, ...] = ()
     rankings: tuple[dict[str, Any], ...] = ()
@@ -206,6 +207,15 @@ class ReportData(BaseModel):
         ][-_EXPERIMENTS:]
 
     @cached_property
+    def drawn_shadows(self) -> list[tuple[ShadowRow, str]]:
+        """The last shadows with any request, with their pictures."""
+        return [
+            (one, charts.experiment(one.paths, label=f"Shadow of policy {one.candidate}", over="requests"))
+            for one in self.shadows
+            if one.paths
+        ][-_EXPERIMENTS:]
+
+    @cached_property
     def budget(self) -> GateRow | None:
         """The verdict by which most levels had been given."""
         known = [gate for gate in self.gates if gate.levels_given is not None]
@@ -283,6 +293,8 @@ class ReportData(BaseModel):
             found.append(("passed, not promoted", ""))
         elif not found:
             found.append(("not judged", ""))
+        if any(one.candidate == version and one.decision == "harm" for one in self.shadows):
+            found.append(("shadow: harm", "bad"))
         for tried in (one for one in self.experiments if one.candidate == version and not one.committed):
             if tried.decision is None:
                 found.append((f"in experiment {tried.number}", ""))

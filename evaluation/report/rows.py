@@ -100,6 +100,33 @@ class ExperimentRow(Row):
     paths: tuple[LivePath, ...] = ()
 
 
+class ShadowMeasure(Row):
+    """One measure of a shadow, candidate less incumbent; of ``errors`` the candidate's share. ``value``: None without
+    any."""
+
+    measure: str
+    value: float | None
+    low: float
+    high: float
+    margin: float
+    harm: bool
+    holds: bool
+
+
+class ShadowRow(Row):
+    """A candidate that answered a copy of requests which nobody saw. ``paths``: by requests, in place of blocks."""
+
+    candidate: int
+    incumbent: int
+    began: str
+    decision: str
+    requests: int
+    ended: str | None
+    why: str
+    compared: tuple[ShadowMeasure, ...] = ()
+    paths: tuple[LivePath, ...] = ()
+
+
 class RunRow(Row):
     """A training run. ``batch``: prompts × responses of a step, or judged responses. ``reward_first`` and
     ``reward_last`` are means over the first and the last steps, ``max_kl`` the largest step's, in nats per token.

@@ -10,9 +10,9 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -23,6 +23,7 @@ from feedback.scoring.sources.rules import COLUMNS, Reasons, SqlRule, Values, lo
 
 log = logging.getLogger(__name__)
 
+NO_REASON: Final = "no reason given"
 _REASON_LENGTH = 500
 
 ByRow = Callable[[pa.Table], tuple[Values, Reasons]]
@@ -111,6 +112,21 @@ def load_rollout_sources(config: ScoringConfig) -> list[Source]:
             "judge, or feedback.scoring.human.model"
         )
     return found
+
+
+def values_of(sources: Sequence[Source], rows: pa.Table) -> tuple[dict[str, Values], dict[str, Reasons]]:
+    """Of each source of ``load_rollout_sources``, by name, the value of each row, and why a row has none."""
+    components: dict[str, Values] = {}
+    reasons: dict[str, Reasons] = {}
+    for source in sources:
+        by_row = source.by_row if source.rule is None else source.rule.by_row
+        assert by_row is not None
+        values, whys = by_row(rows)
+        components[source.name] = values
+        reasons[source.name] = [
+            None if value is not None else why or NO_REASON for value, why in zip(values, whys, strict=True)
+        ]
+    return components, reasons
 
 
 def _classifier(name: str, weight: float, config: ClassifierConfig) -> Source:

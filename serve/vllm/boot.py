@@ -181,11 +181,23 @@ def engine_variables(log_level: str, *, one_process: bool, one_machine: bool) ->
 
 
 def sampling_params(**options: Any) -> SamplingParams:
-    """vLLM's parameters: by default the sampled token's logprob alone, and the response when it is whole."""
-    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    """vLLM's parameters: by default the sampled token's logprob alone, and the response when it is whole.
+
+    ``structured_outputs`` may be a mapping, as rows record it. Raises ValueError for what can't be sampled by.
+    """
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
     defaults = {"logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    if isinstance(structured := options.get("structured_outputs"), Mapping):
+        options["structured_outputs"] = StructuredOutputsParams(**structured)
     return SamplingParams(**defaults | options)
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it can't take, rather than because something has failed."""
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError
+
+    return VLLMClientError, GracefulHTTPError, ValueError, TypeError, OverflowError
 
 
 def launched_executor(job: str) -> type:

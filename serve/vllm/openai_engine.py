@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.exceptions import GracefulHTTPError, VLLMClientError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -20,6 +19,7 @@ from serve.engine import EngineDead, EngineError, EngineRefused
 from serve.generation.request import Generation, GenerationProgress, nothing_was_left, sampled_logprobs
 from serve.http import Problem, field_problem
 from serve.recorded_request import RecordedPrompt
+from serve.vllm.boot import request_errors
 from serve.vllm.engine import Engine, note_first_token, spans_of
 from serve.vllm.openai_request import Interrupted, OpenAIRequest, current
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LIMITS: Final = ("allowed_token_ids", "bad_words", "logit_bias", "min_tokens")
-_REFUSALS: Final = (VLLMClientError, GracefulHTTPError, ValueError, TypeError, OverflowError)
+_REFUSALS: Final = request_errors()
 
 
 class CapturedEngine:

@@ -15,7 +15,7 @@ from feedback.config import RESERVED_NAMES, ScoringConfig
 from feedback.lake.tables import Lake
 from feedback.process_exit import skip_teardown
 from feedback.scoring.composition import compose
-from feedback.scoring.scorer import Source, guarded, load_rollout_sources, scorer_name
+from feedback.scoring.scorer import NO_REASON, Source, guarded, load_rollout_sources, scorer_name, values_of
 from feedback.scoring.sources.judge_cache import JudgeCacheError
 from feedback.scoring.sources.reward_model import RewardModelError
 from feedback.scoring.sources.rules import COLUMNS, PerToken, Reasons, RuleError, Values, load_rule
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 RewardSettings = str | ScoringConfig
 """What rewards rollouts: module:function, or the sources of feedback.scoring that can."""
 
-NO_REASON: Final = "no reason given"
 _OF_THE_DEADLINE: Final = 0.9
 """Of the time that a reward may take: what a judge may. What it has not answered by then is missing."""
 _MOST_REASONS: Final = 3
@@ -122,16 +121,7 @@ class Reward:
 
 def reward_rows(sources: Sequence[Source], rows: pa.Table) -> Rewards:
     """The weighted mean, for each row, of what the sources give it. All of them give values by row."""
-    components: dict[str, Values] = {}
-    reasons: dict[str, Reasons] = {}
-    for source in sources:
-        by_row = source.by_row if source.rule is None else source.rule.by_row
-        assert by_row is not None
-        values, whys = by_row(rows)
-        components[source.name] = values
-        reasons[source.name] = [
-            None if value is not None else why or NO_REASON for value, why in zip(values, whys, strict=True)
-        ]
+    components, reasons = values_of(sources, rows)
     weights = {source.name: source.weight for source in sources}
     composed = compose(
         list(weights),

@@ -24,6 +24,8 @@ from evaluation.decisions.ledger import LedgerDamaged
 from evaluation.experiments.verification import verify
 from serve.generation.interaction_rows import BLOCK
 from serve.policies.experiments import Experiment, Experiments
+from tests.deploy.commands.test_shadow_command import put_on_record
+from tests.evaluation.decisions.worlds import items, judged
 from tests.feedback.feedback_rows import interaction, put, said
 from tests.paths import ROOT
 
@@ -212,6 +214,18 @@ def test_a_policy_that_an_erasure_has_marked_is_not_committed(home: Settings) ->
     assert ended.end is not None
     assert (ended.state, ended.end["decision"], pointer_of(home)) == ("ended", "failed", 1)
     assert "marked for retraining" in ended.end["why"]
+
+
+def test_a_policy_whose_shadow_showed_harm_meanwhile_is_not_committed(home: Settings) -> None:
+    candidate, control = map(home.policy_store().get, (2, 1))
+    judged(home.ledger(), 2, items(500, gain=0.3, differing=0.4), shas=(candidate.sha256, control.sha256))
+    started(home, GAIN)
+    put_on_record(home, candidate, 0.1)
+    ended = Controller(home).look()
+    assert ended is not None
+    assert ended.end is not None
+    assert (ended.state, ended.end["decision"], pointer_of(home)) == ("ended", "failed", 1)
+    assert "did harm: reward is shown to be worse: -0.4000" in ended.end["why"]
 
 
 def test_a_candidate_that_is_gone_ends_it(home: Settings) -> None:

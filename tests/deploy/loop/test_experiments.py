@@ -25,6 +25,7 @@ from deploy.loop.experiments import Controller
 from deploy.loop.promotion import ExperimentRefused
 from evaluation.decisions import verification as verdicts
 from evaluation.experiments import verification as experiments
+from evaluation.shadow import verification as shadows
 from loadtests.server import free_port
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments
 
@@ -302,4 +303,58 @@ def test_two_equal_policies_are_held_and_a_person_stops_it_over_http(served: Set
     assert (ended.end["decision"], ended.end["why"]) == ("stopped", "lunch")
     back_at(served, 1)
     assert Controller(served).look() is None
+    assert wrong_with(served) == []
+
+
+@pytest.mark.timeout(600)
+def test_a_shadow_of_the_same_weights_answers_what_people_got_once_and_never_what_was_not_to_be_stored(
+    served: Settings,
+) -> None:
+    """It waits for the traffic to be sealed, is killed when it has kept its first answers, and goes on."""
+    store = served.policy_store()
+    back_at(served, 1)
+    twin = store.publish(store.get(1).path, parent=1, lineage={}, metrics={"twin": 1}).version
+    body = {"prompt": "1+1=", "max_tokens": 6, "temperature": 0, "stop": ["7"]}
+    users = [f"shadowed-{i}" for i in range(30)]
+    options = {"share": "1.0", "min_requests": "10", "max_requests": "20", "seconds": "60", "before_seconds": "0"}
+    named = [part for name, value in options.items() for part in (f"--evaluation.experiment.shadow.{name}", value)]
+    engine = ["--evaluation.engine.kv_cache_bytes", str(64 << 20)]
+    rule = ["--feedback.scoring.rules", '{"short": {"sql": "1 / (1 + length(response))"}}']
+    command = [sys.executable, "-m", "deploy.cli", "--config", str(served.snapshot()), "experiment", "shadow"]
+    command += [str(twin), *named, *engine, *rule]
+    kept = served.path(served.evaluation.folder) / "shadows"
+    log = served.home / "shadow.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + 300
+        asked, unstored = dict[str, str](), list[str]()
+        while not list(kept.glob("*/began.json")) and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        with httpx.Client(base_url=served.server_url, timeout=60) as client:
+            for user in users:
+                for store_it in (True, False):
+                    answer = client.post("/generate", json=body | {"user": user, "store": store_it}).json()
+                    [response] = answer["responses"]
+                    if store_it:
+                        asked[response["response_id"]] = user
+                    else:
+                        unstored.append(response["response_id"])
+        while not list(kept.glob("*/responses.jsonl")) and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.02)
+        process.kill()
+        process.wait(30)
+    first = [json.loads(line) for line in next(kept.glob("*/responses.jsonl")).read_text().splitlines()]
+    done = subprocess.run([*command, "--json"], capture_output=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr.decode() + log.read_text()
+    found = json.loads(done.stdout)
+    after = [json.loads(line) for line in next(kept.glob("*/responses.jsonl")).read_text().splitlines()]
+    assert after[: len(first)] == first
+    assert len(after) == len({asked[one["response_id"]] for one in after}) == 20
+    assert not {one["response_id"] for one in after} & set(unstored)
+    assert (found["comparison"]["requests"], found["comparison"]["decision"]) == (20, "no harm shown")
+    assert [one["value"] for one in found["comparison"]["compared"]] == [0.0] * 4
+    assert rows_of(served, list(asked)) == len(users)  # and the lake has what people got, once
+    on_record = [entry.body["comparison"] for entry in served.ledger().entries() if entry.kind == "shadow"]
+    assert [one["requests"] for one in on_record] == [20]
+    assert shadows.verify(served.ledger()) == []
     assert wrong_with(served) == []
