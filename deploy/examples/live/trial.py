@@ -35,9 +35,10 @@ LONGEST_S: Final = 600.0
 @dataclass(frozen=True)
 class Trial:
     """What came of an experiment. ``events``: its entries in the ledger, in order. ``units``: blocks, or users, that
-    its last look counted; ``shown_after``: by how many of them with feedback harm was shown first. ``started_at``, ``ended_at``: seconds of Unix time; the latter when all that serves served
-    the control alone again. ``killed``: looks that died, the last but one after it had decided to roll back, the last
-    one after the server was told. ``wrong``: what should not be."""
+    its last look counted; ``shown_after``: by how many of them with feedback harm was shown first. ``started_at``,
+    ``ended_at``: seconds of Unix time; the latter when all that serves served one policy alone again. ``killed``: looks
+    that died, the last but one after it had decided to roll back, the last one after the server was told. ``wrong``:
+    what should not be."""
 
     number: int
     candidate: int
@@ -70,7 +71,10 @@ def run(settings: Settings, candidate: int, needed: list[Child], say: Say, *, mo
     with controller(settings, say) if die else nullcontext():
         wait_for("the end", lambda: record(settings, started).state == "ended", needed, within_s=most_s + LONGEST_S)
     ended = record(settings, started)
-    kept = started.candidate if (ended.end or {}).get("decision") == "kept" else started.control
+    latest, end = ended.latest, ended.end or {}
+    if latest is None:
+        raise LiveFailed(f"experiment {started.number} has ended before a look at it: {end}")
+    kept = started.candidate if end["decision"] == "kept" else started.control
     wait_for(f"policy {kept} alone", lambda: serves_alone(settings, kept), needed)
     ended_at = time.time()
     entries = [entry.body for entry in settings.ledger().entries() if entry.kind == "experiment"]
@@ -84,12 +88,11 @@ def run(settings: Settings, candidate: int, needed: list[Child], say: Say, *, mo
         wrong.append("the levels on record are not those of the settings")
     if die:
         wrong += verify(settings)
-    latest, end = ended.latest or {}, ended.end or {}
     return Trial(
         number=started.number,
         candidate=candidate,
         control=started.control,
-        decision=str(end.get("decision")),
+        decision=str(end["decision"]),
         events=tuple(body["event"] for body in own),
         units=latest["blocks"]["candidate"] + latest["blocks"]["control"],
         shown_after=next(one["harm_at"] for one in latest["differences"] if one["name"] == "feedback"),
