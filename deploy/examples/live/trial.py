@@ -140,7 +140,7 @@ def controller(settings: Settings, say: Say) -> Child:
     """What looks at experiments, as `millrace up` has it."""
 
     def follow(line: str) -> None:
-        if "experiment" in line:
+        if " has ended: " in line or " is committed: " in line:
             say(line)
 
     return start(settings, "schedule", ["schedule"], log="live-schedule.log", grace=30.0, follow=follow)

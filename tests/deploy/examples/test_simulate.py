@@ -62,7 +62,7 @@ def test_a_missed_bar_is_the_exit_code(monkeypatch: pytest.MonkeyPatch):
 def test_an_unknown_world_is_refused_with_those_that_there_are():
     result, _ = run("--worlds", "nul")
     assert result.exit_code == 2
-    assert "nul is none of null.binary" in result.output
+    assert "nul is none of honest_refused" in result.output
 
 
 @pytest.mark.parametrize(
