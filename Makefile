@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint docs bench-capture bench-serve bench-start bench-swap bench-reshard bench-train bench-overlap learn simulate thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup demo test lint docs bench-capture bench-serve bench-start bench-swap bench-reshard bench-train bench-overlap learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(VENV)/.installed-$(LOCK)   ## install everything into .venv, from the pinned lock
 
@@ -69,6 +69,9 @@ learn: setup           ## prove that the algorithms learn: about 17 minutes; the
 
 simulate: setup        ## prove on generated worlds that sequential tests keep their error rates; the last line is JSON
 	$(BIN)/python -m deploy.examples.simulate $(ARGS)
+
+live-experiments: setup ## prove on real traffic that harm goes back by itself, and equal policies stay; the last line is JSON
+	$(BIN)/python -m deploy.examples.live $(ARGS)
 
 thumbs: setup          ## one command, and a person with thumbs alone: two cycles; the last line is JSON
 	$(BIN)/python -m loadtests.thumbs $(ARGS)

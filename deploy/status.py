@@ -202,7 +202,7 @@ def _running(record: CycleRecord, status: Status) -> None:
 
 def _next_cycle(settings: Settings, status: Status) -> None:
     """When the scheduler that runs starts one. Its lock file is as old as it is."""
-    if not status.runs["schedule"]:
+    if not status.runs["schedule"] or status.loop_off:
         return
     from deploy.loop.schedule import next_cycle
 

@@ -40,7 +40,8 @@ def up(
 ) -> None:
     """Run the server, and the scheduler with it, until a signal raises or one of them ends.
 
-    schedule: False: serve alone. None: serve alone where no cycle can work, and say why. True: raise ConfigError there.
+    schedule: False: serve alone. None: where no cycle can work, say why and look at experiments all the same. True:
+    raise ConfigError there.
     list_switches: say what of the loop is on and off, and how to change it.
     say: gets (process, line) for each line that a process writes; its whole output is in ``up.logs`` too.
     ready: called once everything runs.
@@ -65,8 +66,8 @@ def up(
             children.append(server)
             wait_until_ready(server, settings)
             say("up", f"serving on {settings.server_url}")
-            if schedule is not False and not off:
-                children.append(_start("schedule", settings, say))
+            if schedule is not False:  # an experiment that a person starts is watched, whether cycles work or not
+                children.append(_start("schedule", settings, say, *(["--no-cycles"] if off else [])))
             if ready:
                 ready()
             _watch(children, say)
@@ -130,9 +131,9 @@ def switches(settings: Settings) -> list[str]:
     return found
 
 
-def _start(name: str, settings: Settings, say: Callable[[str, str], None]) -> Child:
+def _start(name: str, settings: Settings, say: Callable[[str, str], None], *options: str) -> Child:
     grace = settings.up.stop_grace_s
-    return start(settings, name, [name], log=f"{name}.log", grace=grace, follow=lambda line: say(name, line))
+    return start(settings, name, [name, *options], log=f"{name}.log", grace=grace, follow=lambda line: say(name, line))
 
 
 def wait_until_ready(server: Child, settings: Settings) -> None:

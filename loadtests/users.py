@@ -32,6 +32,7 @@ def add_options(parser: ArgumentParser, **_: Any) -> None:
     parser.add_argument("--feedback-share", type=float, default=2 / 3, help="share of the answers that get a thumb")
     parser.add_argument("--choice-share", type=float, default=0.1, help="share of the questions with two answers")
     parser.add_argument("--wrong-share", type=float, default=0.1, help="share of the judgements that are wrong")
+    parser.add_argument("--questions", type=int, default=0, help="after so many another user comes; 0: all stay")
     parser.add_argument("--random-seed", type=int, default=0, help="seed of prompts and judgements")
 
 
@@ -67,11 +68,14 @@ class Person(HttpUser):
         return self.environment.random.uniform(0.5, 1.5) * self.environment.parsed_options.pace
 
     def on_start(self) -> None:
-        self.name = f"user-{self.environment.random.randrange(10**9)}"
+        self.name, self.asked = f"user-{self.environment.random.randrange(10**9)}", 0
 
     @task
     def ask(self) -> None:
         environment, options = self.environment, self.environment.parsed_options
+        if options.questions and self.asked == options.questions:
+            self.on_start()
+        self.asked += 1
         item = environment.random.choice(environment.prompts)
         n = 2 if environment.random.random() < options.choice_share else 1
         body = {"prompt": item["prompt"], "max_tokens": options.max_tokens, "user": self.name, "n": n}

@@ -124,14 +124,15 @@ def serve(settings: Settings, replicas: int | None, policy: int | None) -> None:
 
 
 @click.command()
+@click.option("--cycles/--no-cycles", default=True, help="Or only look at experiments, and maintain the lake.")
 @pass_settings
-def schedule(settings: Settings) -> None:
+def schedule(settings: Settings, cycles: bool) -> None:
     """Run cycles when they are due, until Ctrl-C."""
     import signal
 
     from deploy.loop.schedule import Scheduler
 
-    scheduler = Scheduler(settings, say=click.echo)
+    scheduler = Scheduler(settings, cycles=cycles, say=click.echo)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: scheduler.stop())
     with no_leftovers():

@@ -2,7 +2,7 @@
 
 Beside the cycles it looks at the experiment that runs, if one does, and runs the lake's maintenance, at intervals each,
 and behind that the retention of policies, reward models and runs. One that fails is reported, and tried again when the
-next one is due.
+next one is due. Where no cycle can work, all that goes on without them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -36,14 +37,18 @@ _FIRST_MAINTENANCE_S = 300.0  # a scheduler that is often started again does mai
 
 
 class Scheduler:
-    """Runs ``millrace cycle`` as a process when it is due, until ``stop`` or schedule.max_cycles."""
+    """Runs ``millrace cycle`` as a process when it is due, until ``stop`` or schedule.max_cycles.
 
-    def __init__(self, settings: Settings, *, say: Callable[[str], None] = print) -> None:
+    Without ``cycles`` it does what is due beside them, until ``stop``.
+    """
+
+    def __init__(self, settings: Settings, *, cycles: bool = True, say: Callable[[str], None] = print) -> None:
         """Raises ConfigError for an invalid crontab line, or settings with which no cycle can work."""
-        preflight.check(settings)
+        if cycles:
+            preflight.check(settings)
         self._settings = settings
         self._say = say
-        self._trigger = trigger(settings.schedule)
+        self._trigger = trigger(settings.schedule) if cycles else None
         self._children: dict[str, Child] = {}
         self._lock = threading.Lock()
         self._stop_requests: queue.SimpleQueue[None] = queue.SimpleQueue()  # safe in a signal handler
@@ -58,14 +63,9 @@ class Scheduler:
     def run(self) -> None:
         """Block until the scheduling ends. Call it in the main thread."""
         schedule = self._settings.schedule
-        first = first_run(self._settings, self._trigger)
-        self._scheduler.add_job(
-            self._cycle,
-            self._trigger,
-            id=_CYCLE,
-            next_run_time=first,
-            misfire_grace_time=None if schedule.misfire_grace_seconds is None else int(schedule.misfire_grace_seconds),
-        )
+        what = "no cycles; it looks at experiments and maintains the lake"
+        if self._trigger is not None:
+            what = self._add_cycles(self._trigger)
         if schedule.maintenance_seconds is not None:
             self._scheduler.add_job(
                 self._maintenance,
@@ -82,9 +82,7 @@ class Scheduler:
             misfire_grace_time=None,
         )
         self._scheduler.add_listener(self._report, EVENT_JOB_ERROR | EVENT_JOB_MAX_INSTANCES | EVENT_JOB_MISSED)
-        wait = max(0.0, (first - datetime.now(UTC)).total_seconds())
-        every = f"cron {schedule.cron!r}" if schedule.cron else f"every {schedule.interval_seconds:g} s"
-        self._say(f"schedule: {every}, first cycle in {wait:.0f} s")
+        self._say(f"schedule: {what}")
         threading.Thread(target=self._shut_down_on_request, name="schedule stop", daemon=True).start()
         lock = self._settings.path(LOCK)
         lock.parent.mkdir(parents=True, exist_ok=True)
@@ -92,12 +90,29 @@ class Scheduler:
         try:
             with (
                 locked(lock, LOCK_WAIT_S, shared=True),
-                preloaded.serving(self._settings.path(self._settings.up.logs) / "preloaded.log"),
+                preloaded.serving(self._settings.path(self._settings.up.logs) / "preloaded.log")
+                if self._trigger
+                else nullcontext(),
             ):
                 self._scheduler.start()
         finally:
             self._ended = True
             self.stop()
+
+    def _add_cycles(self, due: CronTrigger | IntervalTrigger) -> str:
+        """Have cycles run when they are due; in words, when."""
+        schedule = self._settings.schedule
+        first = first_run(self._settings, due)
+        self._scheduler.add_job(
+            self._cycle,
+            due,
+            id=_CYCLE,
+            next_run_time=first,
+            misfire_grace_time=None if schedule.misfire_grace_seconds is None else int(schedule.misfire_grace_seconds),
+        )
+        wait = max(0.0, (first - datetime.now(UTC)).total_seconds())
+        every = f"cron {schedule.cron!r}" if schedule.cron else f"every {schedule.interval_seconds:g} s"
+        return f"{every}, first cycle in {wait:.0f} s"
 
     def stop(self) -> None:
         """End the scheduling; a cycle that is running is stopped and recorded as failed, a maintenance is stopped.

@@ -29,11 +29,13 @@ PAD, EOS = "<pad>", "<eos>"
 @click.option("--steps", default=220, show_default=True, help="Optimizer steps.")
 @click.option("--batch", default=128, show_default=True, help="Demonstrations a step.")
 @click.option("--skip", default=0, show_default=True, help="Prompts of the task to leave out: the first SKIP ones.")
+@click.option("--clean", is_flag=True, help="Show right answers alone, and not the messy corpus.")
 @click.option("--threads", default=2, show_default=True, help="CPU threads.")
-def main(folder: Path, seed: int, steps: int, batch: int, skip: int, threads: int) -> None:
+def main(folder: Path, seed: int, steps: int, batch: int, skip: int, clean: bool, threads: int) -> None:
     """Train the seed policy and write it to FOLDER."""
     rng = random.Random(seed)
-    corpus = ((item.prompt, demonstration(item, rng)) for item in itertools.islice(items(seed), skip, None))
+    shown = itertools.islice(items(seed), skip, None)
+    corpus = ((item.prompt, item.answer if clean else demonstration(item, rng)) for item in shown)
     make_policy(folder, corpus, seed=seed, threads=threads, steps=steps, batch=batch)
 
 

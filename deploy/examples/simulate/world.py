@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,3 +19,9 @@ class Outcome:
 
 World = Callable[[int, int], Outcome]
 """A world, played: (histories, seed) -> outcome. The same arguments give the same figures."""
+
+
+def play(world: World, histories: int, seed: int) -> tuple[Outcome, float]:
+    """Its outcome, and the seconds that it took."""
+    started = time.monotonic()
+    return world(histories, seed), time.monotonic() - started

@@ -32,6 +32,13 @@ def test_the_same_seed_gives_the_same_figures(monkeypatch: pytest.MonkeyPatch):
     assert outcomes[0].figures == {"null.skewed": 0.0, "null_e_lond.skewed": 0.0}
 
 
+def test_worlds_that_are_played_at_once_have_the_figures_of_one_after_the_other():
+    arguments = ["--worlds", "harm_median_feedbacks.15,off_policy", "--histories", "4", "--processes"]
+    (together, figures), (_, same) = run(*arguments, "2"), run(*arguments, "1")
+    assert figures == same
+    assert [line.split(":")[0] for line in together.stdout.splitlines()[:2]] == arguments[1].split(",")
+
+
 def test_a_world_that_is_no_null_is_caught(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gate, "CYCLES", 3)
     outcome = gate.null("lucky", lambda rng, candidates: rng.random((candidates, 300)), 2, 0)
@@ -45,7 +52,7 @@ def test_a_missed_bar_is_the_exit_code(monkeypatch: pytest.MonkeyPatch):
         "b": lambda *_: Outcome({"b": 1}, True, "all"),
     }
     monkeypatch.setattr(simulate, "WORLDS", worlds)
-    result, figures = run("--histories", "1", "--worlds", "a,b")
+    result, figures = run("--histories", "1", "--worlds", "a,b", "--processes", "1")
     assert result.exit_code == 1
     assert figures == {"a": {"one": 0.5}, "b": 1}
     assert "half MISSED" in result.stdout
@@ -55,7 +62,7 @@ def test_a_missed_bar_is_the_exit_code(monkeypatch: pytest.MonkeyPatch):
 def test_an_unknown_world_is_refused_with_those_that_there_are():
     result, _ = run("--worlds", "nul")
     assert result.exit_code == 2
-    assert "nul is none of null.binary" in result.output
+    assert "nul is none of honest_refused" in result.output
 
 
 @pytest.mark.parametrize(

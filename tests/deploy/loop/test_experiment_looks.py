@@ -281,18 +281,20 @@ def test_a_start_that_was_cut_short_speaks_against_nobody(home: Settings, monkey
     assert verify(home.ledger()) == []
 
 
-@pytest.mark.parametrize("patience", ["600", "0.01"])
+@pytest.mark.parametrize(("patience", "cycles"), [("600", "--no-cycles"), ("0.01", "--cycles")])
 def test_a_scheduler_looks_in_a_process_that_is_stopped_when_it_takes_too_long(
-    home: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]], patience: str
+    home: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]], patience: str, cycles: str
 ) -> None:
     started(home, HARM)
+    if cycles == "--no-cycles":
+        home.path(home.evaluation.suite).unlink()  # so that none could work
     options = [
         ("evaluation.experiment.look_seconds", "0.5"),
         ("evaluation.experiment.look_timeout_seconds", patience),
         ("schedule.first_after_seconds", "6000"),
     ]
     log = tmp_path / "schedule.log"
-    command = millrace("--config", root.load(home.snapshot(), options, {}).snapshot(), "schedule")
+    command = millrace("--config", root.load(home.snapshot(), options, {}).snapshot(), "schedule", cycles)
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=child_environment({"PYTHONPATH": str(ROOT)})
