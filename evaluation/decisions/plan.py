@@ -18,7 +18,7 @@ from evaluation.statistics.guardrails import GUARDRAILS, Metric, segment_guardra
 from evaluation.statistics.intervals import Floats
 from evaluation.suites.decoding import GREEDY, Decoding
 
-GUARDRAIL_ALPHA: Final = 0.05
+GUARDRAIL_ALPHA: Final = 0.01
 BETA: Final = 0.05
 """The levels at which guardrails are shown, and at which harm and hopelessness are (``statistics.verdict.decide``)."""
 
