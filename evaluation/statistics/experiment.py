@@ -308,13 +308,15 @@ def sample_ratio(candidate: ArrayLike, propensities: ArrayLike) -> Floats:
 
     A Bayes factor of a Beta prior about the declared share against that share, which exceeds 1 / alpha with probability
     alpha at most if the share is true (Lindon and Malek 2022, "Anytime-valid inference for multinomial count data",
-    NeurIPS); phases of different shares multiply.
+    NeurIPS); phases of different shares multiply. Shares that are equal to 9 digits are of one phase, as a control's
+    row has 1 - (1 - 0.1), which is not quite 0.1.
     """
     arm, share = np.asarray(candidate, bool), np.asarray(propensities, np.float64)
     growth = np.ones(len(arm))
-    for phase in np.unique(share):
-        rows = np.flatnonzero(share == phase)
-        chosen = arm[rows]
+    digits = np.round(share, 9)
+    for digit in np.unique(digits):
+        rows = np.flatnonzero(digits == digit)
+        chosen, phase = arm[rows], share[rows[0]]
         seen = np.arange(len(rows)) + _RATIO_ROWS
         posterior = (_before(chosen.astype(np.float64)) + _RATIO_ROWS * phase) / seen
         growth[rows] = np.where(chosen, posterior / phase, (1 - posterior) / (1 - phase))
