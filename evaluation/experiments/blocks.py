@@ -157,6 +157,13 @@ def observe(
     )
 
 
+def has_rows(lake: Lake, journal: Path, experiment: Experiment) -> bool:
+    """Whether the lake or the journal has a response of the experiment. Raises LakeError."""
+    sql = "SELECT 1 FROM interactions WHERE experiment = ? AND created_at >= to_timestamp(?) LIMIT 1"
+    values = [experiment.number, experiment.started_at]
+    return bool(lake.read(lambda connection: connection.execute(sql, values).fetchall(), journal))
+
+
 class _Gathered(NamedTuple):
     """The units that have closed and no look has seen, in that order, each with what it has by its close; what the
     people of each did before; and the counts of ``Observed``."""
