@@ -1,8 +1,10 @@
 """What a policy answers to a suite, kept on disk: greedy answers don't change, so no policy answers twice.
 
-    cache/<policy>-<suite>-<settings>.arrow                one row an item: its tokens, the greedy response, samples
-    cache/<policy>-<suite>-<settings>.on-<incumbent>-<settings>.arrow
-                                                           one row a KL sample of that incumbent: this policy's logprobs
+    cache/<policy>-<suite>-<settings>/
+      answers.arrow                       one row an item: its tokens, the greedy response, samples
+      on-<incumbent>-<settings>.arrow     one row a KL sample of that incumbent: this policy's logprobs
+
+Each is named by its whole sha256.
 
 A candidate answers the suite, samples the responses on which KL and best-of-n will be measured when this policy is the
 incumbent, and scores those that the incumbent sampled in its own time, all in one batch. One engine serves all policies
@@ -211,13 +213,14 @@ def _same_prompts(a: pa.Table, b: pa.Table) -> bool:
 
 
 def _path(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
-    return folder / "cache" / f"{policy.sha256[:16]}-{suite.sha256[:16]}-{settings_hash(policy, config)[:16]}.arrow"
+    of = f"{policy.sha256}-{suite.sha256}-{settings_hash(policy, config)}"
+    return folder / "cache" / of / "answers.arrow"
 
 
 def _scored_path(policy: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
     # The incumbent's samples are of its own type, which the settings may name or leave to it.
-    of = f"{incumbent.sha256[:16]}-{settings_hash(incumbent, config)[:16]}"
-    return folder / "cache" / f"{_path(policy, suite, config, folder).stem}.on-{of}.arrow"
+    of = f"{incumbent.sha256}-{settings_hash(incumbent, config)}"
+    return _path(policy, suite, config, folder).with_name(f"on-{of}.arrow")
 
 
 def _read(path: Path, schema: pa.Schema) -> pa.Table | None:
