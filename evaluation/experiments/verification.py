@@ -105,7 +105,7 @@ def _of_watch(start: dict[str, Any], entry: Entry, committed: dict[str, Any] | N
     began = start["started_at"] + body["phases"][-1]["from_block"] * start["block_s"]
     early = began + plan.watch_s + plan.window_s - _seconds(entry)
     if early > _CLOCK_S:
-        yield f"experiment {body['number']} was kept {early:.0f} s before its watch and the window for feedback were over"
+        yield f"experiment {body['number']} was kept {early:.0f} s before its watch and the feedback's window were over"
 
 
 def _of_evidence(

@@ -93,7 +93,7 @@ def test_who_is_kept_was_watched_for_as_long_as_planned(ledger: Ledger) -> None:
     watched = [*PHASES, {"from_block": 80, "share": PLAN.watch_share}]
     add(ledger, "end", "kept", longer(LIKED), phases=watched)
     [problem] = verify(ledger)
-    assert re.search(r"experiment 1 was kept 3\d{3} s before its watch and the window for feedback were over", problem)
+    assert re.search(r"experiment 1 was kept 3\d{3} s before its watch and the feedback's window were over", problem)
 
 
 def test_what_was_committed_did_begin_and_is_not_tried_again(ledger: Ledger) -> None:
