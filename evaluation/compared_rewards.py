@@ -20,10 +20,12 @@ from feedback.scoring.scorer import scorer_name
 
 
 class ComparedRewards:
-    """Both rewards of answers, or ``missing``: why there are not both, so that nothing can be compared.
+    """Both rewards of answers, or ``missing``: why nothing can be compared by the holdout.
 
-    ``proxy`` and ``holdout`` identify all that decides them; None where there is none. ``is_scorer``: the holdout is
-    what the gate scores by, so that its scores are there already. ``bounds``: between which the holdout lies.
+    ``proxy`` and ``holdout`` identify all that decides them; None where there is none. Without the proxy, as training's
+    reward can't be had, the holdout decides all the same: only what the proxy did meanwhile is not known.
+    ``is_scorer``: the holdout is what the gate scores by, so that its scores are there already. ``bounds``: between
+    which the holdout lies.
     """
 
     def __init__(
@@ -48,14 +50,14 @@ class ComparedRewards:
             self._rate = lambda suite, table: as_scores(by_row(scorer_batch(suite, table))[0])
         if training_reward is None:
             self.missing = "nothing rewards training's responses"
-        elif training_reward.unavailable:
-            self.missing = f"the reward that training saw can't be had: {training_reward.unavailable}"
         elif self.holdout is None:
             self.missing = f"there is no reward model of held-out feedback ({sources.no_holdout or 'none is named'})"
 
     def of_proxy(self, suite: Suite, table: pa.Table) -> Scores:
         """The proxy's rewards of a policy's answers [items]; NaN where it has none, and all of them if it fails."""
         assert self._training_reward is not None
+        if self.proxy is None:
+            return np.full(len(table), np.nan)
         try:
             values = as_scores(self._training_reward.rewards(scorer_batch(suite, table)))
         except RuntimeError as error:

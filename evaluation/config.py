@@ -160,9 +160,9 @@ class GuardrailsConfig(Section):
         gt=0,
         lt=1,
         description="How much the reward of a reward model of feedback on held-out prompts may fall, as a share of its "
-        "width, while training's reward rises. It decides where both are there: training has a reward, and "
-        "there is such a reward model, which cycles train where training is rewarded by people's feedback and "
-        "evaluation.holdout is set, and which `millrace train --reward-model --held-out` trains.",
+        "width, while training's reward rises. It decides where training has a reward, also one that evaluation can't "
+        "load, and there is such a reward model, which cycles train where training is rewarded by people's feedback "
+        "and evaluation.holdout is set, and which `millrace train --reward-model --held-out` trains.",
     )
     kl_v1: float | None = Field(
         default=None,

@@ -119,14 +119,16 @@ class OfflineEngine:
     def load(self, policy: Policy) -> None:
         """Take its weights for those that are there: the rest must be as ``require_compatible`` wants it.
 
-        What vLLM raises is raised; nothing can be asked of this engine then.
+        What vLLM raises is raised, and EngineError if it keeps what the weights before made of prompts; nothing can be
+        asked of this engine then.
         """
         files = {
             path.name: {"sha256": policy.files[path.name]["sha256"], "fingerprint": fingerprint(path)}
             for path in policy.weight_files
         }
         self._llm.collective_rpc("millrace_load", args=(str(policy.path), files))
-        self._llm.reset_prefix_cache()  # it holds what the weights before made of prompts
+        if not self._llm.reset_prefix_cache():
+            raise EngineError("vLLM kept its cache of prefixes, which holds what the weights before made of prompts")
 
     def _compile_mode(self) -> AbstractContextManager[Any]:
         """enforce_eager keeps vLLM from compiling the model, but not the sampler: that costs up to 8 s on two cores."""

@@ -20,7 +20,7 @@ from deploy.loop.promotion import ExperimentRefused
 from deploy.loop.wait_for_serving import server_policy
 from evaluation.decisions.ledger import Entry, Ledger, LedgerError
 from evaluation.experiments import looks
-from evaluation.experiments.blocks import BadEvidence, Block, Observed, observe
+from evaluation.experiments.blocks import BadEvidence, Block, Observed, has_rows, observe
 from evaluation.experiments.plan import ExperimentPlan
 from feedback.files import locked, replace_file
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments, Phase, Unit
@@ -106,6 +106,7 @@ class Controller:
         verdict, objection = promotion.verdict_on(self.store, self.ledger, version, serving, override=True)
         objection = "; ".join(filter(None, (objection, promotion.erased_from(self.store, version)))) or None
         not_begun = {entry.body["number"] for entry in self._entries("end") if entry.body["decision"] == "not begun"}
+        not_begun -= {entry.body["number"] for entry in self._entries("commit")}
         candidate, control = (self.store.get(one).sha256 for one in (version, serving))
         for entry in self._entries("start"):
             if entry.body["number"] not in not_begun and (
@@ -211,12 +212,15 @@ class Controller:
     def _observe(self, experiment: Experiment, plan: ExperimentPlan, at: float) -> Observed:
         """All blocks that have closed; those that no look has seen yet are kept for all that follow."""
         known = self._blocks(experiment)
-        journal = self.settings.path(self.settings.resolved().feedback.journal.folder)
-        observed = observe(self.settings.lake(), journal, experiment, plan, now=at, known=known)
+        observed = observe(self.settings.lake(), self._journal, experiment, plan, now=at, known=known)
         if len(observed.blocks) > len(known):
             lines = "".join(f"{block.model_dump_json()}\n" for block in observed.blocks)
             replace_file(self._blocks_file(experiment), lines.encode())
         return observed
+
+    @property
+    def _journal(self) -> Path:
+        return self.settings.path(self.settings.resolved().feedback.journal.folder)
 
     def _blocks(self, experiment: Experiment) -> list[Block]:
         """The blocks that looks have seen so far."""
@@ -357,16 +361,51 @@ class Controller:
         return None
 
     def _finish_what_is_left(self) -> None:
-        """What a killed process left between two steps: declared and not begun. Nobody has met the candidate."""
+        """End what the ledger has a start of and the store has no record of.
+
+        A process was killed between the two, and nobody has met the candidate. Or the record was moved away: then it is
+        void, and what it had committed is taken back, as nobody would watch it.
+        """
         ended = {entry.body["number"] for entry in self._entries("end")}
         there = set(self.experiments.numbers())
         for body in (entry.body for entry in self._entries("start")):
             if body["number"] in ended | there:
                 continue
+            lost = self._declared(body)
+            if self._began(lost):
+                self.experiments.begin(lost)
+                self._end(lost)
+                continue
             end = {"decision": "not begun", "evidence": None, "why": "it was declared, and its start was interrupted"}
             common = {name: body[name] for name in ("number", "candidate", "control", "phases")}
             self.ledger.append("experiment", {**common, "event": "end", **end}, who=_WHO)
             self.say(f"experiment {body['number']} was declared and never begun: it has ended")
+
+    def _declared(self, start: dict[str, Any]) -> Experiment:
+        """What the ledger says of an experiment, as a record that nobody obeys any more."""
+        end = {"decision": "void", "at": now(), "who": _WHO, "why": "its record was moved away before it had ended"}
+        return Experiment(
+            number=start["number"],
+            candidate=start["candidate"]["version"],
+            control=start["control"]["version"],
+            seed=start["seed"],
+            started_at=start["started_at"],
+            block_s=start["block_s"],
+            phases=tuple(Phase(**phase) for phase in start["phases"]),
+            generation=0,
+            state="stopping",
+            who="",
+            why=start["why"],
+            plan=start["plan"],
+            end=end,
+            unit=start.get("unit", "block"),
+        )
+
+    def _began(self, experiment: Experiment) -> bool:
+        """Whether anybody may have met the candidate: it was committed or looked at, or there are rows of it."""
+        if self._has(experiment, "commit") or self._committed_by(self._pointer(), experiment):
+            return True
+        return self._blocks_file(experiment).exists() or has_rows(self.settings.lake(), self._journal, experiment)
 
     # Records
 

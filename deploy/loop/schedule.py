@@ -28,6 +28,7 @@ from deploy.supervise import preloaded
 from deploy.supervise.children import Child, start
 from feedback.files import locked
 from serve.policies.experiments import Experiments
+from serve.policies.store import PolicyError
 
 LOCK = ".schedule.lock"
 """In the home: schedulers that run share it."""
@@ -167,7 +168,12 @@ class Scheduler:
 
     def _experiment(self) -> None:
         """Look at the experiment that runs, if one does. What goes wrong is said once, and tried again."""
-        if Experiments(self._settings.policy_store().root).current() is None:
+        try:
+            running = Experiments(self._settings.policy_store().root).current() is not None
+            if not running and self._experiment_trouble is None:  # behind trouble, a look ends what was moved away
+                return
+        except (PolicyError, OSError) as error:
+            self._report_trouble(f"error: {error}")
             return
         most, grace = self._settings.evaluation.experiment.look_timeout_seconds, self._settings.cycle.stop_grace_s
         said: list[str] = []
@@ -178,10 +184,14 @@ class Scheduler:
             for line in said:
                 self._say(f"schedule: {line}")
         elif not self._stopping:
-            trouble = next((line for line in said if line.startswith("error: ")), f"it ended with code {code}")
-            if trouble != self._experiment_trouble:
-                self._say(f"schedule: the experiment could not be looked at: {trouble}; the next look tries again")
-            self._experiment_trouble = trouble
+            self._report_trouble(
+                next((line for line in said if line.startswith("error: ")), f"it ended with code {code}")
+            )
+
+    def _report_trouble(self, trouble: str) -> None:
+        if trouble != self._experiment_trouble:
+            self._say(f"schedule: the experiment could not be looked at: {trouble}; the next look tries again")
+        self._experiment_trouble = trouble
 
     def _run_child(
         self,

@@ -149,6 +149,8 @@ def _over_optimised(plan: Plan, state: State) -> str:
     """
     fall = -float(state.evidence[HOLDOUT].shown.mean)
     held = f"the reward that it did not see ({plan.holdout}) falls by {fall:.4f}"
+    if plan.proxy is None:
+        return f"the reward that training saw can't be had; {held}"
     if not len(state.proxies):
         return f"whether the reward that training saw ({plan.proxy}) rises is not known; {held}"
     rise = float(state.proxies.mean())

@@ -69,8 +69,8 @@ class Verdict(BaseModel):
     while there is no verdict on record. ``levels_given`` sums the levels of all candidates so far; what that means for
     errors ``budget`` says. ``learned``: ids of fresh items that were refused, since its training has read them.
     ``over_optimisation``: the reward that training saw and one that it did not see, where both were there;
-    ``not_compared``: why there were not, so that the guardrail ``holdout_reward`` did not decide. ``sampling``: how
-    the items were answered.
+    ``not_compared``: why the guardrail ``holdout_reward`` did not decide, if it is set. ``sampling``: how the items
+    were answered.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -225,8 +225,8 @@ def judge(
     Raises:
         SuiteError: a further suite can't be used.
         NotJudged: the scorer gives no scores, or is another one than at earlier looks; so the reward model of held-out
-            feedback, if it gives none or is gone; or what was about to be looked at is no longer there, or would be
-            answered otherwise; or a guardrail suite is too small to show anything.
+            feedback, if it gives none, is gone or is another one; or what was about to be looked at is no longer there,
+            or would be answered otherwise; or a guardrail suite is too small to show anything.
         OutOfBounds: a reward lies outside ``gate.reward_bounds``; its item is named.
         EvaluationBusy, LedgerDamaged, EngineError, and what the scorer raises.
     """
@@ -376,11 +376,17 @@ def _race(
             f"policy {candidate.version} is undecided by the scores of {made.scorer} (entry {at.number}), and "
             f"evaluation.scorer is {scorer} now: set it back, or train another candidate"
         )
-    if HOLDOUT in made.margins and rewards.missing:
-        raise NotJudged(
-            f"policy {candidate.version} is judged by {HOLDOUT} too (entry {at.number}), and {rewards.missing}: "
-            "nothing was looked at"
-        )
+    if HOLDOUT in made.margins:
+        judged = f"policy {candidate.version} is judged by {HOLDOUT} too (entry {at.number})"
+        if rewards.missing:
+            raise NotJudged(f"{judged}, and {rewards.missing}: nothing was looked at")
+        by_both = (made.holdout, made.holdout_bounds), (rewards.holdout, rewards.bounds)
+        if by_both[0] != by_both[1]:
+            was, is_now = (f"{name} from {low:g} to {high:g}" for name, (low, high) in by_both)
+            raise NotJudged(
+                f"{judged} by the scores of {was}, and the reward that training did not see is {is_now} now: set it "
+                "back, or train another candidate"
+            )
     earlier = () if last is None else looks_of_race(ledger, history, last[1])
     state, _, _ = gate.replay(made, earlier)
     others = {guard.name: guard.suite for guard in guards}

@@ -33,7 +33,7 @@ LATENCY: Final = "latency"
 
 @dataclass(frozen=True)
 class Compared:
-    """By which two rewards a candidate is compared beside the gate's own; ``missing``: why there are not both.
+    """By which two rewards a candidate is compared beside the gate's own; ``missing``: why it is not by the second.
 
     ``proxy`` and ``holdout`` identify the reward that training saw and the one that it did not see, which lies between
     ``bounds``.
@@ -76,9 +76,9 @@ class Plan(BaseModel):
     of ``segments``, ``watched`` (segments too rare to show anything of but harm) and ``regression`` are absolute.
     ``level`` is the candidate's share of ``budget``; ``scorer`` identifies all that decides a score, ``judged`` says
     that of its scores none is left out, and ``compared`` that it compares two answers. ``proxy`` and ``holdout``
-    identify the reward that training saw and the one that it did not see, where both were there; ``holdout_bounds`` are
-    the latter's. ``not_compared``: why there were not both, so that the guardrail ``holdout_reward`` does not decide.
-    ``suites``: guardrail suites by name. ``decoding``: how items are answered, those of suites too.
+    identify the reward that training saw, if it can be had, and the one that it did not see; ``holdout_bounds`` are the
+    latter's. ``not_compared``: why the guardrail ``holdout_reward`` does not decide. ``suites``: guardrail suites by
+    name. ``decoding``: how items are answered, those of suites too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

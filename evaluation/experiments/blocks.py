@@ -43,7 +43,8 @@ class Block(BaseModel):
     Or what a user came to: ``draw`` names them in this experiment alone, ``first_at`` is when their first request came,
     in seconds of Unix time, and ``block`` the block that it came in.
 
-    ``predictions``: the mean score of all its responses, and of those with feedback; None where one was not scored.
+    ``predictions``: the mean score that the responses with feedback are to be expected to have, and that they have
+    (``_per_unit``); None where a response was not scored.
     ``covariates``: what its people did before the experiment, less the mean of all; None where nobody was there then.
     """
 
@@ -154,6 +155,13 @@ def observe(
         mislabelled=found.mislabelled,
         fallbacks=found.fallbacks,
     )
+
+
+def has_rows(lake: Lake, journal: Path, experiment: Experiment) -> bool:
+    """Whether the lake or the journal has a response of the experiment. Raises LakeError."""
+    sql = "SELECT 1 FROM interactions WHERE experiment = ? AND created_at >= to_timestamp(?) LIMIT 1"
+    values = [experiment.number, experiment.started_at]
+    return bool(lake.read(lambda connection: connection.execute(sql, values).fetchall(), journal))
 
 
 class _Gathered(NamedTuple):
@@ -306,7 +314,20 @@ def _number_of(connection: duckdb.DuckDBPyConnection, what: str) -> int:
 def _per_unit(
     connection: duckdb.DuckDBPyConnection, experiment: Experiment, plan: ExperimentPlan
 ) -> tuple[pa.Table, int]:
-    """What each unit of the table ``counted`` has by its close; how many feedbacks came later."""
+    """What each unit of the table ``counted`` has by its close; how many feedbacks came later.
+
+    ``labelled_score`` g is weighted as feedback is: the mean score of what a voice gave feedback on, then the mean over
+    voices. ``expected_score`` f is the same with, in place of each response's score, the mean score of all responses of
+    its user in the unit (of its session where it has no user; where it has neither, its own).
+
+    E[f - g] = 0 if chance decides which of a user's responses a voice gives feedback on. Let voice v give feedback on
+    k_u of user u's responses in the unit, whose mean score is m_u. Given the policy, all scores and all k, each k_u of
+    them are as likely as any others, so their scores sum to k_u m_u on average. Hence E[g] is the mean over voices of
+    (sum over u of k_u m_u) / (sum over u of k_u), which is f; and f follows from the scores and the k alone. So f - g,
+    times a coefficient that is fitted on earlier rows, is 0 on average for either policy, whatever the score is worth,
+    whoever gives feedback, and how much. A mean over all users, or over all responses, has other weights than g: then
+    a score that errs on some users alone would count as a difference of feedback.
+    """
     connection.execute(
         """
         CREATE TEMP TABLE said AS
@@ -334,8 +355,8 @@ def _per_unit(
     connection.execute(
         f"""
         CREATE TEMP TABLE voices AS
-        SELECT unit, tenant, {VOICE} AS who, avg(opinion) AS voice, avg(score) AS score
-        FROM opinions JOIN counted USING (tenant, response_id) JOIN scored USING (tenant, response_id)
+        SELECT unit, tenant, {VOICE} AS who, avg(opinion) AS voice, avg(score) AS score, avg(of_user) AS expected
+        FROM opinions JOIN counted USING (tenant, response_id) JOIN scored USING (unit, tenant, response_id)
         GROUP BY unit, tenant, who
         """
     )
@@ -355,22 +376,16 @@ def _per_unit(
             GROUP BY unit
         ),
         of_voices AS (
-            SELECT unit, count(*) AS voices, avg(voice) AS feedback, avg(score) AS labelled_score
+            SELECT unit, count(*) AS voices, avg(voice) AS feedback, avg(score) AS labelled_score,
+                   avg(expected) AS expected_score
             FROM voices GROUP BY unit
         ),
-        of_users AS (
-            SELECT unit, CASE WHEN bool_and(whole) THEN avg(score) END AS score
-            FROM (
-                SELECT unit, avg(score) AS score, count(score) = count(*) AS whole
-                FROM counted JOIN scored USING (tenant, response_id) GROUP BY unit, tenant, "user"
-            )
-            GROUP BY unit
-        ),
+        of_scores AS (SELECT unit, bool_and(score IS NOT NULL) AS all_scored FROM scored GROUP BY unit),
         of_sessions AS (SELECT unit, avg(session_end) AS session_end FROM ended GROUP BY unit)
         SELECT unit, block, first_at, draw, variant, propensity, closes, requests, responded,
-               coalesce(voices, 0) AS voices, feedback, errors, latency_s, length, reward, session_end, score,
-               labelled_score
-        FROM of_requests LEFT JOIN of_voices USING (unit) LEFT JOIN of_users USING (unit)
+               coalesce(voices, 0) AS voices, feedback, errors, latency_s, length, reward, session_end, all_scored,
+               expected_score, labelled_score
+        FROM of_requests LEFT JOIN of_voices USING (unit) LEFT JOIN of_scores USING (unit)
         LEFT JOIN of_sessions USING (unit)
         ORDER BY block, first_at, draw
         """
@@ -380,22 +395,31 @@ def _per_unit(
 
 
 def _score(connection: duckdb.DuckDBPyConnection, component: str | None) -> None:
-    """Make ``scored``: (tenant, response_id, score) of each counted response, the score null where it was not in time.
+    """Make ``scored``: (unit, tenant, response_id, score, of_user) of each counted response.
 
+    The score is null where it was not in time; of_user is the mean of its user's in the unit, else of its session's.
     A response that is not complete has 0, and one that the component has no value for 0.5: any score will do for the
     statistics that does not follow from whether there is feedback.
     """
     connection.execute(
         f"""
         CREATE TEMP TABLE scored AS
-        SELECT tenant, response_id,
-               CASE WHEN any_value(status) <> 'complete' THEN 0.0::DOUBLE
-                    ELSE max_by(greatest(0.0, least(1.0, coalesce(components[$name], 0.5)))::DOUBLE, scored_at)
-                         FILTER (epoch(scored_at) <= closes
-                                 AND (map_contains(components, $name) OR map_contains(missing, $name)))
-                    END AS score
-        FROM counted LEFT JOIN (SELECT * FROM rewards WHERE {component is not None}) USING (response_id)
-        GROUP BY tenant, response_id
+        WITH of_responses AS (
+            SELECT unit, tenant, response_id, "user", session_id,
+                   CASE WHEN any_value(status) <> 'complete' THEN 0.0::DOUBLE
+                        ELSE max_by(greatest(0.0, least(1.0, coalesce(components[$name], 0.5)))::DOUBLE, scored_at)
+                             FILTER (epoch(scored_at) <= closes
+                                     AND (map_contains(components, $name) OR map_contains(missing, $name)))
+                        END AS score
+            FROM counted LEFT JOIN (SELECT * FROM rewards WHERE {component is not None}) USING (response_id)
+            GROUP BY unit, tenant, response_id, "user", session_id
+        )
+        SELECT unit, tenant, response_id, score,
+               avg(score) OVER (
+                   PARTITION BY unit, tenant, "user", CASE WHEN "user" IS NULL THEN session_id END,
+                                CASE WHEN "user" IS NULL AND session_id IS NULL THEN response_id END
+               ) AS of_user
+        FROM of_responses
         """,
         {"name": component or ""},
     )
@@ -421,8 +445,8 @@ def _end_sessions(connection: duckdb.DuckDBPyConnection, experiment: Experiment,
 
 
 def _predictions(row: dict[str, Any]) -> tuple[float, float] | None:
-    known = row["score"] is not None and row["labelled_score"] is not None
-    return (row["score"], row["labelled_score"]) if known else None
+    known = row["all_scored"] and row["labelled_score"] is not None
+    return (row["expected_score"], row["labelled_score"]) if known else None
 
 
 def _check_rewards(connection: duckdb.DuckDBPyConnection, bounds: tuple[float, float] | None) -> None:

@@ -16,13 +16,15 @@ from evaluation.experiments.plan import ExperimentPlan
 from serve.policies.experiments import Experiment, Phase
 
 _START_S: Final = 600.0  # between declaration and block 0, at most: clocks of two machines
+_CLOCK_S: Final = 1.0  # that a clock may have been set back between a look and its entry
 
 
 def verify(ledger: Ledger) -> list[str]:
     """Recompute the ledger's experiments: their draws, their evidence, and what followed. Names each that is wrong.
 
     A start must have a passing verdict or be an override, and one pair of policies is tried once. A commit, a rollback
-    and an end without harm must follow from the blocks that were kept. For a ledger whose verdicts are in order
+    and an end without harm must follow from the blocks that were kept, and what is kept have been watched for the time
+    of its plan. For a ledger whose verdicts are in order
     (``evaluation.decisions.verification``).
     """
     history, problems = History(), list[str]()
@@ -59,6 +61,10 @@ def _of_entry(ledger: Ledger, history: History, entry: Entry) -> Iterator[str]:
     committed = mine.get("commit")
     if committed is None and body["phases"] != start["phases"][: len(body["phases"])]:
         yield "its phases are not those that it started with"
+    if body["decision"] == "not begun" and (committed is not None or body["evidence"] is not None):
+        yield f"experiment {number} ended as not begun, and it has {'a commit' if committed else 'evidence'}"
+    if body["decision"] == "kept":
+        yield from _of_watch(start, entry, committed)
     if body["evidence"] is None:
         if body["decision"] in ("commit", "roll back", "kept"):
             yield f"experiment {number} came to {body['decision']} without evidence"
@@ -86,9 +92,23 @@ def _of_start(history: History, before: list[Entry], entry: Entry) -> Iterator[s
         if shadow_harm(shadow, candidate, control):
             yield f"experiment {number} tried a policy after its shadow, entry {shadow.number}, showed harm"
     not_begun = {one.body["number"] for one in before if one.body.get("decision") == "not begun"}
+    not_begun -= {one.body["number"] for one in before if one.body["event"] == "commit"}
     tried = [one.body for one in before if one.body["number"] not in not_begun]
     if (candidate, control) in [(one["candidate"]["sha256"], one["control"]["sha256"]) for one in tried]:
         yield f"experiment {number} tried a policy against another one for the second time"
+
+
+def _of_watch(start: dict[str, Any], entry: Entry, committed: dict[str, Any] | None) -> Iterator[str]:
+    """What is wrong with the time that a candidate was watched before it was kept."""
+    body = entry.body
+    if committed is None:
+        yield f"experiment {body['number']} was kept without a commit"
+        return
+    plan = ExperimentPlan.model_validate(start["plan"])
+    began = start["started_at"] + body["phases"][-1]["from_block"] * start["block_s"]
+    early = began + plan.watch_s + plan.window_s - _seconds(entry)
+    if early > _CLOCK_S:
+        yield f"experiment {body['number']} was kept {early:.0f} s before its watch and the feedback's window were over"
 
 
 def _of_evidence(
@@ -133,7 +153,7 @@ def _of_evidence(
     decision = looks.look(plan, Observed(blocks=tuple(blocks)), watched_from=watched_from)
     claimed, found = body["decision"], decision.decision
     if (claimed in ("commit", "roll back") and claimed != found) or (
-        claimed in ("kept", "expired") and found == "roll back"
+        claimed not in ("roll back", "failed") and found == "roll back"
     ):
         yield f"experiment {number} came to {claimed}, and its evidence says {found}"
     if claimed in ("commit", "roll back") and "; ".join(decision.reasons) not in body["why"]:

@@ -49,10 +49,11 @@ class Rows:
     ``candidate``: whether it was assigned to the candidate, ``propensities``: with what probability, ``values``: the
     mean of each outcome over the source's interactions, NaN without one. ``covariates``: each outcome's mean before the
     experiment less the mean of all, NaN for the new. ``predictions``: each outcome's predicted mean over all
-    interactions of the source, ``labelled_predictions``: over those that have a value; within the outcome's bounds, NaN
-    without one. ``responded``: the share of the source's interactions with a value of each outcome; without it, whether
-    there is one. ``pending`` sources have not closed yet, ``late`` values came after their row had closed and count for
-    nothing, ``crossed`` sources were served by both arms and count for the one that they met first.
+    interactions of the source that could have had a value, weighted as those that have one; ``labelled_predictions``:
+    over these; within the outcome's bounds, NaN without one. ``responded``: the share of the source's interactions with
+    a value of each outcome; without it, whether there is one. ``pending`` sources have not closed yet, ``late`` values
+    came after their row had closed and count for nothing, ``crossed`` sources were served by both arms and count for
+    the one that they met first.
     """
 
     candidate: Bools
@@ -291,7 +292,8 @@ def prediction_powered(
     the row, and ``labelled_predictions`` g those over the labelled ones; NaN where there is none. A row becomes
     lambda f + (y - lambda g), in [-lambda, 1 + lambda]: the mean prediction over all, and the mean of what the
     predictions lack where that is known (Angelopoulos et al. 2023, "Prediction-powered inference", Science 382). Its
-    mean is that of y whatever the predictions are worth, if labelled responses are like the others of their row.
+    mean is that of y whatever the predictions are worth if E[f - g] = 0 in both arms: f must give each response the
+    weight that it has in g on average over which ones are labelled.
 
     lambda in [0, 1] is the power tuning of PPI++ (Angelopoulos, Duchi and Zrnic 2023, arXiv 2311.01453): the
     coefficient that leaves the least variance, here by least squares on the rows before, so that each row is unbiased
@@ -308,13 +310,15 @@ def sample_ratio(candidate: ArrayLike, propensities: ArrayLike) -> Floats:
 
     A Bayes factor of a Beta prior about the declared share against that share, which exceeds 1 / alpha with probability
     alpha at most if the share is true (Lindon and Malek 2022, "Anytime-valid inference for multinomial count data",
-    NeurIPS); phases of different shares multiply.
+    NeurIPS); phases of different shares multiply. Shares that are equal to 9 digits are of one phase, as a control's
+    row has 1 - (1 - 0.1), which is not quite 0.1.
     """
     arm, share = np.asarray(candidate, bool), np.asarray(propensities, np.float64)
     growth = np.ones(len(arm))
-    for phase in np.unique(share):
-        rows = np.flatnonzero(share == phase)
-        chosen = arm[rows]
+    digits = np.round(share, 9)
+    for digit in np.unique(digits):
+        rows = np.flatnonzero(digits == digit)
+        chosen, phase = arm[rows], share[rows[0]]
         seen = np.arange(len(rows)) + _RATIO_ROWS
         posterior = (_before(chosen.astype(np.float64)) + _RATIO_ROWS * phase) / seen
         growth[rows] = np.where(chosen, posterior / phase, (1 - posterior) / (1 - phase))

@@ -1,9 +1,12 @@
 """What a policy answers to a suite, kept on disk: the same answers come of the same seeds, so no policy answers twice.
 
-    cache/<policy>-<suite>-<settings>.arrow                one row an item: its tokens, the greedy response, samples
-    cache/<policy>-<suite>-<settings>.by-<draws>.arrow     one row an item: its response by the parameters that it draws
-    cache/<policy>-<suite>-<settings>.on-<incumbent>-<settings>.arrow
-                                                           one row a KL sample of that incumbent: this policy's logprobs
+    cache/<policy>-<suite>-<settings>/
+      answers.arrow                       one row an item: its tokens, the greedy response, samples
+      by-<draws>.arrow                    one row an item: its response by the parameters that it draws
+      on-<incumbent>-<settings>.arrow     one row a KL sample of that incumbent: this policy's logprobs
+      timed-<incumbent>-<settings>.json   seconds a token, of both (``latency``)
+
+Each is named by its whole sha256.
 
 A candidate answers the suite, greedily and as users ask (``decoding``), samples the responses on which KL and best-of-n
 will be measured when this policy is the incumbent, and scores those that the incumbent sampled in its own time, all in
@@ -247,20 +250,25 @@ def _same_prompts(a: pa.Table, b: pa.Table) -> bool:
     return a.column("prompt_token_ids").combine_chunks().equals(b.column("prompt_token_ids").combine_chunks())
 
 
+def cache_of(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
+    """The folder of what is kept of a policy on a suite, below the evaluations' ``folder``."""
+    return folder / "cache" / f"{policy.sha256}-{suite.sha256}-{settings_hash(policy, config)}"
+
+
 def _path(policy: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
-    return folder / "cache" / f"{policy.sha256[:16]}-{suite.sha256[:16]}-{settings_hash(policy, config)[:16]}.arrow"
+    return cache_of(policy, suite, config, folder) / "answers.arrow"
 
 
 def _drawn_path(path: Path, suite: Suite, decoding: Decoding) -> Path:
     # By what each item draws, and not by what it draws from: that changes with every request of traffic.
     draws = [of and of.model_dump(mode="json") for of in (decoding.parameters(item.id) for item in suite.items)]
-    return path.with_name(f"{path.stem}.by-{hashlib.sha256(json.dumps(draws).encode()).hexdigest()[:16]}.arrow")
+    return path.with_name(f"by-{hashlib.sha256(json.dumps(draws).encode()).hexdigest()}.arrow")
 
 
 def _scored_path(policy: Policy, incumbent: Policy, suite: Suite, config: EvaluationConfig, folder: Path) -> Path:
     # The incumbent's samples are of its own type, which the settings may name or leave to it.
-    of = f"{incumbent.sha256[:16]}-{settings_hash(incumbent, config)[:16]}"
-    return folder / "cache" / f"{_path(policy, suite, config, folder).stem}.on-{of}.arrow"
+    of = f"{incumbent.sha256}-{settings_hash(incumbent, config)}"
+    return _path(policy, suite, config, folder).with_name(f"on-{of}.arrow")
 
 
 def _read(path: Path, schema: pa.Schema) -> pa.Table | None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from evaluation.config import EvaluationConfig
 from evaluation.engine import OfflineEngines
-from evaluation.suites.answers import settings_hash
+from evaluation.suites.answers import cache_of, settings_hash
 from evaluation.suites.suite import Suite
 from feedback.files import replace_file
 from serve.policies.store import Policy
@@ -43,8 +43,8 @@ def token_seconds(
     From disk if they were timed on these very items, so that an evaluation which was killed goes on with the same
     figures. ``folder`` is the evaluations'. Raises EngineError, and what vLLM raises on a policy it can't load.
     """
-    parts = [f"{policy.sha256[:16]}-{settings_hash(policy, config)[:16]}" for policy in (candidate, incumbent)]
-    path = folder / "cache" / f"{parts[0]}-{suite.sha256[:16]}.timed-{parts[1]}.json"
+    name = f"timed-{incumbent.sha256}-{settings_hash(incumbent, config)}.json"
+    path = cache_of(candidate, suite, config, folder) / name
     if path.exists():
         return {item: (pair[0], pair[1]) for item, pair in json.loads(path.read_bytes()).items()}
     passes: dict[str, list[list[float]]] = {candidate.sha256: [], incumbent.sha256: []}

@@ -215,7 +215,7 @@ class Experiments:
             what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")
             raise PolicyError(
                 f"{path} is no experiment ({what}): servers follow the serving pointer. Move the file away; the ledger "
-                "says what it was"
+                "says what it was, and `millrace experiment look` then ends it as void"
             ) from error
 
     def last(self) -> Experiment | None:

@@ -328,8 +328,8 @@ def test_a_damaged_cache_is_answered_anew(
     caplog: pytest.LogCaptureFixture,
 ):
     before = answers.cached(policies[0], suite, config, folder)
-    paths = (folder / "cache").glob(f"{policies[0].sha256[:16]}-*.arrow")
-    path = next(path for path in paths if ".on-" not in path.name)
+    paths = (folder / "cache").glob(f"{policies[0].sha256}-*/*.arrow")
+    path = next(path for path in paths if path.name == "answers.arrow")
     path.write_bytes(path.read_bytes()[:100])
     with caplog.at_level(logging.WARNING):
         assert answers.cached(policies[0], suite, config, folder) is None

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from evaluation.config import EngineConfig
-from evaluation.engine import Done, OfflineEngine, OfflineEngines, Work
+from evaluation.engine import Done, EngineError, OfflineEngine, OfflineEngines, Work
 from evaluation.suites.suite import Suite
 from serve.policies.store import Policy, PolicyStore
+from serve.vllm.boot import sampling_params
 from tests.evaluation.conftest import MIB, write_policy
 
 CONFIG = EngineConfig(max_num_seqs=64, kv_cache_bytes=8 * MIB)
@@ -57,6 +58,11 @@ def test_other_weights_in_the_same_engine_answer_bit_for_bit_as_in_one_of_their_
         first = engines.of(policies[0])
         found = [do_all(engines.of(policy), suite) for policy in (*policies, policies[0])]
         assert engines.of(policies[0]) is first
+        core = first._llm.llm_engine
+        core.add_request("unfinished", {"prompt_token_ids": [5, 6, 7]}, sampling_params(max_tokens=8))
+        core.step()  # its blocks are in use, so the cache can't be emptied
+        with pytest.raises(EngineError, match="kept its cache of prefixes"):
+            first.load(policies[1])
     for policy, one in zip(policies, found, strict=False):
         with OfflineEngine(policy.path, CONFIG) as engine:
             assert same(one, do_all(engine, suite))

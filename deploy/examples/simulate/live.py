@@ -73,8 +73,8 @@ def blocks_until_rollback(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """After how many blocks each history [histories] is rolled back, 0 for never: adjusted, and by thumbs alone.
 
-    A block has 20 responses with a biased score each, and thumbs on two. What its people are like moves it, and of that
-    the covariate knows three quarters of the variance.
+    A block has 20 responses of one user with a biased score each, and thumbs on two. What the user is like moves it,
+    and of that the covariate knows three quarters of the variance.
     """
     adjusted, plain = [], []
     for at in range(0, histories, _BATCH):

@@ -19,11 +19,14 @@ from deploy.loop import experiments as loop
 from deploy.loop import promotion
 from deploy.loop.experiments import Controller
 from deploy.loop.promotion import ExperimentRefused, PromotionRefused
+from deploy.loop.schedule import Scheduler
 from deploy.supervise.children import millrace
 from evaluation.decisions.ledger import LedgerDamaged
+from evaluation.experiments.plan import ExperimentPlan
 from evaluation.experiments.verification import verify
 from serve.generation.interaction_rows import BLOCK
 from serve.policies.experiments import Experiment, Experiments
+from serve.policies.store import PolicyError
 from tests.deploy.commands.test_shadow_command import put_on_record
 from tests.evaluation.decisions.worlds import items, judged
 from tests.feedback.feedback_rows import interaction, put, said
@@ -281,6 +284,56 @@ def test_a_start_that_was_cut_short_speaks_against_nobody(home: Settings, monkey
     assert verify(home.ledger()) == []
 
 
+def move_away(home: Settings, experiment: Experiment) -> None:
+    """Do what the error about a damaged record says, and look."""
+    file = home.policy_store().root / "experiments" / f"{experiment.number:06d}.json"
+    file.write_text("{")
+    with pytest.raises(PolicyError, match="Move the file away; the ledger says what it was"):
+        Controller(home).look()
+    file.rename(file.with_suffix(".damaged"))
+    assert Controller(home).look() is None
+
+
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_an_experiment_whose_record_is_lost_is_void_and_counts_as_tried(home: Settings, looked_at: bool) -> None:
+    experiment = started(home, HARM)
+    if looked_at:  # then the rows may be gone
+        plan = ExperimentPlan.model_validate(experiment.plan)
+        Controller(home)._observe(experiment, plan, experiment.begins(BLOCKS + 60))
+        shutil.rmtree(Path(home.lake().uri) / "interactions")
+    move_away(home, experiment)
+    assert events(home) == [("start", None), ("end", "void")]
+    assert Experiments(home.policy_store().root).get(experiment.number).state == "ended"
+    assert pointer_of(home) == 1
+    with pytest.raises(ExperimentRefused, match="was tried against policy 1"):
+        Controller(home).start(2, who="tests", why="")
+    assert verify(home.ledger()) == []
+
+
+@pytest.mark.parametrize("on_record", [False, True])
+def test_a_commit_whose_record_is_lost_is_taken_back(
+    home: Settings, monkeypatch: pytest.MonkeyPatch, on_record: bool
+) -> None:
+    experiment = started(home, GAIN)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        if on_record:
+            Controller(home).look()
+        else:
+            patched.setattr(Controller, "_watch", killed)
+            with pytest.raises(KeyboardInterrupt):
+                Controller(home).look()
+    assert pointer_of(home) == 2
+    move_away(home, experiment)
+    commit = [("commit", "commit")] if on_record else []
+    assert events(home) == [("start", None), *commit, ("end", "void")]
+    assert pointer_of(home) == 1
+    assert verify(home.ledger()) == []
+
+
 @pytest.mark.parametrize(("patience", "cycles"), [("600", "--no-cycles"), ("0.01", "--cycles")])
 def test_a_scheduler_looks_in_a_process_that_is_stopped_when_it_takes_too_long(
     home: Settings, tmp_path: Path, nothing_left: Callable[[], list[str]], patience: str, cycles: str
@@ -314,6 +367,22 @@ def test_a_scheduler_looks_in_a_process_that_is_stopped_when_it_takes_too_long(
         assert "still runs after 0 s, stopping it" in log.read_text()
         assert Controller(home).look() is not None
         assert events(home)[-1] == ("end", "roll back")
+
+
+def test_a_damaged_record_is_reported_once(home: Settings) -> None:
+    experiment = started(home, HARM)
+    file = home.policy_store().root / "experiments" / f"{experiment.number:06d}.json"
+    file.write_text("{")
+    said: list[str] = []
+    scheduler = Scheduler(home, say=said.append)
+    for _ in range(2):
+        scheduler._experiment()
+    [line] = said
+    assert "could not be looked at" in line
+    assert "is no experiment" in line
+    file.unlink()
+    scheduler._experiment()  # a look, as there was trouble
+    assert events(home)[-1] == ("end", "void")
 
 
 @pytest.mark.parametrize(("replicas", "unit", "min_voices"), [("1", "block", 3), ("2", "user", 1)])

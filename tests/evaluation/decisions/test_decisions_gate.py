@@ -169,6 +169,9 @@ def test_a_candidate_that_rises_by_what_training_saw_and_falls_by_what_it_did_no
     _, verdict, reasons = raced(of, items(1000, gain=0.25, holdout=(0.4, 0.7)))
     assert (verdict, "is not known" in reasons[1]) == ("refuse", True)
     assert raced(of, items(1000, gain=0.25, proxy=(3.5, 3.0), holdout=(0.68, 0.7)))[1] == "pass", "within the margin"
+    alone = planned(rewards=Compared(None, "holdout@1"))
+    _, verdict, reasons = raced(alone, items(1000, gain=0.25, holdout=(0.4, 0.7)))
+    assert (verdict, reasons[1].startswith("the reward that training saw can't be had; ")) == ("refuse", True)
     assert raced(planned(config(guardrails={"holdout_reward": None}), rewards=COMPARED), items(1000, 0.25, **both))[
         1
     ] == ("pass")
@@ -183,7 +186,7 @@ def test_an_answer_that_the_held_out_reward_can_not_score_counts_as_its_worst() 
     assert state.evidence["holdout_reward"].shown.n <= 450, "without the incumbent's there is nothing to compare"
 
 
-def test_without_both_rewards_nothing_is_compared_and_the_plan_says_why() -> None:
+def test_without_a_reward_to_compare_by_the_plan_says_why() -> None:
     of = planned(rewards=Compared(None, "holdout@1", missing="nothing rewards training's responses"))
     assert "holdout_reward" not in of.margins
     assert of.not_compared == "nothing rewards training's responses"

@@ -386,6 +386,40 @@ def test_a_look_keeps_what_training_saw_and_what_it_did_not_see_of_both_answers(
     assert alone.not_compared == "there is no reward model of held-out feedback (none is named)"
 
 
+def test_a_held_out_reward_decides_without_trainings_and_is_the_same_for_all_looks(
+    policies: list[Policy],
+    better_and_worse: tuple[int, int],
+    config: EvaluationConfig,
+    folder: Path,
+    ledger: Ledger,
+    tmp_path: Path,
+) -> None:
+    better, worse = (policies[i] for i in better_and_worse)
+
+    def refuse(_: pa.Table) -> list[float | None]:
+        raise RuntimeError("no module named rewards")
+
+    def judged(holdout: str, items: int) -> Verdict:
+        sources = Sources(holdout=ClassifierConfig(name=str(tmp_path / holdout), device="cpu"))
+        gone = TrainingReward("none", refuse, "no module named rewards")
+        found = bank(tmp_path / "growing.jsonl", items)
+        arguments = (better, worse, found, settings, folder, ledger)
+        return judge(*arguments, who="me", sources=sources, training_reward=gone).verdict
+
+    settings = configured(config, min_items=120, budget={"alpha": 1e-4})
+    for name in ("one", "other"):
+        reward_model(tmp_path / name, better.path)
+    (tmp_path / "other" / "config.json").write_text((tmp_path / "other" / "config.json").read_text() + "\n")
+    first = judged("one", 60)
+    assert (first.verdict, first.not_compared, first.over_optimisation) == ("undecided", None, None)
+    assert "holdout_reward" in {one["metric"] for one in verdicts(ledger)[0].body["standings"]}
+    with pytest.raises(NotJudged, match=r"by holdout_reward too \(entry 2\) by .* is reward_model@.* now: set it back"):
+        judged("other", 200)
+    assert len(verdicts(ledger)) == 1
+    assert judged("one", 70).items == 70
+    assert verify(Ledger(ledger.folder)).problems == ()
+
+
 def reward_model(folder: Path, policy: Path) -> Path:
     """A random classifier of one label that reads what the tiny policies write."""
     import torch

@@ -18,6 +18,7 @@ from evaluation.experiments import looks
 from evaluation.experiments.blocks import Block, Observed, observe
 from evaluation.experiments.plan import ExperimentPlan
 from evaluation.experiments.verification import verify
+from evaluation.statistics.experiment import sample_ratio
 from feedback.config import HumanConfig, KindsConfig, LakeConfig
 from feedback.events import ANYBODY
 from feedback.lake.tables import Lake
@@ -243,6 +244,16 @@ def test_users_commit_and_roll_back(lake: Lake) -> None:
     assert looks.look(PLAN, users({"candidate": 0.9, "control": 0.4})).decision == "commit"
     assert looks.look(PLAN, users({"candidate": 0.3, "control": 0.8})).decision == "roll back"
     assert looks.look(PLAN, users({"candidate": 0.5, "control": 0.5})).decision == "hold"
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3])
+def test_users_who_are_drawn_as_declared_are_no_sample_ratio_mismatch(share: float) -> None:
+    """A control's propensity is 1 - share, and 1 - (1 - 0.1) is not 0.1 in floating point."""
+    found = users({"candidate": 0.5, "control": 0.5}, 1000, share=share)
+    decision = looks.look(PLAN, found)
+    assert decision.holds == ()
+    exact = sample_ratio(found.rows(PLAN).candidate, np.full(1000, share))
+    assert decision.sample_ratio == pytest.approx(exact.max(initial=1.0))
 
 
 def test_users_that_are_lost_on_the_way_hold_it() -> None:

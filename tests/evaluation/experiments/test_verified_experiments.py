@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from serve.policies.experiments import Experiment, Phase
 
 PLAN = ExperimentPlan.of(
     ExperimentConfig(outcomes=OutcomesConfig(errors=None), feedback_window_seconds=0), HumanConfig(), KindsConfig()
-)
+).model_copy(update={"watch_s": 0.0})
 CANDIDATE, CONTROL = {"version": 2, "sha256": "c" * 64}, {"version": 1, "sha256": "b" * 64}
 PHASES = [{"from_block": 0, "share": 0.5}]
 BLOCK_S = 1e-4  # all has closed when the next entry is written
@@ -86,9 +87,34 @@ def test_what_was_drawn_and_decided_is_in_order(ledger: Ledger) -> None:
     assert verify(ledger) == []
 
 
+def test_who_is_kept_was_watched_for_as_long_as_planned(ledger: Ledger) -> None:
+    start(ledger, plan=PLAN.model_copy(update={"watch_s": 3600.0, "window_s": 0.5}).to_json())
+    add(ledger, "commit", "commit", LIKED)
+    watched = [*PHASES, {"from_block": 80, "share": PLAN.watch_share}]
+    add(ledger, "end", "kept", longer(LIKED), phases=watched)
+    [problem] = verify(ledger)
+    assert re.search(r"experiment 1 was kept 3\d{3} s before its watch and the feedback's window were over", problem)
+
+
+def test_what_was_committed_did_begin_and_is_not_tried_again(ledger: Ledger) -> None:
+    start(ledger)
+    add(ledger, "commit", "commit", LIKED)
+    add(ledger, "end", "not begun", None)
+    start(ledger, number=2, override=False)
+    assert verify(ledger) == [
+        "entry 3: experiment 1 ended as not begun, and it has a commit",
+        "entry 4: experiment 2 tried policy 2 without a passing verdict",
+        "entry 4: experiment 2 tried a policy against another one for the second time",
+    ]
+
+
 @pytest.mark.parametrize(
     ("forge", "problem"),
     [
+        (lambda ledger: add(ledger, "end", "stopped", HARMFUL), "came to stopped, and its evidence says roll back"),
+        (lambda ledger: add(ledger, "end", "void", HARMFUL), "came to void, and its evidence says roll back"),
+        (lambda ledger: add(ledger, "end", "not begun", LIKED), "ended as not begun, and it has evidence"),
+        (lambda ledger: add(ledger, "end", "kept", LIKED), "experiment 1 was kept without a commit"),
         (lambda ledger: add(ledger, "end", "roll back", LIKED), "came to roll back, and its evidence says commit"),
         (lambda ledger: add(ledger, "commit", "commit", HARMFUL), "came to commit, and its evidence says roll back"),
         (lambda ledger: add(ledger, "commit", "commit", None), "came to commit without evidence"),
