@@ -19,7 +19,7 @@ from feedback.config import FeedbackConfig
 from feedback.process_exit import skip_teardown
 from feedback.process_signals import handled_by, handled_signals
 from serve import http
-from serve.api import admin, completions, experiments, feedback, generate
+from serve.api import admin, completions, documentation, experiments, feedback, generate
 from serve.api.fast_routes import Direct
 from serve.api.openapi import openapi
 from serve.config import ServeConfig
@@ -50,11 +50,12 @@ def create_app(
         finally:
             await server.close()
 
-    app = FastAPI(title="Millrace", version="1", lifespan=lifespan)
+    app = FastAPI(title="Millrace", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     http.install(app)
     for module in (generate, completions, feedback, admin, experiments):
         app.include_router(module.router)
+    documentation.install(app)
     app.add_middleware(Direct, handlers={"/generate": generate.generate, "/feedback": feedback.feedback})
     app.add_middleware(
         RequestContext,

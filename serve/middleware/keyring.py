@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.5
 _REPEAT_S: Final = 60.0  # between two lines about a key file that stays unreadable
-_OPEN: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
+_OPEN: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/static"})
 _NOBODYS_DIGEST: Final = bytes(32).hex()
 
 Reason = Literal["missing", "unknown", "revoked", "expired"]
