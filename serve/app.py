@@ -14,6 +14,7 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import ASGIApp
 
 from feedback.config import FeedbackConfig
 from feedback.process_exit import skip_teardown
@@ -25,6 +26,7 @@ from serve.api.openapi import openapi
 from serve.config import ServeConfig
 from serve.middleware.authentication import Authenticator
 from serve.middleware.connections import BoundedHttp, bind
+from serve.middleware.keyring import CONSOLE
 from serve.middleware.request_context import RequestContext
 from serve.observability import log_format
 from serve.runtime import CUT_OFF_S, Server
@@ -32,12 +34,16 @@ from serve.swap.swapper import DesiredState
 
 log = logging.getLogger(__name__)
 
+Console = Callable[[Server, Authenticator], ASGIApp]
+"""Makes the application of the pages below /console, which let in by ``Authenticator.session``."""
+
 
 def create_app(
     config: ServeConfig,
     feedback_config: FeedbackConfig,
     desired_state: Callable[[], DesiredState] | None = None,
     server: Server | None = None,
+    console: Console | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops everything; ``app.state.server`` has the parts."""
     server = server or Server(config, feedback_config, desired_state)
@@ -56,12 +62,15 @@ def create_app(
     for module in (generate, completions, feedback, admin, experiments):
         app.include_router(module.router)
     documentation.install(app)
+    authenticator = Authenticator(
+        server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
+    )
+    if console is not None:
+        app.mount(CONSOLE, console(server, authenticator))
     app.add_middleware(Direct, handlers={"/generate": generate.generate, "/feedback": feedback.feedback})
     app.add_middleware(
         RequestContext,
-        authenticator=Authenticator(
-            server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
-        ),
+        authenticator=authenticator,
         limiter=server.limiter,
         metrics=server.metrics,
         routes=app.routes,
@@ -71,7 +80,12 @@ def create_app(
     return app
 
 
-def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | None = None) -> None:
+def run(
+    config: ServeConfig,
+    feedback_config: FeedbackConfig,
+    server: Server | None = None,
+    console: Console | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is at work and stop everything. ``server``: instead of a new one.
 
     Raises what kept the server from starting (PolicyError, EngineError, LakeError, KeyFileError …), OSError if the port
@@ -80,7 +94,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
     log_format.configure(config.log_format)
     listener = bind(config.host, config.port)  # before the engine takes its seconds
     server = server or Server(config, feedback_config)
-    app = create_app(config, feedback_config, server=server)
+    app = create_app(config, feedback_config, server=server, console=console)
     stopping: list[int] = []
     try:
         server.keyring.load()
@@ -106,6 +120,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
             access_log=False,  # serve.middleware.request_context has a better one
             log_config=None,
             server_header=False,
+            proxy_headers=config.sso is None,  # who is trusted by its address must not be able to name it
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(config.drain_timeout_s) + CUT_OFF_S,
         ),
