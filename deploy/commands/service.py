@@ -99,16 +99,19 @@ def _home_of(model: str, settings: Settings, ctx: click.Context, say: Callable[[
 @pass_settings
 def serve(settings: Settings, replicas: int | None) -> None:
     """Run the server alone."""
-    resolved = _with_replicas(settings, replicas).resolved()
+    from deploy.console.app import create
+
+    settings = _with_replicas(settings, replicas)
+    resolved, console = settings.resolved(), partial(create, settings.snapshot())
     with no_leftovers():
         if resolved.serve.fleet.is_one:
             from serve import app
 
-            app.run(resolved.serve, resolved.feedback)
+            app.run(resolved.serve, resolved.feedback, console=console)
         else:
             from serve.fleet import deployment
 
-            deployment.run(resolved.serve, resolved.feedback)
+            deployment.run(resolved.serve, resolved.feedback, console)
 
 
 @click.command()
