@@ -32,7 +32,7 @@ from serve.runtime import Server
 
 log = logging.getLogger(__name__)
 
-_READ_S: Final = 15.0
+_READ_S: Final = 30.0
 _ACT_S: Final = 300.0  # a promotion reads all of a policy's files
 _LIVE_S: Final = 2.0
 _FORM_BYTES: Final = 256 << 10
@@ -49,11 +49,15 @@ _PAGES: Final = {
     "/traffic/{response_id}": "interaction",
     "/labels": "labels",
     "/labels/next": "labels_next",
+    "/keys": "keys",
 }
+_OF_ADMINS: Final = frozenset({"keys"})
 _LAKE: Final = frozenset({"learned", "traffic", "interaction", "labels", "labels_next"})
 """Pages that may take longer; they have a process of their own, so that the others don't wait for them."""
 
 _ACTIONS: Final = {
+    "/keys": ("create_key", "admin"),
+    "/keys/{key_id}/revoke": ("revoke_key", "admin"),
     "/policies/{version:int}/promote": ("promote", "admin"),
     "/policies/{version:int}/rollback": ("rollback", "admin"),
 }
@@ -153,6 +157,8 @@ class _Console:
                 if problem.status != 401:
                     raise
                 return _to_login(request)
+            if name in _OF_ADMINS:
+                _require_scope(viewer, "admin")
             reader = self.lake if name in _LAKE else self.files
             answer = await self._read(reader, name, request, viewer, None)
             return answer if made is None else _with_cookie(answer, made, headers_of(request.scope, READ))
@@ -163,8 +169,7 @@ class _Console:
         async def handle(request: Request) -> Response:
             form = await self._form(request)
             viewer, _ = self._visit(request, form=form)
-            if scope not in viewer["scopes"]:
-                raise Problem(403, f"this needs a key with the scope {scope}")
+            _require_scope(viewer, scope)
             log.info("console: %s %s by %s", name, dict(request.path_params), viewer["name"])
             return await self._read(self.actions, name, request, viewer, form)
 
@@ -226,6 +231,11 @@ class _Console:
             return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_FIELDS))
         except ValueError as error:
             raise Problem(400, f"that is no form: {error}") from None
+
+
+def _require_scope(viewer: dict[str, Any], scope: str) -> None:
+    if scope not in viewer["scopes"]:
+        raise Problem(403, f"this needs a key with the scope {scope}")
 
 
 def _require(principal: Principal, scopes: frozenset[str]) -> None:

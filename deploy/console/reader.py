@@ -20,7 +20,7 @@ from feedback.process_signals import stop_signals_blocked
 
 log = logging.getLogger(__name__)
 
-_START_S: Final = 60.0  # a busy machine's imports
+_START_S: Final = 120.0  # a busy machine's imports
 _LINE_BYTES: Final = 32 << 20
 _IDLE_S: Final = 600.0
 

@@ -19,6 +19,7 @@ NAVIGATION: Final = (
     ("playground", "Playground", "/console/playground", "g"),
     ("traffic", "Traffic", "/console/traffic", "t"),
     ("labels", "Label queue", "/console/labels", "l"),
+    ("keys", "Keys", "/console/keys", "k"),
 )
 """(page, title, path, the key that opens it after g)."""
 

@@ -25,6 +25,7 @@ PAGES = [
     "/console/playground",
     "/console/traffic",
     "/console/labels",
+    "/console/keys",
 ]
 VIEWER = {"tenant": "t", "name": "n", "scopes": ["read"], "token": "x", "keys": True}
 
@@ -257,6 +258,34 @@ def test_a_promotion_needs_admin_the_pages_token_a_reason_and_the_gate_or_an_ove
         _until_served(ops, site, 1)
     moves = [entry for entry in site.settings.ledger().entries() if entry.kind in MOVES]
     assert [(one.who, one.body["why"]) for one in moves[-2:]] == [("ops (console)", HOSTILE), ("ops (console)", "back")]
+
+
+def test_keys_are_made_and_revoked_by_admins_alone(site: Site) -> None:
+    with site.client("ann") as ann:
+        assert ann.get("/console/keys").status_code == 403
+        assert "/console/keys" not in ann.get("/console/traffic").text
+        made = {"csrf": token(ann), "name": "mine", "scope-admin": "yes"}
+        assert ann.post("/console/keys", data=made, headers={"Origin": site.url}).status_code == 403
+    with site.client("ops") as ops:
+        proof = {"csrf": token(ops)}
+        origin = {"Origin": site.url}
+        assert site.secrets["ann"] not in ops.get("/console/keys").text
+        for wrong, reason in (({"name": "x"}, "scopes"), ({"name": "ann", "scope-read": "yes"}, "already")):
+            refused = ops.post("/console/keys", data=proof | wrong, headers=origin)
+            assert (refused.status_code, reason in refused.text) == (409, True)
+        form = proof | {"name": HOSTILE, "scope-read": "yes", "expires": "30"}
+        page = ops.post("/console/keys", data=form, headers=origin).text
+        assert "<script>alert" not in page
+        secret = re.search(r"mrk_([a-z0-9]+)_[\w-]+", page)
+        assert secret is not None
+        site.secrets["made"] = secret[0]
+        assert secret[0] not in ops.get("/console/keys").text
+        with site.client("made") as reader:
+            assert reader.get("/console/playground").status_code == 200
+            assert ops.post(f"/console/keys/{secret[1]}/revoke", data=proof, headers=origin).status_code == 303
+            deadline = time.monotonic() + 30
+            while reader.get("/console/playground").status_code == 200:
+                assert time.monotonic() < deadline
 
 
 def test_a_logout_takes_the_cookie_away_and_needs_the_token(site: Site) -> None:
