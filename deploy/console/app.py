@@ -43,6 +43,7 @@ _PAGES: Final = {
     "/": "now",
     "/policies": "policies",
     "/policies/{version:int}": "policy",
+    "/policies/{version:int}/traffic": "policy_traffic",
     "/playground": "playground",
     "/playground/learned": "learned",
     "/traffic": "traffic",
@@ -52,7 +53,7 @@ _PAGES: Final = {
     "/keys": "keys",
 }
 _OF_ADMINS: Final = frozenset({"keys"})
-_LAKE: Final = frozenset({"learned", "traffic", "interaction", "labels", "labels_next"})
+_LAKE: Final = frozenset({"policy_traffic", "learned", "traffic", "interaction", "labels", "labels_next"})
 """Pages that may take longer; they have a process of their own, so that the others don't wait for them."""
 
 _ACTIONS: Final = {

@@ -33,6 +33,7 @@ PAGES: Final[dict[str, Callable[[Settings, Visit], Answer]]] = {
     "now_live": now.live,
     "policies": policies.page,
     "policy": policies.one,
+    "policy_traffic": policies.traffic,
     "promote": policies.promote,
     "rollback": policies.rollback,
     "playground": playground.page,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any, Final
 
 import duckdb
@@ -17,6 +19,11 @@ ORDERS: Final = {
     "low": ("Lowest reward first", Search(feedback="without", reward_below=float("inf")), ""),
     "random": ("At random", Search(feedback="without"), "hash(response_id || $tenant)"),
 }
+
+
+_COUNTS_S: Final = 30.0
+_counted: dict[str, tuple[float, dict[str, int]]] = {}
+"""By tenant, when its responses were counted, and what that gave."""
 
 
 def page(settings: Settings, visit: Visit) -> Answer:
@@ -42,7 +49,7 @@ def _shown(template: str, settings: Settings, visit: Visit) -> Answer:
 def _next(
     connection: duckdb.DuckDBPyConnection, tenant: str, order: str, skipped: list[str]
 ) -> tuple[dict[str, Any] | None, dict[str, int]]:
-    """The next response of an order, and how many there are without a judgement and with one."""
+    """The next response of an order, and how many there are and have a judgement."""
     _, search, by = ORDERS[order]
     where, values = search.where(tenant)
     if order == "low":
@@ -54,9 +61,18 @@ def _next(
     """
     ids = connection.execute(query, values | {"skipped": skipped}).fetchall()
     found = rows.whole(connection, tenant, ids)
+    return found[0] if found else None, _counts(connection, tenant)
+
+
+def _counts(connection: duckdb.DuckDBPyConnection, tenant: str) -> dict[str, int]:
+    """How many responses there are, and how many have a judgement, up to ``_COUNTS_S`` ago."""
+    at, counts = _counted.get(tenant, (-math.inf, {}))
+    if time.monotonic() - at < _COUNTS_S:
+        return counts
     judged, total = connection.execute(
         "SELECT (SELECT count(DISTINCT response_id) FROM feedback WHERE tenant = $tenant), "
         "(SELECT count(*) FROM interactions WHERE tenant = $tenant AND status = 'complete')",
         {"tenant": tenant},
     ).fetchone() or (0, 0)
-    return found[0] if found else None, {"judged": judged, "total": total}
+    _counted[tenant] = time.monotonic(), {"judged": judged, "total": total}
+    return _counted[tenant][1]

@@ -121,7 +121,8 @@ def _paths(settings: Settings, found: status.Status) -> list[dict[str, Any]]:
     from deploy.display.live import experiments
     from serve.policies.experiments import Experiments
 
-    row = experiments(Experiments(settings.policy_store().root))[-1]
+    number = found.experiment["number"]
+    (row,) = (one for one in experiments(Experiments(settings.policy_store().root)) if one.number == number)
     return [
         {
             "title": f"{path.outcome}{' since the commit' if path.watched else ''}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,11 +25,14 @@ _BUCKETS: Final = 48
 _REWARDS: Final = """
 WITH answered AS (
     SELECT response_id, epoch(created_at) AS moment FROM interactions
-    WHERE tenant = $tenant AND len(policy_spans) = 1 AND policy_spans[1].policy_version = $version
+    WHERE tenant = $tenant AND len(policy_spans) = 1 AND policy_spans[1].policy_version = $version AND date >= $since
+), rewarded AS (
+    SELECT response_id, arg_max(reward, scored_at) AS reward FROM rewards SEMI JOIN answered USING (response_id)
+    WHERE date >= $since GROUP BY response_id
 ), bounds AS (SELECT min(moment) AS start, greatest(1, max(moment) - min(moment)) / $buckets AS width FROM answered)
 SELECT start + (least($buckets - 1, floor((moment - start) / width)) + 0.5) * width AS middle,
     avg(reward), count(reward), count(*)
-FROM answered CROSS JOIN bounds LEFT JOIN current_rewards USING (response_id)
+FROM answered CROSS JOIN bounds LEFT JOIN rewarded USING (response_id)
 GROUP BY 1 ORDER BY 1
 """
 """Of a policy's responses, over time: the mean reward, how many have one, how many there are."""
@@ -54,12 +58,9 @@ def page(settings: Settings, visit: Visit) -> Answer:
 
 def one(settings: Settings, visit: Visit, *, said: str | None = None, refused: str | None = None) -> Answer:
     """One policy; ``said`` and ``refused``: what a promotion or a rollback just came to."""
-    store, version = settings.policy_store(), int(visit.path["version"])
-    try:
-        policy = store.get(version)
-    except PolicyNotFound as error:
-        raise NotThere(f"There is no policy {version}.") from error
-    pointer = store.serving()
+    store = settings.policy_store()
+    policy = _policy(store, visit)
+    version, pointer = policy.version, store.serving()
     parent = next((one for one in _policies(store) if one.version == policy.parent), None)
     evaluation = _evaluation(settings.path(settings.evaluation.folder), policy)
     values: dict[str, Any] = {
@@ -74,11 +75,19 @@ def one(settings: Settings, visit: Visit, *, said: str | None = None, refused: s
         "parent": parent,
         "evaluation": evaluation,
         "samples": _telling(evaluation.samples) if evaluation else [],
-        "reward": _traffic(settings, visit.tenant, version),
         "said": said,
         "refused": refused,
     }
     return shown("policy", visit, here="policies", code=409 if refused else 200, **values)
+
+
+def traffic(settings: Settings, visit: Visit) -> Answer:
+    """A part of the page of one policy: how it did in the tenant's traffic. It takes longer than the rest."""
+    policy, uri = _policy(settings.policy_store(), visit), settings.feedback.lake.uri
+    charts = []
+    if "://" in uri or settings.path(uri).is_dir():  # a server makes the lake
+        charts = rows.read(settings, lambda connection: _charts(connection, visit.tenant, policy))
+    return shown("policies/traffic", visit, charts=charts)
 
 
 def promote(settings: Settings, visit: Visit) -> Answer:
@@ -107,6 +116,15 @@ def _move(settings: Settings, visit: Visit, *, back: bool) -> Answer:
     except (promotion.PromotionRefused, PolicyError, LedgerError) as error:
         return one(settings, visit, refused=str(error))
     return one(settings, visit, said=f"The pointer names policy {version}; the servers follow within seconds.")
+
+
+def _policy(store: PolicyStore, visit: Visit) -> Policy:
+    """The policy that the page is about. Raises NotThere."""
+    version = int(visit.path["version"])
+    try:
+        return store.get(version)
+    except PolicyNotFound as error:
+        raise NotThere(f"There is no policy {version}.") from error
 
 
 def _policies(store: PolicyStore) -> list[Policy]:
@@ -178,18 +196,11 @@ def _flat(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, A
             yield f"{above}{name}", value
 
 
-def _traffic(settings: Settings, tenant: str, version: int) -> list[dict[str, Any]]:
-    """Charts of a tenant's traffic with a policy; none where no server has made a lake yet."""
-    uri = settings.feedback.lake.uri
-    if "://" not in uri and not settings.path(uri).is_dir():
-        return []
-    return rows.read(settings, lambda connection: _reward(connection, tenant, version))
-
-
-def _reward(connection: duckdb.DuckDBPyConnection, tenant: str, version: int) -> list[dict[str, Any]]:
+def _charts(connection: duckdb.DuckDBPyConnection, tenant: str, policy: Policy) -> list[dict[str, Any]]:
     """Charts of the tenant's traffic with this policy: mean reward and number of responses over time."""
-    query = connection.execute(_REWARDS, {"tenant": tenant, "version": version, "buckets": _BUCKETS})
-    points = query.fetchall()
+    since = datetime.fromisoformat(policy.created_at).date() - timedelta(days=1)  # clocks of machines differ
+    values = {"tenant": tenant, "version": policy.version, "since": since, "buckets": _BUCKETS}
+    points = connection.execute(_REWARDS, values).fetchall()
     rewarded = [(at, round(mean, 4)) for at, mean, count, _ in points if count]
     counted = [(at, total) for at, *_, total in points]
     return [

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from uuid import UUID
 
 import duckdb
 import pyarrow as pa
@@ -39,11 +40,11 @@ ORDER BY created_at DESC, response_id DESC
 """
 _FEEDBACK: Final = """
 SELECT feedback_id, response_id, kind, value, text, name, rejected_response_id, source, created_at FROM feedback
-WHERE tenant = $tenant AND response_id IN (SELECT unnest($ids::VARCHAR[])) ORDER BY created_at
+WHERE tenant = $tenant AND response_id IN (SELECT unnest($ids::VARCHAR[])) AND date >= $first ORDER BY created_at
 """
 _REWARDS: Final = """
 SELECT response_id, reward, components, missing, scorer, scored_at FROM rewards
-WHERE response_id IN (SELECT unnest($ids::VARCHAR[]))
+WHERE response_id IN (SELECT unnest($ids::VARCHAR[])) AND date >= $first
 QUALIFY row_number() OVER (PARTITION BY response_id ORDER BY scored_at DESC) = 1
 """
 
@@ -126,10 +127,12 @@ def whole(connection: duckdb.DuckDBPyConnection, tenant: str, ids: list[tuple[st
     if not ids:
         return []
     names, days = [name for name, _ in ids], [day for _, day in ids]
-    of = {"tenant": tenant, "ids": names}
-    rows = _dicts(connection.sql(_SHOWN, params=of | {"first": min(days), "last": max(days)}))
+    of = {"tenant": tenant, "ids": names, "first": min(days)}  # what is said of a response comes after it
+    rows = _dicts(connection.sql(_SHOWN, params=of | {"last": max(days)}))
     feedback = _dicts(connection.sql(_FEEDBACK, params=of))
-    rewards = {row["response_id"]: row for row in _dicts(connection.sql(_REWARDS, params={"ids": names}))}
+    rewards = {
+        row["response_id"]: row for row in _dicts(connection.sql(_REWARDS, params={"ids": names, "first": min(days)}))
+    }
     for row in rows:
         row["feedback"] = [one for one in feedback if one["response_id"] == row["response_id"]]
         row["reward"] = rewards.get(row["response_id"])
@@ -140,8 +143,22 @@ def whole(connection: duckdb.DuckDBPyConnection, tenant: str, ids: list[tuple[st
 def one(connection: duckdb.DuckDBPyConnection, tenant: str, response_id: str) -> dict[str, Any] | None:
     """One interaction; None if this tenant has none of that id."""
     query = "SELECT response_id, date FROM interactions WHERE tenant = $tenant AND response_id = $id"
-    rows = whole(connection, tenant, connection.execute(query, {"tenant": tenant, "id": response_id}).fetchall())
+    values: dict[str, Any] = {"tenant": tenant, "id": response_id}
+    made, ids = day_of(response_id), list[tuple[str, Any]]()
+    if made is not None:
+        near = values | {"first": made - timedelta(days=1), "last": made + timedelta(days=1)}
+        ids = connection.execute(f"{query} AND date BETWEEN $first AND $last", near).fetchall()
+    rows = whole(connection, tenant, ids or connection.execute(query, values).fetchall())
     return rows[0] if rows else None
+
+
+def day_of(response_id: str) -> date | None:
+    """The day in a UUIDv7's first 48 bits, milliseconds since 1970; None for any other id."""
+    try:
+        parsed = UUID(response_id)
+        return datetime.fromtimestamp((parsed.int >> 80) / 1000, UTC).date() if parsed.version == 7 else None
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _dicts(relation: duckdb.DuckDBPyRelation) -> list[dict[str, Any]]:
