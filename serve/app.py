@@ -9,12 +9,12 @@ import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from feedback.config import FeedbackConfig
 from feedback.process_exit import skip_teardown
@@ -34,7 +34,7 @@ from serve.swap.swapper import DesiredState
 
 log = logging.getLogger(__name__)
 
-Console = Callable[[Server, Authenticator], ASGIApp]
+Console = Callable[[Server, Authenticator], Starlette]
 """Makes the application of the pages below /console, which let in by ``Authenticator.session``."""
 
 
@@ -50,11 +50,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await server.start()
-        try:
+        async with AsyncExitStack() as stack:
+            await server.start()
+            stack.push_async_callback(server.close)
+            if pages is not None:
+                await stack.enter_async_context(pages.router.lifespan_context(pages))
             yield
-        finally:
-            await server.close()
 
     app = FastAPI(title="Millrace", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
@@ -65,8 +66,9 @@ def create_app(
     authenticator = Authenticator(
         server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
     )
-    if console is not None:
-        app.mount(CONSOLE, console(server, authenticator))
+    pages = None if console is None else console(server, authenticator)
+    if pages is not None:
+        app.mount(CONSOLE, pages)
     app.add_middleware(Direct, handlers={"/generate": generate.generate, "/feedback": feedback.feedback})
     app.add_middleware(
         RequestContext,

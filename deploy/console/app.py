@@ -11,16 +11,18 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, quote
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.console.reader import Reader, ReadFailed
 from deploy.console.rendering import STATIC, render
@@ -66,8 +68,8 @@ _ACTIONS: Final = {
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create(snapshot: Path, server: Server, authenticator: Authenticator) -> ASGIApp:
-    """The application below /console. ``snapshot``: a file with the home's settings."""
+def create(snapshot: Path, server: Server, authenticator: Authenticator) -> Starlette:
+    """The application below /console; its lifespan ends what it started. ``snapshot``: a file with the settings."""
     return _Console(snapshot, server, authenticator).app
 
 
@@ -89,7 +91,20 @@ class _Console:
             *(Route(path, self._action(*of), methods=["POST"]) for path, of in _ACTIONS.items()),
             Mount("/static", StaticFiles(directory=STATIC)),
         ]
-        self.app = _with_page_headers(Starlette(routes=routes, exception_handlers={Problem: _problem, 404: _missing}))
+        self.app = Starlette(
+            routes=routes,
+            middleware=[Middleware(_PageHeaders)],
+            exception_handlers={Problem: _problem, 404: _missing},
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for reader in (self.files, self.lake, self.actions):
+                await reader.close()
 
     # Sessions
 
@@ -295,18 +310,21 @@ async def _missing(request: Request, error: Exception) -> Response:
     return _html(render("failed", status=404, reason="The console has no such page."), 404)
 
 
-def _with_page_headers(app: ASGIApp) -> ASGIApp:
-    """What comes from here takes nothing from elsewhere; pages are kept by no cache, files are asked after."""
-    headers = [(name.lower().encode(), value.encode()) for name, value in page_headers().items()]
+class _PageHeaders:
+    """ASGI middleware: pages take nothing from elsewhere and are kept by no cache; files are asked after."""
 
-    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in page_headers().items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
         kept = b"no-cache" if "/static/" in scope["path"] else b"no-store"
 
-        async def answer(message: Any) -> None:
+        async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *headers, (b"cache-control", kept)]
+                message["headers"] = [*message["headers"], *self._headers, (b"cache-control", kept)]
             await send(message)
 
-        await app(scope, receive, answer)
-
-    return call
+        await self.app(scope, receive, answer)

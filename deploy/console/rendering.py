@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import Environment, FileSystemLoader
+from markupsafe import Markup, escape
 
 STATIC: Final = Path(__file__).with_name("static")
 _TEMPLATES: Final = Path(__file__).with_name("templates")
@@ -45,6 +47,7 @@ def environment() -> Environment:
         "number": number,
         "signed": signed,
         "short": short,
+        "with_code": with_code,
         "as_json": json.dumps,
     }
     return found
@@ -102,3 +105,8 @@ def short(text: str | None, characters: int = 120) -> str:
     """The beginning of a text, on one line."""
     line = " ".join((text or "").split())
     return line if len(line) <= characters else f"{line[: characters - 1].rstrip()}…"
+
+
+def with_code(text: str) -> Markup:
+    """A text, escaped, in which what stands between backquotes is code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

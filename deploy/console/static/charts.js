@@ -33,7 +33,7 @@ function one(figure, chart) {
   if (chart.bar != null) { series.push({ stroke: colour("--bad"), width: 1, dash: [4, 4], points: { show: false } }); data.push(chart.x.map(() => chart.bar)); }
   const axis = { stroke: colour("--muted"), grid: { stroke: colour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const plot = new uPlot({
-    width: figure.clientWidth, height: HEIGHT, series, padding: [10, 6, 0, 0],
+    width: figure.clientWidth, height: HEIGHT, series, padding: [10, 14, 0, 0],
     legend: { show: false }, cursor: { y: false, points: { size: 6 } },
     bands: banded ? [{ series: [2, 3], fill: `color-mix(in srgb, ${colour("--accent")} 16%, transparent)` }] : [],
     scales: { x: { time: Boolean(chart.time) } },

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from html.parser import HTMLParser
+from typing import Any
 
 import httpx
 import pytest
+from starlette.routing import Mount
 
 from deploy.config.root import Settings
-from deploy.console.app import _own_path
+from deploy.console.app import _own_path, create
 from deploy.console.reader import Reader, ReadFailed
 from evaluation.decisions.ledger import MOVES
-from serve.middleware.api_keys import revoke_key
+from serve.app import create_app
+from serve.config import SsoConfig
+from serve.middleware.api_keys import create_key, read_keys, revoke_key
 from tests.deploy.console.conftest import HOSTILE, Site, login, token
 
 PAGES = [
@@ -358,6 +365,65 @@ def test_odd_queries_are_answered_in_the_page(site: Site) -> None:
             for path in ("/console/traffic", "/console/labels"):
                 assert client.get(f"{path}?{query}").status_code in (200, 500), query
         assert client.get("/console/traffic").status_code == 200
+
+
+# Without a server
+
+
+@asynccontextmanager
+async def application(settings: Settings, client: str, **serve: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """The application, without its engine, as a client at an address reaches it."""
+    changed = settings.model_copy(update={"serve": settings.serve.model_copy(update=serve)})
+    resolved = changed.resolved()
+    app = create_app(resolved.serve, resolved.feedback, console=partial(create, changed.snapshot()))
+    app.state.server.keyring.load()
+    (pages,) = (route.app for route in app.routes if isinstance(route, Mount) and route.path == "/console")
+    transport = httpx.ASGITransport(app, client=(client, 1))
+    async with (
+        pages.router.lifespan_context(pages),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as http,
+    ):
+        yield http
+
+
+async def test_a_user_of_the_trusted_proxy_needs_no_key_and_nobody_else_is_let_in_by_its_header(
+    settings: Settings,
+) -> None:
+    create_key(settings.path(settings.serve.keys), name="one", tenant="t", scopes=["read"])
+    sso = SsoConfig(addresses=["10.0.0.5"], scopes=["read"])
+    named = {"X-Forwarded-User": "<b>ann</b>"}
+    async with application(settings, "10.0.0.6", sso=sso) as http:
+        for headers in (named, named | {"X-Forwarded-For": "10.0.0.5", "Forwarded": "for=10.0.0.5"}):
+            assert (await http.get("/console/playground", headers=headers)).status_code == 303
+    async with application(settings, "10.0.0.5") as http:
+        assert (await http.get("/console/playground", headers=named)).status_code == 303
+    async with application(settings, "10.0.0.5", sso=sso) as http:
+        assert (await http.get("/console/playground")).status_code == 303
+        page = await http.get("/console/playground", headers=named)
+        assert (page.status_code, "&lt;b&gt;ann&lt;/b&gt;" in page.text) == (200, True)
+        assert "HttpOnly" in page.headers["Set-Cookie"]
+        again = await http.get("/console/playground")  # by the cookie
+        assert (again.status_code, "Set-Cookie" in again.headers) == (200, False)
+        assert (await http.get("/console/keys")).status_code == 403
+
+
+async def test_without_keys_everybody_here_is_let_in_and_other_pages_do_nothing(settings: Settings) -> None:
+    async with application(settings, "127.0.0.1") as http:
+        page = await http.get("/console/keys")
+        assert page.status_code == 200
+        found = re.search(r'<meta name="csrf" content="([^"]+)">', page.text)
+        assert found is not None
+        own, form = {"Origin": "http://localhost"}, {"name": "x", "scope-read": "yes"}
+        for headers, csrf in (
+            (own, ""),
+            ({"Origin": "http://localhost:3000"}, found[1]),  # another program's page on this machine
+            ({"Origin": "http://evil.example"}, found[1]),
+        ):
+            answer = await http.post("/console/keys", data=form | {"csrf": csrf}, headers=headers)
+            assert answer.status_code == 403
+        assert (await http.get("/console/", headers={"Host": "evil.example"})).status_code == 421
+        assert (await http.post("/console/keys", data=form | {"csrf": found[1]}, headers=own)).status_code == 200
+    assert [key.name for key in read_keys(settings.path(settings.serve.keys))] == ["x"]
 
 
 # The process that reads
