@@ -52,10 +52,14 @@ _PAGES: Final = {
     "/traffic/{response_id}": "interaction",
     "/labels": "labels",
     "/labels/next": "labels_next",
+    "/compare": "compare",
+    "/compare/next": "compare_next",
     "/keys": "keys",
 }
 _OF_ADMINS: Final = frozenset({"keys"})
-_LAKE: Final = frozenset({"policy_traffic", "learned", "traffic", "interaction", "labels", "labels_next"})
+_LAKE: Final = frozenset(
+    {"policy_traffic", "learned", "traffic", "interaction", "labels", "labels_next", "compare", "compare_next"}
+)
 """Pages that may take longer; they have a process of their own, so that the others don't wait for them."""
 
 _ACTIONS: Final = {

@@ -21,6 +21,7 @@ NAVIGATION: Final = (
     ("playground", "Playground", "/console/playground", "g"),
     ("traffic", "Traffic", "/console/traffic", "t"),
     ("labels", "Label queue", "/console/labels", "l"),
+    ("compare", "Compare", "/console/compare", "c"),
     ("keys", "Keys", "/console/keys", "k"),
 )
 """(page, title, path, the key that opens it after g)."""

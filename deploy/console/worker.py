@@ -19,7 +19,7 @@ from typing import IO, Any, Final
 
 from deploy.config import root
 from deploy.config.root import Settings
-from deploy.console.pages import keys, labels, now, playground, policies, traffic
+from deploy.console.pages import compare, keys, labels, now, playground, policies, traffic
 from deploy.console.pages.visit import Answer, NotThere, Visit, page_of_error
 from feedback.process_exit import end_process
 
@@ -40,6 +40,8 @@ PAGES: Final[dict[str, Callable[[Settings, Visit], Answer]]] = {
     "learned": playground.learned,
     "traffic": traffic.page,
     "interaction": traffic.one,
+    "compare": compare.page,
+    "compare_next": compare.following,
     "keys": keys.page,
     "create_key": keys.create,
     "revoke_key": keys.revoke,

@@ -69,10 +69,10 @@ def _counts(connection: duckdb.DuckDBPyConnection, tenant: str) -> dict[str, int
     at, counts = _counted.get(tenant, (-math.inf, {}))
     if time.monotonic() - at < _COUNTS_S:
         return counts
-    judged, total = connection.execute(
+    [(judged, total)] = connection.execute(
         "SELECT (SELECT count(DISTINCT response_id) FROM feedback WHERE tenant = $tenant), "
         "(SELECT count(*) FROM interactions WHERE tenant = $tenant AND status = 'complete')",
         {"tenant": tenant},
-    ).fetchone() or (0, 0)
+    ).fetchall()
     _counted[tenant] = time.monotonic(), {"judged": judged, "total": total}
     return _counted[tenant][1]

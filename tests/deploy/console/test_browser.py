@@ -136,7 +136,7 @@ def test_a_promotion_needs_a_reason_and_says_why_the_gate_objects(visitor: Visit
     button.click()  # the browser itself asks for the reason
     assert page.locator("textarea[name=why]:invalid").count() == 1
     page.locator("textarea[name=why]").fill(" ")
-    with page.expect_response("**/policies/2/*") as answer:
+    with page.expect_response(lambda response: response.request.method == "POST") as answer:
         button.click()
     assert answer.value.status == 409
     expect(page.get_by_role("alert")).to_contain_text("A reason is needed")
@@ -159,6 +159,22 @@ def test_keys_judge_in_the_label_queue_and_lead_to_pages(visitor: Visitor, site:
     page.keyboard.press("ArrowLeft")
     expect(item).to_have_attribute("data-id", response)
     assert [(vote["kind"], vote["value"]) for vote in feedback_on(site, response)] == [("thumb", 0.0)]
+
+
+def test_of_two_unnamed_answers_the_choice_is_a_preference(visitor: Visitor, site: Site) -> None:
+    page = visitor.page
+    site.generate("ann", "8+1=", n=3, temperature=1.5)
+    visitor.log_in("ann")
+    page.goto(f"{site.url}/console/compare")
+    item = page.locator("#item")
+    first, second = (str(item.get_attribute(f"data-{name}")) for name in ("first", "second"))
+    page.get_by_role("button", name="This one is better").nth(1).click()
+    expect(page.locator("#outcome")).to_contain_text("Recorded: the second is better.")
+    config = site.settings.resolved().feedback
+    with Lake(config.lake.uri, config.lake).connect(Path(config.journal.folder)) as connection:
+        query = "SELECT source, rejected_response_id FROM feedback WHERE response_id = $id AND kind = 'preference'"
+        found = connection.execute(query, {"id": second}).fetchall()
+    assert ("ann", first) in found
 
 
 def test_a_search_goes_on_where_it_ended_and_a_row_leads_to_its_response(visitor: Visitor, site: Site) -> None:
@@ -197,7 +213,16 @@ def test_no_page_is_wider_than_its_window_and_its_text_can_be_read(
         cookies = [{"name": name, "value": value, "url": site.url} for name, value in client.cookies.items()]
     context.add_cookies(cookies)  # type: ignore[arg-type]
     page = context.new_page()
-    for name in ("", "policies", "policies/2", "playground", "traffic", f"traffic/{site.responses[0]}", "labels"):
+    for name in (
+        "",
+        "policies",
+        "policies/2",
+        "playground",
+        "traffic",
+        f"traffic/{site.responses[0]}",
+        "labels",
+        "compare",
+    ):
         page.goto(f"{site.url}/console/{name}")
         page.screenshot(path=tmp_path / f"{name.replace('/', '-') or 'now'}.png", full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, name

@@ -32,6 +32,7 @@ PAGES = [
     "/console/playground",
     "/console/traffic",
     "/console/labels",
+    "/console/compare",
     "/console/keys",
 ]
 VIEWER = {"tenant": "t", "name": "n", "scopes": ["read"], "token": "x", "keys": True}
@@ -159,6 +160,7 @@ def test_hostile_text_is_text_wherever_it_comes_from(site: Site) -> None:
             f"/console/traffic/{response}",
             f"/console/traffic/{response}?part=tokens",
             "/console/labels",
+            "/console/compare",
             f"/console/traffic?text={HOSTILE}&user={HOSTILE}&policy={HOSTILE}",
             f"/console/traffic/{HOSTILE}",
             f"/console/login?next=/console/{HOSTILE}",
@@ -180,6 +182,7 @@ def test_a_tenant_sees_its_own_rows_alone(site: Site) -> None:
             "/console/traffic?user=eve",
             "/console/traffic?user=' OR tenant='other",
             "/console/labels?order=random",
+            "/console/compare",
             f"/console/traffic/{site.others}",
             f"/console/traffic/{site.others}?part=tokens",
             f"/console/playground/learned?response_id={site.others}",
@@ -197,7 +200,7 @@ def test_a_search_finds_by_each_field_and_says_what_is_no_number(site: Site) -> 
             ("text=1%2B1", 1),
             ("user=ann", 3),
             ("user=bob", 0),
-            ("policy=1&period=1h", 3),
+            ("user=ann&policy=1&period=1h", 3),
             ("policy=77", 0),
             ("reward_above=0", 0),
             ("feedback=without&text=2%2B2", 1),
