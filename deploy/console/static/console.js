@@ -37,5 +37,6 @@ document.addEventListener("click", (event) => {
   if (row && !event.target.closest("a, button") && !String(getSelection())) location.assign(row.dataset.href);
 });
 
+document.querySelector("nav a[aria-current]")?.scrollIntoView({ inline: "center", block: "nearest" });
 refresh();
 setInterval(() => refresh(), 15000);

@@ -222,6 +222,7 @@ def test_no_page_is_wider_than_its_window_and_its_text_can_be_read(
         f"traffic/{site.responses[0]}",
         "labels",
         "compare",
+        "keys",
     ):
         page.goto(f"{site.url}/console/{name}")
         page.screenshot(path=tmp_path / f"{name.replace('/', '-') or 'now'}.png", full_page=True)
