@@ -59,14 +59,19 @@ class Status:
         self.problems.append(Problem(what, advice))
 
 
-def look(settings: Settings) -> Status:
-    """Every part. What can't be read is among what is wrong, and keeps nothing else from being read."""
+def look(settings: Settings, *, data: bool = True) -> Status:
+    """Every part. What can't be read is among what is wrong, and keeps nothing else from being read.
+
+    ``data``: False leaves out what is read from the lake, which takes longest.
+    """
     status = Status(str(settings.home))
     settings = _as_running(settings)
     parts: tuple[Callable[[Settings, Status], None], ...] = (_policy,)
     if settings.policy_store().root.is_dir():
         parts = (_policy, _runs, _server, _experiment, _cycles, _next_cycle, _reward_model, _data, _journal, _disk)
     for part in parts:
+        if part is _data and not data:
+            continue
         try:
             part(settings, status)
         except Exception as error:  # noqa: BLE001  what is broken is what this command is for
@@ -136,7 +141,8 @@ def _server(settings: Settings, status: Status) -> None:
     unready = None if ready.status_code == 200 else ready.text[:300]
     status.server = {"url": settings.server_url, "ready": unready is None, "unready": unready}
     status.server |= {
-        name: body.get(name) for name in ("version", "since", "generation", "replica", "failed", "experiment")
+        name: body.get(name)
+        for name in ("version", "since", "generation", "replica", "failed", "experiment", "replicas")
     }
     if unready is not None:
         status.wrong(f"the server takes no requests: {unready}", f"see {settings.path(settings.up.logs) / 'serve.log'}")

@@ -10,22 +10,24 @@ import logging
 import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from feedback.config import FeedbackConfig
 from feedback.process_exit import skip_teardown
 from feedback.process_signals import handled_by, handled_signals
 from serve import http
-from serve.api import admin, completions, experiments, feedback, generate
+from serve.api import admin, completions, documentation, experiments, feedback, generate
 from serve.api.fast_routes import Direct
 from serve.api.openapi import openapi
 from serve.config import ServeConfig
 from serve.middleware.authentication import Authenticator
 from serve.middleware.connections import BoundedHttp, bind
+from serve.middleware.keyring import CONSOLE
 from serve.middleware.request_context import RequestContext
 from serve.observability import log_format
 from serve.policies.records import now
@@ -35,35 +37,45 @@ from serve.swap.swapper import DesiredState
 
 log = logging.getLogger(__name__)
 
+Console = Callable[[Server, Authenticator], Starlette]
+"""Makes the application of the pages below /console, which let in by ``Authenticator.session``."""
+
 
 def create_app(
     config: ServeConfig,
     feedback_config: FeedbackConfig,
     desired_state: Callable[[], DesiredState] | None = None,
     server: Server | None = None,
+    console: Console | None = None,
 ) -> FastAPI:
     """The application. Its lifespan starts and stops everything; ``app.state.server`` has the parts."""
     server = server or Server(config, feedback_config, desired_state)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await server.start()
-        try:
+        async with AsyncExitStack() as stack:
+            await server.start()
+            stack.push_async_callback(server.close)
+            if pages is not None:
+                await stack.enter_async_context(pages.router.lifespan_context(pages))
             yield
-        finally:
-            await server.close()
 
-    app = FastAPI(title="Millrace", version="1", lifespan=lifespan)
+    app = FastAPI(title="Millrace", version="1", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.server = server
     http.install(app)
     for module in (generate, completions, feedback, admin, experiments):
         app.include_router(module.router)
+    documentation.install(app)
+    authenticator = Authenticator(
+        server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
+    )
+    pages = None if console is None else console(server, authenticator)
+    if pages is not None:
+        app.mount(CONSOLE, pages)
     app.add_middleware(Direct, handlers={"/generate": generate.generate, "/feedback": feedback.feedback})
     app.add_middleware(
         RequestContext,
-        authenticator=Authenticator(
-            server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
-        ),
+        authenticator=authenticator,
         limiter=server.limiter,
         metrics=server.metrics,
         routes=app.routes,
@@ -73,7 +85,12 @@ def create_app(
     return app
 
 
-def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | None = None) -> None:
+def run(
+    config: ServeConfig,
+    feedback_config: FeedbackConfig,
+    server: Server | None = None,
+    console: Console | None = None,
+) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is at work and stop everything. ``server``: instead of a new one.
 
     Raises what kept the server from starting (PolicyError, EngineError, LakeError, KeyFileError …), OSError if the port
@@ -82,7 +99,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
     log_format.configure(config.log_format)
     listener = bind(config.host, config.port)  # before the engine takes its seconds
     server = server or Server(config, feedback_config)
-    app = create_app(config, feedback_config, server=server)
+    app = create_app(config, feedback_config, server=server, console=console)
     stopping: list[int] = []
     try:
         server.keyring.load()
@@ -108,6 +125,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | N
             access_log=False,  # serve.middleware.request_context has a better one
             log_config=None,
             server_header=False,
+            proxy_headers=config.sso is None,  # who is trusted by its address must not be able to name it
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(config.drain_timeout_s) + CUT_OFF_S,
         ),

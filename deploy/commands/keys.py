@@ -62,8 +62,9 @@ def keys() -> None:
     type=click.Choice(SCOPES),
     default=("generate", "feedback"),
     show_default=True,
-    help="generate: /generate and /v1; feedback: /feedback; evaluate: as generate, and never recorded; admin: /policy, "
-    "/metrics, /experiments. Can be repeated.",
+    help="generate: /generate and /v1; feedback: /feedback; evaluate: as generate, and never recorded; read: the pages "
+    "of /console, with rows of its tenant alone; admin: /policy, /metrics, /experiments, and on the console promotions "
+    "and keys. Can be repeated.",
 )
 @click.option("--expires", type=when, metavar="WHEN", help="30d, 12h, 45m, or a time in ISO 8601; never without.")
 @click.option("--requests-per-minute", type=rate, metavar="N", help="Its own limit, or unlimited.")

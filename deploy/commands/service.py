@@ -107,20 +107,25 @@ def serve(settings: Settings, replicas: int | None, policy: int | None) -> None:
     """Run the server alone."""
     if policy is not None and replicas is not None:
         raise click.UsageError("--policy serves by one process: leave --replicas out")
-    resolved = _with_replicas(settings, replicas).resolved()
+    settings = _with_replicas(settings, replicas)
+    resolved = settings.resolved()
     with no_leftovers():
         if policy is not None:
             from serve import app
 
             app.run_policy(resolved.serve, resolved.feedback, policy)
-        elif resolved.serve.fleet.is_one:
+            return
+        from deploy.console.app import create
+
+        console = partial(create, settings.snapshot())
+        if resolved.serve.fleet.is_one:
             from serve import app
 
-            app.run(resolved.serve, resolved.feedback)
+            app.run(resolved.serve, resolved.feedback, console=console)
         else:
             from serve.fleet import deployment
 
-            deployment.run(resolved.serve, resolved.feedback)
+            deployment.run(resolved.serve, resolved.feedback, console)
 
 
 @click.command()

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from feedback.config import FeedbackConfig
 from feedback.process_signals import STOPPING, StopSignal, handled_by, handled_signals
@@ -24,6 +24,9 @@ from serve.middleware.connections import bind
 from serve.middleware.keyring import Keyring
 from serve.observability import log_format
 from serve.policies.store import PolicyStore
+
+if TYPE_CHECKING:
+    from serve.app import Console
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class _Stop(StopSignal):
     """A signal to stop the fleet."""
 
 
-def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
+def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console | None = None) -> None:
     """Serve with ``config.fleet``'s replicas until SIGTERM or SIGINT, then drain and stop them.
 
     Raises PolicyError, FleetError (what kept the replicas from starting), LocalRayError, OSError if the port is taken,
@@ -65,7 +68,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
                 target=controller.run, args=(stop, config.swap.poll_seconds), name="fleet controller", daemon=True
             )
             driver.start()
-            _deploy(config, feedback_config)
+            _deploy(config, feedback_config, console)
             _watch()
     except _Stop:
         log.info("stopping: the replicas finish what they have")
@@ -116,7 +119,7 @@ def _ray(config: FleetConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _deploy(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
+def _deploy(config: ServeConfig, feedback_config: FeedbackConfig, console: Console | None) -> None:
     """Start the replicas and wait until they serve. Raises FleetError with their reason if they can't."""
     from ray import serve as ray_serve
     from ray.serve.config import HTTPOptions
@@ -137,7 +140,7 @@ def _deploy(config: ServeConfig, feedback_config: FeedbackConfig) -> None:
         logging_config=quiet,
     )
     # Feedback's as an object: it hides the secrets that are in it wherever it is printed.
-    application = _deployment(config, quiet).bind(config.model_dump(mode="json"), feedback_config)
+    application = _deployment(config, quiet).bind(config.model_dump(mode="json"), feedback_config, console)
     try:
         ray_serve.run(application, name=APPLICATION, route_prefix="/")
     except RuntimeError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -13,12 +13,15 @@ from serve.fleet.member import Member
 from serve.observability import log_format
 from serve.vllm import compat
 
+if TYPE_CHECKING:
+    from serve.app import Console
+
 
 class Replica:
     """What Ray Serve starts, checks, and ends. The server's config comes as JSON values."""
 
     async def __init__(  # type: ignore[misc]  # Ray Serve awaits it
-        self, config: dict[str, Any], feedback_config: FeedbackConfig
+        self, config: dict[str, Any], feedback_config: FeedbackConfig, console: Console | None = None
     ) -> None:
         """Start the server. Raises what keeps it from serving; Ray Serve tries again."""
         from serve.app import create_app
@@ -32,7 +35,9 @@ class Replica:
         self.member = Member(settings)
         try:
             named = settings.model_copy(update={"replica_name": self.member.name})
-            self.application = create_app(named, feedback_config, desired_state=self.member.desired_state)
+            self.application = create_app(
+                named, feedback_config, desired_state=self.member.desired_state, console=console
+            )
             self.server: Server = self.application.state.server
             self.server.limiter.shared = FleetBuckets()
             self._lifespan = self.application.router.lifespan_context(self.application)

@@ -19,8 +19,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstrai
 
 from feedback.files import locked, replace_file
 
-Scope = Literal["generate", "feedback", "evaluate", "admin"]
-SCOPES: Final[tuple[Scope, ...]] = ("generate", "feedback", "evaluate", "admin")
+Scope = Literal["generate", "feedback", "evaluate", "read", "admin"]
+SCOPES: Final[tuple[Scope, ...]] = ("generate", "feedback", "evaluate", "read", "admin")
 LOCAL: Final = "local"
 """The id of the key that commands on the server's own machine use; it stands in a file of its own."""
 

@@ -12,9 +12,13 @@ from starlette.types import Scope
 
 from serve.config import ServeConfig
 from serve.http import Problem
-from serve.middleware.keyring import Keyring, Principal, Refused, is_wildcard, scope_of
+from serve.middleware.browser_sessions import TOKEN_HEADER, BrowserSessions, cookie_of
+from serve.middleware.keyring import CONSOLE, Keyring, Principal, Refused, is_wildcard, scope_of
 
-READ: Final = frozenset({b"authorization", b"x-api-key", b"origin", b"host"})
+READ: Final = frozenset(
+    {b"authorization", b"x-api-key", b"origin", b"host", b"cookie", b"sec-fetch-site", TOKEN_HEADER}
+)
+LOGIN: Final = f"{CONSOLE}/login"
 _AUTHORITY: Final = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[^\[\]:/@,\s]{1,255})(?::\d{0,5})?")
 _ORIGIN: Final = re.compile(r"https?://(.{1,300})")
 
@@ -36,8 +40,10 @@ class Authenticator:
     ) -> None:
         """``failed``: called with the reason for each key that is refused."""
         self.keyring = keyring
+        self.sessions = BrowserSessions(keyring, config)
         self._failed = failed
         self._hosts = frozenset({"localhost", _plain(config.host), *map(_plain, config.allowed_hosts)})
+        self._named = frozenset(map(_plain, config.allowed_hosts))
         self._is_wildcard = is_wildcard(config.host)
         self._is_ours = lru_cache(1024)(self._answers_to)  # clients say the same host over and over
 
@@ -69,8 +75,41 @@ class Authenticator:
         scope = scope_of(path)
         if not self.keyring.on or scope in ("generate", "feedback"):
             return self.authenticate(scope, headers)
+        if path == LOGIN:  # which is where one gets a session
+            return self.keyring.nobody
         # No route there takes a body, but for a key's owner it is read, and the answer is the route's own.
         return self._owner(headers)
+
+    def session(self, headers: Mapping[bytes, bytes], *, proved: bool) -> Principal:
+        """Who looks at a page. ``proved``: the request must prove too that a page of ours made it.
+
+        Without keys everybody is anybody. Raises Problem 401 without a session, 403 without the proof.
+        """
+        cookie = cookie_of(headers)
+        if proved:
+            self.check_page(headers, cookie)
+        if not self.keyring.on:
+            return self.keyring.anonymous
+        try:
+            return self.sessions.principal(cookie or "")
+        except Refused as refused:
+            self._failed(refused.reason)
+            raise Problem(401, str(refused)) from None
+
+    def check_page(self, headers: Mapping[bytes, bytes], cookie: str | None) -> None:
+        """Raises Problem 403 unless a page of ours made the request, which holds the session's token."""
+        self.check_origin(headers)
+        self.sessions.check_token(cookie or "", headers.get(TOKEN_HEADER, b"").decode("latin-1"))
+
+    def check_origin(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises Problem 403 for a request that a page of another origin made, by what browsers say of it."""
+        origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site", b"same-origin")
+        found = None if origin is None else _ORIGIN.fullmatch(origin.decode("latin-1"))
+        own = origin is None or (found is not None and self._is_own(found[1], headers.get(b"host", b"")))
+        if not own or site != b"same-origin":
+            raise Problem(
+                403, "a page of another origin may not do this; behind a proxy, name it in serve.allowed_hosts"
+            )
 
     def _owner(self, headers: Mapping[bytes, bytes]) -> Principal:
         """The key's principal. Raises Problem 401."""
@@ -79,6 +118,8 @@ class Authenticator:
         if secret is None and (authorization := headers.get(b"authorization")) is not None:
             kind, _, value = authorization.partition(b" ")
             secret = value.strip() if kind.lower() == b"bearer" else None
+        if secret is None and cookie_of(headers) is not None:
+            return self.session(headers, proved=True)
         try:
             return self.keyring.authenticate(secret)
         except Refused as refused:
@@ -108,6 +149,14 @@ class Authenticator:
         found = _ORIGIN.fullmatch(origin.decode("latin-1"))
         if found is None or not (found[1].encode("latin-1") == host or self._is_named(found[1])):
             raise Problem(403, "a page of another host may not use a server without keys (millrace keys create)")
+
+    def _is_own(self, authority: str, host: bytes) -> bool:
+        """Whether an origin is the server's own: what was asked for, or what a proxy is called that it is behind.
+
+        Another port of this machine is another page's.
+        """
+        named = _AUTHORITY.fullmatch(authority.lower())
+        return authority.encode("latin-1") == host or (named is not None and _plain(named[1]) in self._named)
 
     def _answers_to(self, host: bytes) -> bool:
         authority = host.decode("latin-1")

@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.5
 _REPEAT_S: Final = 60.0  # between two lines about a key file that stays unreadable
-_OPEN: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc"})
+_OPEN: Final = frozenset({"/health", "/ready", "/openapi.json", "/docs", "/docs/static"})
+CONSOLE: Final = "/console"
+"""Below it are the console's pages, which let in by a session."""
 _NOBODYS_DIGEST: Final = bytes(32).hex()
 
 Reason = Literal["missing", "unknown", "revoked", "expired"]
@@ -58,7 +60,7 @@ class NotLoopback(RuntimeError):
 
 def scope_of(route: str) -> Scope | None:
     """The scope that a route needs, None if it is open to all. What is not known here is for admins."""
-    if route in _OPEN:
+    if route in _OPEN or route == CONSOLE or route.startswith(f"{CONSOLE}/"):
         return None
     if route == "/generate" or route.startswith("/v1/"):
         return "generate"
@@ -86,6 +88,7 @@ class Keyring:
         self.nobody = Principal(config.tenant, None, "nobody", frozenset())
         """The principal at a route that is open to all, where others need a key."""
         self._known: dict[str, tuple[ApiKey, Principal]] = {}
+        self._machine: bytes | None = None  # what this machine alone knows, beside the keys
         self._signature: tuple[int, ...] | None = None
         self._logged_at = 0.0  # the error, last
 
@@ -129,10 +132,25 @@ class Keyring:
         good = hmac.compare_digest(digest(secret).hex(), _NOBODYS_DIGEST if key is None else key.sha256)
         if key is None or not good:
             raise Refused("unknown", "there is no such key")
-        state = key.state(datetime.now(UTC))
-        if state != "active":
-            raise Refused(state, f"key {key.id} {'was revoked' if state == 'revoked' else 'has expired'}")
-        return principal
+        return _good(key, principal)
+
+    def principal_of(self, key_id: str) -> Principal:
+        """The principal of the key with this id, as long as it is good. Raises Refused."""
+        return _good(*self._get(key_id))
+
+    def signing_secret(self, key_id: str | None) -> bytes:
+        """What sessions of this key are signed with, or, with None, of no key. Raises Refused."""
+        if self._machine is None:
+            raise Refused(
+                "unknown", "there are no sessions here: the log says why this machine has no secret of its own"
+            )
+        return self._machine + (b"" if key_id is None else bytes.fromhex(self._get(key_id)[0].sha256))
+
+    def _get(self, key_id: str) -> tuple[ApiKey, Principal]:
+        try:
+            return self._known[key_id]
+        except KeyError:
+            raise Refused("unknown", "there is no such key") from None
 
     def check_host(self, host: str) -> None:
         """Raises NotLoopback for a host, a name or an address, that others reach, where no key is needed."""
@@ -169,6 +187,7 @@ class Keyring:
             log.warning("`millrace` on this machine can't ask the server which policy it serves: %s", error)
         else:
             keys = (*keys, _local_key(secret, self._tenant))
+            self._machine = digest(f"sessions {secret}".encode())
         _warn_of_mode(self.path)
         self._known = {key.id: (key, self._principal(key)) for key in keys}  # at once: the event loop reads meanwhile
         self.on = True
@@ -182,6 +201,14 @@ class Keyring:
         evaluates = "evaluate" in key.scopes  # lm-eval, say: it generates, and is no traffic to learn from
         scopes = frozenset(key.scopes) | ({"generate"} if evaluates else set())
         return Principal(key.tenant, key.id, key.name, scopes, requests, tokens, key.capture and not evaluates)
+
+
+def _good(key: ApiKey, principal: Principal) -> Principal:
+    """Raises Refused for a key that is good no more."""
+    state = key.state(datetime.now(UTC))
+    if state != "active":
+        raise Refused(state, f"key {key.id} {'was revoked' if state == 'revoked' else 'has expired'}")
+    return principal
 
 
 def _local_key(secret: str, tenant: str) -> ApiKey:

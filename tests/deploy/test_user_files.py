@@ -141,5 +141,7 @@ def test_a_wheel_has_the_files_that_are_not_python(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         files = {entry.filename: entry.external_attr >> 16 for entry in archive.infolist()}
     assert "evaluation/report/templates/report.html.jinja" in files
+    kept = subprocess.run(["git", "ls-files", "*/static/*"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(kept.stdout.split()) <= files.keys()
     assert files["serve/vllm/tied_python"] & 0o111, "multiprocessing runs it"
     assert not [name for name in files if name.startswith(("tests/", "loadtests/"))]

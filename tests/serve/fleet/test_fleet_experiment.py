@@ -52,6 +52,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model_folders: list[Path]) -
     stop_server(live)
 
 
+async def test_without_keys_a_fleet_answers_to_its_own_names_only_with_a_body_and_without(fleet: LiveServer) -> None:
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as http:
+        for host, code in (("evil.example", 421), ("localhost", 200)):
+            assert (await http.get("/policy", headers={"Host": host})).status_code == code
+        answer = await http.post("/generate", json={"prompt": "a"}, headers={"Host": "evil.example"})
+        assert (answer.status_code, "serve.allowed_hosts" in answer.text) == (421, True)
+
+
 def begin(fleet: LiveServer, **changed: Any) -> Experiment:
     pointer = fleet.store.serving()
     assert pointer is not None

@@ -1,0 +1,334 @@
+"""The console's ASGI application: login, who may see and do what, and the way of a request to the reader and back.
+
+A page is looked at with a session (``serve.middleware.browser_sessions``) whose key has the scope ``read`` or
+``admin``; what is done by a form needs the page's token besides, and the scope that is named beside it below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import parse_qsl, quote
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy.console.reader import Reader, ReadFailed
+from deploy.console.rendering import STATIC, render
+from serve.http import Problem, page_headers
+from serve.middleware.authentication import LOGIN, READ, Authenticator, headers_of
+from serve.middleware.browser_sessions import cookie_of, set_cookie, token_of
+from serve.middleware.keyring import CONSOLE, Principal, Refused
+from serve.runtime import Server
+
+log = logging.getLogger(__name__)
+
+_READ_S: Final = 30.0
+_ACT_S: Final = 300.0  # a promotion reads all of a policy's files
+_LIVE_S: Final = 2.0
+_FORM_BYTES: Final = 256 << 10
+_FIELDS: Final = 64
+_READERS: Final = frozenset({"read", "admin"})
+
+_PAGES: Final = {
+    "/": "now",
+    "/policies": "policies",
+    "/policies/{version:int}": "policy",
+    "/policies/{version:int}/traffic": "policy_traffic",
+    "/playground": "playground",
+    "/playground/learned": "learned",
+    "/traffic": "traffic",
+    "/traffic/{response_id}": "interaction",
+    "/labels": "labels",
+    "/labels/next": "labels_next",
+    "/compare": "compare",
+    "/compare/next": "compare_next",
+    "/keys": "keys",
+}
+_OF_ADMINS: Final = frozenset({"keys"})
+_LAKE: Final = frozenset(
+    {"policy_traffic", "learned", "traffic", "interaction", "labels", "labels_next", "compare", "compare_next"}
+)
+"""Pages that may take longer; they have a process of their own, so that the others don't wait for them."""
+
+_ACTIONS: Final = {
+    "/keys": ("create_key", "admin"),
+    "/keys/{key_id}/revoke": ("revoke_key", "admin"),
+    "/policies/{version:int}/promote": ("promote", "admin"),
+    "/policies/{version:int}/rollback": ("rollback", "admin"),
+}
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def create(snapshot: Path, server: Server, authenticator: Authenticator) -> Starlette:
+    """The application below /console; its lifespan ends what it started. ``snapshot``: a file with the settings."""
+    return _Console(snapshot, server, authenticator).app
+
+
+class _Console:
+    def __init__(self, snapshot: Path, server: Server, authenticator: Authenticator) -> None:
+        self.server = server
+        self.authenticator = authenticator
+        self.files = Reader(snapshot, _READ_S)
+        self.lake = Reader(snapshot, _READ_S)
+        self.actions = Reader(snapshot, _ACT_S)
+        self._live: tuple[float, str] = (0.0, "")
+        self._looking = asyncio.Lock()
+        routes = [
+            Route("/login", self._login_page, methods=["GET"]),
+            Route("/login", self._login, methods=["POST"]),
+            Route("/logout", self._logout, methods=["POST"]),
+            Route("/live", self._events, methods=["GET"]),
+            *(Route(path, self._page(name), methods=["GET"]) for path, name in _PAGES.items()),
+            *(Route(path, self._action(*of), methods=["POST"]) for path, of in _ACTIONS.items()),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ]
+        self.app = Starlette(
+            routes=routes,
+            middleware=[Middleware(_PageHeaders)],
+            exception_handlers={Problem: _problem, 404: _missing},
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for reader in (self.files, self.lake, self.actions):
+                await reader.close()
+
+    # Sessions
+
+    async def _login_page(self, request: Request) -> Response:
+        if not self.authenticator.keyring.on:
+            return _leads_to("/console/")
+        return _html(render("login", next=_own_path(request.query_params.get("next")), wrong=None))
+
+    async def _login(self, request: Request) -> Response:
+        """Exchange a key, which is in the body, for a cookie."""
+        headers = headers_of(request.scope, READ)
+        self.authenticator.check_origin(headers)
+        form = await self._form(request)
+        try:
+            cookie = self.authenticator.sessions.begin(form.get("key", "").strip())
+            _require(self.authenticator.sessions.principal(cookie), _READERS)
+        except Refused as refused:
+            return _html(render("login", next=_own_path(form.get("next")), wrong=str(refused)), 401)
+        except Problem as problem:
+            return _html(render("login", next=_own_path(form.get("next")), wrong=problem.detail), problem.status)
+        return _with_cookie(_leads_to(_own_path(form.get("next"))), cookie, headers)
+
+    async def _logout(self, request: Request) -> Response:
+        headers = headers_of(request.scope, READ)
+        form = await self._form(request)
+        self.authenticator.check_page(_proved(headers, form), cookie_of(headers))
+        return _with_cookie(_leads_to(LOGIN), "", headers)
+
+    def _visit(self, request: Request, *, form: dict[str, str] | None = None) -> tuple[dict[str, Any], str | None]:
+        """Who looks, and a new cookie for them if they have none and need none. Raises Problem."""
+        headers, made = headers_of(request.scope, READ), None
+        if form is not None:
+            headers = _proved(headers, form)
+        try:
+            if cookie_of(headers) is None and form is None and not self.authenticator.keyring.on:
+                made = self.authenticator.sessions.begin_without_key()
+            principal = self.authenticator.session(headers, proved=form is not None)
+        except Problem as problem:
+            made = self._by_proxy(request) if problem.status == 401 and form is None else None
+            if made is None:
+                raise
+            principal = self.authenticator.session({b"cookie": set_cookie(made, tls=False).encode()}, proved=False)
+        _require(principal, _READERS)
+        viewer = {
+            "tenant": principal.tenant,
+            "name": principal.name,
+            "scopes": sorted(principal.scopes),
+            "token": token_of(made or cookie_of(headers) or ""),
+            "keys": self.authenticator.keyring.on,
+        }
+        return viewer, made
+
+    def _by_proxy(self, request: Request) -> str | None:
+        """A cookie for whom the trusted proxy names, if there is such a proxy and this request is from it."""
+        header = self.server.config.sso.header.lower().encode() if self.server.config.sso else b""
+        client = (request.scope.get("client") or ("",))[0]
+        return self.authenticator.sessions.begin_by_proxy(client, headers_of(request.scope, frozenset({header})))
+
+    # Pages
+
+    def _page(self, name: str) -> Handler:
+        async def handle(request: Request) -> Response:
+            try:
+                viewer, made = self._visit(request)
+            except Problem as problem:
+                if problem.status != 401:
+                    raise
+                return _to_login(request)
+            if name in _OF_ADMINS:
+                _require_scope(viewer, "admin")
+            reader = self.lake if name in _LAKE else self.files
+            answer = await self._read(reader, name, request, viewer, None)
+            return answer if made is None else _with_cookie(answer, made, headers_of(request.scope, READ))
+
+        return handle
+
+    def _action(self, name: str, scope: str) -> Handler:
+        async def handle(request: Request) -> Response:
+            form = await self._form(request)
+            viewer, _ = self._visit(request, form=form)
+            _require_scope(viewer, scope)
+            log.info("console: %s %s by %s", name, dict(request.path_params), viewer["name"])
+            return await self._read(self.actions, name, request, viewer, form)
+
+        return handle
+
+    async def _read(
+        self, reader: Reader, name: str, request: Request, viewer: dict[str, Any], form: dict[str, str] | None
+    ) -> Response:
+        query = dict(request.query_params)
+        path = {key: str(value) for key, value in request.path_params.items()}
+        sent = {"page": name, "path": path, "query": query, "form": form, "viewer": viewer}
+        try:
+            answer = await reader.read(sent)
+        except ReadFailed as error:
+            raise Problem(503, f"this page can't be shown at the moment: {error}", retry_after=5) from error
+        if answer["location"] is not None:
+            return _leads_to(answer["location"])
+        return Response(answer["body"], answer["status"], media_type=answer["type"])
+
+    async def _events(self, request: Request) -> Response:
+        """The page Now, part by part as it changes, until the session ends, the browser leaves or the server drains."""
+        self._visit(request)
+
+        async def events() -> AsyncIterator[bytes]:
+            sent, told_at = "", time.monotonic()
+            while not self.server.draining:
+                try:
+                    viewer, _ = self._visit(request)
+                except Problem:  # the key was revoked: the page asks anew, and is led to the login
+                    yield b"event: ended\ndata:\n\n"
+                    return
+                parts = await self._parts(request, viewer)
+                if parts != sent or time.monotonic() - told_at > 15:
+                    sent, told_at = parts, time.monotonic()
+                    yield f"data: {parts}\n\n".encode()
+                await asyncio.sleep(_LIVE_S)
+
+        return StreamingResponse(events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    async def _parts(self, request: Request, viewer: dict[str, Any]) -> str:
+        """The live parts of the page, as JSON on a line; read once for all browsers that look."""
+        async with self._looking:
+            if time.monotonic() - self._live[0] < _LIVE_S * 0.9:
+                return self._live[1]
+            sent = {"page": "now_live", "path": {}, "query": {}, "form": None, "viewer": viewer}
+            try:
+                parts = (await self.files.read(sent))["body"]
+            except ReadFailed as error:
+                parts = json.dumps({"failed": str(error)})
+            self._live = (time.monotonic(), parts)
+            return parts
+
+    async def _form(self, request: Request) -> dict[str, str]:
+        """The fields of a form. Raises Problem 400, 413, and as ``Bodies.read``."""
+        body = await self.server.bodies.read(request.receive)
+        if len(body) > _FORM_BYTES:
+            raise Problem(413, f"the form has {len(body)} bytes, {_FORM_BYTES} are allowed")
+        try:
+            return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_FIELDS))
+        except ValueError as error:
+            raise Problem(400, f"that is no form: {error}") from None
+
+
+def _require_scope(viewer: dict[str, Any], scope: str) -> None:
+    if scope not in viewer["scopes"]:
+        raise Problem(403, f"this needs a key with the scope {scope}")
+
+
+def _require(principal: Principal, scopes: frozenset[str]) -> None:
+    if not principal.scopes & scopes:
+        needed = " or ".join(sorted(scopes))
+        raise Problem(
+            403, f"the console needs a key with the scope {needed}; this one has {', '.join(principal.scopes)}"
+        )
+
+
+def _proved(headers: dict[bytes, bytes], form: dict[str, str]) -> dict[bytes, bytes]:
+    """The headers, with the token of a form that was sent without a script."""
+    token = form.pop("csrf", None)
+    return headers if token is None or b"x-csrf-token" in headers else headers | {b"x-csrf-token": token.encode()}
+
+
+def _own_path(wanted: str | None) -> str:
+    """Where to go after the login: a path of the console, whatever was asked for."""
+    return (
+        wanted
+        if wanted and wanted.startswith(f"{CONSOLE}/") and wanted.isprintable() and "\\" not in wanted
+        else "/console/"
+    )
+
+
+def _to_login(request: Request) -> Response:
+    wanted = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+    location = f"{LOGIN}?next={quote(wanted, safe='')}"
+    if "hx-request" in request.headers:  # a part of a page would be put where the part was
+        return Response(status_code=401, headers={"HX-Redirect": location})
+    return _leads_to(location)
+
+
+def _leads_to(location: str) -> Response:
+    return RedirectResponse(location, 303)
+
+
+def _html(text: str, status: int = 200) -> Response:
+    return Response(text, status, media_type="text/html")
+
+
+def _with_cookie(response: Response, cookie: str, headers: dict[bytes, bytes]) -> Response:
+    response.headers.append("Set-Cookie", set_cookie(cookie, tls=headers.get(b"origin", b"").startswith(b"https:")))
+    return response
+
+
+async def _problem(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Problem)
+    response = _html(render("failed", status=error.status, reason=error.detail), error.status)
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(round(error.retry_after))
+    return response
+
+
+async def _missing(request: Request, error: Exception) -> Response:
+    return _html(render("failed", status=404, reason="The console has no such page."), 404)
+
+
+class _PageHeaders:
+    """ASGI middleware: pages take nothing from elsewhere and are kept by no cache; files are asked after."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in page_headers().items()]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        kept = b"no-cache" if "/static/" in scope["path"] else b"no-store"
+
+        async def answer(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *self._headers, (b"cache-control", kept)]
+            await send(message)
+
+        await self.app(scope, receive, answer)

@@ -1,0 +1,53 @@
+"""Keys: who may use the server; make one, revoke one. For admins."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Final
+
+from pydantic import ValidationError
+
+from deploy.config.root import Settings
+from deploy.console.pages.visit import Answer, Visit
+from deploy.console.pages.visit import page as shown
+from serve.middleware.api_keys import SCOPES, KeyFileError, create_key, read_keys, revoke_key
+
+EXPIRY: Final = {"": None, "1": timedelta(days=1), "30": timedelta(days=30), "365": timedelta(days=365)}
+
+
+def page(settings: Settings, visit: Visit, *, secret: str | None = None, refused: str | None = None) -> Answer:
+    """All keys there are, good ones first; ``secret``: of the one that was just made, which is shown this once."""
+    now = datetime.now(UTC)
+    listed = [(key, key.state(now)) for key in read_keys(settings.path(settings.serve.keys))]
+    listed.sort(key=lambda one: (one[1] != "active", -one[0].created_at.timestamp()))
+    values = {"listed": listed, "secret": secret, "refused": refused, "scopes": SCOPES, "settings": settings}
+    return shown("keys", visit, here="keys", code=409 if refused else 200, **values)
+
+
+def create(settings: Settings, visit: Visit) -> Answer:
+    """Make a key, as ``millrace keys create`` does."""
+    form = visit.form or {}
+    lasts = EXPIRY.get(form.get("expires", ""))
+    try:
+        _, secret = create_key(
+            settings.path(settings.serve.keys),
+            name=form.get("name", "").strip(),
+            tenant=form.get("tenant", "").strip() or settings.serve.tenant,
+            scopes=[scope for scope in SCOPES if form.get(f"scope-{scope}") == "yes"],
+            expires_at=None if lasts is None else datetime.now(UTC) + lasts,
+        )
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)[0]
+        return page(settings, visit, refused=f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}")
+    except (ValueError, KeyFileError) as error:
+        return page(settings, visit, refused=str(error))
+    return page(settings, visit, secret=secret)
+
+
+def revoke(settings: Settings, visit: Visit) -> Answer:
+    """Revoke a key for good; its sessions end with it."""
+    try:
+        revoke_key(settings.path(settings.serve.keys), visit.path["key_id"])
+    except KeyFileError as error:
+        return page(settings, visit, refused=str(error))
+    return Answer(status=303, location="/console/keys")

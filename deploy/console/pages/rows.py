@@ -1,0 +1,171 @@
+"""Interactions of one tenant, from the lake and from the journal's rows that are not in it yet.
+
+A list is found in two steps: first which responses, by a scan of narrow columns, then all of those few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from uuid import UUID
+
+import duckdb
+import pyarrow as pa
+
+from deploy.config.root import Settings
+from feedback.lake.tables import Lake
+
+_T = TypeVar("_T")
+
+PAGE: Final = 40
+PERIODS: Final = {
+    "1h": timedelta(hours=1),
+    "24h": timedelta(days=1),
+    "7d": timedelta(days=7),
+    "30d": timedelta(days=30),
+}
+_MEMORY: Final = "1GB"
+_THREADS: Final = 1
+
+_SHOWN: Final = """
+SELECT response_id, request_id, session_id, "user", endpoint, replica, variant, created_at, messages, prompt, response,
+    response_token_ids, logprobs, policy_spans, sampling, finish_reason, status, timings, metadata, experiment,
+    len(prompt_token_ids) AS prompt_tokens
+FROM interactions
+WHERE tenant = $tenant AND response_id IN (SELECT unnest($ids::VARCHAR[])) AND date BETWEEN $first AND $last
+ORDER BY created_at DESC, response_id DESC
+"""
+_FEEDBACK: Final = """
+SELECT feedback_id, response_id, kind, value, text, name, rejected_response_id, source, created_at FROM feedback
+WHERE tenant = $tenant AND response_id IN (SELECT unnest($ids::VARCHAR[])) AND date >= $first ORDER BY created_at
+"""
+_REWARDS: Final = """
+SELECT response_id, reward, components, missing, scorer, scored_at FROM rewards
+WHERE response_id IN (SELECT unnest($ids::VARCHAR[])) AND date >= $first
+QUALIFY row_number() OVER (PARTITION BY response_id ORDER BY scored_at DESC) = 1
+"""
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is looked for; None is anything. ``before``: the list goes on from here, (created_at, response_id)."""
+
+    text: str | None = None
+    user: str | None = None
+    session: str | None = None
+    policy: int | None = None
+    reward_below: float | None = None
+    reward_above: float | None = None
+    feedback: str | None = None  # with, without
+    period: str | None = None
+    before: tuple[datetime, str] | None = None
+
+    def where(self, tenant: str) -> tuple[str, dict[str, Any]]:
+        """The condition in SQL, and its parameters."""
+        terms, values = ["tenant = $tenant", "status <> 'imported'"], {"tenant": tenant}
+
+        def add(term: str, **parameters: Any) -> None:
+            terms.append(term)
+            values.update(parameters)
+
+        if self.text is not None:
+            found = "contains(lower(response), lower($text)) OR contains(lower(coalesce(prompt, '')), lower($text))"
+            add(f"({found})", text=self.text)
+        if self.user is not None:
+            add('"user" = $user', user=self.user)
+        if self.session is not None:
+            add("session_id = $session", session=self.session)
+        if self.policy is not None:
+            add("list_contains(list_transform(policy_spans, lambda s: s.policy_version), $policy)", policy=self.policy)
+        if self.period in PERIODS:
+            since = datetime.now(UTC) - PERIODS[self.period]
+            add("created_at >= $since AND date >= $since_day", since=since, since_day=since.date())
+        if self.before is not None:
+            at, response_id = self.before
+            add("(created_at, response_id) < ($at, $id)", at=at, id=response_id)
+        for sign, bound in (("<=", self.reward_below), (">=", self.reward_above)):
+            if bound is not None:
+                name = "below" if sign == "<=" else "above"
+                add(
+                    f"response_id IN (SELECT response_id FROM current_rewards WHERE reward {sign} ${name})",
+                    **{name: bound},
+                )
+        if self.feedback in ("with", "without"):
+            sense = "" if self.feedback == "with" else "NOT "
+            add(
+                f"{sense}EXISTS (FROM feedback f WHERE f.tenant = $tenant AND f.response_id = interactions.response_id)"
+            )
+        return " AND ".join(terms), values
+
+    @property
+    def tables(self) -> set[str]:
+        """The tables that the condition is on."""
+        rewards = {"rewards"} if self.reward_below is not None or self.reward_above is not None else set()
+        return {"interactions", *rewards, *({"feedback"} if self.feedback else ())}
+
+
+def read(settings: Settings, work: Callable[[duckdb.DuckDBPyConnection], _T]) -> _T:
+    """What ``work`` returns of the views of all tables. Raises LakeError."""
+    resolved = settings.resolved().feedback
+    config = resolved.lake.model_copy(update={"memory_limit": _MEMORY, "threads": _THREADS})
+    return Lake(config.uri, config).read(work, Path(resolved.journal.folder))
+
+
+def found(connection: duckdb.DuckDBPyConnection, tenant: str, search: Search) -> list[dict[str, Any]]:
+    """The newest ``PAGE`` + 1 interactions that a search finds, whole, with feedback and reward."""
+    where, values = search.where(tenant)
+    order = f"ORDER BY created_at DESC, response_id DESC LIMIT {PAGE + 1}"
+    query = f"SELECT response_id, date FROM interactions WHERE {where} {order}"
+    return whole(connection, tenant, connection.execute(query, values).fetchall())
+
+
+def whole(connection: duckdb.DuckDBPyConnection, tenant: str, ids: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """Interactions by (id, date), newest first, each with its ``feedback`` and its ``reward``, a row or None."""
+    if not ids:
+        return []
+    names, days = [name for name, _ in ids], [day for _, day in ids]
+    of = {"tenant": tenant, "ids": names, "first": min(days)}  # what is said of a response comes after it
+    rows = _dicts(connection.sql(_SHOWN, params=of | {"last": max(days)}))
+    feedback = _dicts(connection.sql(_FEEDBACK, params=of))
+    rewards = {
+        row["response_id"]: row for row in _dicts(connection.sql(_REWARDS, params={"ids": names, "first": min(days)}))
+    }
+    for row in rows:
+        row["feedback"] = [one for one in feedback if one["response_id"] == row["response_id"]]
+        row["reward"] = rewards.get(row["response_id"])
+        row["policies"] = sorted({span["policy_version"] for span in row["policy_spans"]})
+    return rows
+
+
+def one(connection: duckdb.DuckDBPyConnection, tenant: str, response_id: str) -> dict[str, Any] | None:
+    """One interaction; None if this tenant has none of that id."""
+    query = "SELECT response_id, date FROM interactions WHERE tenant = $tenant AND response_id = $id"
+    values: dict[str, Any] = {"tenant": tenant, "id": response_id}
+    made, ids = day_of(response_id), list[tuple[str, Any]]()
+    if made is not None:
+        near = values | {"first": made - timedelta(days=1), "last": made + timedelta(days=1)}
+        ids = connection.execute(f"{query} AND date BETWEEN $first AND $last", near).fetchall()
+    rows = whole(connection, tenant, ids or connection.execute(query, values).fetchall())
+    return rows[0] if rows else None
+
+
+def day_of(response_id: str) -> date | None:
+    """The day in a UUIDv7's first 48 bits, milliseconds since 1970; None for any other id."""
+    try:
+        parsed = UUID(response_id)
+        return datetime.fromtimestamp((parsed.int >> 80) / 1000, UTC).date() if parsed.version == 7 else None
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _dicts(relation: duckdb.DuckDBPyRelation) -> list[dict[str, Any]]:
+    """Rows by column; a map is a dict."""
+    table = relation.to_arrow_table()
+    maps = [field.name for field in table.schema if pa.types.is_map(field.type)]
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for row in rows:
+        row |= {name: dict(row[name] or ()) for name in maps}
+    return rows

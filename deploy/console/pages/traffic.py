@@ -1,0 +1,104 @@
+"""Traffic: a search over what was answered, and one interaction with all that is known of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+from urllib.parse import urlencode
+
+from deploy.config.root import Settings
+from deploy.console.pages import rows
+from deploy.console.pages.rows import PAGE, Search
+from deploy.console.pages.tokens import tokens_of
+from deploy.console.pages.visit import Answer, NotThere, Visit
+from deploy.console.pages.visit import page as shown
+from feedback.lake.tables import Lake
+from serve.policies.store import PolicyNotFound, PolicyStore
+
+
+def page(settings: Settings, visit: Visit) -> Answer:
+    """The newest interactions that fit the query; a part of the page where htmx asks for one."""
+    try:
+        search, wrong = _search(visit.query), None
+    except ValueError as error:
+        search, wrong = Search(), str(error)
+    found = rows.read(settings, lambda connection: rows.found(connection, visit.tenant, search))
+    more = None
+    if len(found) > PAGE:
+        last = found[PAGE - 1]
+        kept = {name: value for name, value in visit.query.items() if value and name not in ("before", "part")}
+        more = urlencode(kept | {"before": f"{last['created_at'].isoformat()}~{last['response_id']}"})
+    template = "traffic/rows" if visit.query.get("part") == "rows" else "traffic"
+    return shown(template, visit, here="traffic", found=found[:PAGE], more=more, wrong=wrong, query=visit.query)
+
+
+def one(settings: Settings, visit: Visit) -> Answer:
+    """One interaction; with ``part`` = tokens, only those."""
+    response_id, store = visit.path["response_id"], settings.policy_store()
+    row = rows.read(settings, lambda connection: rows.one(connection, visit.tenant, response_id))
+    if row is None:
+        raise NotThere(f"There is no response {response_id[:100]} of {visit.tenant}.")
+    values: dict[str, Any] = {"row": row, "tokens": tokens_of(row, store)}
+    if visit.query.get("part") == "tokens":
+        return shown("traffic/tokens", visit, **values)
+    values |= {"messages": messages_of(row), "trained": trained(settings.lake(), store, row)}
+    return shown("interaction", visit, here="traffic", **values)
+
+
+def messages_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The chat that was answered; a plain prompt is what a user said."""
+    if row["messages"]:
+        chat = json.loads(row["messages"])
+        return [{"role": str(one.get("role")), "content": _text(one.get("content"))} for one in chat]
+    prompt = f"{row['prompt_tokens']} token ids" if row["prompt"] is None else row["prompt"]
+    return [{"role": "prompt", "content": prompt}]
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+
+
+def trained(lake: Lake, store: PolicyStore, row: Mapping[str, Any]) -> list[int]:
+    """The policies whose training read the lake with this response in it, rising."""
+    from feedback.maintenance.erasure import was_visible
+
+    found: list[int] = []
+    for version in store.versions():
+        try:
+            policy = store.get(version)
+        except PolicyNotFound:  # its run has just withdrawn it
+            continue
+        at = (policy.lineage.get("lake_versions") or {}).get("interactions")
+        if at is None or datetime.fromisoformat(policy.created_at) < row["created_at"]:
+            continue
+        if found or was_visible(lake, "interactions", {row["response_id"]}, at):  # what one has read the next has too
+            found.append(version)
+    return found
+
+
+def _search(query: Mapping[str, str]) -> Search:
+    """Raises ValueError that names the field."""
+
+    def number(name: str, kind: type[int] | type[float]) -> Any:
+        if not (text := query.get(name, "").strip()):
+            return None
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"{name.replace('_', ' ')}: {text[:50]!r} is no number") from None
+
+    at, _, response_id = query.get("before", "").partition("~")
+    try:
+        before = (datetime.fromisoformat(at), response_id) if at else None
+    except ValueError:
+        raise ValueError(f"before: {at[:50]!r} is no time") from None
+    text = {name: query.get(name, "").strip() or None for name in ("text", "user", "session", "feedback", "period")}
+    return Search(
+        **text,
+        policy=number("policy", int),
+        reward_below=number("reward_below", float),
+        reward_above=number("reward_above", float),
+        before=before,
+    )

@@ -1,0 +1,91 @@
+"""The reader's child: requests come as lines of JSON, answers go out as such.
+
+A request has ``page`` (a name in ``PAGES``), ``path``, ``query`` and ``form`` (texts by name) and ``viewer`` (who
+looks: tenant, name, scopes, token). An answer has ``status``, ``type``, ``body``, and ``location`` if it leads on.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Final
+
+from deploy.config import root
+from deploy.config.root import Settings
+from deploy.console.pages import compare, keys, labels, now, playground, policies, traffic
+from deploy.console.pages.visit import Answer, NotThere, Visit, page_of_error
+from feedback.process_exit import end_process
+
+log = logging.getLogger(__name__)
+
+_NICENESS: Final = 10  # the server goes first
+_MEMORY_BYTES: Final = 4 << 30
+
+PAGES: Final[dict[str, Callable[[Settings, Visit], Answer]]] = {
+    "now": now.page,
+    "now_live": now.live,
+    "policies": policies.page,
+    "policy": policies.one,
+    "policy_traffic": policies.traffic,
+    "promote": policies.promote,
+    "rollback": policies.rollback,
+    "playground": playground.page,
+    "learned": playground.learned,
+    "traffic": traffic.page,
+    "interaction": traffic.one,
+    "compare": compare.page,
+    "compare_next": compare.following,
+    "keys": keys.page,
+    "create_key": keys.create,
+    "revoke_key": keys.revoke,
+    "labels": labels.page,
+    "labels_next": labels.following,
+}
+
+
+def main() -> None:
+    """Answer until the pipe ends."""
+    file, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr  # what code prints is no answer
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = root.load(file, environment={})
+    gc.freeze()
+    serve(settings, seconds, sys.stdin, answers)
+
+
+def serve(settings: Settings, seconds: float, requests: IO[str], answers: IO[str]) -> None:
+    """Answer line by line; a request that takes longer than ``seconds`` ends the process, whoever waits for it."""
+    answers.write("ready\n")
+    answers.flush()
+    for line in requests:
+        signal.alarm(int(seconds) + 5)
+        answer = respond(settings, json.loads(line))
+        signal.alarm(0)
+        answers.write(json.dumps(answer.__dict__) + "\n")
+        answers.flush()
+
+
+def respond(settings: Settings, request: dict[str, Any]) -> Answer:
+    """The answer, an error's page if that is what comes of it."""
+    visit = Visit(**{name: request[name] for name in ("path", "query", "form", "viewer")})
+    try:
+        return PAGES[request["page"]](settings, visit)
+    except NotThere as error:
+        return page_of_error(404, str(error), visit)
+    except Exception as error:
+        log.exception("the page %s can't be made", request["page"])
+        return page_of_error(500, f"{type(error).__name__}: {error}", visit)
+
+
+if __name__ == "__main__":
+    main()
+    end_process(0)

@@ -1,0 +1,459 @@
+"""The console by HTTP: who may see and do what, and that an enemy may not."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from html.parser import HTMLParser
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Mount
+
+from deploy.config.root import Settings
+from deploy.console.app import _own_path, create
+from deploy.console.reader import Reader, ReadFailed
+from evaluation.decisions.ledger import MOVES
+from serve.app import create_app
+from serve.config import SsoConfig
+from serve.middleware.api_keys import create_key, read_keys, revoke_key
+from tests.deploy.console.conftest import HOSTILE, Site, login, token
+
+PAGES = [
+    "/console/",
+    "/console/policies",
+    "/console/policies/1",
+    "/console/policies/2",
+    "/console/playground",
+    "/console/traffic",
+    "/console/labels",
+    "/console/compare",
+    "/console/keys",
+]
+VIEWER = {"tenant": "t", "name": "n", "scopes": ["read"], "token": "x", "keys": True}
+
+
+class Markup(HTMLParser):
+    """What a page would run or fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.inline: list[str] = []
+        self.fetched: list[str] = []
+        self._script = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        names = dict(attrs)
+        self.inline += [f"{tag} {name}" for name in names if name == "style" or name.startswith("on")]
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "action")]
+        self.fetched += [names["href"] or ""] if tag == "link" else []
+        self.inline += ["style"] if tag == "style" else []
+        self._script = tag == "script"
+
+    def handle_data(self, data: str) -> None:
+        if self._script and data.strip():
+            self.inline.append(f"script {data[:50]}")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._script = False
+
+
+# Who gets in
+
+
+@pytest.mark.parametrize("path", [*PAGES, "/console/live", "/console/traffic/x", "/console/labels/next"])
+def test_without_a_session_every_page_leads_to_the_login(site: Site, path: str) -> None:
+    with site.client() as stranger:
+        for query in ("", f"?key={site.secrets['ops']}", f"?token={site.secrets['ops']}"):
+            answer = stranger.get(path + query, headers={"X-API-Key": ""})
+            assert answer.status_code in (303, 401), path
+            assert answer.headers.get("Location", "/console/login").startswith("/console/login")
+        asked = stranger.get(path, headers={"HX-Request": "true"})
+        assert asked.status_code == 401  # and a part of a page leads the whole page there
+
+
+def test_a_key_is_exchanged_for_a_cookie_that_no_script_and_no_other_site_has(site: Site) -> None:
+    with site.client() as client:
+        answer = login(client, site.secrets["ann"])
+        cookie = answer.headers["Set-Cookie"]
+        assert (answer.status_code, answer.headers["Location"]) == (303, "/console/")
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert site.secrets["ann"] not in cookie
+        assert client.get("/console/playground").status_code == 200
+        tls = login(client, site.secrets["ann"], Host="console.example", Origin="https://console.example")
+        assert tls.headers["Set-Cookie"].startswith("__Host-millrace_session=")
+        assert "Secure" in tls.headers["Set-Cookie"]
+
+
+@pytest.mark.parametrize(("key", "code"), [("", 401), ("mrk_x_y", 401), ("ä" * 50, 401), ("app", 403)])
+def test_no_key_a_wrong_one_and_one_that_may_not_read_get_no_session(site: Site, key: str, code: int) -> None:
+    with site.client() as client:
+        answer = login(client, site.secrets.get(key, key))
+        assert answer.status_code == code
+        assert "Set-Cookie" not in answer.headers
+        foreign = login(client, site.secrets["ann"], Origin="http://evil.example")
+        assert (foreign.status_code, "Set-Cookie" in foreign.headers) == (403, False)
+
+
+def test_a_revoked_key_ends_the_session_and_the_live_page_at_once(site: Site) -> None:
+    key_id = site.make_key("leaver", "read")
+    with site.client("leaver") as client, client.stream("GET", "/console/live") as live:
+        lines = live.iter_lines()
+        assert next(lines).startswith("data: {")
+        revoke_key(site.keys, key_id)
+        assert "event: ended" in list(lines)  # and the stream is over
+        answer = client.get("/console/playground")
+        assert answer.status_code == 303
+        assert answer.headers["Location"].startswith("/console/login")
+
+
+def test_after_the_login_one_gets_to_a_page_of_the_console_only() -> None:
+    assert _own_path("/console/traffic?text=a") == "/console/traffic?text=a"
+    for elsewhere in (
+        "//evil.example",
+        "https://evil.example",
+        "/\\evil.example",
+        "/console/\\..",
+        "/console/\n",
+        "",
+        None,
+    ):
+        assert _own_path(elsewhere) == "/console/"
+
+
+# What one sees
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_a_page_runs_and_fetches_nothing_that_is_not_a_file_of_this_server(site: Site, path: str) -> None:
+    with site.client("ops") as client:
+        page = client.get(path)
+        assert page.status_code == 200, page.text
+        policy = page.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'self';")
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert (page.headers["X-Content-Type-Options"], page.headers["Cache-Control"]) == ("nosniff", "no-store")
+        markup = Markup(page.text)
+        assert markup.inline == []
+        for file in set(markup.fetched):
+            assert file.startswith("/console/")
+            if "static" in file:
+                answer = client.get(file)
+                assert (answer.status_code, answer.headers["Cache-Control"]) == (200, "no-cache"), file
+
+
+def test_hostile_text_is_text_wherever_it_comes_from(site: Site) -> None:
+    with site.client("ops") as client:
+        response = site.responses[-1]
+        for path in (
+            "/console/policies",
+            "/console/policies/2",
+            "/console/traffic",
+            f"/console/traffic/{response}",
+            f"/console/traffic/{response}?part=tokens",
+            "/console/labels",
+            "/console/compare",
+            f"/console/traffic?text={HOSTILE}&user={HOSTILE}&policy={HOSTILE}",
+            f"/console/traffic/{HOSTILE}",
+            f"/console/login?next=/console/{HOSTILE}",
+        ):
+            text = client.get(path).text
+            assert "<script>alert" not in text
+            assert "<img src=x" not in text
+            assert Markup(text).inline == []
+        assert "&lt;script&gt;alert(1)" in client.get(f"/console/traffic/{response}").text
+
+
+def test_a_tenant_sees_its_own_rows_alone(site: Site) -> None:
+    with site.client("ann") as ann, site.client("eve") as eve:
+        assert "secret of other" in eve.get("/console/traffic").text
+        assert "secret of other" in eve.get(f"/console/traffic/{site.others}").text
+        for path in (
+            "/console/traffic",
+            "/console/traffic?text=secret",
+            "/console/traffic?user=eve",
+            "/console/traffic?user=' OR tenant='other",
+            "/console/labels?order=random",
+            "/console/compare",
+            f"/console/traffic/{site.others}",
+            f"/console/traffic/{site.others}?part=tokens",
+            f"/console/playground/learned?response_id={site.others}",
+            f"/console/traffic/{site.others}'--",
+        ):
+            page = ann.get(path)
+            assert "secret of other" not in page.text, path
+        assert ann.get(f"/console/traffic/{site.others}").status_code == 404
+        assert ann.get(f"/console/playground/learned?response_id={site.others}").status_code == 404
+
+
+def test_a_search_finds_by_each_field_and_says_what_is_no_number(site: Site) -> None:
+    with site.client("ann") as client:
+        for query, count in (
+            ("text=1%2B1", 1),
+            ("user=ann", 3),
+            ("user=bob", 0),
+            ("user=ann&policy=1&period=1h", 3),
+            ("policy=77", 0),
+            ("reward_above=0", 0),
+            ("feedback=without&text=2%2B2", 1),
+        ):
+            assert client.get(f"/console/traffic?{query}").text.count("data-href=") == count, query
+        wrong = client.get("/console/traffic?policy=two")
+        assert "policy: &#39;two&#39; is no number" in wrong.text
+
+
+def test_a_response_is_shown_with_each_token_coloured_by_policy_and_likelihood(site: Site) -> None:
+    with site.client("ann") as client:
+        part = client.get(f"/console/traffic/{site.responses[0]}?part=tokens").text
+        tokens = re.findall(r'<span class="lp\d p0" title="[\d.e-]+ % · policy 1">', part)
+        assert len(tokens) == 6
+
+
+def test_the_live_page_sends_its_parts_and_charts(site: Site) -> None:
+    with site.client("ann") as client, client.stream("GET", "/console/live") as live:
+        first = next(live.iter_lines())
+        assert "Policy 1" in first
+        assert '"charts"' in first
+
+
+# What one does
+
+
+def test_a_promotion_needs_admin_the_pages_token_a_reason_and_the_gate_or_an_override(site: Site) -> None:
+    path, origin = "/console/policies/2/promote", {"Origin": site.url}
+    store = site.settings.policy_store()
+
+    def serving() -> int:
+        pointer = store.serving()
+        assert pointer is not None
+        return pointer.version
+
+    with site.client("ann") as ann:
+        form = {"csrf": token(ann), "why": "because"}
+        assert "promote" not in ann.get("/console/policies/2").text
+        assert ann.post(path, data=form, headers=origin).status_code == 403
+    with site.client("ops") as ops:
+        own = token(ops)
+        for csrf, headers in (
+            ("", origin),
+            ("x" * 43, origin),
+            (form["csrf"], origin),
+            (own, {"Origin": "http://evil.example"}),
+            (own, {"Origin": "null"}),
+            (own, origin | {"Sec-Fetch-Site": "cross-site"}),
+        ):
+            answer = ops.post(path, data={"csrf": csrf, "why": "because", "override": "yes"}, headers=headers)
+            assert answer.status_code == 403, (csrf, headers)
+        for why in ("", "   "):
+            answer = ops.post(path, data={"csrf": own, "why": why, "override": "yes"}, headers=origin)
+            assert (answer.status_code, "A reason is needed" in answer.text) == (409, True)
+        refused = ops.post(path, data={"csrf": own, "why": "it is time"}, headers=origin)
+        assert (refused.status_code, "was not evaluated" in refused.text) == (409, True)
+        assert ops.get(path).status_code == 405
+        assert serving() == 1
+        done = ops.post(path, data={"csrf": own, "why": HOSTILE, "override": "yes"}, headers=origin)
+        assert (done.status_code, serving()) == (200, 2)
+        assert "<script>alert" not in done.text
+        _until_served(ops, site, 2)
+        back = ops.post("/console/policies/1/rollback", data={"csrf": own, "why": "back"}, headers=origin)
+        assert (back.status_code, serving()) == (200, 1)
+        _until_served(ops, site, 1)
+    moves = [entry for entry in site.settings.ledger().entries() if entry.kind in MOVES]
+    assert [(one.who, one.body["why"]) for one in moves[-2:]] == [("ops (console)", HOSTILE), ("ops (console)", "back")]
+
+
+def test_keys_are_made_and_revoked_by_admins_alone(site: Site) -> None:
+    with site.client("ann") as ann:
+        assert ann.get("/console/keys").status_code == 403
+        assert "/console/keys" not in ann.get("/console/traffic").text
+        made = {"csrf": token(ann), "name": "mine", "scope-admin": "yes"}
+        assert ann.post("/console/keys", data=made, headers={"Origin": site.url}).status_code == 403
+    with site.client("ops") as ops:
+        proof = {"csrf": token(ops)}
+        origin = {"Origin": site.url}
+        assert site.secrets["ann"] not in ops.get("/console/keys").text
+        for wrong, reason in (({"name": "x"}, "scopes"), ({"name": "ann", "scope-read": "yes"}, "already")):
+            refused = ops.post("/console/keys", data=proof | wrong, headers=origin)
+            assert (refused.status_code, reason in refused.text) == (409, True)
+        form = proof | {"name": HOSTILE, "scope-read": "yes", "expires": "30"}
+        page = ops.post("/console/keys", data=form, headers=origin).text
+        assert "<script>alert" not in page
+        secret = re.search(r"mrk_([a-z0-9]+)_[\w-]+", page)
+        assert secret is not None
+        site.secrets["made"] = secret[0]
+        assert secret[0] not in ops.get("/console/keys").text
+        with site.client("made") as reader:
+            assert reader.get("/console/playground").status_code == 200
+            assert ops.post(f"/console/keys/{secret[1]}/revoke", data=proof, headers=origin).status_code == 303
+            deadline = time.monotonic() + 30
+            while reader.get("/console/playground").status_code == 200:
+                assert time.monotonic() < deadline
+
+
+def test_a_logout_takes_the_cookie_away_and_needs_the_token(site: Site) -> None:
+    with site.client("ann") as client:
+        assert client.post("/console/logout", headers={"Origin": site.url}).status_code == 403
+        answer = client.post("/console/logout", data={"csrf": token(client)}, headers={"Origin": site.url})
+        assert (answer.status_code, answer.headers["Location"]) == (303, "/console/login")
+        assert client.get("/console/playground").status_code == 303
+
+
+def test_the_api_takes_a_session_with_the_pages_token_for_what_its_key_may(site: Site) -> None:
+    with site.client("ann") as client:
+        vote = {"response_id": site.responses[1], "kind": "thumb", "value": 1, "source": "ann"}
+        assert client.post("/feedback", json=vote).status_code == 403
+        proof = {"X-CSRF-Token": token(client), "Origin": site.url}
+        assert client.post("/feedback", json=vote, headers=proof).status_code == 201
+        assert client.get("/metrics", headers=proof).status_code == 403
+        assert "▲ good" in client.get("/console/traffic?feedback=with").text
+
+
+# What an enemy sends
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/console/static/../app.py",
+        "/console/static/..%2fapp.py",
+        "/console/static/%2e%2e/%2e%2e/cli.py",
+        "/console/static//etc/passwd",
+        "/console/static/vendor/../../app.py",
+        "/console/policies/../../keys.json",
+        "/console/policies/-1",
+        "/console/policies/1.5",
+        "/console/policies/99999999999999999999",
+        "/console/nothing",
+    ],
+)
+def test_no_path_leads_out_of_the_pages(site: Site, path: str) -> None:
+    with site.client("ops") as client:
+        answer = client.get(httpx.URL(site.url + path))
+        assert answer.status_code in (404, 401), answer.text
+        assert "import" not in answer.text
+
+
+def test_forms_that_are_too_large_or_no_forms_are_refused(site: Site) -> None:
+    with site.client("ops") as client:
+        proof = {"X-CSRF-Token": token(client), "Origin": site.url}
+        path = "/console/policies/2/promote"
+        assert client.post(path, content=b"why=" + b"a" * (300 << 10), headers=proof).status_code == 413
+        assert client.post(path, content=b"a=1&" * 100, headers=proof).status_code == 400
+        assert client.post(path, content=b"why=\xff", headers=proof).status_code == 400
+        assert client.post("/console/login", content=b"\xff", headers={"Origin": site.url}).status_code == 400
+
+
+def test_odd_queries_are_answered_in_the_page(site: Site) -> None:
+    with site.client("ann") as client:
+        for query in (
+            "before=x",
+            "before=2026-01-01T00:00:00%2B00:00~x",
+            "policy=99999999999999999999",
+            "reward_above=nan",
+            "reward_below=inf",
+            "period=never",
+            "feedback=maybe",
+            "text=%00",
+            f"text={'a' * 5000}",
+            "order=nothing",
+        ):
+            for path in ("/console/traffic", "/console/labels"):
+                assert client.get(f"{path}?{query}").status_code in (200, 500), query
+        assert client.get("/console/traffic").status_code == 200
+
+
+# Without a server
+
+
+@asynccontextmanager
+async def application(settings: Settings, client: str, **serve: Any) -> AsyncIterator[httpx.AsyncClient]:
+    """The application, without its engine, as a client at an address reaches it."""
+    changed = settings.model_copy(update={"serve": settings.serve.model_copy(update=serve)})
+    resolved = changed.resolved()
+    app = create_app(resolved.serve, resolved.feedback, console=partial(create, changed.snapshot()))
+    app.state.server.keyring.load()
+    (pages,) = (route.app for route in app.routes if isinstance(route, Mount) and route.path == "/console")
+    transport = httpx.ASGITransport(app, client=(client, 1))
+    async with (
+        pages.router.lifespan_context(pages),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as http,
+    ):
+        yield http
+
+
+async def test_a_user_of_the_trusted_proxy_needs_no_key_and_nobody_else_is_let_in_by_its_header(
+    settings: Settings,
+) -> None:
+    create_key(settings.path(settings.serve.keys), name="one", tenant="t", scopes=["read"])
+    sso = SsoConfig(addresses=["10.0.0.5"], scopes=["read"])
+    named = {"X-Forwarded-User": "<b>ann</b>"}
+    async with application(settings, "10.0.0.6", sso=sso) as http:
+        for headers in (named, named | {"X-Forwarded-For": "10.0.0.5", "Forwarded": "for=10.0.0.5"}):
+            assert (await http.get("/console/playground", headers=headers)).status_code == 303
+    async with application(settings, "10.0.0.5") as http:
+        assert (await http.get("/console/playground", headers=named)).status_code == 303
+    async with application(settings, "10.0.0.5", sso=sso) as http:
+        assert (await http.get("/console/playground")).status_code == 303
+        page = await http.get("/console/playground", headers=named)
+        assert (page.status_code, "&lt;b&gt;ann&lt;/b&gt;" in page.text) == (200, True)
+        assert "HttpOnly" in page.headers["Set-Cookie"]
+        again = await http.get("/console/playground")  # by the cookie
+        assert (again.status_code, "Set-Cookie" in again.headers) == (200, False)
+        assert (await http.get("/console/keys")).status_code == 403
+
+
+async def test_without_keys_everybody_here_is_let_in_and_other_pages_do_nothing(settings: Settings) -> None:
+    async with application(settings, "127.0.0.1") as http:
+        page = await http.get("/console/keys")
+        assert page.status_code == 200
+        found = re.search(r'<meta name="csrf" content="([^"]+)">', page.text)
+        assert found is not None
+        own, form = {"Origin": "http://localhost"}, {"name": "x", "scope-read": "yes"}
+        for headers, csrf in (
+            (own, ""),
+            ({"Origin": "http://localhost:3000"}, found[1]),  # another program's page on this machine
+            ({"Origin": "http://evil.example"}, found[1]),
+        ):
+            answer = await http.post("/console/keys", data=form | {"csrf": csrf}, headers=headers)
+            assert answer.status_code == 403
+        assert (await http.get("/console/", headers={"Host": "evil.example"})).status_code == 421
+        assert (await http.post("/console/keys", data=form | {"csrf": found[1]}, headers=own)).status_code == 200
+    assert [key.name for key in read_keys(settings.path(settings.serve.keys))] == ["x"]
+
+
+# The process that reads
+
+
+def test_what_takes_too_long_is_ended_and_the_next_page_has_a_process_of_its_own(settings: Settings) -> None:
+    request = {"page": "policies", "path": {}, "query": {}, "form": None, "viewer": VIEWER}
+
+    async def read() -> None:
+        reader = Reader(settings.snapshot(), timeout_s=0.0001)
+        with pytest.raises(ReadFailed, match=r"longer than 0\.0001 s"):
+            await reader.read(request)
+        reader._timeout_s = 60
+        assert (await reader.read(request))["status"] == 200
+        child = reader._child
+        assert child is not None
+        child.kill()
+        await child.wait()
+        assert (await reader.read(request))["status"] == 200
+        await reader.close()
+
+    asyncio.run(read())
+
+
+def _until_served(client: httpx.Client, site: Site, version: int) -> None:
+    headers = {"X-API-Key": site.secrets["ops"]}
+    deadline = time.monotonic() + 120
+    while httpx.get(f"{site.url}/policy", headers=headers, timeout=30).json()["version"] != version:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

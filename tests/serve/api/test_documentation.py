@@ -1,0 +1,40 @@
+"""/docs is a page of this server alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
+from serve.app import create_app
+from serve.config import ServeConfig
+
+
+def client(home: Path) -> httpx.AsyncClient:
+    serve = ServeConfig(policies=str(home / "policies"), replicas=str(home / "replicas"), keys=str(home / "keys.json"))
+    journal, lake = JournalConfig(folder=str(home / "journal")), LakeConfig(uri=str(home / "lake"))
+    app = create_app(serve, FeedbackConfig(journal=journal, lake=lake))
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+async def test_the_page_names_files_of_this_server_alone_and_all_are_there(tmp_path: Path) -> None:
+    async with client(tmp_path) as http:
+        page = await http.get("/docs")
+        assert page.headers["Content-Security-Policy"].startswith("default-src 'self'; img-src 'self' data:;")
+        assert not re.search(r"https?:|<script>|<style|style=| on\w+=", page.text)
+        files = re.findall(r'(?:src|href)="(/[^"]*)"', page.text)
+        assert len(files) == 3
+        for file in files:
+            assert (await http.get(file)).status_code == 200
+        assert (await http.get("/redoc")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["../documentation.py", "..%2fdocumentation.py", "%2e%2e/%2e%2e/app.py", "/etc/passwd"]
+)
+async def test_no_path_leaves_the_folder_of_the_pages_files(tmp_path: Path, path: str) -> None:
+    async with client(tmp_path) as http:
+        assert (await http.get(httpx.URL(f"http://localhost/docs/static/{path}"))).status_code == 404

@@ -1,0 +1,241 @@
+"""A session is worth what its key is, and proves nothing by itself."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import ValidationError
+
+from feedback.config import FeedbackConfig, JournalConfig, LakeConfig
+from serve.app import create_app
+from serve.config import FleetConfig, ServeConfig, SsoConfig
+from serve.http import Problem
+from serve.middleware.api_keys import create_key, read_keys, revoke_key
+from serve.middleware.authentication import Authenticator
+from serve.middleware.browser_sessions import SESSION_S, BrowserSessions, cookie_of, set_cookie, token_of
+from serve.middleware.keyring import Keyring, Refused
+
+ORIGIN = b"http://millrace.example"
+
+
+def config(home: Path, **serve: Any) -> ServeConfig:
+    folders = {name: str(home / name) for name in ("policies", "replicas")}
+    return ServeConfig(**folders, keys=str(home / "keys.json"), **serve)
+
+
+class Home:
+    """A key file, who checks it, and a clock."""
+
+    def __init__(self, home: Path, **serve: Any) -> None:
+        self.config = config(home, **serve)
+        self.key, self.secret = create_key(
+            Path(self.config.keys), name="ann", tenant="acme", scopes=["read", "generate"]
+        )
+        self.keyring = Keyring(self.config)
+        self.keyring.load()
+        self.authenticator = Authenticator(self.keyring, self.config)
+        self.seconds = 1e9
+        self.sessions = BrowserSessions(self.keyring, self.config, now=lambda: self.seconds)
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    return Home(tmp_path)
+
+
+def headers(cookie: str, **changed: bytes | None) -> dict[bytes, bytes]:
+    own: dict[bytes, bytes | None] = {
+        b"host": b"millrace.example",
+        b"cookie": b"a=b; millrace_session=" + cookie.encode(),
+        b"origin": ORIGIN,
+        b"sec-fetch-site": b"same-origin",
+        b"x-csrf-token": token_of(cookie).encode(),
+    } | {name.replace("_", "-").encode(): value for name, value in changed.items()}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def test_a_session_has_its_keys_tenant_and_scopes_and_no_part_of_its_secret(home: Home) -> None:
+    cookie = home.sessions.begin(home.secret)
+    principal = home.sessions.principal(cookie)
+    assert (principal.tenant, principal.key, principal.scopes) == ("acme", home.key.id, {"read", "generate"})
+    assert home.secret.rpartition("_")[2] not in cookie
+    assert home.sessions.begin(home.secret) != cookie
+
+
+def test_a_session_ends_with_its_key_and_after_its_time(home: Home) -> None:
+    cookie = home.sessions.begin(home.secret)
+    home.seconds += SESSION_S + 2
+    with pytest.raises(Refused, match="ended"):
+        home.sessions.principal(cookie)
+    home.seconds -= SESSION_S
+    home.sessions.principal(cookie)
+    revoke_key(Path(home.config.keys), home.key.id)
+    home.keyring.refresh()
+    with pytest.raises(Refused, match="revoked"):
+        home.sessions.principal(cookie)
+
+
+def test_a_replica_that_starts_later_knows_the_session(home: Home) -> None:
+    cookie = home.sessions.begin(home.secret)
+    other = Keyring(home.config)
+    other.load()
+    assert BrowserSessions(other, home.config, now=lambda: home.seconds).principal(cookie).key == home.key.id
+
+
+def test_no_forged_or_changed_cookie_is_a_session(home: Home, tmp_path: Path) -> None:
+    cookie = home.sessions.begin(home.secret)
+    key_id, user, until, nonce, signature = cookie.split(".")
+    (tmp_path / "other").mkdir()
+    other = Home(tmp_path / "other")
+    foreign = other.sessions.begin(other.secret)
+    for forged in (
+        "",
+        ".",
+        "....",
+        "none.abc",
+        cookie[:-1],
+        f"{key_id}.{user}.{int(until) + 1}.{nonce}.{signature}",
+        f"local.{user}.{until}.{nonce}.{signature}",
+        f"proxy.cm9vdA.{until}.{nonce}.{signature}",
+        f"{key_id}.{user}.1e99.{nonce}.{signature}",
+        f"{key_id}.{user}.{until}.{nonce}.",
+        f"{key_id}.{user}.{until}.{nonce}.ß",
+        foreign,
+        f"{key_id}.{foreign.partition('.')[2]}",
+        home.secret,
+        "ä.ö.1.ü.ß",
+    ):
+        with pytest.raises(Refused):
+            home.sessions.principal(forged)
+
+
+@pytest.mark.parametrize(
+    ("changed", "good"),
+    [
+        ({}, True),
+        ({"origin": None}, True),  # of a GET no browser says it
+        ({"sec_fetch_site": None}, True),  # nor, without TLS, this
+        ({"x_csrf_token": None}, False),
+        ({"x_csrf_token": b""}, False),
+        ({"x_csrf_token": b"\xff"}, False),
+        ({"x_csrf_token": token_of("none.other").encode()}, False),
+        ({"origin": b"null"}, False),
+        ({"origin": b"http://evil.example"}, False),
+        ({"origin": b"http://millrace.example.evil.example"}, False),
+        ({"origin": b"http://millrace.example:8080"}, False),
+        ({"origin": b"http://localhost:3000"}, False),
+        ({"sec_fetch_site": b"cross-site"}, False),
+        ({"sec_fetch_site": b"same-site"}, False),
+        ({"sec_fetch_site": b"none"}, False),
+    ],
+)
+def test_a_cookie_is_worth_its_key_at_a_route_if_a_page_of_ours_asks(
+    home: Home, changed: dict[str, bytes | None], good: bool
+) -> None:
+    home.seconds = 4e9  # as the authenticator has a clock of its own
+    sent = headers(home.sessions.begin(home.secret), **changed)
+    for check in (
+        lambda: home.authenticator.authenticate("generate", sent),
+        lambda: home.authenticator.check_before_body("/generate", sent),
+    ):
+        if good:
+            assert check().key == home.key.id
+        else:
+            with pytest.raises(Problem) as refused:
+                check()
+            assert refused.value.status == 403
+
+
+def test_a_session_may_do_no_more_than_its_key(home: Home) -> None:
+    home.seconds = 4e9
+    with pytest.raises(Problem, match="needs the scope admin") as refused:
+        home.authenticator.authenticate("admin", headers(home.sessions.begin(home.secret)))
+    assert refused.value.status == 403
+
+
+def test_a_key_in_a_header_counts_before_a_cookie(home: Home) -> None:
+    sent = headers("....", x_csrf_token=None) | {b"x-api-key": home.secret.encode()}
+    assert home.authenticator.authenticate("generate", sent).key == home.key.id
+
+
+def test_a_proxys_name_for_itself_is_an_origin_of_ours(tmp_path: Path) -> None:
+    home = Home(tmp_path, allowed_hosts=["console.example"])
+    home.seconds = 4e9
+    sent = headers(home.sessions.begin(home.secret), origin=b"https://console.example")
+    assert home.authenticator.session(sent, proved=True).key == home.key.id
+
+
+def test_a_cookie_is_for_this_site_alone_and_no_script_reads_it() -> None:
+    assert set_cookie("x", tls=False) == "millrace_session=x; Max-Age=43200; Path=/; HttpOnly; SameSite=Strict"
+    assert set_cookie("", tls=True).startswith(
+        "__Host-millrace_session=; Max-Age=0; Path=/; HttpOnly; SameSite=Strict; Se"
+    )
+    assert cookie_of({b"cookie": b"x=1; millrace_session=a.b; y=2"}) == "a.b"
+    assert cookie_of({b"cookie": b"other_millrace_session=a"}) is None
+
+
+# A trusted proxy
+
+
+def test_a_user_of_the_trusted_proxy_has_a_session_and_nobody_else_by_its_header(tmp_path: Path) -> None:
+    home = Home(tmp_path, sso=SsoConfig(addresses=["10.0.0.5"], header="X-User", scopes=["read"]), tenant="acme")
+    named = {b"x-user": b"ann@example"}
+    for stranger in ("10.0.0.6", "127.0.0.1", "", "10.0.0.5.evil", "::ffff:10.0.0.6"):
+        assert home.sessions.begin_by_proxy(stranger, named) is None
+    for nobody in ({}, {b"x-user": b""}, {b"x-user": b"a\x01b"}, {b"x-user": b"a" * 300}):
+        assert home.sessions.begin_by_proxy("10.0.0.5", nobody) is None
+    for proxy in ("10.0.0.5", "::ffff:10.0.0.5"):
+        cookie = home.sessions.begin_by_proxy(proxy, named)
+        assert cookie is not None
+        principal = home.sessions.principal(cookie)
+        assert (principal.name, principal.tenant, principal.key, principal.scopes) == (
+            "ann@example",
+            "acme",
+            None,
+            {"read"},
+        )
+    off = BrowserSessions(home.keyring, config(tmp_path), now=lambda: home.seconds)
+    with pytest.raises(Refused, match=r"serve\.sso is off"):
+        off.principal(cookie)
+
+
+def test_by_itself_no_header_names_a_user(home: Home) -> None:
+    assert home.sessions.begin_by_proxy("127.0.0.1", {b"x-forwarded-user": b"root"}) is None
+
+
+def test_settings_of_a_proxy_that_can_not_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="does not appear to be an IPv4 or IPv6 address"):
+        SsoConfig(addresses=["*"])
+    with pytest.raises(ValidationError, match="a fleet's replica does not see"):
+        config(tmp_path, sso=SsoConfig(addresses=["10.0.0.5"]), fleet=FleetConfig(replicas=2))
+
+
+# Through the application
+
+
+@pytest.fixture
+async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    create_key(tmp_path / "keys.json", name="ops", tenant="acme", scopes=["read", "admin"])
+    journal, lake = JournalConfig(folder=str(tmp_path / "journal")), LakeConfig(uri=str(tmp_path / "lake"))
+    app = create_app(config(tmp_path), FeedbackConfig(journal=journal, lake=lake))
+    app.state.server.keyring.load()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://millrace.example") as client:
+        client.headers["x-key"] = read_keys(tmp_path / "keys.json")[0].id
+        client.app = app  # type: ignore[attr-defined]
+        yield client
+
+
+async def test_a_route_takes_a_session_with_its_proof_and_not_without(http: httpx.AsyncClient) -> None:
+    server = http.app.state.server  # type: ignore[attr-defined]
+    sessions = BrowserSessions(server.keyring, server.config)
+    cookie = sessions._signed(http.headers["x-key"], "", SESSION_S)
+    sent = {"Cookie": f"millrace_session={cookie}"}
+    refused = await http.get("/policy", headers=sent)
+    assert (refused.status_code, "X-CSRF-Token" in refused.text) == (403, True)
+    assert (await http.get("/policy", headers=sent | {"X-CSRF-Token": token_of(cookie)})).status_code == 200
+    ended = await http.get("/policy", headers={"Cookie": "millrace_session=....", "X-CSRF-Token": token_of("....")})
+    assert ended.status_code == 401
