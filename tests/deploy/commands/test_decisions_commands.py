@@ -30,17 +30,17 @@ def test_decisions_are_listed_shown_and_verified(home: Settings, capsys: pytest.
     code, printed = run(home, capsys, "decisions", "list")
     assert (code, "2 candidates, 1 passed" in printed) == (0, True), printed
     code, printed = run(home, capsys, "decisions", "list", "--json")
-    kinds = ["budget", "intent", "verdict", "intent", "intent", "verdict"]
+    kinds = ["budget", "intent", "intent", "verdict", "intent", "intent", "verdict"]
     entries = json.loads(printed)
     assert [entry["kind"] for entry in entries] == kinds
     assert [entry["body"].get("verdict") for entry in entries if entry["kind"] == "verdict"] == ["pass", "refuse"]
-    code, printed = run(home, capsys, "decisions", "show", "6", "--evidence")
+    code, printed = run(home, capsys, "decisions", "show", "7", "--evidence")
     shown = json.loads(printed)
-    assert (code, shown["number"], shown["evidence"]["looks"][0]["fresh"][0]["item"]) == (0, 6, "b0")
-    code, printed = run(home, capsys, "decisions", "show", "7")
-    assert (code, "there is no decision 7" in printed) == (2, True), printed
+    assert (code, shown["number"], shown["evidence"]["looks"][0]["fresh"][0]["item"]) == (0, 7, "b0")
+    code, printed = run(home, capsys, "decisions", "show", "8")
+    assert (code, "there is no decision 8" in printed) == (2, True), printed
     code, printed = run(home, capsys, "decisions", "verify")
-    assert (code, printed.strip()) == (0, "6 decisions, 2 verdicts recomputed: all as recorded")
+    assert (code, printed.strip()) == (0, "7 decisions, 2 verdicts recomputed: all as recorded")
 
 
 def test_a_look_is_listed_where_no_verdict_came_of_it_and_levels_are_not_said_to_be_the_error(
@@ -88,7 +88,7 @@ def test_a_changed_line_is_named_by_every_command_that_reads_it(
     file.write_text(file.read_text().replace('"verdict":"refuse"', '"verdict":"pass"'))
     for command in (("decisions", "verify"), ("decisions", "list"), ("power", "--gain", "0.1")):
         code, printed = run(home, capsys, *command)
-        assert (code, f"{file}, line 6 was changed" in printed) == (1, True), printed
+        assert (code, f"{file}, line 7 was changed" in printed) == (1, True), printed
 
 
 def test_a_ledger_is_signed_with_a_key_and_what_was_rewritten_without_it_is_found(
@@ -102,9 +102,9 @@ def test_a_ledger_is_signed_with_a_key_and_what_was_rewritten_without_it_is_foun
     code, printed = run(home, capsys, "decisions", "verify", *key)
     assert (code, "`millrace decisions sign` signs what is there" in printed) == (1, True), printed
     code, printed = run(home, capsys, "decisions", "sign", *key)
-    assert (code, "is signed up to decision 7" in printed) == (0, True), printed
+    assert (code, "is signed up to decision 8" in printed) == (0, True), printed
     code, printed = run(home, capsys, "decisions", "verify", *key)
-    assert (code, printed.strip()) == (0, "7 decisions, 2 verdicts recomputed: all as recorded")
+    assert (code, printed.strip()) == (0, "8 decisions, 2 verdicts recomputed: all as recorded")
     rewrite(home.ledger(), lambda entries: entries[0].update(who="somebody else"))
     assert run(home, capsys, "decisions", "verify")[0] == 0, "it is consistent"
     code, printed = run(home, capsys, "decisions", "verify", *key)
