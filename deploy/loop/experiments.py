@@ -201,6 +201,8 @@ class Controller:
             if experiment.state == "committed":  # the pointer first: without turns, servers follow it
                 self._move_back(experiment, why, count)
             return self._over(experiment, "roll back", why, count, latest)
+        if experiment.state == "running" and (harm := self._harm_of_shadow(experiment)):
+            return self.experiments.stop(experiment.number, who=_WHO, why=harm, decision="failed")
         if experiment.state == "committed" and at >= over:
             return self._over(experiment, "kept", "no harm was shown while it was watched", count, latest)
         if experiment.state == "running" and decision.decision == "commit":
@@ -260,9 +262,6 @@ class Controller:
         """Promote the candidate, and go on watching it beside the control."""
         start = self._start_of(experiment)
         objection = promotion.erased_from(self.store, experiment.candidate)
-        if start is not None and not start["override"] and objection is None:  # shown while the experiment ran
-            pair = experiment.candidate, experiment.control
-            objection = promotion.shadow_objection(self.store, self.ledger.entries(), *pair)
         if start is None or objection:
             why, decision = (str(objection), "failed") if objection else ("the ledger lacks its start", "void")
             return self.experiments.stop(experiment.number, who=_WHO, why=why, decision=decision)
@@ -283,6 +282,16 @@ class Controller:
             return self._follow_pointer(experiment)
         self.say(f"policy {experiment.candidate} is committed: {why}")
         return self._watch(experiment, pointer)
+
+    def _harm_of_shadow(self, experiment: Experiment) -> str | None:
+        """What harm a shadow has shown of the candidate; an override knew of what was on record when it began."""
+        entries = self.ledger.entries()
+        for at, entry in enumerate(entries):
+            body = entry.body
+            if entry.kind == "experiment" and (body["event"], body["number"]) == ("start", experiment.number):
+                known = entries[at:] if body["override"] else entries
+                return promotion.harm_of_shadow(known, body["candidate"]["sha256"], body["control"]["sha256"])
+        return None
 
     def _watch(self, experiment: Experiment, pointer: Pointer) -> Experiment:
         """Have a committed candidate be watched beside the control, and put the commit on record."""

@@ -285,11 +285,15 @@ def verdict_on(
 
 def shadow_objection(store: PolicyStore, entries: Iterable[Entry], version: int, incumbent: int) -> str | None:
     """What harm a shadow has shown of a candidate beside an incumbent, by these entries of the ledger; None if none."""
+    return harm_of_shadow(entries, store.get(version).sha256, str(_sha256(store, incumbent)))
+
+
+def harm_of_shadow(entries: Iterable[Entry], candidate: str, incumbent: str) -> str | None:
+    """The same by the sha256 of both policies."""
     from evaluation.decisions.history import shadow_harm
 
-    pair = store.get(version).sha256, str(_sha256(store, incumbent))
     for entry in entries:
-        if entry.kind == "shadow" and (harm := shadow_harm(entry, *pair)):
+        if entry.kind == "shadow" and (harm := shadow_harm(entry, candidate, incumbent)):
             return f"its shadow (entry {entry.number}) did harm: {harm}"
     return None
 

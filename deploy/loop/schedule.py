@@ -26,6 +26,7 @@ from deploy.loop import preflight, records
 from deploy.loop.cycle import LOCK_WAIT_S, CycleBusy
 from deploy.supervise import preloaded
 from deploy.supervise.children import Child, start
+from evaluation.decisions.ledger import Ledger, LedgerError
 from feedback.files import locked
 from serve.policies.experiments import Experiments
 from serve.policies.store import PolicyError
@@ -56,6 +57,7 @@ class Scheduler:
         self._stopping = self._ended = False
         self._overlap_reported: set[str] = set()
         self._experiment_trouble: str | None = None
+        self._ledger: Ledger | None = None
         self._before = {record.number for record in records.load_all(settings)}
         logging.getLogger("apscheduler").setLevel(logging.ERROR)  # _report prints what it warns of
         # Its jobs run one at a time each, and missed runs of one become one, as is APScheduler's default.
@@ -170,9 +172,9 @@ class Scheduler:
         """Look at the experiment that runs, if one does. What goes wrong is said once, and tried again."""
         try:
             running = Experiments(self._settings.policy_store().root).current() is not None
-            if not running and self._experiment_trouble is None:  # behind trouble, a look ends what was moved away
+            if not running and not self._is_unfinished():  # else a look ends what was moved away
                 return
-        except (PolicyError, OSError) as error:
+        except (PolicyError, LedgerError, OSError) as error:
             self._report_trouble(f"error: {error}")
             return
         most, grace = self._settings.evaluation.experiment.look_timeout_seconds, self._settings.cycle.stop_grace_s
@@ -187,6 +189,14 @@ class Scheduler:
             self._report_trouble(
                 next((line for line in said if line.startswith("error: ")), f"it ended with code {code}")
             )
+
+    def _is_unfinished(self) -> bool:
+        """Whether the ledger has an experiment's start without its end."""
+        if self._ledger is None:
+            self._ledger = self._settings.ledger()
+        bodies = [entry.body for entry in self._ledger.entries() if entry.kind == "experiment"]
+        started, ended = ({body.get("number") for body in bodies if body.get("event") == e} for e in ("start", "end"))
+        return bool(started - ended)
 
     def _report_trouble(self, trouble: str) -> None:
         if trouble != self._experiment_trouble:

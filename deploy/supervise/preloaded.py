@@ -116,11 +116,21 @@ class _Activation:
 
 
 def _installed() -> tuple[tuple[str, int], ...]:
-    """When each of our files, and the folder of what is installed beside them, was last changed: a millisecond."""
+    """When each of our files, and the folder of what is installed beside them, was last changed: some milliseconds.
+
+    Raises OSError where a folder goes meanwhile.
+    """
     root = Path(__file__).parents[2]
     files = [file for package in _PACKAGES for file in (root / package).rglob("*.py")]
     files.append(Path(sysconfig.get_path("purelib")))
     return tuple((str(file), file.stat().st_mtime_ns) for file in files if file.exists())
+
+
+def _still_installed(version: tuple[tuple[str, int], ...]) -> bool:
+    try:
+        return _installed() == version
+    except OSError:  # something is being installed
+        return False
 
 
 def main() -> None:
@@ -144,9 +154,9 @@ def main() -> None:
     imported = {name: value for name, value in os.environ.items() if before.get(name) != value}
     gc.collect()
     gc.freeze()  # what was imported stays in memory that all share
-    server = fork_server.ForkServer(listener, imported, outdated=lambda: _installed() != version)
+    server = fork_server.ForkServer(listener, imported, outdated=lambda: not _still_installed(version))
     busy = time.monotonic()
-    while server.serves_somebody or (time.monotonic() - busy < _IDLE_S and _installed() == version):
+    while server.serves_somebody or (time.monotonic() - busy < _IDLE_S and _still_installed(version)):
         if server.serves_somebody:
             busy = time.monotonic()
         if (job := server.turn(10.0)) is not None:

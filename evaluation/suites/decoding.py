@@ -24,6 +24,9 @@ from feedback.schema import IMPORTED
 NEWEST: Final = 50_000
 """Requests, the newest, whose parameters are counted."""
 
+_LEAST_TOP_P: Final = 1e-6
+"""In float32, which the lake has, a ``top_p`` that a request may have can be 0. All of these leave one token."""
+
 MOST_SETS: Final = 16
 """So many sets of parameters are drawn from, the commonest ones: clients that draw them at random have no end of them,
 and a plan is in every entry of a candidate."""
@@ -33,13 +36,17 @@ _OF_METADATA: Final = ("presence_penalty", "frequency_penalty", "repetition_pena
 
 # The lake has float32: by way of text 0.7 is 0.7 again.
 _COUNTED: Final = f"""
-WITH requests AS (
-    SELECT sampling, metadata['{SAMPLING_KEY}'] AS further
+WITH newest AS (
+    SELECT sampling, metadata['{SAMPLING_KEY}'] AS further, created_at, response_id,
+           [tenant, coalesce('u' || "user", 's' || session_id, 'r' || request_id)] AS unit
     FROM interactions
     WHERE status <> '{IMPORTED}' AND sampling.temperature IS NOT NULL
     QUALIFY row_number() OVER (PARTITION BY tenant, request_id ORDER BY response_id) = 1
     ORDER BY created_at DESC, response_id DESC
     LIMIT {NEWEST}
+), requests AS (
+    SELECT sampling, further FROM newest
+    QUALIFY row_number() OVER (PARTITION BY unit ORDER BY created_at DESC, response_id DESC) = 1
 )
 SELECT {", ".join(f"sampling.{name}::VARCHAR::DOUBLE AS {name}" for name in _OF_COLUMN)},
        {", ".join(f"(further->>'$.{name}')::DOUBLE AS {name}" for name in _OF_METADATA)},
@@ -49,7 +56,7 @@ FROM requests GROUP BY ALL
 
 
 class ParameterSet(BaseModel):
-    """Sampling parameters, and of how many requests they are."""
+    """Sampling parameters, and of how many requests they are: one of each user."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -115,7 +122,8 @@ def settled(config: SamplingConfig, traffic: Traffic | None = None) -> Decoding:
 
 
 def count_requests(lake: Lake) -> list[ParameterSet]:
-    """The parameters of the newest requests, the commonest first. A request of several responses counts once.
+    """The parameters of the newest requests, the commonest first. A user counts once, by the newest of theirs, so that
+    nobody decides by many; who names none counts by session, else by request.
 
     What belongs to a prompt, such as stop texts or a grammar, is left out: other prompts can't be answered by it.
     Nothing where there is no lake yet. Raises LakeError.
@@ -129,6 +137,8 @@ def count_requests(lake: Lake) -> list[ParameterSet]:
         of: dict[str, Any] = {
             name: value for name, value in zip((*_OF_COLUMN, *_OF_METADATA), values, strict=True) if value is not None
         }
+        if "top_p" in of:
+            of["top_p"] = max(of["top_p"], _LEAST_TOP_P)
         if of["temperature"] == 0:  # nothing is cut off then
             of = {name: value for name, value in of.items() if name in ("temperature", *_OF_METADATA)}
         parameters = SamplingParameters(**of)

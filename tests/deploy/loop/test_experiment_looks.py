@@ -395,3 +395,22 @@ def test_where_nothing_serves_the_settings_say_what_is_drawn_for(
     assert (experiment.unit, experiment.plan["min_voices"]) == (unit, min_voices)
     [start] = [entry.body for entry in home.ledger().entries() if entry.kind == "experiment"]
     assert start["unit"] == unit
+
+
+def test_an_override_does_not_cover_harm_that_nobody_knew_of_then(home: Settings) -> None:
+    started(home, GAIN)  # by an override, as it was not evaluated
+    put_on_record(home, home.policy_store().get(2), 0.1)  # meanwhile
+    Controller(home).look()
+    assert pointer_of(home) == 1
+
+
+def test_the_scheduler_takes_back_a_commit_whose_record_was_moved_away(home: Settings) -> None:
+    experiment = started(home, GAIN)
+    Controller(home).look()
+    assert pointer_of(home) == 2
+    folder = Experiments(home.policy_store().root).folder
+    (folder / f"{experiment.number:06d}.json").rename(home.home / "away")  # between two looks: nothing is damaged
+    said: list[str] = []
+    for _ in range(2):
+        Scheduler(home, cycles=False, say=said.append)._experiment()
+    assert pointer_of(home) == 1, said

@@ -126,3 +126,19 @@ def test_it_says_in_words_how_items_are_answered() -> None:
     assert said == "sampled at temperature 0.7, top_p 0.9 (75%); greedily (25%), as requests of traffic are"
     assert settled(SamplingConfig()).adverb == "sampled at temperature 1, by the settings"
     assert GREEDY.adverb == "greedily"
+
+
+def test_one_valid_request_does_not_stop_the_gate(lake: Lake) -> None:
+    body = GenerateIn.model_validate({"prompt": "x", "top_p": 1e-50})  # the API takes it; the lake's float32 has 0
+    put(lake, "interactions", [asked("a"), asked("b", top_p=body.top_p)])
+    assert sum(one.requests for one in count_requests(lake)) == 2
+
+
+def test_one_user_does_not_decide_how_the_gate_asks(lake: Lake) -> None:
+    rows = [asked(f"flood {i}", 2.0) | {"user": "mallory"} for i in range(90)]
+    rows += [asked(f"user {i}", 0.7) | {"user": f"user {i}"} for i in range(10)]
+    put(lake, "interactions", rows)
+    sets = count_requests(lake)
+    total = sum(one.requests for one in sets)
+    shares = {one.parameters.temperature: one.requests / total for one in sets}
+    assert shares[2.0] <= 0.5, shares
