@@ -679,7 +679,7 @@ def test_harm_on_a_guardrail_suite_refuses_a_candidate_that_is_better_on_the_suc
 ) -> None:
     pair = policies[better_and_worse[0]], policies[better_and_worse[1]]
     suite = bank(tmp_path / "safety.jsonl", 1500, start=2000)
-    settings = with_suite(config, suite.path, scorer=f"{__name__}:inverted", margin=0.05)
+    settings = with_suite(config, suite.path, scorer=f"{__name__}:inverted", margin=0.06)
     found = judged_with_suite(pair, tmp_path, settings, folder, ledger).verdict
     assert found.verdict == "refuse"
     assert "suite[safety]" in found.reasons[0]
