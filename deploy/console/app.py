@@ -142,15 +142,9 @@ class _Console:
         headers, made = headers_of(request.scope, READ), None
         if form is not None:
             headers = _proved(headers, form)
-        try:
-            if cookie_of(headers) is None and form is None and not self.authenticator.keyring.on:
-                made = self.authenticator.sessions.begin_without_key()
-            principal = self.authenticator.session(headers, proved=form is not None)
-        except Problem as problem:
-            made = self._by_proxy(request) if problem.status == 401 and form is None else None
-            if made is None:
-                raise
-            principal = self.authenticator.session({b"cookie": set_cookie(made, tls=False).encode()}, proved=False)
+        if cookie_of(headers) is None and form is None and not self.authenticator.keyring.on:
+            made = self.authenticator.sessions.begin_without_key()
+        principal = self.authenticator.session(headers, proved=form is not None)
         _require(principal, _READERS)
         viewer = {
             "tenant": principal.tenant,
@@ -160,12 +154,6 @@ class _Console:
             "keys": self.authenticator.keyring.on,
         }
         return viewer, made
-
-    def _by_proxy(self, request: Request) -> str | None:
-        """A cookie for whom the trusted proxy names, if there is such a proxy and this request is from it."""
-        header = self.server.config.sso.header.lower().encode() if self.server.config.sso else b""
-        client = (request.scope.get("client") or ("",))[0]
-        return self.authenticator.sessions.begin_by_proxy(client, headers_of(request.scope, frozenset({header})))
 
     # Pages
 

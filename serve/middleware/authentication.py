@@ -40,7 +40,7 @@ class Authenticator:
     ) -> None:
         """``failed``: called with the reason for each key that is refused."""
         self.keyring = keyring
-        self.sessions = BrowserSessions(keyring, config)
+        self.sessions = BrowserSessions(keyring)
         self._failed = failed
         self._hosts = frozenset({"localhost", _plain(config.host), *map(_plain, config.allowed_hosts)})
         self._named = frozenset(map(_plain, config.allowed_hosts))

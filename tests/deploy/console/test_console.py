@@ -20,8 +20,7 @@ from deploy.console.app import _own_path, create
 from deploy.console.reader import Reader, ReadFailed
 from evaluation.decisions.ledger import MOVES
 from serve.app import create_app
-from serve.config import SsoConfig
-from serve.middleware.api_keys import create_key, read_keys, revoke_key
+from serve.middleware.api_keys import read_keys, revoke_key
 from tests.deploy.console.conftest import HOSTILE, Site, login, token
 
 PAGES = [
@@ -387,27 +386,6 @@ async def application(settings: Settings, client: str, **serve: Any) -> AsyncIte
         httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as http,
     ):
         yield http
-
-
-async def test_a_user_of_the_trusted_proxy_needs_no_key_and_nobody_else_is_let_in_by_its_header(
-    settings: Settings,
-) -> None:
-    create_key(settings.path(settings.serve.keys), name="one", tenant="t", scopes=["read"])
-    sso = SsoConfig(addresses=["10.0.0.5"], scopes=["read"])
-    named = {"X-Forwarded-User": "<b>ann</b>"}
-    async with application(settings, "10.0.0.6", sso=sso) as http:
-        for headers in (named, named | {"X-Forwarded-For": "10.0.0.5", "Forwarded": "for=10.0.0.5"}):
-            assert (await http.get("/console/playground", headers=headers)).status_code == 303
-    async with application(settings, "10.0.0.5") as http:
-        assert (await http.get("/console/playground", headers=named)).status_code == 303
-    async with application(settings, "10.0.0.5", sso=sso) as http:
-        assert (await http.get("/console/playground")).status_code == 303
-        page = await http.get("/console/playground", headers=named)
-        assert (page.status_code, "&lt;b&gt;ann&lt;/b&gt;" in page.text) == (200, True)
-        assert "HttpOnly" in page.headers["Set-Cookie"]
-        again = await http.get("/console/playground")  # by the cookie
-        assert (again.status_code, "Set-Cookie" in again.headers) == (200, False)
-        assert (await http.get("/console/keys")).status_code == 403
 
 
 async def test_without_keys_everybody_here_is_let_in_and_other_pages_do_nothing(settings: Settings) -> None:
