@@ -9,19 +9,24 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.routing import Mount
 
+from deploy import initialise
 from deploy.config.root import Settings
 from deploy.console.app import _own_path, create
 from deploy.console.reader import Reader, ReadFailed
+from deploy.console.worker import respond
 from evaluation.decisions.ledger import MOVES
+from evaluation.results import Sample
 from serve.app import create_app
 from serve.middleware.api_keys import read_keys, revoke_key
 from tests.deploy.console.conftest import HOSTILE, Site, login, token
+from tests.evaluation.test_results import evaluation, policy
 
 PAGES = [
     "/console/",
@@ -191,6 +196,31 @@ def test_a_tenant_sees_its_own_rows_alone(site: Site) -> None:
             assert "secret of other" not in page.text, path
         assert ann.get(f"/console/traffic/{site.others}").status_code == 404
         assert ann.get(f"/console/playground/learned?response_id={site.others}").status_code == 404
+
+
+def test_held_out_prompts_which_may_be_any_tenants_are_shown_to_admins_alone(settings: Settings, model: Path) -> None:
+    initialise.initialise(settings, str(model), revision=None, who="tests")
+    made = settings.policy_store().publish(model, parent=1, lineage={}, metrics={})
+    sample = Sample(
+        id="1",
+        prompt="secret of other",
+        answer=None,
+        candidate="x",
+        incumbent="y",
+        candidate_score=1,
+        incumbent_score=0,
+    )
+    judged = policy(made.version).model_copy(update={"sha256": made.sha256})
+    evaluation(candidate=judged, samples=(sample,)).save(settings.resolved().evaluation.folder)
+    for scopes, shown in ((["read"], False), (["read", "admin"], True)):
+        viewer = VIEWER | {"scopes": scopes}
+        request = {"page": "policy", "path": {"version": str(made.version)}, "query": {}, "form": None}
+        page = respond(settings, request | {"viewer": viewer})
+        assert page.status == 200, page.body[-500:]
+        assert ("secret of other" in page.body, "a key with the scope admin sees them" in page.body) == (
+            shown,
+            not shown,
+        )
 
 
 def test_a_search_finds_by_each_field_and_says_what_is_no_number(site: Site) -> None:
