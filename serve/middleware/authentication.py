@@ -77,6 +77,8 @@ class Authenticator:
             return self.authenticate(scope, headers)
         if path == LOGIN:  # which is where one gets a session
             return self.keyring.nobody
+        if path.startswith(f"{CONSOLE}/"):
+            return self.check_form(headers)
         # No route there takes a body, but for a key's owner it is read, and the answer is the route's own.
         return self._owner(headers)
 
@@ -95,6 +97,11 @@ class Authenticator:
         except Refused as refused:
             self._failed(refused.reason)
             raise Problem(401, str(refused)) from None
+
+    def check_form(self, headers: Mapping[bytes, bytes]) -> Principal:
+        """Whose form it is, before its body is read, in which the page's token comes. Raises Problem 401 or 403."""
+        self.check_origin(headers)
+        return self.session(headers, proved=False)
 
     def check_page(self, headers: Mapping[bytes, bytes], cookie: str | None) -> None:
         """Raises Problem 403 unless a page of ours made the request, which holds the session's token."""

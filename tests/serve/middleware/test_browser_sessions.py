@@ -149,6 +149,30 @@ def test_a_cookie_is_worth_its_key_at_a_route_if_a_page_of_ours_asks(
             assert refused.value.status == 403
 
 
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ({}, None),
+        ({b"cookie": b""}, 401),
+        ({b"cookie": b"millrace_session=a.1.b.c"}, 401),
+        ({b"origin": b"http://evil.example"}, 403),
+        ({b"sec-fetch-site": b"cross-site"}, 403),
+    ],
+)
+@pytest.mark.parametrize("path", ["/console/logout", "/console/keys", "/console/policies/1/rollback"])
+def test_a_form_whose_token_is_in_its_body_gets_past_a_fleets_proxy_by_its_session_and_origin(
+    home: Home, path: str, changed: dict[bytes, bytes], status: int | None
+) -> None:
+    home.seconds = 4e9
+    sent = headers(home.sessions.begin(home.secret), x_csrf_token=None) | changed
+    if status is None:
+        assert home.authenticator.check_before_body(path, sent).key == home.key.id
+    else:
+        with pytest.raises(Problem) as refused:
+            home.authenticator.check_before_body(path, sent)
+        assert refused.value.status == status
+
+
 def test_a_session_may_do_no_more_than_its_key(home: Home) -> None:
     home.seconds = 4e9
     with pytest.raises(Problem, match="needs the scope admin") as refused:
