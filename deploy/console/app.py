@@ -28,6 +28,7 @@ from deploy.console.reader import Reader, ReadFailed
 from deploy.console.rendering import STATIC, render
 from serve.http import Problem, page_headers
 from serve.middleware.authentication import LOGIN, READ, Authenticator, headers_of
+from serve.middleware.bodies import FORM_BYTES, FORMS, Bodies
 from serve.middleware.browser_sessions import cookie_of, set_cookie, token_of
 from serve.middleware.keyring import CONSOLE, Principal, Refused
 from serve.runtime import Server
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 _READ_S: Final = 30.0
 _ACT_S: Final = 300.0  # a promotion reads all of a policy's files
 _LIVE_S: Final = 2.0
-_FORM_BYTES: Final = 256 << 10
 _FIELDS: Final = 64
 _READERS: Final = frozenset({"read", "admin"})
 
@@ -82,6 +82,8 @@ class _Console:
         self.server = server
         self.authenticator = authenticator
         self.files = Reader(snapshot, _READ_S)
+        self.forms = Bodies(FORM_BYTES, FORMS)
+        self.logins = Bodies(FORM_BYTES, FORMS)  # of strangers, who must not take the others' room
         self.lake = Reader(snapshot, _READ_S)
         self.actions = Reader(snapshot, _ACT_S)
         self._live: tuple[float, str] = (0.0, "")
@@ -121,7 +123,7 @@ class _Console:
         """Exchange a key, which is in the body, for a cookie."""
         headers = headers_of(request.scope, READ)
         self.authenticator.check_origin(headers)
-        form = await self._form(request)
+        form = await self._form(request, self.logins)
         try:
             cookie = self.authenticator.sessions.begin(form.get("key", "").strip())
             _require(self.authenticator.sessions.principal(cookie), _READERS)
@@ -133,8 +135,14 @@ class _Console:
 
     async def _logout(self, request: Request) -> Response:
         headers = headers_of(request.scope, READ)
-        form = await self._form(request)
-        self.authenticator.check_page(_proved(headers, form), cookie_of(headers))
+        try:
+            self.authenticator.check_form(headers)
+        except Problem as problem:
+            if problem.status != 401:  # a session that has ended already is left all the same
+                raise
+        else:
+            form = await self._form(request, self.forms)
+            self.authenticator.check_page(_proved(headers, form), cookie_of(headers))
         return _with_cookie(_leads_to(LOGIN), "", headers)
 
     def _visit(self, request: Request, *, form: dict[str, str] | None = None) -> tuple[dict[str, Any], str | None]:
@@ -175,7 +183,8 @@ class _Console:
 
     def _action(self, name: str, scope: str) -> Handler:
         async def handle(request: Request) -> Response:
-            form = await self._form(request)
+            self.authenticator.check_form(headers_of(request.scope, READ))
+            form = await self._form(request, self.forms)
             viewer, _ = self._visit(request, form=form)
             _require_scope(viewer, scope)
             log.info("console: %s %s by %s", name, dict(request.path_params), viewer["name"])
@@ -230,11 +239,9 @@ class _Console:
             self._live = (time.monotonic(), parts)
             return parts
 
-    async def _form(self, request: Request) -> dict[str, str]:
-        """The fields of a form. Raises Problem 400, 413, and as ``Bodies.read``."""
-        body = await self.server.bodies.read(request.receive)
-        if len(body) > _FORM_BYTES:
-            raise Problem(413, f"the form has {len(body)} bytes, {_FORM_BYTES} are allowed")
+    async def _form(self, request: Request, bodies: Bodies) -> dict[str, str]:
+        """The fields of a form. Raises Problem 400, and as ``Bodies.read``."""
+        body = await bodies.read(request.receive)
         try:
             return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_FIELDS))
         except ValueError as error:

@@ -24,7 +24,7 @@ from deploy.console.worker import respond
 from evaluation.decisions.ledger import MOVES
 from evaluation.results import Sample
 from serve.app import create_app
-from serve.middleware.api_keys import read_keys, revoke_key
+from serve.middleware.api_keys import create_key, read_keys, revoke_key
 from tests.deploy.console.conftest import HOSTILE, Site, login, token
 from tests.evaluation.test_results import evaluation, policy
 
@@ -435,6 +435,29 @@ async def test_without_keys_everybody_here_is_let_in_and_other_pages_do_nothing(
         assert (await http.get("/console/", headers={"Host": "evil.example"})).status_code == 421
         assert (await http.post("/console/keys", data=form | {"csrf": found[1]}, headers=own)).status_code == 200
     assert [key.name for key in read_keys(settings.path(settings.serve.keys))] == ["x"]
+
+
+async def test_a_body_is_taken_in_of_whom_has_a_session_alone_and_no_more_than_a_form_has(settings: Settings) -> None:
+    _, secret = create_key(settings.path(settings.serve.keys), name="one", tenant="t", scopes=["admin"])
+    taken = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal taken
+        for _ in range(63):
+            taken += 64 << 10
+            yield b"a" * (64 << 10)
+
+    async with application(settings, "127.0.0.1") as http:
+        for path in ("/console/policies/1/promote", "/console/keys"):
+            stranger = await http.post(path, content=body())
+            assert (stranger.status_code, taken) == (401, 0)
+        for path, status in (("/console/login", 413), ("/console/keys", 413), ("/console/logout", 413)):
+            taken = 0
+            answer = await http.post(path, content=body(), headers={"Origin": "http://localhost"})
+            assert (answer.status_code, taken <= 512 << 10) == (status, True)
+            if path == "/console/login":
+                answer = await http.post(path, data={"key": secret}, headers={"Origin": "http://localhost"})
+                assert answer.status_code == 303
 
 
 # The process that reads
