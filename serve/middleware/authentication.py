@@ -106,7 +106,9 @@ class Authenticator:
     def check_page(self, headers: Mapping[bytes, bytes], cookie: str | None) -> None:
         """Raises Problem 403 unless a page of ours made the request, which holds the session's token."""
         self.check_origin(headers)
-        self.sessions.check_token(cookie or "", headers.get(TOKEN_HEADER, b"").decode("latin-1"))
+        if not cookie:  # whose token everybody knows
+            raise Problem(403, "the request has no session's cookie: load the page anew")
+        self.sessions.check_token(cookie, headers.get(TOKEN_HEADER, b"").decode("latin-1"))
 
     def check_origin(self, headers: Mapping[bytes, bytes]) -> None:
         """Raises Problem 403 for a request that a page of another origin made, by what browsers say of it."""

@@ -173,6 +173,14 @@ def test_a_form_whose_token_is_in_its_body_gets_past_a_fleets_proxy_by_its_sessi
         assert refused.value.status == status
 
 
+def test_a_request_without_a_cookie_proves_nothing_even_where_no_key_is_needed(tmp_path: Path) -> None:
+    without_keys = Authenticator(Keyring(config(tmp_path)), config(tmp_path))
+    for cookie in ({}, {b"cookie": b"millrace_session="}):
+        with pytest.raises(Problem) as refused:
+            without_keys.session({b"host": b"localhost", b"x-csrf-token": token_of("").encode()} | cookie, proved=True)
+        assert refused.value.status == 403
+
+
 def test_a_session_may_do_no_more_than_its_key(home: Home) -> None:
     home.seconds = 4e9
     with pytest.raises(Problem, match="needs the scope admin") as refused:
