@@ -17,6 +17,7 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, quote
 
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
@@ -41,11 +42,20 @@ _LIVE_S: Final = 2.0
 _FIELDS: Final = 64
 _READERS: Final = frozenset({"read", "admin"})
 
+
+class _Version(IntegerConvertor):
+    """A policy's number; what is longer than one can be is no address of a page."""
+
+    regex = "[0-9]{1,9}"
+
+
+register_url_convertor("version", _Version())
+
 _PAGES: Final = {
     "/": "now",
     "/policies": "policies",
-    "/policies/{version:int}": "policy",
-    "/policies/{version:int}/traffic": "policy_traffic",
+    "/policies/{version:version}": "policy",
+    "/policies/{version:version}/traffic": "policy_traffic",
     "/playground": "playground",
     "/playground/learned": "learned",
     "/traffic": "traffic",
@@ -65,8 +75,8 @@ _LAKE: Final = frozenset(
 _ACTIONS: Final = {
     "/keys": ("create_key", "admin"),
     "/keys/{key_id}/revoke": ("revoke_key", "admin"),
-    "/policies/{version:int}/promote": ("promote", "admin"),
-    "/policies/{version:int}/rollback": ("rollback", "admin"),
+    "/policies/{version:version}/promote": ("promote", "admin"),
+    "/policies/{version:version}/rollback": ("rollback", "admin"),
 }
 
 Handler = Callable[[Request], Awaitable[Response]]

@@ -460,6 +460,12 @@ async def test_a_body_is_taken_in_of_whom_has_a_session_alone_and_no_more_than_a
                 assert answer.status_code == 303
 
 
+async def test_a_number_that_is_too_long_for_a_policys_is_no_page(settings: Settings) -> None:
+    async with application(settings, "127.0.0.1") as http:
+        for number in ("1" * 10, "1" * 5000):
+            assert (await http.get(f"/console/policies/{number}")).status_code == 404
+
+
 # The process that reads
 
 
