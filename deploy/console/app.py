@@ -209,7 +209,7 @@ class _Console:
         path = {key: str(value) for key, value in request.path_params.items()}
         sent = {"page": name, "path": path, "query": query, "form": form, "viewer": viewer}
         try:
-            answer = await reader.read(sent)
+            answer = await reader.read(sent, f"{viewer['tenant']}/{viewer['name']}")
         except ReadFailed as error:
             raise Problem(503, f"this page can't be shown at the moment: {error}", retry_after=5) from error
         if answer["location"] is not None:

@@ -488,6 +488,42 @@ def test_what_takes_too_long_is_ended_and_the_next_page_has_a_process_of_its_own
     asyncio.run(read())
 
 
+async def test_who_asks_for_many_slow_pages_is_told_so_and_nobody_waits_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stopped(Reader):  # the page takes all the time it is given; queue and bounds are the product's
+        async def _started(self) -> Any:
+            return None
+
+        async def _ask(self, child: Any, request: dict[str, Any]) -> dict[str, Any]:
+            await free.wait()
+            return {}
+
+    free, reader = asyncio.Event(), Stopped(Path("unused"), timeout_s=60)
+
+    async def ask(who: str) -> asyncio.Task[dict[str, Any]]:
+        task = asyncio.create_task(reader.read({"page": "traffic"}, who))
+        await asyncio.sleep(0)
+        return task
+
+    queue = [await ask("ann") for _ in range(9)]  # one is read, eight wait
+    with pytest.raises(ReadFailed, match="8 pages of yours wait"):
+        await (await ask("ann"))
+    queue += [await ask(f"user {number}") for number in range(24)]
+    with pytest.raises(ReadFailed, match="32 pages wait"):
+        await (await ask("bob"))
+    queue.pop().cancel()
+    await asyncio.sleep(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("deploy.console.reader._WAIT_S", 0)
+        with pytest.raises(ReadFailed, match="asked for before took more than 0 s"):
+            await (await ask("bob"))
+    queue.append(await ask("bob"))
+    free.set()
+    assert await asyncio.gather(*queue) == [{}] * 33
+    assert not reader._waiting
+
+
 def _until_served(client: httpx.Client, site: Site, version: int) -> None:
     headers = {"X-API-Key": site.secrets["ops"]}
     deadline = time.monotonic() + 120
