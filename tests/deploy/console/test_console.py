@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import httpx
 import pytest
 from starlette.routing import Mount
@@ -19,6 +21,7 @@ from starlette.routing import Mount
 from deploy import initialise
 from deploy.config.root import Settings
 from deploy.console.app import _own_path, create
+from deploy.console.pages.compare import _PAIR
 from deploy.console.reader import Reader, ReadFailed
 from deploy.console.worker import respond
 from evaluation.decisions.ledger import MOVES
@@ -522,6 +525,34 @@ async def test_who_asks_for_many_slow_pages_is_told_so_and_nobody_waits_without_
     free.set()
     assert await asyncio.gather(*queue) == [{}] * 33
     assert not reader._waiting
+
+
+def test_many_answers_to_one_prompt_and_many_choices_leave_a_pair_that_nobody_chose_from() -> None:
+    with duckdb.connect(config={"threads": 1, "memory_limit": "1GB"}) as lake:
+        lake.execute(
+            "CREATE TABLE interactions AS SELECT 'r'||i AS response_id, DATE '2026-01-01' AS date, [i // 4999] AS "
+            "prompt_token_ids, 'answer '||i AS response, [{'policy_version': i // 4997}] AS policy_spans, "
+            "'acme' AS tenant, 'complete' AS status, TIMESTAMP '2026-01-01' + INTERVAL (i) SECOND AS created_at "
+            "FROM range(5000) t(i)"
+        )
+        lake.execute(
+            "CREATE TABLE feedback AS SELECT 'r'||i AS response_id, 'r'||(i+1) AS rejected_response_id, "
+            "'acme' AS tenant, 'preference' AS kind FROM range(4999) t(i)"
+        )
+        end = threading.Timer(30, lake.interrupt)  # as long as a page may take
+        end.start()
+        try:
+            skipped: list[str] = []
+            while found := lake.execute(_PAIR, {"tenant": "acme", "skipped": skipped, "most": 5000}).fetchone():
+                skipped.append(f"{found[0]}~{found[2]}")
+        finally:
+            end.cancel()
+    # Of policy 1 are r4997 and r4998, of policy 0 the newest four of the others; neighbours were chosen from.
+    pairs = [{int(one[1:]) for one in pair.split("~")} for pair in skipped]
+    ids = range(4993, 4999)
+    assert {frozenset(pair) for pair in pairs} == {frozenset((a, b)) for a in ids for b in ids if b - a > 1}
+    between = [len({number >= 4997 for number in pair}) == 2 for pair in pairs]
+    assert between == sorted(between, reverse=True)
 
 
 def _until_served(client: httpx.Client, site: Site, version: int) -> None:
