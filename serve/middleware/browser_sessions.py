@@ -27,6 +27,7 @@ HOST_COOKIE: Final = f"__Host-{COOKIE}"
 """Its name under TLS: browsers then take it from this very host alone, and send it over TLS alone."""
 TOKEN_HEADER: Final = b"x-csrf-token"
 SESSION_S: Final = 12 * 3600
+_WITHOUT_KEY: Final = "none."
 
 
 class BrowserSessions:
@@ -44,7 +45,7 @@ class BrowserSessions:
 
     def begin_without_key(self) -> str:
         """A cookie's value where no key is needed: it is worth nothing; its token proves a page."""
-        return f"none.{secrets.token_urlsafe(18)}"
+        return _WITHOUT_KEY + secrets.token_urlsafe(18)
 
     def principal(self, cookie: str) -> Principal:
         """Whose session it is. Raises Refused if it is none, or ended."""
@@ -77,13 +78,19 @@ def token_of(cookie: str) -> str:
 
 
 def cookie_of(headers: Mapping[bytes, bytes]) -> str | None:
-    """The session's cookie among a request's headers (``cookie``)."""
+    """The session's cookie among a request's headers (``cookie``; ``origin`` tells whether the page came over TLS).
+
+    Under TLS a session of a key must have the prefix: without it, the cookie may be from any sibling domain.
+    """
     sent = headers.get(b"cookie")
     if sent is None or COOKIE.encode() not in sent:
         return None
     pairs = (part.strip().partition("=") for part in sent.decode("latin-1").split(";"))
     found = {name: value for name, _, value in pairs}
-    return found.get(HOST_COOKIE) or found.get(COOKIE)
+    plain = found.get(COOKIE)
+    if plain and not plain.startswith(_WITHOUT_KEY) and headers.get(b"origin", b"").startswith(b"https:"):
+        plain = None
+    return found.get(HOST_COOKIE) or plain
 
 
 def set_cookie(value: str, *, tls: bool) -> str:

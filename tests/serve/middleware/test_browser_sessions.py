@@ -197,6 +197,7 @@ def test_a_proxys_name_for_itself_is_an_origin_of_ours(tmp_path: Path) -> None:
     home = Home(tmp_path, allowed_hosts=["console.example"])
     home.seconds = 4e9
     sent = headers(home.sessions.begin(home.secret), origin=b"https://console.example")
+    sent[b"cookie"] = sent[b"cookie"].replace(b"millrace_session", b"__Host-millrace_session")
     assert home.authenticator.session(sent, proved=True).key == home.key.id
 
 
@@ -207,6 +208,13 @@ def test_a_cookie_is_for_this_site_alone_and_no_script_reads_it() -> None:
     )
     assert cookie_of({b"cookie": b"x=1; millrace_session=a.b; y=2"}) == "a.b"
     assert cookie_of({b"cookie": b"other_millrace_session=a"}) is None
+
+
+def test_over_tls_a_cookie_that_a_sibling_domain_can_set_is_no_session() -> None:
+    tls = {b"origin": b"https://console.example"}
+    assert cookie_of(tls | {b"cookie": b"millrace_session=the.attackers.own"}) is None
+    assert cookie_of(tls | {b"cookie": b"millrace_session=a.b; __Host-millrace_session=c.d"}) == "c.d"
+    assert cookie_of(tls | {b"cookie": b"millrace_session=none.x"}) == "none.x"  # it is worth nothing
 
 
 # Through the application
