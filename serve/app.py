@@ -125,7 +125,6 @@ def run(
             access_log=False,  # serve.middleware.request_context has a better one
             log_config=None,
             server_header=False,
-            proxy_headers=config.sso is None,  # who is trusted by its address must not be able to name it
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(config.drain_timeout_s) + CUT_OFF_S,
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ipaddress import ip_address
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -255,27 +254,6 @@ class RetentionConfig(Section):
     )
 
 
-class SsoConfig(Section):
-    """Users of the console whom a proxy before the server has authenticated."""
-
-    header: str = Field(
-        "X-Forwarded-User",
-        pattern=r"^[A-Za-z0-9-]{1,64}$",
-        description="The request header in which the proxy names the user; it must take off what clients send in it.",
-    )
-    addresses: list[str] = Field(
-        min_length=1, description="The proxy's addresses; from any other the header means nothing."
-    )
-    scopes: list[Literal["read", "generate", "feedback", "admin"]] = Field(
-        default=["read", "generate", "feedback"], min_length=1, description="What all these users may do."
-    )
-
-    @field_validator("addresses")
-    @classmethod
-    def _addresses(cls, addresses: list[str]) -> list[str]:
-        return [str(ip_address(address)) for address in addresses]
-
-
 class ServeConfig(Section):
     """The server."""
 
@@ -304,12 +282,6 @@ class ServeConfig(Section):
         "server listens on loopback only. off: everybody who reaches the server may do everything.",
     )
     keys: str = Field("keys.json", description="File of the API keys, which `millrace keys` writes.")
-    sso: SsoConfig | None = Field(
-        None,
-        description="Whom the console lets in without a key: users that a trusted proxy names, of the tenant "
-        "`serve.tenant`. None: nobody. The server then takes the address of its peer for the client's, whatever "
-        "X-Forwarded-For says.",
-    )
     access_log: bool = Field(False, description="Log a line for every request.")
     log_format: Literal["text", "json"] = Field(
         "text", description="How log lines are written; json: one object a line, with request and trace ids."
@@ -325,9 +297,3 @@ class ServeConfig(Section):
         default_factory=FleetConfig, description="Several replicas, and how they go from one policy to another."
     )
     openai: OpenAIConfig = Field(default_factory=OpenAIConfig, description="The routes below /v1.")
-
-    @model_validator(mode="after")
-    def _sso_needs_its_peer(self) -> Self:
-        if self.sso is not None and not self.fleet.is_one:
-            raise ValueError("sso: a fleet's replica does not see who its peer is; with replicas, log in with keys")
-        return self

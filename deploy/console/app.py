@@ -17,6 +17,7 @@ from typing import Any, Final
 from urllib.parse import parse_qsl, quote
 
 from starlette.applications import Starlette
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
@@ -28,6 +29,7 @@ from deploy.console.reader import Reader, ReadFailed
 from deploy.console.rendering import STATIC, render
 from serve.http import Problem, page_headers
 from serve.middleware.authentication import LOGIN, READ, Authenticator, headers_of
+from serve.middleware.bodies import FORM_BYTES, FORMS, Bodies
 from serve.middleware.browser_sessions import cookie_of, set_cookie, token_of
 from serve.middleware.keyring import CONSOLE, Principal, Refused
 from serve.runtime import Server
@@ -37,15 +39,23 @@ log = logging.getLogger(__name__)
 _READ_S: Final = 30.0
 _ACT_S: Final = 300.0  # a promotion reads all of a policy's files
 _LIVE_S: Final = 2.0
-_FORM_BYTES: Final = 256 << 10
 _FIELDS: Final = 64
 _READERS: Final = frozenset({"read", "admin"})
+
+
+class _Version(IntegerConvertor):
+    """A policy's number; what is longer than one can be is no address of a page."""
+
+    regex = "[0-9]{1,9}"
+
+
+register_url_convertor("version", _Version())
 
 _PAGES: Final = {
     "/": "now",
     "/policies": "policies",
-    "/policies/{version:int}": "policy",
-    "/policies/{version:int}/traffic": "policy_traffic",
+    "/policies/{version:version}": "policy",
+    "/policies/{version:version}/traffic": "policy_traffic",
     "/playground": "playground",
     "/playground/learned": "learned",
     "/traffic": "traffic",
@@ -65,8 +75,8 @@ _LAKE: Final = frozenset(
 _ACTIONS: Final = {
     "/keys": ("create_key", "admin"),
     "/keys/{key_id}/revoke": ("revoke_key", "admin"),
-    "/policies/{version:int}/promote": ("promote", "admin"),
-    "/policies/{version:int}/rollback": ("rollback", "admin"),
+    "/policies/{version:version}/promote": ("promote", "admin"),
+    "/policies/{version:version}/rollback": ("rollback", "admin"),
 }
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -82,6 +92,8 @@ class _Console:
         self.server = server
         self.authenticator = authenticator
         self.files = Reader(snapshot, _READ_S)
+        self.forms = Bodies(FORM_BYTES, FORMS)
+        self.logins = Bodies(FORM_BYTES, FORMS)  # of strangers, who must not take the others' room
         self.lake = Reader(snapshot, _READ_S)
         self.actions = Reader(snapshot, _ACT_S)
         self._live: tuple[float, str] = (0.0, "")
@@ -121,7 +133,7 @@ class _Console:
         """Exchange a key, which is in the body, for a cookie."""
         headers = headers_of(request.scope, READ)
         self.authenticator.check_origin(headers)
-        form = await self._form(request)
+        form = await self._form(request, self.logins)
         try:
             cookie = self.authenticator.sessions.begin(form.get("key", "").strip())
             _require(self.authenticator.sessions.principal(cookie), _READERS)
@@ -133,8 +145,14 @@ class _Console:
 
     async def _logout(self, request: Request) -> Response:
         headers = headers_of(request.scope, READ)
-        form = await self._form(request)
-        self.authenticator.check_page(_proved(headers, form), cookie_of(headers))
+        try:
+            self.authenticator.check_form(headers)
+        except Problem as problem:
+            if problem.status != 401:  # a session that has ended already is left all the same
+                raise
+        else:
+            form = await self._form(request, self.forms)
+            self.authenticator.check_page(_proved(headers, form), cookie_of(headers))
         return _with_cookie(_leads_to(LOGIN), "", headers)
 
     def _visit(self, request: Request, *, form: dict[str, str] | None = None) -> tuple[dict[str, Any], str | None]:
@@ -142,15 +160,9 @@ class _Console:
         headers, made = headers_of(request.scope, READ), None
         if form is not None:
             headers = _proved(headers, form)
-        try:
-            if cookie_of(headers) is None and form is None and not self.authenticator.keyring.on:
-                made = self.authenticator.sessions.begin_without_key()
-            principal = self.authenticator.session(headers, proved=form is not None)
-        except Problem as problem:
-            made = self._by_proxy(request) if problem.status == 401 and form is None else None
-            if made is None:
-                raise
-            principal = self.authenticator.session({b"cookie": set_cookie(made, tls=False).encode()}, proved=False)
+        if cookie_of(headers) is None and form is None and not self.authenticator.keyring.on:
+            made = self.authenticator.sessions.begin_without_key()
+        principal = self.authenticator.session(headers, proved=form is not None)
         _require(principal, _READERS)
         viewer = {
             "tenant": principal.tenant,
@@ -160,12 +172,6 @@ class _Console:
             "keys": self.authenticator.keyring.on,
         }
         return viewer, made
-
-    def _by_proxy(self, request: Request) -> str | None:
-        """A cookie for whom the trusted proxy names, if there is such a proxy and this request is from it."""
-        header = self.server.config.sso.header.lower().encode() if self.server.config.sso else b""
-        client = (request.scope.get("client") or ("",))[0]
-        return self.authenticator.sessions.begin_by_proxy(client, headers_of(request.scope, frozenset({header})))
 
     # Pages
 
@@ -187,7 +193,8 @@ class _Console:
 
     def _action(self, name: str, scope: str) -> Handler:
         async def handle(request: Request) -> Response:
-            form = await self._form(request)
+            self.authenticator.check_form(headers_of(request.scope, READ))
+            form = await self._form(request, self.forms)
             viewer, _ = self._visit(request, form=form)
             _require_scope(viewer, scope)
             log.info("console: %s %s by %s", name, dict(request.path_params), viewer["name"])
@@ -202,7 +209,7 @@ class _Console:
         path = {key: str(value) for key, value in request.path_params.items()}
         sent = {"page": name, "path": path, "query": query, "form": form, "viewer": viewer}
         try:
-            answer = await reader.read(sent)
+            answer = await reader.read(sent, f"{viewer['tenant']}/{viewer['name']}")
         except ReadFailed as error:
             raise Problem(503, f"this page can't be shown at the moment: {error}", retry_after=5) from error
         if answer["location"] is not None:
@@ -242,11 +249,9 @@ class _Console:
             self._live = (time.monotonic(), parts)
             return parts
 
-    async def _form(self, request: Request) -> dict[str, str]:
-        """The fields of a form. Raises Problem 400, 413, and as ``Bodies.read``."""
-        body = await self.server.bodies.read(request.receive)
-        if len(body) > _FORM_BYTES:
-            raise Problem(413, f"the form has {len(body)} bytes, {_FORM_BYTES} are allowed")
+    async def _form(self, request: Request, bodies: Bodies) -> dict[str, str]:
+        """The fields of a form. Raises Problem 400, and as ``Bodies.read``."""
+        body = await bodies.read(request.receive)
         try:
             return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_FIELDS))
         except ValueError as error:

@@ -12,6 +12,8 @@ import itertools
 import json
 import logging
 import sys
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +25,9 @@ log = logging.getLogger(__name__)
 _START_S: Final = 120.0  # a busy machine's imports
 _LINE_BYTES: Final = 32 << 20
 _IDLE_S: Final = 600.0
+_WAIT_S: Final = 30.0  # for the requests before it
+_WAITING: Final = 32
+_WAITING_EACH: Final = 8  # of one principal
 
 
 class ReadFailed(Exception):
@@ -37,13 +42,14 @@ class Reader:
         self._snapshot = snapshot
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
+        self._waiting: Counter[str] = Counter()
         self._child: asyncio.subprocess.Process | None = None
         self._numbers = itertools.count(1)
         self._idle: asyncio.TimerHandle | None = None
 
-    async def read(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What ``deploy.console.worker`` answers to a request. Raises ReadFailed."""
-        async with self._turn:
+    async def read(self, request: dict[str, Any], who: str = "") -> dict[str, Any]:
+        """What ``deploy.console.worker`` answers to a request of ``who``, a principal. Raises ReadFailed."""
+        async with self._in_turn(who):
             if self._idle is not None:
                 self._idle.cancel()
             try:
@@ -69,6 +75,26 @@ class Reader:
         self._end()
         if child is not None:
             await child.wait()
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self, who: str) -> AsyncIterator[None]:
+        """Wait for the child, with no more than a bounded number of others. Raises ReadFailed."""
+        if self._waiting[who] >= _WAITING_EACH:
+            raise ReadFailed(f"{_WAITING_EACH} pages of yours wait for others already")
+        if self._waiting.total() >= _WAITING:
+            raise ReadFailed(f"{_WAITING} pages wait for others already")
+        self._waiting[who] += 1
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise ReadFailed(f"the pages asked for before took more than {_WAIT_S:g} s") from None
+        finally:
+            self._waiting -= Counter((who,))  # and forget whom none is left of
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def _ask(self, child: asyncio.subprocess.Process, request: dict[str, Any]) -> dict[str, Any]:
         assert child.stdin is not None

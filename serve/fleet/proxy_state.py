@@ -15,8 +15,8 @@ from serve.config import ServeConfig
 from serve.fleet.assignment import Arms
 from serve.http import Problem
 from serve.middleware.authentication import READ, Authenticator, headers_of
-from serve.middleware.bodies import Bodies
-from serve.middleware.keyring import Keyring
+from serve.middleware.bodies import FORM_BYTES, FORMS, Bodies
+from serve.middleware.keyring import CONSOLE, Keyring
 from serve.policies.experiments import Experiment
 
 _replicas: int | None = None
@@ -32,6 +32,7 @@ class BodyReader:
         self._keyring.refresh()  # the key file may be out of this node's reach for now: that is in the log
         self._authenticator = Authenticator(self._keyring, config)
         self._bodies = Bodies(config.limits.body_bytes, config.limits.bodies)
+        self._forms = Bodies(FORM_BYTES, FORMS)  # of strangers too, who log in
         self._following: asyncio.Task[None] | None = None
 
     async def read(self, scope: Scope, receive: Receive) -> tuple[bytes, str]:
@@ -46,7 +47,8 @@ class BodyReader:
             if self._keyring.error is not None and not self._keyring.on:
                 raise Problem(503, "the keys can't be read at the moment; ask again", retry_after=2)
             tenant = self._authenticator.check_before_body(scope["path"], headers_of(scope, READ)).tenant
-        return await self._bodies.read(receive), tenant
+        bodies = self._forms if scope["path"].startswith(f"{CONSOLE}/") else self._bodies
+        return await bodies.read(receive), tenant
 
 
 def has_body(scope: Scope) -> bool:

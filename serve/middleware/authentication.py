@@ -40,7 +40,7 @@ class Authenticator:
     ) -> None:
         """``failed``: called with the reason for each key that is refused."""
         self.keyring = keyring
-        self.sessions = BrowserSessions(keyring, config)
+        self.sessions = BrowserSessions(keyring)
         self._failed = failed
         self._hosts = frozenset({"localhost", _plain(config.host), *map(_plain, config.allowed_hosts)})
         self._named = frozenset(map(_plain, config.allowed_hosts))
@@ -77,6 +77,8 @@ class Authenticator:
             return self.authenticate(scope, headers)
         if path == LOGIN:  # which is where one gets a session
             return self.keyring.nobody
+        if path.startswith(f"{CONSOLE}/"):
+            return self.check_form(headers)
         # No route there takes a body, but for a key's owner it is read, and the answer is the route's own.
         return self._owner(headers)
 
@@ -96,10 +98,17 @@ class Authenticator:
             self._failed(refused.reason)
             raise Problem(401, str(refused)) from None
 
+    def check_form(self, headers: Mapping[bytes, bytes]) -> Principal:
+        """Whose form it is, before its body is read, in which the page's token comes. Raises Problem 401 or 403."""
+        self.check_origin(headers)
+        return self.session(headers, proved=False)
+
     def check_page(self, headers: Mapping[bytes, bytes], cookie: str | None) -> None:
         """Raises Problem 403 unless a page of ours made the request, which holds the session's token."""
         self.check_origin(headers)
-        self.sessions.check_token(cookie or "", headers.get(TOKEN_HEADER, b"").decode("latin-1"))
+        if not cookie:  # whose token everybody knows
+            raise Problem(403, "the request has no session's cookie: load the page anew")
+        self.sessions.check_token(cookie, headers.get(TOKEN_HEADER, b"").decode("latin-1"))
 
     def check_origin(self, headers: Mapping[bytes, bytes]) -> None:
         """Raises Problem 403 for a request that a page of another origin made, by what browsers say of it."""

@@ -15,6 +15,11 @@ from starlette.types import Receive
 
 from serve.http import Problem
 
+FORM_BYTES: Final = 256 << 10
+"""What a form of the console may have."""
+FORMS: Final = 64
+"""How many of them may be on their way."""
+
 _PATIENCE_S: Final = 10.0
 _BYTES_A_SECOND: Final = 16 << 10  # what a body may have in addition takes that much longer
 _MOST_S: Final = 60.0

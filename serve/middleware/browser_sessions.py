@@ -1,6 +1,6 @@
 """A browser's session: a cookie that is worth what the key is that it was exchanged for.
 
-The cookie names a key, or a user of the trusted proxy, and says until when. It is signed with what this machine keeps
+The cookie names a key and says until when. It is signed with what this machine keeps
 beside the key file, and with the key's own hash: every replica knows it, and none keeps it. Its key is looked up at
 every request; with one that was revoked, has expired or is gone, it is worth nothing.
 
@@ -14,13 +14,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
-import ipaddress
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from serve.config import ServeConfig
 from serve.http import Problem
 from serve.middleware.keyring import Keyring, Principal, Refused
 
@@ -29,66 +27,48 @@ HOST_COOKIE: Final = f"__Host-{COOKIE}"
 """Its name under TLS: browsers then take it from this very host alone, and send it over TLS alone."""
 TOKEN_HEADER: Final = b"x-csrf-token"
 SESSION_S: Final = 12 * 3600
-_PROXY_SESSION_S: Final = 600  # the proxy may know by then that the user is one no more
-_PROXY: Final = "proxy"
+_WITHOUT_KEY: Final = "none."
 
 
 class BrowserSessions:
     """Makes cookies and knows them again. ``now``: Unix time in seconds."""
 
-    def __init__(self, keyring: Keyring, config: ServeConfig, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, keyring: Keyring, now: Callable[[], float] = time.time) -> None:
         self.keyring = keyring
-        self._sso = config.sso
-        self._tenant = config.tenant
         self._now = now
 
     def begin(self, secret: str) -> str:
         """A cookie's value, for a key. Raises Refused."""
         principal = self.keyring.authenticate(secret.encode())
         assert principal.key is not None
-        return self._signed(principal.key, "", SESSION_S)
+        return self._signed(principal.key, SESSION_S)
 
     def begin_without_key(self) -> str:
         """A cookie's value where no key is needed: it is worth nothing; its token proves a page."""
-        return f"none.{secrets.token_urlsafe(18)}"
-
-    def begin_by_proxy(self, client: str, headers: Mapping[bytes, bytes]) -> str | None:
-        """A cookie's value for the user that the trusted proxy names; None if ``client``, an address, is no such proxy.
-
-        None too if it names nobody, or if there is no such proxy (serve.sso).
-        """
-        if self._sso is None or _plain(client) not in self._sso.addresses:
-            return None
-        user = headers.get(self._sso.header.lower().encode(), b"").decode("latin-1")
-        return self._signed(_PROXY, user, _PROXY_SESSION_S) if user.isprintable() and 0 < len(user) <= 200 else None
+        return _WITHOUT_KEY + secrets.token_urlsafe(18)
 
     def principal(self, cookie: str) -> Principal:
         """Whose session it is. Raises Refused if it is none, or ended."""
         payload, _, signature = cookie.rpartition(".")
-        key_id, user, until, _ = _fields(payload)
+        key_id, until = _fields(payload)
         if not hmac.compare_digest(self._signature(key_id, payload).encode(), signature.encode()):
             raise Refused("unknown", "there is no such session; log in")
-        if float(until) < self._now():
+        if until < self._now():
             raise Refused("expired", "the session has ended; log in again")
-        if key_id != _PROXY:
-            return self.keyring.principal_of(key_id)
-        if self._sso is None:
-            raise Refused("revoked", "serve.sso is off; log in with a key")
-        return Principal(self._tenant, None, user, frozenset(self._sso.scopes))
+        return self.keyring.principal_of(key_id)
 
     def check_token(self, cookie: str, token: str) -> None:
         """Raises Problem 403 if a request does not prove that a page of ours made it."""
         if not hmac.compare_digest(token_of(cookie).encode(), token.encode()):
             raise Problem(403, "the request lacks the page's token (X-CSRF-Token): load the page anew")
 
-    def _signed(self, key_id: str, user: str, seconds: float) -> str:
-        fields = (key_id, _encoded(user.encode()), str(int(self._now() + seconds)), secrets.token_urlsafe(9))
-        payload = ".".join(fields)
+    def _signed(self, key_id: str, seconds: float) -> str:
+        payload = f"{key_id}.{int(self._now() + seconds)}.{secrets.token_urlsafe(9)}"
         return f"{payload}.{self._signature(key_id, payload)}"
 
     def _signature(self, key_id: str, payload: str) -> str:
         """Raises Refused for a key that is not there, or where no session can be signed."""
-        material = self.keyring.signing_secret(None if key_id == _PROXY else key_id)
+        material = self.keyring.signing_secret(key_id)
         return _encoded(hmac.digest(material, f"session\0{payload}".encode(), hashlib.sha256))
 
 
@@ -98,13 +78,19 @@ def token_of(cookie: str) -> str:
 
 
 def cookie_of(headers: Mapping[bytes, bytes]) -> str | None:
-    """The session's cookie among a request's headers (``cookie``)."""
+    """The session's cookie among a request's headers (``cookie``; ``origin`` tells whether the page came over TLS).
+
+    Under TLS a session of a key must have the prefix: without it, the cookie may be from any sibling domain.
+    """
     sent = headers.get(b"cookie")
     if sent is None or COOKIE.encode() not in sent:
         return None
     pairs = (part.strip().partition("=") for part in sent.decode("latin-1").split(";"))
     found = {name: value for name, _, value in pairs}
-    return found.get(HOST_COOKIE) or found.get(COOKIE)
+    plain = found.get(COOKIE)
+    if plain and not plain.startswith(_WITHOUT_KEY) and headers.get(b"origin", b"").startswith(b"https:"):
+        plain = None
+    return found.get(HOST_COOKIE) or plain
 
 
 def set_cookie(value: str, *, tls: bool) -> str:
@@ -114,21 +100,11 @@ def set_cookie(value: str, *, tls: bool) -> str:
     return f"{name}={value}; Max-Age={age}; Path=/; HttpOnly; SameSite=Strict{secure}"
 
 
-def _plain(address: str) -> str:
-    """An address as it is named: of IPv4 as such, also where a socket for both kinds has it."""
+def _fields(payload: str) -> tuple[str, int]:
+    """(A key's id, Unix time of the end). Raises Refused."""
     try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:  # a socket of the file system
-        return address
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
-
-
-def _fields(payload: str) -> tuple[str, str, str, str]:
-    """Raises Refused."""
-    try:
-        key_id, user, until, nonce = payload.split(".")
-        int(until)
-        return key_id, base64.urlsafe_b64decode(user + "=" * (-len(user) % 4)).decode(), until, nonce
+        key_id, until, _ = payload.split(".")
+        return key_id, int(until)
     except ValueError:
         raise Refused("unknown", "there is no such session; log in") from None
 

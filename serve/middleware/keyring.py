@@ -138,13 +138,13 @@ class Keyring:
         """The principal of the key with this id, as long as it is good. Raises Refused."""
         return _good(*self._get(key_id))
 
-    def signing_secret(self, key_id: str | None) -> bytes:
-        """What sessions of this key are signed with, or, with None, of no key. Raises Refused."""
+    def signing_secret(self, key_id: str) -> bytes:
+        """What sessions of this key are signed with. Raises Refused."""
         if self._machine is None:
             raise Refused(
                 "unknown", "there are no sessions here: the log says why this machine has no secret of its own"
             )
-        return self._machine + (b"" if key_id is None else bytes.fromhex(self._get(key_id)[0].sha256))
+        return self._machine + bytes.fromhex(self._get(key_id)[0].sha256)
 
     def _get(self, key_id: str) -> tuple[ApiKey, Principal]:
         try:

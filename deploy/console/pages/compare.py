@@ -13,21 +13,26 @@ from deploy.console.pages.visit import page as shown
 
 _PAIR: Final = """
 WITH recent AS (
-    SELECT response_id, date, prompt_token_ids, response, policy_spans[1].policy_version AS policy FROM interactions
-    WHERE tenant = $tenant AND status = 'complete' ORDER BY created_at DESC LIMIT $most
-), preferred AS (
-    SELECT response_id, rejected_response_id FROM feedback WHERE tenant = $tenant AND kind = 'preference'
+    SELECT response_id, date, created_at, prompt_token_ids, response, policy_spans[1].policy_version AS policy
+    FROM interactions WHERE tenant = $tenant AND status = 'complete' ORDER BY created_at DESC LIMIT $most
+), of_policies AS (
+    FROM recent QUALIFY row_number() OVER (PARTITION BY prompt_token_ids, policy ORDER BY created_at DESC) <= 4
+), few AS (
+    FROM of_policies QUALIFY row_number() OVER (PARTITION BY prompt_token_ids ORDER BY created_at DESC) <= 16
+), chosen AS (
+    SELECT least(response_id, rejected_response_id) AS one, greatest(response_id, rejected_response_id) AS other
+    FROM feedback WHERE tenant = $tenant AND kind = 'preference'
 )
 SELECT a.response_id, a.date, b.response_id, b.date
-FROM recent a JOIN recent b ON a.prompt_token_ids = b.prompt_token_ids AND a.response_id < b.response_id
+FROM few a JOIN few b ON a.prompt_token_ids = b.prompt_token_ids AND a.response_id < b.response_id
+    ANTI JOIN chosen ON chosen.one = a.response_id AND chosen.other = b.response_id
 WHERE a.response <> b.response AND NOT list_contains($skipped::VARCHAR[], a.response_id || '~' || b.response_id)
-    AND NOT EXISTS (
-        FROM preferred p WHERE (p.response_id, p.rejected_response_id) = (a.response_id, b.response_id)
-            OR (p.response_id, p.rejected_response_id) = (b.response_id, a.response_id)
-    )
 ORDER BY a.policy = b.policy, hash(a.response_id || b.response_id) LIMIT 1
 """
-"""A pair that nobody has chosen from; those of two policies come first, else in an order that tells nothing."""
+"""A pair that nobody has chosen from; those of two policies come first, else in an order that tells nothing.
+
+Of a prompt's answers only the newest few are paired: a prompt that is asked all day has millions of pairs.
+"""
 
 _MOST: Final = 5000
 

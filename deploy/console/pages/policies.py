@@ -74,7 +74,7 @@ def one(settings: Settings, visit: Visit, *, said: str | None = None, refused: s
         "changes": list(_changes(parent.lineage if parent else {}, policy.lineage)),
         "parent": parent,
         "evaluation": evaluation,
-        "samples": _telling(evaluation.samples) if evaluation else [],
+        "samples": _telling(evaluation.samples) if evaluation and visit.may("admin") else [],  # of all tenants
         "said": said,
         "refused": refused,
     }

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
+import duckdb
 import httpx
 import pytest
 from starlette.routing import Mount
 
+from deploy import initialise
 from deploy.config.root import Settings
 from deploy.console.app import _own_path, create
+from deploy.console.pages.compare import _PAIR
 from deploy.console.reader import Reader, ReadFailed
+from deploy.console.worker import respond
 from evaluation.decisions.ledger import MOVES
+from evaluation.results import Sample
 from serve.app import create_app
-from serve.config import SsoConfig
 from serve.middleware.api_keys import create_key, read_keys, revoke_key
 from tests.deploy.console.conftest import HOSTILE, Site, login, token
+from tests.evaluation.test_results import evaluation, policy
 
 PAGES = [
     "/console/",
@@ -192,6 +199,31 @@ def test_a_tenant_sees_its_own_rows_alone(site: Site) -> None:
             assert "secret of other" not in page.text, path
         assert ann.get(f"/console/traffic/{site.others}").status_code == 404
         assert ann.get(f"/console/playground/learned?response_id={site.others}").status_code == 404
+
+
+def test_held_out_prompts_which_may_be_any_tenants_are_shown_to_admins_alone(settings: Settings, model: Path) -> None:
+    initialise.initialise(settings, str(model), revision=None, who="tests")
+    made = settings.policy_store().publish(model, parent=1, lineage={}, metrics={})
+    sample = Sample(
+        id="1",
+        prompt="secret of other",
+        answer=None,
+        candidate="x",
+        incumbent="y",
+        candidate_score=1,
+        incumbent_score=0,
+    )
+    judged = policy(made.version).model_copy(update={"sha256": made.sha256})
+    evaluation(candidate=judged, samples=(sample,)).save(settings.resolved().evaluation.folder)
+    for scopes, shown in ((["read"], False), (["read", "admin"], True)):
+        viewer = VIEWER | {"scopes": scopes}
+        request = {"page": "policy", "path": {"version": str(made.version)}, "query": {}, "form": None}
+        page = respond(settings, request | {"viewer": viewer})
+        assert page.status == 200, page.body[-500:]
+        assert ("secret of other" in page.body, "a key with the scope admin sees them" in page.body) == (
+            shown,
+            not shown,
+        )
 
 
 def test_a_search_finds_by_each_field_and_says_what_is_no_number(site: Site) -> None:
@@ -389,27 +421,6 @@ async def application(settings: Settings, client: str, **serve: Any) -> AsyncIte
         yield http
 
 
-async def test_a_user_of_the_trusted_proxy_needs_no_key_and_nobody_else_is_let_in_by_its_header(
-    settings: Settings,
-) -> None:
-    create_key(settings.path(settings.serve.keys), name="one", tenant="t", scopes=["read"])
-    sso = SsoConfig(addresses=["10.0.0.5"], scopes=["read"])
-    named = {"X-Forwarded-User": "<b>ann</b>"}
-    async with application(settings, "10.0.0.6", sso=sso) as http:
-        for headers in (named, named | {"X-Forwarded-For": "10.0.0.5", "Forwarded": "for=10.0.0.5"}):
-            assert (await http.get("/console/playground", headers=headers)).status_code == 303
-    async with application(settings, "10.0.0.5") as http:
-        assert (await http.get("/console/playground", headers=named)).status_code == 303
-    async with application(settings, "10.0.0.5", sso=sso) as http:
-        assert (await http.get("/console/playground")).status_code == 303
-        page = await http.get("/console/playground", headers=named)
-        assert (page.status_code, "&lt;b&gt;ann&lt;/b&gt;" in page.text) == (200, True)
-        assert "HttpOnly" in page.headers["Set-Cookie"]
-        again = await http.get("/console/playground")  # by the cookie
-        assert (again.status_code, "Set-Cookie" in again.headers) == (200, False)
-        assert (await http.get("/console/keys")).status_code == 403
-
-
 async def test_without_keys_everybody_here_is_let_in_and_other_pages_do_nothing(settings: Settings) -> None:
     async with application(settings, "127.0.0.1") as http:
         page = await http.get("/console/keys")
@@ -427,6 +438,35 @@ async def test_without_keys_everybody_here_is_let_in_and_other_pages_do_nothing(
         assert (await http.get("/console/", headers={"Host": "evil.example"})).status_code == 421
         assert (await http.post("/console/keys", data=form | {"csrf": found[1]}, headers=own)).status_code == 200
     assert [key.name for key in read_keys(settings.path(settings.serve.keys))] == ["x"]
+
+
+async def test_a_body_is_taken_in_of_whom_has_a_session_alone_and_no_more_than_a_form_has(settings: Settings) -> None:
+    _, secret = create_key(settings.path(settings.serve.keys), name="one", tenant="t", scopes=["admin"])
+    taken = 0
+
+    async def body() -> AsyncIterator[bytes]:
+        nonlocal taken
+        for _ in range(63):
+            taken += 64 << 10
+            yield b"a" * (64 << 10)
+
+    async with application(settings, "127.0.0.1") as http:
+        for path in ("/console/policies/1/promote", "/console/keys"):
+            stranger = await http.post(path, content=body())
+            assert (stranger.status_code, taken) == (401, 0)
+        for path, status in (("/console/login", 413), ("/console/keys", 413), ("/console/logout", 413)):
+            taken = 0
+            answer = await http.post(path, content=body(), headers={"Origin": "http://localhost"})
+            assert (answer.status_code, taken <= 512 << 10) == (status, True)
+            if path == "/console/login":
+                answer = await http.post(path, data={"key": secret}, headers={"Origin": "http://localhost"})
+                assert answer.status_code == 303
+
+
+async def test_a_number_that_is_too_long_for_a_policys_is_no_page(settings: Settings) -> None:
+    async with application(settings, "127.0.0.1") as http:
+        for number in ("1" * 10, "1" * 5000):
+            assert (await http.get(f"/console/policies/{number}")).status_code == 404
 
 
 # The process that reads
@@ -449,6 +489,70 @@ def test_what_takes_too_long_is_ended_and_the_next_page_has_a_process_of_its_own
         await reader.close()
 
     asyncio.run(read())
+
+
+async def test_who_asks_for_many_slow_pages_is_told_so_and_nobody_waits_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Stopped(Reader):  # the page takes all the time it is given; queue and bounds are the product's
+        async def _started(self) -> Any:
+            return None
+
+        async def _ask(self, child: Any, request: dict[str, Any]) -> dict[str, Any]:
+            await free.wait()
+            return {}
+
+    free, reader = asyncio.Event(), Stopped(Path("unused"), timeout_s=60)
+
+    async def ask(who: str) -> asyncio.Task[dict[str, Any]]:
+        task = asyncio.create_task(reader.read({"page": "traffic"}, who))
+        await asyncio.sleep(0)
+        return task
+
+    queue = [await ask("ann") for _ in range(9)]  # one is read, eight wait
+    with pytest.raises(ReadFailed, match="8 pages of yours wait"):
+        await (await ask("ann"))
+    queue += [await ask(f"user {number}") for number in range(24)]
+    with pytest.raises(ReadFailed, match="32 pages wait"):
+        await (await ask("bob"))
+    queue.pop().cancel()
+    await asyncio.sleep(0)
+    with monkeypatch.context() as patch:
+        patch.setattr("deploy.console.reader._WAIT_S", 0)
+        with pytest.raises(ReadFailed, match="asked for before took more than 0 s"):
+            await (await ask("bob"))
+    queue.append(await ask("bob"))
+    free.set()
+    assert await asyncio.gather(*queue) == [{}] * 33
+    assert not reader._waiting
+
+
+def test_many_answers_to_one_prompt_and_many_choices_leave_a_pair_that_nobody_chose_from() -> None:
+    with duckdb.connect(config={"threads": 1, "memory_limit": "1GB"}) as lake:
+        lake.execute(
+            "CREATE TABLE interactions AS SELECT 'r'||i AS response_id, DATE '2026-01-01' AS date, [i // 4999] AS "
+            "prompt_token_ids, 'answer '||i AS response, [{'policy_version': i // 4997}] AS policy_spans, "
+            "'acme' AS tenant, 'complete' AS status, TIMESTAMP '2026-01-01' + INTERVAL (i) SECOND AS created_at "
+            "FROM range(5000) t(i)"
+        )
+        lake.execute(
+            "CREATE TABLE feedback AS SELECT 'r'||i AS response_id, 'r'||(i+1) AS rejected_response_id, "
+            "'acme' AS tenant, 'preference' AS kind FROM range(4999) t(i)"
+        )
+        end = threading.Timer(30, lake.interrupt)  # as long as a page may take
+        end.start()
+        try:
+            skipped: list[str] = []
+            while found := lake.execute(_PAIR, {"tenant": "acme", "skipped": skipped, "most": 5000}).fetchone():
+                skipped.append(f"{found[0]}~{found[2]}")
+        finally:
+            end.cancel()
+    # Of policy 1 are r4997 and r4998, of policy 0 the newest four of the others; neighbours were chosen from.
+    pairs = [{int(one[1:]) for one in pair.split("~")} for pair in skipped]
+    ids = range(4993, 4999)
+    assert {frozenset(pair) for pair in pairs} == {frozenset((a, b)) for a in ids for b in ids if b - a > 1}
+    between = [len({number >= 4997 for number in pair}) == 2 for pair in pairs]
+    assert between == sorted(between, reverse=True)
 
 
 def _until_served(client: httpx.Client, site: Site, version: int) -> None:
