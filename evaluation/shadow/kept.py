@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from evaluation.decisions.history import Party
 from evaluation.shadow.comparison import Comparison, Pair, ShadowPlan
 from evaluation.shadow.requests import Drawn, still_there
-from feedback.files import locked, make_folder, replace_file
+from feedback.files import TEMPORARY, locked, make_folder, replace_file
 from feedback.lake.tables import Lake
 
 FOLDER: Final = "shadows"
@@ -134,8 +134,11 @@ class Kept:
         return sum(one.response_id not in there for one in new)
 
     def forget_gone(self, lake: Lake) -> int:
-        """Remove the responses whose requests are in the lake no longer; how many those were. Raises LakeError."""
+        """Remove the responses whose requests are in the lake no longer, and what a killed write has left of any; how
+        many of the first there were. Raises LakeError."""
         with self._files():
+            for left in self.folder.glob(f".{_RESPONSES}.*{TEMPORARY}"):
+                left.unlink(missing_ok=True)
             before = self.responses()
             there = still_there(lake, [one.response_id for one in before])
             kept = [one for one in before if one.response_id in there]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +211,40 @@ def test_a_response_goes_with_its_request_by_an_erasure_and_by_maintenance(
     assert (code, "removed 1 responses of shadows" in out) == (0, True), out + err
     assert [one.response_id for one in kept.responses()] == ["r0", "r2"]
     assert len(kept.pairs("exact@0123")) == 120  # numbers, which name nobody
+
+
+def secret() -> Response:
+    return Response(
+        response_id="r0", unit="u", draw="d", response="secret", response_token_ids=[1], finish_reason="stop"
+    )
+
+
+def test_what_retention_takes_from_the_lake_is_gone_from_shadows_too(
+    home_with_policy: Settings, candidate: Policy, lake: Lake, run: Run
+) -> None:
+    now = datetime.now(UTC)
+    since = [interaction(f"n{i}", created_at=now - timedelta(days=i)) for i in range(6)]
+    put(lake, "interactions", [interaction("r0", user="alice", created_at=now - timedelta(days=30)), *since])
+    kept = put_on_record(home_with_policy, candidate, 0.1)
+    assert kept.add_responses(lake, [secret()]) == 0
+    code, out, err = run("lake", "retain", "--dry-run", "--feedback.lake.retain_days", "10")
+    assert (code, len(kept.responses())) == (0, 1), out + err
+    code, out, err = run("lake", "retain", "--feedback.lake.retain_days", "10")
+    assert (code, kept.responses()) == (0, []), out + err
+
+
+@pytest.mark.parametrize("command", [("erase", "--user", "alice", "--yes"), ("maintain",)])
+def test_nothing_is_left_of_a_write_that_was_killed(
+    command: tuple[str, ...], home_with_policy: Settings, candidate: Policy, lake: Lake, run: Run
+) -> None:
+    put(lake, "interactions", [interaction("r0", user="alice", created_at=datetime.now(UTC))])
+    kept = put_on_record(home_with_policy, candidate, 0.1)
+    kept.add_responses(lake, [secret()])
+    left = kept.folder / ".responses.jsonl.0123456789abcdef.tmp"  # as ``replace_file`` names it before the rename
+    left.write_bytes((kept.folder / "responses.jsonl").read_bytes())
+    code, out, err = run("lake", *command)
+    assert (code, left.exists()) == (0, False), out + err
+    assert len(kept.responses()) == (command == ("maintain",))
 
 
 def test_without_traffic_it_can_not_tell_and_nothing_is_on_record(
