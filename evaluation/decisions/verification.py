@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 
 from evaluation.decisions import gate
 from evaluation.decisions.gate import State
@@ -222,7 +223,9 @@ def _of_promotion(history: History, entry: Entry) -> Iterator[str]:
         if harmed and pair == (body.get("sha256"), body.get("previous_sha256")):
             yield f"policy {body.get('version')} was promoted after experiment {one.number}: {one.decision}"
     for shadow in (other for other in history.others if other.kind == "shadow"):
-        if shadow_harm(shadow, str(body.get("sha256")), str(body.get("previous_sha256"))):
+        harm = shadow_harm(shadow, str(body.get("sha256")), str(body.get("previous_sha256")))
+        # The pointer's move comes before its entry, and a shadow that runs beside may come to its end in between.
+        if harm and datetime.fromisoformat(shadow.at) <= datetime.fromisoformat(str(body.get("at"))):
             yield f"policy {body.get('version')} was promoted after its shadow, entry {shadow.number}, showed harm"
     found = history.last(str(body.get("sha256")), str(body.get("previous_sha256")))
     if found is None or found[1].verdict != "pass":

@@ -162,6 +162,17 @@ def test_a_promotion_past_harm_that_is_no_override_is_found(
     assert (code, "policy 2 was promoted after its shadow, entry" in out) == (1, True), out
 
 
+def test_harm_that_is_shown_between_a_promotion_and_its_entry_leaves_the_ledger_in_order(
+    home_with_policy: Settings, candidate: Policy, run: Run
+) -> None:
+    store, ledger = home_with_policy.policy_store(), home_with_policy.ledger()
+    promote(store, ledger, 2, who="tests", why="it passed")  # killed here, or just not there yet
+    put_on_record(home_with_policy, candidate, 0.1)  # by a shadow that ran beside
+    record_moves(store, ledger)
+    code, out, _ = run("decisions", "verify")
+    assert code == 0, out
+
+
 def test_what_it_shows_is_shown_and_in_the_report(home_with_policy: Settings, candidate: Policy, run: Run) -> None:
     assert "there was no experiment yet" in run("experiment", "show")[1]
     put_on_record(home_with_policy, candidate, 0.1)
