@@ -48,7 +48,7 @@ class ShadowBusy(ShadowError):
 
 
 class Response(BaseModel):
-    """The candidate's response to a request that was drawn. ``left_out``: why it doesn't count; it has no text then."""
+    """The candidate's response to a request that was drawn. ``left_out``: why it has no text and the least reward."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -72,14 +72,14 @@ class Response(BaseModel):
         )
 
     def without_text(self, why: str) -> Response:
-        """The same, left out."""
+        """The same without what it says."""
         return self.model_copy(update={"response": "", "response_token_ids": [], "left_out": why})
 
 
 class Result(BaseModel):
     """What a shadow shows at a moment. ``considered`` responses of traffic, of which ``drawn`` were drawn, and
-    ``left_out`` of these, by reason; ``unscored``: why responses have no reward, by how often. ``ended``: why it ended;
-    None while it goes on, or if it was killed."""
+    ``left_out`` of these, by reason; ``unscored``: why responses of either policy have no reward, by how often.
+    ``ended``: why it ended; None while it goes on, or if it was killed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
