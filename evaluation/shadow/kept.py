@@ -1,7 +1,7 @@
 """What a shadow keeps, in a folder outside the lake: no reader of traffic can take it for traffic.
 
     evaluations/shadows/<pair of policies>/
-        began.json        when it began, and by which policies
+        began.json        when it began, by which policies, and by what plan with each scorer
         responses.jsonl   the candidate's responses, one a line, by the id of the response that people got
         pairs-<scorer>.jsonl  what was measured of both responses, by this scorer: numbers and hashes, no texts
         result.json       what it shows
@@ -116,6 +116,27 @@ class Kept:
             parties = {"candidate": candidate.model_dump(), "incumbent": incumbent.model_dump()}
             replace_file(path, json.dumps({"at": datetime.now(UTC).isoformat(), **parties}).encode())
         return datetime.fromisoformat(json.loads(path.read_bytes())["at"])
+
+    def settle(self, scorer: str, plan: ShadowPlan) -> ShadowPlan:
+        """The plan of all runs with a scorer: the first one's, from when anything was measured by it.
+
+        The share is that of the first run that had the candidate answer anything, with any scorer. Another plan would
+        count the same pairs by other bounds, and spend alpha anew. For who is ``alone``, after ``began``.
+        """
+        path = self.folder / "began.json"
+        began = json.loads(path.read_bytes())
+        plans = {name: ShadowPlan.model_validate(of) for name, of in began.get("plans", {}).items()}
+        if not plans and (before := self.result()) is not None:  # of a run that kept no plan
+            plans = {before.scorer: before.plan}
+        if not self.responses() and not any(self.folder.glob(_pairs("*"))):
+            plans = {}
+        if plans:
+            plan = plan.model_copy(update={"share": next(iter(plans.values())).share})
+        settled = plans[scorer] if scorer in plans and self.pairs(scorer) else plan
+        kept = {name: of.model_dump(mode="json") for name, of in (plans | {scorer: settled}).items()}
+        if kept != began.get("plans"):
+            replace_file(path, json.dumps(began | {"plans": kept}).encode())
+        return settled
 
     def responses(self) -> list[Response]:
         """All that there are, in the order in which they were sampled."""

@@ -81,6 +81,7 @@ class Shadow:
         self.seed = hypothesis(candidate.sha256, incumbent.sha256)
         self.kept = Kept(config.folder / FOLDER / self.seed[:16])
         self.plan = ShadowPlan.of(config.experiment.shadow)
+        """What the settings say until it runs, and what the first run began with from there on."""
         self._longest = _longest(candidate, incumbent, config)
         self._unscored: Counter[str] = Counter()
         self._last_draw: tuple[Any, Draw] | None = None
@@ -95,6 +96,7 @@ class Shadow:
         deadline = time.monotonic() + config.seconds
         with self.kept.alone():
             began = self.kept.began(_party(self.candidate), _party(self.incumbent))
+            self._settle()
             if gone := self.kept.forget_gone(self.lake):
                 self.say(f"{gone} requests are gone, erased or dropped: so is what the candidate answered to them")
             self._score()  # what a killed run has answered
@@ -113,6 +115,15 @@ class Shadow:
             result = self._result(began, ended)
             self.kept.put_result(result)
         return result
+
+    def _settle(self) -> None:
+        """Take the plan of the first run, and say what was changed in the settings since."""
+        declared, self.plan = self.plan, self.kept.settle(self.scorer, self.plan)
+        if changed := [name for name in ShadowPlan.model_fields if getattr(declared, name) != getattr(self.plan, name)]:
+            self.say(
+                f"the shadow goes on by the settings of its first run: {', '.join(changed)} changed since, and that "
+                "doesn't count for it"
+            )
 
     def _ended(self) -> str | None:
         """Why there is nothing more to answer; None while there is."""
@@ -141,7 +152,7 @@ class Shadow:
                 self.lake,
                 seed=self.seed,
                 policy=self.incumbent.version,
-                share=config.share,
+                share=self.plan.share,
                 since=began - timedelta(seconds=config.before_seconds),
                 longest=self._longest,
                 reads=self.reads,
@@ -263,6 +274,7 @@ class Shadow:
                 raise ShadowError(
                     f"{f'{whose} response {response_id}'.strip()} has the reward {reward:g} by {self.scorer}, outside "
                     f"[{low:g}, {high:g}]: say what rewards lie between with evaluation.experiment.shadow.reward_bounds"
+                    f"{' before its first run: it keeps them' if self.kept.pairs(self.scorer) else ''}"
                 )
 
     # Results

@@ -120,6 +120,55 @@ def test_harm_that_is_on_record_holds_a_candidate_back_unless_somebody_says_why(
     assert run("decisions", "verify")[0] == 0
 
 
+def test_settings_that_change_between_two_runs_count_for_neither_and_the_ledger_stays_in_order(
+    home_with_policy: Settings, candidate: Policy, lake: Lake, run: Run
+) -> None:
+    settings, kept = home_with_policy, kept_of(home_with_policy, candidate)
+    scorer = scorer_name(load_rollout_sources(settings.resolved().feedback.scoring))
+    same = [
+        Pair(
+            unit=f"{i:032x}",
+            draw=f"{int(i / 400 * 0.5 * 2**64):016x}{'0' * 16}",  # of a share of one half, as the first run had it
+            candidate=Answer(reward=0.5, tokens=5, cut=False),
+            incumbent=Answer(reward=0.5, tokens=5, cut=False),
+        )
+        for i in range(400)
+    ]
+    with kept.alone():
+        incumbent = settings.policy_store().get(1)
+        kept.began(Party(version=2, sha256=candidate.sha256), Party(version=1, sha256=incumbent.sha256))
+        kept.add_pairs(scorer, same)
+    shadow = ("experiment", "shadow", "2", "--evaluation.experiment.shadow.seconds", "0")
+    first = run(*shadow, "--evaluation.experiment.shadow.share", "0.5")
+    assert first[0] == 0, first
+    changed = ("share", "0.1"), ("alpha", "0.5"), ("reward_bounds", "[0, 9]")
+    others = [part for name, value in changed for part in (f"--evaluation.experiment.shadow.{name}", value)]
+    code, out, err = run(*shadow, *others)
+    words = "by the settings of its first run: share, alpha, reward_bounds, margins changed since"
+    assert (code, words in out) == (0, True), out + err
+    assert out.splitlines()[1:] == first[1].splitlines()
+    assert len([entry for entry in settings.ledger().entries() if entry.kind == "shadow"]) == 1
+    code, out, _ = run("decisions", "verify")
+    assert code == 0, out
+
+
+def test_the_settings_of_a_shadow_are_settled_step_by_step(home_with_policy: Settings, candidate: Policy) -> None:
+    kept, party = kept_of(home_with_policy, candidate), Party(version=2, sha256=candidate.sha256)
+    pairs = [Pair(unit="u", draw="0" * 32, candidate=(one := Answer(reward=0, tokens=1, cut=False)), incumbent=one)]
+    plans = [ShadowPlan.of(ShadowConfig(share=share, alpha=share)) for share in (0.1, 0.2, 0.3, 0.4)]
+    with kept.alone():
+        kept.began(party, party)
+        assert [kept.settle("a@1", plan) for plan in plans[:2]] == plans[:2], "nothing was answered"
+        kept.add_pairs("a@1", pairs)
+        assert [kept.settle("a@1", plan) for plan in plans] == [plans[1]] * 4
+        other = kept.settle("b@2", plans[2])  # by which nothing was measured
+        assert (other.share, other.alpha) == (0.2, 0.3)
+        assert kept.settle("b@2", plans[3]).alpha == 0.4
+        kept.add_pairs("b@2", pairs)
+        assert kept.settle("b@2", plans[2]).alpha == 0.4
+        assert kept.settle("a@1", plans[0]) == plans[1]
+
+
 def test_no_harm_on_record_holds_nobody_back_and_promotes_nobody(
     home_with_policy: Settings, candidate: Policy, model: Path, tmp_path: Path
 ) -> None:
