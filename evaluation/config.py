@@ -22,6 +22,12 @@ LEAST_TEMPERATURE: Final = 0.01
 JUDGED_MISSING: Final = 0.05
 """Of items, the share that these may leave without a score by default: a judge may time out."""
 
+SCORER_DOWN: Final = 0.1
+"""The share of a look's items that may lack the incumbent's score; more say that the scorer is at fault, not anybody's
+answers. Nothing is then decided or used up."""
+FEW_MISSING: Final = 5
+"""So many may lack it in any look: of few items, or in one that some of them can never be scored."""
+
 
 class EngineConfig(Section):
     """The vLLM engine that answers the suite, inside the evaluating process."""

@@ -54,10 +54,14 @@ def vacuum(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
 @pass_settings
 def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
     """Drop whole dates, oldest first, as lake.retain_days and lake.retain_bytes say."""
+    from evaluation.shadow.kept import FOLDER, forget_gone
     from feedback.maintenance.maintain import retain as retain_lake
 
+    lake = settings.lake()
     with stop_on_signals():
-        done = retain_lake(settings.lake(), dry_run=dry_run)
+        done = retain_lake(lake, dry_run=dry_run)
+        if not dry_run:
+            forget_gone(lake, settings.path(settings.evaluation.folder) / FOLDER, click.echo)
     _print_retained(done, dry_run)
     write_result(asdict(done), json_out)
 

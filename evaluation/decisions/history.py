@@ -108,6 +108,28 @@ class Ruling(BaseModel):
         return self.verdict != "undecided"
 
 
+class Shadowed(BaseModel):
+    """Of a shadow's body what other entries are judged by."""
+
+    class Comparison(BaseModel):
+        decision: str
+        reasons: tuple[str, ...]
+
+    candidate: Party
+    incumbent: Party
+    comparison: Comparison
+
+
+class Tried(BaseModel):
+    """Of an experiment's body what other entries are judged by."""
+
+    number: int
+    event: Literal["start", "commit", "end"]
+    candidate: Party
+    control: Party
+    decision: str | None = None
+
+
 def hypothesis(candidate: str, incumbent: str) -> str:
     """The name of a hypothesis, from the sha256 of both policies: the same weights are the same candidate."""
     return hashlib.sha256(f"{candidate}\0{incumbent}".encode()).hexdigest()[:32]
@@ -129,6 +151,16 @@ def declaration(entry: Entry) -> ErrorBudget:
         return _body(entry, Declaration, "error budget").budget
     except ValueError as error:
         raise LedgerDamaged(f"entry {entry.number} is no error budget: {error}") from error
+
+
+def shadowed(entry: Entry) -> Shadowed:
+    """What an entry says of a shadow. Raises LedgerDamaged if it is none."""
+    return _body(entry, Shadowed, "shadow")
+
+
+def tried(entry: Entry) -> Tried:
+    """What an entry says of an experiment. Raises LedgerDamaged if it is none."""
+    return _body(entry, Tried, "experiment")
 
 
 def _body(entry: Entry, model: type[Body], name: str) -> Body:
@@ -175,7 +207,13 @@ class History:
                 self.races.setdefault(found.hypothesis, []).append((entry, found))
                 self.used.update(found.prompts)
                 self.events.append(error_budget.Look(found.hypothesis, found.e_value, found.verdict))
-            case "promotion" | "rollback" | "experiment" | "shadow":
+            case "promotion" | "rollback":
+                self.others.append(entry)
+            case "experiment":
+                tried(entry)
+                self.others.append(entry)
+            case "shadow":
+                shadowed(entry)
                 self.others.append(entry)
             case "signed":
                 pass
@@ -225,10 +263,10 @@ class History:
 
 def shadow_harm(entry: Entry, candidate: str, incumbent: str) -> str | None:
     """What harm a shadow's entry has shown of a candidate beside an incumbent, by their sha256; None if it has not."""
-    body = entry.body
-    if (body["candidate"]["sha256"], body["incumbent"]["sha256"]) != (candidate, incumbent):
+    found = shadowed(entry)
+    if (found.candidate.sha256, found.incumbent.sha256) != (candidate, incumbent):
         return None
-    return "; ".join(body["comparison"]["reasons"]) if body["comparison"]["decision"] == "harm" else None
+    return "; ".join(found.comparison.reasons) if found.comparison.decision == "harm" else None
 
 
 def looks_of(ledger: Ledger, found: Ruling) -> list[Look]:

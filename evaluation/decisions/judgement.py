@@ -17,14 +17,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict
 
 from evaluation.compared_rewards import ComparedRewards
-from evaluation.config import EvaluationConfig
+from evaluation.config import FEW_MISSING, SCORER_DOWN, EvaluationConfig
 from evaluation.decisions import bank, gate
 from evaluation.decisions.bank import Voice
 from evaluation.decisions.gate import State
@@ -47,12 +47,6 @@ from feedback.scoring.sources.rules import RuleError
 from serve.policies.folder import compute_dtype
 from serve.policies.store import Policy
 from serve.swap.compatibility import computes_alike
-
-SCORER_DOWN: Final = 0.1
-"""The share of a look's items that may lack the incumbent's score; more say that the scorer is at fault, not anybody's
-answers. Nothing is then decided or used up."""
-FEW_MISSING: Final = 5
-"""So many may lack it in any look: of few items, or in one that some of them can never be scored."""
 
 
 class NotJudged(RuntimeError):

@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 
 from evaluation.decisions import gate
 from evaluation.decisions.gate import State
-from evaluation.decisions.history import History, Intent, Ruling, declaration, intent, looks_of, ruling, shadow_harm
+from evaluation.decisions.history import (
+    History,
+    Intent,
+    Ruling,
+    declaration,
+    intent,
+    looks_of,
+    ruling,
+    shadow_harm,
+    shadowed,
+    tried,
+)
 from evaluation.decisions.judgement import standings
 from evaluation.decisions.ledger import Entry, Ledger, LedgerDamaged
 from evaluation.decisions.observations import Look, names_of, voices
@@ -63,8 +75,12 @@ def _of_entry(ledger: Ledger, history: History, states: dict[str, State], entry:
             yield from _of_verdict(ledger, history, states, ruling(entry))
         case "promotion" | "rollback":
             yield from _of_promotion(history, entry)
-        case "experiment" | "shadow" | "signed":
-            pass  # experiments and shadows are looked at elsewhere; reading a signature has checked all that there is
+        case "experiment":
+            tried(entry)  # what follows from its evidence is looked at elsewhere, and so it is of a shadow
+        case "shadow":
+            shadowed(entry)
+        case "signed":
+            pass  # reading it has checked all that there is
 
 
 def _of_intent(history: History, meant: Intent) -> Iterator[str]:
@@ -201,13 +217,15 @@ def _of_promotion(history: History, entry: Entry) -> Iterator[str]:
         if body.get("sha256") is not None and body["sha256"] not in served:
             yield f"the pointer was moved back to policy {body.get('version')}, which has not served"
         return
-    for tried in (other.body for other in history.others if other.kind == "experiment"):
-        pair = (tried["candidate"]["sha256"], tried["control"]["sha256"])
-        harmed = tried.get("decision") in ("roll back", "failed")
+    for one in (tried(other) for other in history.others if other.kind == "experiment"):
+        pair = (one.candidate.sha256, one.control.sha256)
+        harmed = one.decision in ("roll back", "failed")
         if harmed and pair == (body.get("sha256"), body.get("previous_sha256")):
-            yield f"policy {body.get('version')} was promoted after experiment {tried['number']}: {tried['decision']}"
+            yield f"policy {body.get('version')} was promoted after experiment {one.number}: {one.decision}"
     for shadow in (other for other in history.others if other.kind == "shadow"):
-        if shadow_harm(shadow, str(body.get("sha256")), str(body.get("previous_sha256"))):
+        harm = shadow_harm(shadow, str(body.get("sha256")), str(body.get("previous_sha256")))
+        # The pointer's move comes before its entry, and a shadow that runs beside may come to its end in between.
+        if harm and datetime.fromisoformat(shadow.at) <= datetime.fromisoformat(str(body.get("at"))):
             yield f"policy {body.get('version')} was promoted after its shadow, entry {shadow.number}, showed harm"
     found = history.last(str(body.get("sha256")), str(body.get("previous_sha256")))
     if found is None or found[1].verdict != "pass":

@@ -12,7 +12,7 @@ from typing import Final, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from evaluation.config import JUDGED_MISSING, ShadowConfig
+from evaluation.config import FEW_MISSING, JUDGED_MISSING, SCORER_DOWN, ShadowConfig
 from evaluation.statistics import betting
 from evaluation.statistics.guardrails import Evidence, Metric, observe, relative_difference
 from evaluation.statistics.intervals import Floats
@@ -28,12 +28,16 @@ class _Record(BaseModel):
 
 
 class Answer(_Record):
-    """One response: its reward, None without one, its length, whether max_tokens cut it, whether the policy failed."""
+    """One response: its reward, None without one, its length, whether max_tokens cut it, whether the policy failed.
+
+    ``withheld``: there is nothing to measure, as it was redacted or the engine refused the request.
+    """
 
     reward: float | None
     tokens: int
     cut: bool
     failed: bool = False
+    withheld: bool = False
 
 
 class Pair(_Record):
@@ -89,7 +93,8 @@ class Compared(_Record):
 
 
 class Comparison(_Record):
-    """``requests`` were answered, of which ``unscored`` have no reward for both policies. ``reasons``: sentences."""
+    """``requests`` were answered, of which ``unscored`` have no reward for the incumbent's response. ``reasons``:
+    sentences."""
 
     decision: Decision
     reasons: tuple[str, ...]
@@ -102,11 +107,14 @@ def compare(plan: ShadowPlan, pairs: Sequence[Pair]) -> Comparison:
     """What the pairs show, in their order. The same ones give the same, to the last bit.
 
     Harm is shown wrongly with probability ``alpha`` at most, over all measures and looks. Each measure is shown to hold
-    at ``alpha`` by itself: all of them must. Raises OutOfBounds for a reward outside the bounds.
+    at ``alpha`` by itself: all of them must. A candidate gains nothing by a response that has no reward: it counts as
+    the least one. A request whose incumbent's response has none says nothing of rewards, and where these are many the
+    scorer is at fault, and no candidate. Raises OutOfBounds for a reward outside the bounds.
     """
     found = tuple(_of_measure(plan, measure, pairs) for measure in MEASURES if measure in plan.margins)
-    unscored = sum(not _scored(pair) for pair in pairs)
-    harmed = [one for one in found if one.harm]
+    unscored = sum(pair.incumbent.reward is None for pair in pairs)
+    down = scorer_is_down(unscored, len(pairs))
+    harmed = [one for one in found if one.harm and not (down and one.measure == "reward")]
     if len(pairs) < plan.min_requests:
         decision: Decision = "can't tell"
         reasons = [f"{len(pairs)} requests were answered, and a result rests on {plan.min_requests} at least"]
@@ -114,13 +122,18 @@ def compare(plan: ShadowPlan, pairs: Sequence[Pair]) -> Comparison:
         decision, reasons = "harm", [_say(one, "is shown to be worse") for one in harmed]
     elif unscored > JUDGED_MISSING * len(pairs):
         decision = "can't tell"
-        reasons = [f"{unscored} of {len(pairs)} requests have no reward for both responses, and 5% may lack one"]
+        reasons = [f"{unscored} of {len(pairs)} responses that people got have no reward, and 5% may lack one"]
     elif all(one.holds for one in found):
         decision, reasons = "no worse", [_say(one, "is shown to be no worse") for one in found]
     else:
         decision = "no harm shown"
         reasons = [_say(one, "is not shown to be within its margin") for one in found if not one.holds]
     return Comparison(decision=decision, reasons=tuple(reasons), requests=len(pairs), unscored=unscored, compared=found)
+
+
+def scorer_is_down(missing: int, n: int) -> bool:
+    """Whether so many of n responses of the incumbent have no reward that the scorer is at fault."""
+    return missing > max(FEW_MISSING, SCORER_DOWN * n)
 
 
 def path(plan: ShadowPlan, measure: Measure, pairs: Sequence[Pair]) -> tuple[Floats, Floats, Floats]:
@@ -157,25 +170,21 @@ def _metric(plan: ShadowPlan, measure: Measure) -> Metric:
 
 
 def _values(plan: ShadowPlan, measure: Measure, pairs: Sequence[Pair]) -> Floats:
-    """One number a pair that has the measure. A response that failed has the least reward that there is."""
+    """One number a pair that has the measure. A candidate's response without a reward has the least that there is."""
     if measure == "errors":
         return np.array([float(pair.candidate.failed) for pair in pairs])
-    answered = [pair for pair in pairs if not pair.candidate.failed]
+    answered = [pair for pair in pairs if not (pair.candidate.failed or pair.candidate.withheld)]
     if measure == "length":
         lengths = ([pair.candidate.tokens for pair in answered], [pair.incumbent.tokens for pair in answered])
         return relative_difference(*lengths)
     if measure == "truncation":
         return np.array([float(pair.candidate.cut) - float(pair.incumbent.cut) for pair in answered])
     low, high = plan.reward_bounds
-    scored = [pair for pair in pairs if _scored(pair)]
-    rewards = [low if pair.candidate.failed else pair.candidate.reward for pair in scored]
+    scored = [pair for pair in pairs if pair.incumbent.reward is not None]
+    rewards = [low if pair.candidate.reward is None else pair.candidate.reward for pair in scored]
     before = [pair.incumbent.reward for pair in scored]
     draws = [pair.draw for pair in scored]
     return betting.paired_differences(np.array(rewards, np.float64), np.array(before, np.float64), low, high, draws)
-
-
-def _scored(pair: Pair) -> bool:
-    return pair.incumbent.reward is not None and (pair.candidate.failed or pair.candidate.reward is not None)
 
 
 def _say(one: Compared, what: str) -> str:

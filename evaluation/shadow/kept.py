@@ -1,7 +1,7 @@
 """What a shadow keeps, in a folder outside the lake: no reader of traffic can take it for traffic.
 
     evaluations/shadows/<pair of policies>/
-        began.json        when it began, and by which policies
+        began.json        when it began, by which policies, and by what plan with each scorer
         responses.jsonl   the candidate's responses, one a line, by the id of the response that people got
         pairs-<scorer>.jsonl  what was measured of both responses, by this scorer: numbers and hashes, no texts
         result.json       what it shows
@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 from evaluation.decisions.history import Party
 from evaluation.shadow.comparison import Comparison, Pair, ShadowPlan
 from evaluation.shadow.requests import Drawn, still_there
-from feedback.files import locked, make_folder, replace_file
+from feedback.files import TEMPORARY, locked, make_folder, replace_file
 from feedback.lake.tables import Lake
 
 FOLDER: Final = "shadows"
@@ -48,7 +48,7 @@ class ShadowBusy(ShadowError):
 
 
 class Response(BaseModel):
-    """The candidate's response to a request that was drawn. ``left_out``: why it doesn't count; it has no text then."""
+    """The candidate's response to a request that was drawn. ``left_out``: why it has no text and the least reward."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -72,14 +72,14 @@ class Response(BaseModel):
         )
 
     def without_text(self, why: str) -> Response:
-        """The same, left out."""
+        """The same without what it says."""
         return self.model_copy(update={"response": "", "response_token_ids": [], "left_out": why})
 
 
 class Result(BaseModel):
     """What a shadow shows at a moment. ``considered`` responses of traffic, of which ``drawn`` were drawn, and
-    ``left_out`` of these, by reason; ``unscored``: why responses have no reward, by how often. ``ended``: why it ended;
-    None while it goes on, or if it was killed."""
+    ``left_out`` of these, by reason; ``unscored``: why responses of either policy have no reward, by how often.
+    ``ended``: why it ended; None while it goes on, or if it was killed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -117,6 +117,27 @@ class Kept:
             replace_file(path, json.dumps({"at": datetime.now(UTC).isoformat(), **parties}).encode())
         return datetime.fromisoformat(json.loads(path.read_bytes())["at"])
 
+    def settle(self, scorer: str, plan: ShadowPlan) -> ShadowPlan:
+        """The plan of all runs with a scorer: the first one's, from when anything was measured by it.
+
+        The share is that of the first run that had the candidate answer anything, with any scorer. Another plan would
+        count the same pairs by other bounds, and spend alpha anew. For who is ``alone``, after ``began``.
+        """
+        path = self.folder / "began.json"
+        began = json.loads(path.read_bytes())
+        plans = {name: ShadowPlan.model_validate(of) for name, of in began.get("plans", {}).items()}
+        if not plans and (before := self.result()) is not None:  # of a run that kept no plan
+            plans = {before.scorer: before.plan}
+        if not self.responses() and not any(self.folder.glob(_pairs("*"))):
+            plans = {}
+        if plans:
+            plan = plan.model_copy(update={"share": next(iter(plans.values())).share})
+        settled = plans[scorer] if scorer in plans and self.pairs(scorer) else plan
+        kept = {name: of.model_dump(mode="json") for name, of in (plans | {scorer: settled}).items()}
+        if kept != began.get("plans"):
+            replace_file(path, json.dumps(began | {"plans": kept}).encode())
+        return settled
+
     def responses(self) -> list[Response]:
         """All that there are, in the order in which they were sampled."""
         return _read(self.folder / _RESPONSES, Response)
@@ -134,8 +155,11 @@ class Kept:
         return sum(one.response_id not in there for one in new)
 
     def forget_gone(self, lake: Lake) -> int:
-        """Remove the responses whose requests are in the lake no longer; how many those were. Raises LakeError."""
+        """Remove the responses whose requests are in the lake no longer, and what a killed write has left of any; how
+        many of the first there were. Raises LakeError."""
         with self._files():
+            for left in self.folder.glob(f".{_RESPONSES}.*{TEMPORARY}"):
+                left.unlink(missing_ok=True)
             before = self.responses()
             there = still_there(lake, [one.response_id for one in before])
             kept = [one for one in before if one.response_id in there]

@@ -21,7 +21,7 @@ from evaluation.decisions.history import Party, hypothesis
 from evaluation.engine import OfflineEngine, OfflineEngines
 from evaluation.estimation.same_tokens import other_tokens
 from evaluation.estimation.training_reads import TrainingRead
-from evaluation.shadow.comparison import Answer, Comparison, Pair, ShadowPlan, compare
+from evaluation.shadow.comparison import Answer, Comparison, Pair, ShadowPlan, compare, scorer_is_down
 from evaluation.shadow.kept import FOLDER, Kept, Response, Result, ShadowError
 from evaluation.shadow.requests import Draw, Drawn, draw_requests, read_requests, sampling_of
 from feedback.config import ScoringConfig
@@ -33,8 +33,8 @@ from feedback.scoring.sources.rules import COLUMNS
 from serve.kv_cache import BATCH_SHARE, fit_engine, full_context
 from serve.policies.store import Policy
 
-REDACTED: Final = "of which the candidate's response is redacted"
-REFUSED: Final = "that the engine does not take again"
+REDACTED: Final = "the candidate's is redacted"
+REFUSED: Final = "the engine does not take the request again"
 
 _ROWS: Final = 256  # scored at a time: a judge has its deadline for so many
 _MOST_REASONS: Final = 5
@@ -81,6 +81,7 @@ class Shadow:
         self.seed = hypothesis(candidate.sha256, incumbent.sha256)
         self.kept = Kept(config.folder / FOLDER / self.seed[:16])
         self.plan = ShadowPlan.of(config.experiment.shadow)
+        """What the settings say until it runs, and what the first run began with from there on."""
         self._longest = _longest(candidate, incumbent, config)
         self._unscored: Counter[str] = Counter()
         self._last_draw: tuple[Any, Draw] | None = None
@@ -95,6 +96,7 @@ class Shadow:
         deadline = time.monotonic() + config.seconds
         with self.kept.alone():
             began = self.kept.began(_party(self.candidate), _party(self.incumbent))
+            self._settle()
             if gone := self.kept.forget_gone(self.lake):
                 self.say(f"{gone} requests are gone, erased or dropped: so is what the candidate answered to them")
             self._score()  # what a killed run has answered
@@ -113,6 +115,15 @@ class Shadow:
             result = self._result(began, ended)
             self.kept.put_result(result)
         return result
+
+    def _settle(self) -> None:
+        """Take the plan of the first run, and say what was changed in the settings since."""
+        declared, self.plan = self.plan, self.kept.settle(self.scorer, self.plan)
+        if changed := [name for name in ShadowPlan.model_fields if getattr(declared, name) != getattr(self.plan, name)]:
+            self.say(
+                f"the shadow goes on by the settings of its first run: {', '.join(changed)} changed since, and that "
+                "doesn't count for it"
+            )
 
     def _ended(self) -> str | None:
         """Why there is nothing more to answer; None while there is."""
@@ -141,7 +152,7 @@ class Shadow:
                 self.lake,
                 seed=self.seed,
                 policy=self.incumbent.version,
-                share=config.share,
+                share=self.plan.share,
                 since=began - timedelta(seconds=config.before_seconds),
                 longest=self._longest,
                 reads=self.reads,
@@ -186,9 +197,12 @@ class Shadow:
     # Scores
 
     def _score(self) -> None:
-        """Score what was answered and has no score by this scorer, beside what people got to the same requests."""
+        """Score what was answered and has no score by this scorer, beside what people got to the same requests.
+
+        Raises ShadowError if the scorer is down: these are scored by the next run then.
+        """
         known = {pair.unit for pair in self.kept.pairs(self.scorer)}
-        responses = [one for one in self.kept.responses() if one.unit not in known and one.left_out is None]
+        responses = [one for one in self.kept.responses() if one.unit not in known]
         for at in range(0, len(responses), _ROWS):
             some = responses[at : at + _ROWS]
             rows = self._requests(some)
@@ -201,11 +215,17 @@ class Shadow:
             row | {"response": one.response, "response_token_ids": one.response_token_ids}
             for one, row in zip(responses, rows, strict=True)
         ]
-        rewards = self._rewards([*own, *rows])
+        measured = [one.finish_reason != "error" and one.left_out is None for one in responses]
+        # In turn, so that a judge's deadline cuts both policies' alike.
+        scored = [
+            [after, before] if both else [before] for both, after, before in zip(measured, own, rows, strict=True)
+        ]
+        rewards = iter(self._rewards([row for of in scored for row in of]))
+        found = [(next(rewards) if both else None, next(rewards)) for both in measured]
+        self._require_scorer([before for _, before in found])
         pairs = []
-        for i, (one, row) in enumerate(zip(responses, rows, strict=True)):
-            failed = one.finish_reason == "error"
-            after, before = None if failed else rewards[i], rewards[i + len(responses)]
+        for one, row, (after, before) in zip(responses, rows, found, strict=True):
+            failed, withheld = one.finish_reason == "error", one.left_out is not None
             self._require_bounded(one.response_id, after, before)
             tokens = len(one.response_token_ids), len(row["response_token_ids"])
             cut = one.finish_reason == "length", row["finish_reason"] == "length"
@@ -213,7 +233,7 @@ class Shadow:
                 Pair(
                     unit=one.unit,
                     draw=one.draw,
-                    candidate=Answer(reward=after, tokens=tokens[0], cut=cut[0], failed=failed),
+                    candidate=Answer(reward=after, tokens=tokens[0], cut=cut[0], failed=failed, withheld=withheld),
                     incumbent=Answer(reward=before, tokens=tokens[1], cut=cut[1]),
                 )
             )
@@ -237,6 +257,16 @@ class Shadow:
                 self._unscored[why[:_MOST_QUOTED]] += 1
         return found
 
+    def _require_scorer(self, before: Sequence[float | None]) -> None:
+        missing = sum(reward is None for reward in before)
+        if scorer_is_down(missing, len(before)):
+            whys = "".join(f"; {count} × {why}" for why, count in self._unscored.most_common(_MOST_REASONS))
+            raise ShadowError(
+                f"{self.scorer} gave no reward to {missing} of {len(before)} responses of policy "
+                f"{self.incumbent.version}, which people got: these show nothing of policy {self.candidate.version}"
+                f"{whys}; run the shadow again when it scores: the same responses are scored"
+            )
+
     def _require_bounded(self, response_id: str, after: float | None, before: float | None) -> None:
         low, high = self.plan.reward_bounds
         for whose, reward in (("the candidate's response to the request of", after), ("", before)):
@@ -244,14 +274,14 @@ class Shadow:
                 raise ShadowError(
                     f"{f'{whose} response {response_id}'.strip()} has the reward {reward:g} by {self.scorer}, outside "
                     f"[{low:g}, {high:g}]: say what rewards lie between with evaluation.experiment.shadow.reward_bounds"
+                    f"{' before its first run: it keeps them' if self.kept.pairs(self.scorer) else ''}"
                 )
 
     # Results
 
     def _result(self, began: datetime, ended: str | None) -> Result:
         draw = self._draw(began)
-        left_out = Counter(draw.left_out)
-        left_out.update(one.left_out for one in self.kept.responses() if one.left_out is not None)
+        unscored = self._unscored + Counter(one.left_out for one in self.kept.responses() if one.left_out is not None)
         return Result(
             candidate=_party(self.candidate),
             incumbent=_party(self.incumbent),
@@ -261,9 +291,9 @@ class Shadow:
             comparison=self._compare(),
             considered=draw.considered,
             drawn=draw.taken,
-            left_out=dict(left_out.most_common()),
+            left_out=draw.left_out,
             scorer=self.scorer,
-            unscored=dict(self._unscored.most_common(_MOST_REASONS)),
+            unscored=dict(unscored.most_common(_MOST_REASONS)),
             ended=ended,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,55 @@ def test_harm_that_is_on_record_holds_a_candidate_back_unless_somebody_says_why(
     assert run("decisions", "verify")[0] == 0
 
 
+def test_settings_that_change_between_two_runs_count_for_neither_and_the_ledger_stays_in_order(
+    home_with_policy: Settings, candidate: Policy, lake: Lake, run: Run
+) -> None:
+    settings, kept = home_with_policy, kept_of(home_with_policy, candidate)
+    scorer = scorer_name(load_rollout_sources(settings.resolved().feedback.scoring))
+    same = [
+        Pair(
+            unit=f"{i:032x}",
+            draw=f"{int(i / 400 * 0.5 * 2**64):016x}{'0' * 16}",  # of a share of one half, as the first run had it
+            candidate=Answer(reward=0.5, tokens=5, cut=False),
+            incumbent=Answer(reward=0.5, tokens=5, cut=False),
+        )
+        for i in range(400)
+    ]
+    with kept.alone():
+        incumbent = settings.policy_store().get(1)
+        kept.began(Party(version=2, sha256=candidate.sha256), Party(version=1, sha256=incumbent.sha256))
+        kept.add_pairs(scorer, same)
+    shadow = ("experiment", "shadow", "2", "--evaluation.experiment.shadow.seconds", "0")
+    first = run(*shadow, "--evaluation.experiment.shadow.share", "0.5")
+    assert first[0] == 0, first
+    changed = ("share", "0.1"), ("alpha", "0.5"), ("reward_bounds", "[0, 9]")
+    others = [part for name, value in changed for part in (f"--evaluation.experiment.shadow.{name}", value)]
+    code, out, err = run(*shadow, *others)
+    words = "by the settings of its first run: share, alpha, reward_bounds, margins changed since"
+    assert (code, words in out) == (0, True), out + err
+    assert out.splitlines()[1:] == first[1].splitlines()
+    assert len([entry for entry in settings.ledger().entries() if entry.kind == "shadow"]) == 1
+    code, out, _ = run("decisions", "verify")
+    assert code == 0, out
+
+
+def test_the_settings_of_a_shadow_are_settled_step_by_step(home_with_policy: Settings, candidate: Policy) -> None:
+    kept, party = kept_of(home_with_policy, candidate), Party(version=2, sha256=candidate.sha256)
+    pairs = [Pair(unit="u", draw="0" * 32, candidate=(one := Answer(reward=0, tokens=1, cut=False)), incumbent=one)]
+    plans = [ShadowPlan.of(ShadowConfig(share=share, alpha=share)) for share in (0.1, 0.2, 0.3, 0.4)]
+    with kept.alone():
+        kept.began(party, party)
+        assert [kept.settle("a@1", plan) for plan in plans[:2]] == plans[:2], "nothing was answered"
+        kept.add_pairs("a@1", pairs)
+        assert [kept.settle("a@1", plan) for plan in plans] == [plans[1]] * 4
+        other = kept.settle("b@2", plans[2])  # by which nothing was measured
+        assert (other.share, other.alpha) == (0.2, 0.3)
+        assert kept.settle("b@2", plans[3]).alpha == 0.4
+        kept.add_pairs("b@2", pairs)
+        assert kept.settle("b@2", plans[2]).alpha == 0.4
+        assert kept.settle("a@1", plans[0]) == plans[1]
+
+
 def test_no_harm_on_record_holds_nobody_back_and_promotes_nobody(
     home_with_policy: Settings, candidate: Policy, model: Path, tmp_path: Path
 ) -> None:
@@ -160,6 +209,17 @@ def test_a_promotion_past_harm_that_is_no_override_is_found(
     record_moves(store, ledger)
     code, out, _ = run("decisions", "verify")
     assert (code, "policy 2 was promoted after its shadow, entry" in out) == (1, True), out
+
+
+def test_harm_that_is_shown_between_a_promotion_and_its_entry_leaves_the_ledger_in_order(
+    home_with_policy: Settings, candidate: Policy, run: Run
+) -> None:
+    store, ledger = home_with_policy.policy_store(), home_with_policy.ledger()
+    promote(store, ledger, 2, who="tests", why="it passed")  # killed here, or just not there yet
+    put_on_record(home_with_policy, candidate, 0.1)  # by a shadow that ran beside
+    record_moves(store, ledger)
+    code, out, _ = run("decisions", "verify")
+    assert code == 0, out
 
 
 def test_what_it_shows_is_shown_and_in_the_report(home_with_policy: Settings, candidate: Policy, run: Run) -> None:
@@ -211,6 +271,40 @@ def test_a_response_goes_with_its_request_by_an_erasure_and_by_maintenance(
     assert (code, "removed 1 responses of shadows" in out) == (0, True), out + err
     assert [one.response_id for one in kept.responses()] == ["r0", "r2"]
     assert len(kept.pairs("exact@0123")) == 120  # numbers, which name nobody
+
+
+def secret() -> Response:
+    return Response(
+        response_id="r0", unit="u", draw="d", response="secret", response_token_ids=[1], finish_reason="stop"
+    )
+
+
+def test_what_retention_takes_from_the_lake_is_gone_from_shadows_too(
+    home_with_policy: Settings, candidate: Policy, lake: Lake, run: Run
+) -> None:
+    now = datetime.now(UTC)
+    since = [interaction(f"n{i}", created_at=now - timedelta(days=i)) for i in range(6)]
+    put(lake, "interactions", [interaction("r0", user="alice", created_at=now - timedelta(days=30)), *since])
+    kept = put_on_record(home_with_policy, candidate, 0.1)
+    assert kept.add_responses(lake, [secret()]) == 0
+    code, out, err = run("lake", "retain", "--dry-run", "--feedback.lake.retain_days", "10")
+    assert (code, len(kept.responses())) == (0, 1), out + err
+    code, out, err = run("lake", "retain", "--feedback.lake.retain_days", "10")
+    assert (code, kept.responses()) == (0, []), out + err
+
+
+@pytest.mark.parametrize("command", [("erase", "--user", "alice", "--yes"), ("maintain",)])
+def test_nothing_is_left_of_a_write_that_was_killed(
+    command: tuple[str, ...], home_with_policy: Settings, candidate: Policy, lake: Lake, run: Run
+) -> None:
+    put(lake, "interactions", [interaction("r0", user="alice", created_at=datetime.now(UTC))])
+    kept = put_on_record(home_with_policy, candidate, 0.1)
+    kept.add_responses(lake, [secret()])
+    left = kept.folder / ".responses.jsonl.0123456789abcdef.tmp"  # as ``replace_file`` names it before the rename
+    left.write_bytes((kept.folder / "responses.jsonl").read_bytes())
+    code, out, err = run("lake", *command)
+    assert (code, left.exists()) == (0, False), out + err
+    assert len(kept.responses()) == (command == ("maintain",))
 
 
 def test_without_traffic_it_can_not_tell_and_nothing_is_on_record(

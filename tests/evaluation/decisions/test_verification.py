@@ -12,7 +12,7 @@ import pytest
 
 from evaluation.config import SamplingParameters
 from evaluation.decisions.history import History
-from evaluation.decisions.ledger import Ledger
+from evaluation.decisions.ledger import Kind, Ledger
 from evaluation.decisions.verification import verify
 from evaluation.suites.decoding import Decoding, ParameterSet
 from tests.evaluation.decisions.worlds import COMPARED, config, items, judged, rewrite
@@ -277,3 +277,17 @@ def test_what_was_about_to_be_looked_at_has_its_level_and_its_items_without_a_ve
     with_its_items = items(50, gain=0.3, name="a")
     judged(ledger, 4, with_its_items)
     assert any("it is about items that were looked at before" in one for one in verify(Ledger(tmp_path)).problems)
+
+
+@pytest.mark.parametrize("kind", ["shadow", "experiment"])
+def test_an_entry_that_says_nothing_of_its_kind_is_named_and_what_follows_is_verified(
+    kind: Kind, tmp_path: Path
+) -> None:
+    ledger = Ledger(tmp_path)
+    judged(ledger, 2, items(500, gain=0.3, differing=0.4))
+    empty = ledger.append(kind, {}, who="somebody")
+    move = {"version": 3, "sha256": "sha-3", "previous": 1, "previous_sha256": "sha-1", "generation": 9, "at": "then"}
+    unjudged = ledger.append("promotion", move, who="somebody")
+    first, second = verify(ledger).problems
+    assert first.startswith(f"entry {empty.number}: entry {empty.number} is no {kind}: ")
+    assert second == f"entry {unjudged.number}: policy 3 was promoted without a passing verdict against policy 1"

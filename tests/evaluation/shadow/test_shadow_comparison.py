@@ -94,16 +94,39 @@ def test_a_response_that_failed_has_the_least_reward_and_no_length() -> None:
     assert found.unscored == 0
 
 
-def test_what_has_no_reward_for_both_is_left_out_and_more_than_one_in_twenty_can_not_tell() -> None:
+def test_a_candidate_gains_nothing_by_responses_that_have_no_reward() -> None:
+    found = compare(PLAN, [pair(i, 0.0 if i % 2 else 1.0, 1.0) for i in range(500)])
+    hidden = compare(PLAN, [pair(i, None if i % 2 else 1.0, 1.0) for i in range(500)])
+    assert (found.decision, hidden) == ("harm", found)
+    plan = PLAN.model_copy(update={"reward_bounds": (-1.0, 1.0)})
+    assert compare(plan, pairs(20, None, 1.0)).compared[0].value == -2.0
+
+
+def test_what_is_withheld_has_the_least_reward_and_nothing_else_that_is_measured() -> None:
+    found = compare(PLAN, pairs(60, None, 1.0, withheld=True, tokens=0))
+    values = {one.measure: (one.n, one.value) for one in found.compared}
+    assert values == {"reward": (60, -1.0), "length": (0, None), "truncation": (0, None), "errors": (60, 0.0)}
+    assert (found.decision, found.unscored) == ("harm", 0)
+
+
+def test_what_the_incumbent_has_no_reward_for_is_left_out_and_more_than_one_in_twenty_can_not_tell() -> None:
     good = pairs(200, 0.9, 0.5)
-    few = [*good, *(pair(1000 + i, None, 0.5) for i in range(10))]
+    few = [*good, *(pair(1000 + i, 0.0, None) for i in range(10))]
     found = compare(PLAN, few)
     assert (found.unscored, found.compared[0].n, found.decision) == (10, 200, "no worse")
     many = [*good, *(pair(1000 + i, 0.5, None) for i in range(11))]
     found = compare(PLAN, many)
     assert (found.decision, found.unscored) == ("can't tell", 11)
-    assert found.reasons == ("11 of 211 requests have no reward for both responses, and 5% may lack one",)
+    assert found.reasons == ("11 of 211 responses that people got have no reward, and 5% may lack one",)
     assert compare(PLAN, [*many, *pairs(200, 0.0, 1.0)]).decision == "harm"  # which is shown all the same
+
+
+@pytest.mark.parametrize(("missing", "decision"), [(20, "harm"), (21, "can't tell")])
+def test_a_scorer_that_is_down_is_not_read_as_harm_by_the_candidate_in_its_rewards(missing: int, decision: str) -> None:
+    seen = [*pairs(200 - missing, None, 1.0), *pairs(missing, None, None)]
+    assert compare(PLAN, seen).decision == decision
+    longer = [one.model_copy(update={"candidate": Answer(reward=None, tokens=100, cut=False)}) for one in seen]
+    assert compare(PLAN, longer).decision == "harm"  # which no scorer measures
 
 
 def test_a_reward_out_of_bounds_is_refused() -> None:

@@ -239,9 +239,12 @@ def test_an_answer_whose_request_is_erased_while_it_is_sampled_is_not_kept(
     kept = shadow.kept.responses()
     assert erased[0] not in {users[one.response_id] for one in kept}
     withheld = [one for one in kept if one.left_out == REDACTED]
-    assert found.left_out[REDACTED] == len(withheld) >= 1
+    assert found.unscored[REDACTED] == len(withheld) >= 1
     assert all((one.response, one.response_token_ids) == ("", []) for one in withheld)
-    assert found.comparison.requests == len(kept) - len(withheld)
+    counted = [one.unit for one in shadow.kept.pairs(shadow.scorer) if one.candidate.withheld]
+    assert (found.comparison.requests, counted) == (len(kept), [one.unit for one in withheld])
+    least = [one.candidate.reward for one in shadow.kept.pairs(shadow.scorer) if one.candidate.withheld]
+    assert set(least) == {None}
 
 
 def test_no_traffic_can_not_tell_and_starts_no_engine(make: Any, lake: Lake) -> None:
@@ -288,15 +291,29 @@ def test_another_tokenizer_is_refused(make: Any, store: PolicyStore, tmp_path: P
         make(other.version)
 
 
-def test_a_response_without_a_reward_says_why(make: Any, lake: Lake) -> None:
-    scoring = ScoringConfig(rules={"exact": RuleConfig(ready="exact_match")})
-    put(lake, "interactions", [interaction("x", policy_spans=[{"start": 0, "policy_version": 2}])])
-    shadow = make(1, scoring=scoring, max_requests=20)
+def test_a_response_of_the_candidate_without_a_reward_counts_and_says_why(make: Any) -> None:
+    """A rule that scores what has digits alone: nearly all that the incumbent answered, and less of the candidate's."""
+    own = "case when length(regexp_replace(response, '[^0-9]', '', 'g')) > 0 then 1.0 end"
+    shadow = make(1, scoring=ScoringConfig(rules={"own": RuleConfig(sql=own)}), max_requests=20)
     found = shadow.run()
-    assert found.comparison.decision in ("can't tell", "harm")
-    assert found.comparison.unscored >= 19
+    scored = [one for one in shadow.kept.pairs(shadow.scorer) if one.incumbent.reward is not None]
+    missing = [one for one in scored if one.candidate.reward is None]
+    assert (len(scored), bool(missing)) == (20 - found.comparison.unscored, True)
+    assert found.comparison.compared[0].value == pytest.approx(-len(missing) / len(scored))
     (reason,) = found.unscored
-    assert reason.startswith("exact: ")
+    assert reason.startswith("own: ")
+
+
+def test_a_scorer_that_is_down_is_an_error_and_the_same_responses_are_scored_again(make: Any) -> None:
+    scoring = ScoringConfig(rules={"exact": RuleConfig(ready="exact_match")})  # and no request has a right answer
+    shadow = make(1, scoring=scoring, max_requests=20)
+    with pytest.raises(ShadowError, match=r"exact@.* gave no reward to 20 of 20 responses of policy 2.*; 40 × exact: "):
+        shadow.run()
+    before = shadow.kept.responses()
+    assert (len(before), shadow.kept.pairs(shadow.scorer)) == (20, [])
+    again = make(1, max_requests=20)
+    assert again.run().comparison.requests == 20
+    assert again.kept.responses() == before
 
 
 def test_a_candidate_that_can_not_be_loaded_is_an_error_that_names_it_and_shows_nothing(
