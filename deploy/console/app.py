@@ -165,6 +165,8 @@ class _Console:
         headers, made = headers_of(request.scope, READ), None
         if form is not None:
             headers = _proved(headers, form)
+        else:
+            _check_site(request)
         if cookie_of(headers) is None and form is None and not self.authenticator.keyring.on:
             made = self.authenticator.sessions.begin_without_key()
         principal = self.authenticator.session(headers, proved=form is not None)
@@ -293,6 +295,13 @@ class _Stream(StreamingResponse):
 def _who(viewer: dict[str, Any]) -> str:
     """A principal, among those whose requests are counted."""
     return f"{viewer['tenant']}/{viewer['name']}"
+
+
+def _check_site(request: Request) -> None:
+    """Raises Problem 403 for what another site's page embeds; a link of its may lead here."""
+    sent = request.headers
+    if sent.get("sec-fetch-site") in ("cross-site", "same-site") and sent.get("sec-fetch-dest") != "document":
+        raise Problem(403, "a page of another site may lead to a page of the console, and not embed it")
 
 
 def _require_scope(viewer: dict[str, Any], scope: str) -> None:

@@ -501,6 +501,18 @@ def test_a_stream_is_counted_while_it_is_sent() -> None:
     assert not streams
 
 
+async def test_a_page_of_another_site_starts_no_work_even_where_no_key_is_needed(settings: Settings) -> None:
+    async with application(settings, "127.0.0.1") as http:
+        for site, into, status in (
+            ("cross-site", "image", 403),
+            ("same-site", "iframe", 403),
+            ("cross-site", "document", 200),  # by a link
+            ("same-origin", "empty", 200),
+        ):
+            sent = {"Sec-Fetch-Site": site, "Sec-Fetch-Dest": into}
+            assert (await http.get("/console/policies", headers=sent)).status_code == status
+
+
 # The process that reads
 
 
