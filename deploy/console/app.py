@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 _READ_S: Final = 30.0
 _ACT_S: Final = 300.0  # a promotion reads all of a policy's files
 _LIVE_S: Final = 2.0
+_STREAM_S: Final = 60.0  # then the browser asks again
+_STREAMS: Final = 256
+_STREAMS_EACH: Final = 16  # of one principal
 _FIELDS: Final = 64
 _READERS: Final = frozenset({"read", "admin"})
 
@@ -97,6 +101,7 @@ class _Console:
         self.lake = Reader(snapshot, _READ_S)
         self.actions = Reader(snapshot, _ACT_S)
         self._live: tuple[float, str] = (0.0, "")
+        self._streams: Counter[str] = Counter()
         self._looking = asyncio.Lock()
         routes = [
             Route("/login", self._login_page, methods=["GET"]),
@@ -160,6 +165,8 @@ class _Console:
         headers, made = headers_of(request.scope, READ), None
         if form is not None:
             headers = _proved(headers, form)
+        else:
+            _check_site(request)
         if cookie_of(headers) is None and form is None and not self.authenticator.keyring.on:
             made = self.authenticator.sessions.begin_without_key()
         principal = self.authenticator.session(headers, proved=form is not None)
@@ -209,7 +216,7 @@ class _Console:
         path = {key: str(value) for key, value in request.path_params.items()}
         sent = {"page": name, "path": path, "query": query, "form": form, "viewer": viewer}
         try:
-            answer = await reader.read(sent, f"{viewer['tenant']}/{viewer['name']}")
+            answer = await reader.read(sent, _who(viewer))
         except ReadFailed as error:
             raise Problem(503, f"this page can't be shown at the moment: {error}", retry_after=5) from error
         if answer["location"] is not None:
@@ -217,12 +224,23 @@ class _Console:
         return Response(answer["body"], answer["status"], media_type=answer["type"])
 
     async def _events(self, request: Request) -> Response:
-        """The page Now, part by part as it changes, until the session ends, the browser leaves or the server drains."""
-        self._visit(request)
+        """The page Now, part by part as it changes, for a minute; the browser then asks again.
+
+        It ends before that with the session, with the browser's leaving and with the server.
+        """
+        viewer, _ = self._visit(request)
+        who = _who(viewer)
+        if self._streams.total() >= _STREAMS or self._streams[who] >= _STREAMS_EACH:
+            most = f"{_STREAMS_EACH} of one key and {_STREAMS} in all"
+            raise Problem(503, f"too many pages are kept as things are: {most} may be", retry_after=15)
 
         async def events() -> AsyncIterator[bytes]:
-            sent, told_at = "", time.monotonic()
+            sent, began_at = "", time.monotonic()
+            told_at = began_at
             while not self.server.draining:
+                if time.monotonic() - began_at > _STREAM_S:
+                    yield b"retry: 1000\n\n"
+                    return
                 try:
                     viewer, _ = self._visit(request)
                 except Problem:  # the key was revoked: the page asks anew, and is led to the login
@@ -234,7 +252,7 @@ class _Console:
                     yield f"data: {parts}\n\n".encode()
                 await asyncio.sleep(_LIVE_S)
 
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        return _Stream(events(), self._streams, who)
 
     async def _parts(self, request: Request, viewer: dict[str, Any]) -> str:
         """The live parts of the page, as JSON on a line; read once for all browsers that look."""
@@ -256,6 +274,34 @@ class _Console:
             return dict(parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_FIELDS))
         except ValueError as error:
             raise Problem(400, f"that is no form: {error}") from None
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events, counted in ``streams`` while they are sent."""
+
+    def __init__(self, events: AsyncIterator[bytes], streams: Counter[str], who: str) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        self.streams = streams
+        self.who = who
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.streams[self.who] += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.streams -= Counter((self.who,))  # and forget whom none is left of
+
+
+def _who(viewer: dict[str, Any]) -> str:
+    """A principal, among those whose requests are counted."""
+    return f"{viewer['tenant']}/{viewer['name']}"
+
+
+def _check_site(request: Request) -> None:
+    """Raises Problem 403 for what another site's page embeds; a link of its may lead here."""
+    sent = request.headers
+    if sent.get("sec-fetch-site") in ("cross-site", "same-site") and sent.get("sec-fetch-dest") != "document":
+        raise Problem(403, "a page of another site may lead to a page of the console, and not embed it")
 
 
 def _require_scope(viewer: dict[str, Any], scope: str) -> None:

@@ -1,22 +1,31 @@
 // The page Now, kept as things are.
 import { refresh } from "./console.js";
 
-const source = new EventSource("/console/live");
 const lost = document.getElementById("lost");
+let late;
 
-source.onmessage = (event) => {
-  const { parts = {}, charts = {}, failed } = JSON.parse(event.data);
-  lost.hidden = !failed;
-  for (const [name, html] of Object.entries(parts)) {
-    const element = document.getElementById(name);
-    if (element.dataset.was !== html) { element.dataset.was = html; element.innerHTML = html; }
-  }
-  put("training", charts.training);
-  put("paths", charts.experiment);
-  refresh();
-};
-source.onerror = () => { lost.hidden = false; };
-source.addEventListener("ended", () => location.reload());
+function follow() {
+  const source = new EventSource("/console/live");
+  source.onmessage = (event) => {
+    clearTimeout(late);
+    const { parts = {}, charts = {}, failed } = JSON.parse(event.data);
+    lost.hidden = !failed;
+    for (const [name, html] of Object.entries(parts)) {
+      const element = document.getElementById(name);
+      if (element.dataset.was !== html) { element.dataset.was = html; element.innerHTML = html; }
+    }
+    put("training", charts.training);
+    put("paths", charts.experiment);
+    refresh();
+  };
+  source.onerror = () => { // the server ends each stream after a minute, and the browser asks again
+    clearTimeout(late);
+    late = setTimeout(() => { lost.hidden = false; }, 5000);
+    if (source.readyState === EventSource.CLOSED) setTimeout(follow, 15000); // it was refused
+  };
+  source.addEventListener("ended", () => location.reload());
+}
+follow();
 
 function put(name, charts) {
   if (!charts) return;

@@ -6,6 +6,7 @@ import asyncio
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from starlette.routing import Mount
 
 from deploy import initialise
 from deploy.config.root import Settings
-from deploy.console.app import _own_path, create
+from deploy.console.app import _own_path, _Stream, create
 from deploy.console.pages.compare import _PAIR
 from deploy.console.reader import Reader, ReadFailed
 from deploy.console.worker import respond
@@ -467,6 +468,49 @@ async def test_a_number_that_is_too_long_for_a_policys_is_no_page(settings: Sett
     async with application(settings, "127.0.0.1") as http:
         for number in ("1" * 10, "1" * 5000):
             assert (await http.get(f"/console/policies/{number}")).status_code == 404
+
+
+async def test_live_pages_are_bounded_in_number_and_each_ends_and_makes_room(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.console.app._STREAM_S", -1.0)
+    async with application(settings, "127.0.0.1") as http:
+        for _ in range(3):  # which are over at once
+            live = await http.get("/console/live")
+            assert (live.status_code, live.text) == (200, "retry: 1000\n\n")
+        for bound in ("_STREAMS", "_STREAMS_EACH"):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"deploy.console.app.{bound}", 0)
+                assert (await http.get("/console/live")).status_code == 503
+
+
+def test_a_stream_is_counted_while_it_is_sent() -> None:
+    streams: Counter[str] = Counter()
+
+    async def events() -> AsyncIterator[bytes]:
+        assert streams == {"t/ann": 1}
+        yield b"data:\n\n"
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    asyncio.run(_Stream(events(), streams, "t/ann")({"type": "http"}, receive, send))
+    assert not streams
+
+
+async def test_a_page_of_another_site_starts_no_work_even_where_no_key_is_needed(settings: Settings) -> None:
+    async with application(settings, "127.0.0.1") as http:
+        for site, into, status in (
+            ("cross-site", "image", 403),
+            ("same-site", "iframe", 403),
+            ("cross-site", "document", 200),  # by a link
+            ("same-origin", "empty", 200),
+        ):
+            sent = {"Sec-Fetch-Site": site, "Sec-Fetch-Dest": into}
+            assert (await http.get("/console/policies", headers=sent)).status_code == status
 
 
 # The process that reads
