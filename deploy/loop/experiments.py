@@ -22,6 +22,7 @@ from evaluation.decisions.ledger import Entry, Ledger, LedgerError
 from evaluation.experiments import looks
 from evaluation.experiments.blocks import BadEvidence, Block, Observed, has_rows, observe
 from evaluation.experiments.plan import ExperimentPlan
+from evaluation.experiments.verification import declared
 from feedback.files import locked, replace_file
 from serve.policies.experiments import Experiment, ExperimentRunning, Experiments, Phase, Unit
 from serve.policies.records import now
@@ -393,22 +394,7 @@ class Controller:
     def _declared(self, start: dict[str, Any]) -> Experiment:
         """What the ledger says of an experiment, as a record that nobody obeys any more."""
         end = {"decision": "void", "at": now(), "who": _WHO, "why": "its record was moved away before it had ended"}
-        return Experiment(
-            number=start["number"],
-            candidate=start["candidate"]["version"],
-            control=start["control"]["version"],
-            seed=start["seed"],
-            started_at=start["started_at"],
-            block_s=start["block_s"],
-            phases=tuple(Phase(**phase) for phase in start["phases"]),
-            generation=0,
-            state="stopping",
-            who="",
-            why=start["why"],
-            plan=start["plan"],
-            end=end,
-            unit=start.get("unit", "block"),
-        )
+        return replace(declared(start, start["phases"]), state="stopping", end=end)
 
     def _began(self, experiment: Experiment) -> bool:
         """Whether anybody may have met the candidate: it was committed or looked at, or there are rows of it."""

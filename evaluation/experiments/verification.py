@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any, Final
 
@@ -111,27 +111,32 @@ def _of_watch(start: dict[str, Any], entry: Entry, committed: dict[str, Any] | N
         yield f"experiment {body['number']} was kept {early:.0f} s before its watch and the feedback's window were over"
 
 
+def declared(start: dict[str, Any], phases: Sequence[dict[str, Any]]) -> Experiment:
+    """An experiment as the ledger's entry of its start has it, with these phases; it has ended, and nobody obeys it."""
+    return Experiment(
+        number=start["number"],
+        candidate=start["candidate"]["version"],
+        control=start["control"]["version"],
+        seed=start["seed"],
+        started_at=start["started_at"],
+        block_s=start["block_s"],
+        phases=tuple(Phase(**phase) for phase in phases),
+        generation=0,
+        state="ended",
+        who="",
+        why=start["why"],
+        plan=start["plan"],
+        unit=start.get("unit", "block"),
+    )
+
+
 def _of_evidence(
     ledger: Ledger, start: dict[str, Any], entry: Entry, committed: dict[str, Any] | None
 ) -> Iterator[str]:
     """What is wrong with the blocks of an entry, and with what is said to follow from them."""
     body, number = entry.body, entry.body["number"]
     plan, blocks = ExperimentPlan.model_validate(start["plan"]), _blocks(ledger, body)
-    drawn = Experiment(
-        number=number,
-        candidate=start["candidate"]["version"],
-        control=start["control"]["version"],
-        seed=start["seed"],
-        started_at=start["started_at"],
-        block_s=start["block_s"],
-        phases=tuple(Phase(**phase) for phase in body["phases"]),
-        generation=0,
-        state="ended",
-        who="",
-        why="",
-        plan=start["plan"],
-        unit=start.get("unit", "block"),
-    )
+    drawn = declared(start, body["phases"])
     watched_from = None
     if committed is not None:
         before = _blocks(ledger, committed)
