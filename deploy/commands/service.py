@@ -136,11 +136,12 @@ def schedule(settings: Settings, cycles: bool) -> None:
     import signal
 
     from deploy.loop.schedule import Scheduler
+    from deploy.notify import webhooks
 
     scheduler = Scheduler(settings, cycles=cycles, say=click.echo)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: scheduler.stop())
-    with no_leftovers():
+    with no_leftovers(), webhooks.notifying(settings):
         scheduler.run()
 
 

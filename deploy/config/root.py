@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import (
     ConfigDict,
@@ -19,8 +20,11 @@ from pydantic import (
     Field,
     PositiveFloat,
     PositiveInt,
+    SecretStr,
+    StringConstraints,
     Tag,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -39,7 +43,7 @@ from deploy.config.sources import (
 from evaluation.config import EvaluationConfig
 from feedback.config import TRAINED, ClassifierConfig, FeedbackConfig, ScoringConfig
 from feedback.files import read_key, replace_file
-from feedback.settings_base import Section
+from feedback.settings_base import Secret, Section
 from serve.config import ServeConfig
 from serve.middleware.api_keys import local_file
 from train.config.training import TrainConfig
@@ -143,6 +147,52 @@ class CycleConfig(Section):
         return self
 
 
+EventKind = Literal["promoted", "refused", "rolled_back", "failed"]
+"""What webhooks are told of."""
+
+
+class WebhookConfig(Section):
+    """An address that is told what the loop does."""
+
+    url: Secret = Field(
+        description="Where to send it, http or https. Masked wherever settings are shown: who has a Slack address can "
+        "post there."
+    )
+    form: Literal["generic", "slack"] = Field(
+        "generic", description="generic: a JSON object with all that is known. slack: a text, as Slack takes it."
+    )
+    events: list[EventKind] = Field(
+        ["promoted", "refused", "rolled_back", "failed"], min_length=1, description="What it is told of."
+    )
+    secret_variable: str = Field(
+        "MILLRACE_WEBHOOK_SECRET",
+        pattern=r"^[A-Z][A-Z0-9_]{0,99}$",
+        description="Environment variable with the secret that requests are signed with; unset: they aren't. The "
+        "secret itself is no setting, so that no snapshot of settings has it.",
+    )
+    timeout_s: PositiveFloat = Field(10.0, le=300, description="An attempt may take this long (seconds).")
+    attempts: PositiveInt = Field(
+        5, le=20, description="Attempts to deliver an event, ever longer apart; then it is on record as failed."
+    )
+
+    @field_validator("secret_variable")
+    @classmethod
+    def _is_no_setting(cls, name: str) -> str:
+        if name.startswith(ENV_PREFIX):
+            raise ValueError(f"{name} would be a setting: take a name that does not begin with {ENV_PREFIX}")
+        return name
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: SecretStr) -> SecretStr:
+        parts = urlsplit(url.get_secret_value())
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("this is no http or https address")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("a user name or password in the address is not sent: take it out")
+        return url
+
+
 class ScheduleConfig(Section):
     """When cycles run. One at a time; runs that were missed meanwhile become one."""
 
@@ -168,6 +218,9 @@ class ScheduleConfig(Section):
     )
     max_cycles: PositiveInt | None = Field(
         None, description="Stop scheduling after this many cycles (skipped ones don't count); null: go on."
+    )
+    webhooks: dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], WebhookConfig] = Field(
+        default_factory=dict, description="Addresses that the scheduler tells what the loop does, each with a name."
     )
 
 
