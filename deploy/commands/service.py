@@ -136,12 +136,13 @@ def schedule(settings: Settings, cycles: bool) -> None:
     import signal
 
     from deploy.loop.schedule import Scheduler
+    from deploy.monitoring import listener
     from deploy.notify import webhooks
 
     scheduler = Scheduler(settings, cycles=cycles, say=click.echo)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: scheduler.stop())
-    with no_leftovers(), webhooks.notifying(settings):
+    with no_leftovers(), listener.serving(settings, cycles=cycles), webhooks.notifying(settings):
         scheduler.run()
 
 

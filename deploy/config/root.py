@@ -147,6 +147,22 @@ class CycleConfig(Section):
         return self
 
 
+class LoopMetricsConfig(Section):
+    """``GET /metrics`` of the scheduler: what the loop has on record, for Prometheus."""
+
+    port: int | None = Field(
+        None, ge=1, le=65535, description="Port on which the scheduler shows its metrics; null: it shows none."
+    )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address to listen on. As the server's own, it is a loopback address while there are no keys.",
+    )
+    lake_seconds: PositiveFloat = Field(
+        60.0, description="Seconds between two reads of the lake for rewards and feedback, if something is new in it."
+    )
+
+
 EventKind = Literal["promoted", "refused", "rolled_back", "failed"]
 """What webhooks are told of."""
 
@@ -218,6 +234,9 @@ class ScheduleConfig(Section):
     )
     max_cycles: PositiveInt | None = Field(
         None, description="Stop scheduling after this many cycles (skipped ones don't count); null: go on."
+    )
+    metrics: LoopMetricsConfig = Field(
+        default_factory=LoopMetricsConfig, description="`GET /metrics` of the scheduler, for Prometheus."
     )
     webhooks: dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], WebhookConfig] = Field(
         default_factory=dict, description="Addresses that the scheduler tells what the loop does, each with a name."

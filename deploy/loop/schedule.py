@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -277,14 +277,23 @@ def first_run(settings: Settings, due: CronTrigger | IntervalTrigger) -> datetim
 
 def next_cycle(settings: Settings, began: datetime) -> datetime:
     """When the scheduler that began at that time starts its next cycle, as far as its jitter lets that be known."""
-    due, history = trigger(settings.schedule), records.load_all(settings)
-    since = [record.started_at for record in history if record.started_at >= began]
-    if since:
-        return max(datetime.now(UTC), _next(due, since[-1]))
+    history = records.load_all(settings)
+    due = due_at(settings, began, [record.started_at for record in history])
+    return max(datetime.now(UTC), due) if history and history[-1].started_at >= began else due
+
+
+def due_at(settings: Settings, began: datetime, starts: Sequence[datetime]) -> datetime:
+    """When a cycle of the scheduler that began at that time is due; in the past if it is late, no jitter added.
+
+    ``starts``: of all cycles, oldest first.
+    """
+    due = trigger(settings.schedule)
+    if starts and starts[-1] >= began:
+        return _next(due, starts[-1])
     first = settings.schedule.first_after_seconds
     if first is not None:
         return began + timedelta(seconds=first)
-    return max(began, _next(due, history[-1].started_at if history else began))
+    return max(began, _next(due, starts[-1] if starts else began))
 
 
 def _next(due: CronTrigger | IntervalTrigger, after: datetime) -> datetime:

@@ -152,12 +152,12 @@ class Keyring:
         except KeyError:
             raise Refused("unknown", "there is no such key") from None
 
-    def check_host(self, host: str) -> None:
+    def check_host(self, host: str, setting: str = "serve.host") -> None:
         """Raises NotLoopback for a host, a name or an address, that others reach, where no key is needed."""
         if self.on or self.off or is_loopback(host):
             return
         raise NotLoopback(
-            f"serve.host is {host}, which others than this machine reach, and there is no key in {self.path}: make "
+            f"{setting} is {host}, which others than this machine reach, and there is no key in {self.path}: make "
             "one with `millrace keys create`, or set serve.auth to off if a proxy before it authenticates requests"
         )
 

@@ -1,0 +1,38 @@
+"""Memory and use of this machine's NVIDIA GPUs, from the driver's library (NVML), which comes with vLLM for GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU at this moment: bytes, and the share of the last moments in which it was at work."""
+
+    index: int
+    used_bytes: int
+    total_bytes: int
+    use: float
+
+
+def gpus() -> list[Gpu]:
+    """All of them; none without a driver, or without its library in Python."""
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver
+        return []
+    try:
+        return [_read(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read(nvml, index: int) -> Gpu:  # type: ignore[no-untyped-def]
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    use = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    return Gpu(index, int(memory.used), int(memory.total), use)
