@@ -284,7 +284,9 @@ class ServeConfig(Section):
     keys: str = Field("keys.json", description="File of the API keys, which `millrace keys` writes.")
     access_log: bool = Field(False, description="Log a line for every request.")
     log_format: Literal["text", "json"] = Field(
-        "text", description="How log lines are written; json: one object a line, with request and trace ids."
+        "text",
+        description="How log lines are written, also those of `up`, of the scheduler and of cycles; json: one object a "
+        "line, with request and trace ids.",
     )
     drain_timeout_s: float = Field(20, ge=0, description="When stopping, wait this long for requests at work.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="vLLM.")

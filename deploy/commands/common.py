@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,16 @@ def write_result(result: dict[str, Any], file: Path | None) -> None:
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(file, json.dumps(result, indent=2, default=str).encode() + b"\n")
+
+
+def log_lines(settings: Settings, process: str) -> Callable[[str], None]:
+    """What prints the lines of a process that goes on by itself, as ``serve.log_format`` says, and logs as they are."""
+    if settings.serve.log_format == "text":
+        return click.echo
+    from serve.observability import log_format
+
+    log_format.configure("json")
+    return lambda line: click.echo(log_format.as_json(line, f"millrace.{process}"))
 
 
 def existing_lake(settings: Settings) -> Lake:

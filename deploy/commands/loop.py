@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
-from deploy.commands.common import as_json_option, json_out, pass_settings, write_result
+from deploy.commands.common import as_json_option, json_out, log_lines, pass_settings, write_result
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import lineage, promotion
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
@@ -395,7 +395,7 @@ def cycle(settings: Settings, json_out: Path | None) -> int:
     from deploy.loop.cycle import run_cycle
 
     with no_leftovers(), stop_on_signals():
-        record = run_cycle(settings, say=click.echo)
+        record = run_cycle(settings, say=log_lines(settings, "cycle"))
     write_result(record.model_dump(mode="json"), json_out)
     return 1 if record.status == "failed" else 0
 

@@ -9,7 +9,7 @@ from functools import partial
 import click
 from pydantic import ValidationError
 
-from deploy.commands.common import pass_settings
+from deploy.commands.common import log_lines, pass_settings
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.config.sources import DEFAULT_FILE
@@ -45,12 +45,15 @@ def up(
     1, and a short millrace.yaml. The loop is then opened as far as the settings let it; what is off is listed.
     """
     from deploy import up as supervisor
+    from serve.observability import log_format
 
     printing = threading.Lock()
+    as_json = settings.serve.log_format == "json"
 
     def say(process: str, line: str) -> None:
+        prefix = "" if as_json else f"{click.style(f'{process:>8} |', fg=COLOURS.get(process))} "
         with printing:
-            click.echo(f"{click.style(f'{process:>8} |', fg=COLOURS.get(process))} {line}")
+            click.echo(prefix + (log_format.as_json(line, f"millrace.{process}") if as_json else line))
 
     with no_leftovers():
         try:
@@ -139,7 +142,7 @@ def schedule(settings: Settings, cycles: bool) -> None:
     from deploy.monitoring import listener
     from deploy.notify import webhooks
 
-    scheduler = Scheduler(settings, cycles=cycles, say=click.echo)
+    scheduler = Scheduler(settings, cycles=cycles, say=log_lines(settings, "schedule"))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: scheduler.stop())
     with no_leftovers(), listener.serving(settings, cycles=cycles), webhooks.notifying(settings):

@@ -46,6 +46,14 @@ def configure(form: Literal["text", "json"]) -> None:
     root.setLevel(min(root.level or logging.INFO, logging.INFO))
 
 
+def as_json(line: str, logger: str) -> str:
+    """A line that a process prints as one of its log; one that is of a child's log already stays as it is."""
+    if line.startswith('{"time":'):
+        return line
+    level = logging.ERROR if line.startswith("error: ") else logging.INFO
+    return Json().format(logging.LogRecord(logger, level, "", 0, line, None, None))
+
+
 def adopt(name: str) -> None:
     """Write the lines of a library that has brought handlers of its own as all others are written."""
     logger = logging.getLogger(name)

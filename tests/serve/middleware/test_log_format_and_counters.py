@@ -29,3 +29,11 @@ def test_a_json_line_has_time_level_logger_message_ids_and_an_exception_as_one_f
     assert "ValueError: two\nlines" in read["exception"]
     half = logger.makeRecord("some.logger", logging.INFO, __file__, 1, "half a \ud800", (), None)
     assert json.loads(log_format.Json().format(half))["message"] == "half a ?"
+
+
+def test_a_line_that_a_process_prints_is_one_of_its_log_and_a_childs_stays_as_it_is() -> None:
+    line = log_format.as_json('error: it says "no"', "millrace.cycle")
+    found = json.loads(line)
+    assert (found["level"], found["logger"], found["message"]) == ("ERROR", "millrace.cycle", 'error: it says "no"')
+    assert json.loads(log_format.as_json("score took 2 s", "x"))["level"] == "INFO"
+    assert log_format.as_json(line, "millrace.schedule") == line
