@@ -80,6 +80,7 @@ def create_app(
         metrics=server.metrics,
         routes=app.routes,
         access_log=config.access_log,
+        tracing=server.tracing,
     )
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app

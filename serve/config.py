@@ -254,6 +254,24 @@ class RetentionConfig(Section):
     )
 
 
+class TracesConfig(Section):
+    """OpenTelemetry: spans of requests and of cycles, rewards as evaluation events."""
+
+    endpoint: Address | None = Field(
+        None,
+        pattern=r"^https?://[^/]",
+        description="Base address of a collector that takes OTLP over HTTP, such as http://127.0.0.1:4318; none: no "
+        "traces. Headers that it asks for are in the environment, as OTEL_EXPORTER_OTLP_HEADERS.",
+    )
+    sample_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of the traces that begin here which are exported; others are as their parent says.",
+    )
+    timeout_s: float = Field(10, gt=0, le=60, description="An export may take this long (seconds).")
+
+
 class ServeConfig(Section):
     """The server."""
 
@@ -298,4 +316,5 @@ class ServeConfig(Section):
     fleet: FleetConfig = Field(
         default_factory=FleetConfig, description="Several replicas, and how they go from one policy to another."
     )
+    traces: TracesConfig = Field(default_factory=TracesConfig, description="OpenTelemetry's traces.")
     openai: OpenAIConfig = Field(default_factory=OpenAIConfig, description="The routes below /v1.")

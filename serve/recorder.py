@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from feedback.journal.writer import Journal, JournalBroken, JournalFull
 from feedback.redaction import WITHOUT_RESPONSE, Decode, RedactionError, Redactor, withheld
 from serve.http import Problem
 from serve.observability.metrics import Metrics
+from serve.observability.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +39,23 @@ class Recorder:
     """Records interactions and feedback. Every method that records raises Problem 503 if that can't be durable."""
 
     def __init__(
-        self, journal: Journal, ledger: SeenFeedback, metrics: Metrics, redaction: Redaction | None = None
+        self,
+        journal: Journal,
+        ledger: SeenFeedback,
+        metrics: Metrics,
+        redaction: Redaction | None = None,
+        tracing: Tracing | None = None,
+        model: str = "",
     ) -> None:
+        """``model``: its name in traces."""
         self.tasks: set[asyncio.Task[Any]] = set()
         """Tasks that may outlive the request that started them; the journal is closed after them."""
         self._journal = journal
         self._ledger = ledger
         self._metrics = metrics
         self._redaction = redaction
+        self._tracing = tracing
+        self._model = model
 
     def spawn(self, work: Coroutine[Any, Any, Result], name: str) -> asyncio.Task[Result]:
         """Run ``work`` in a task that the end of the server waits for, and that no client's leaving cancels."""
@@ -59,13 +70,14 @@ class Recorder:
 
     async def record(self, rows: list[dict[str, Any]]) -> None:
         """Return when the interaction rows are on disk."""
+        sampled_at = time.time_ns()
         with _problems():
             kept = rows if self._redaction is None else await self._redaction.interactions(rows)
             if len(kept) == 1:
                 await self._journal.append("interactions", kept[0])
             else:
                 await gather_all(*(self._journal.append("interactions", row) for row in kept))
-        self.count(rows)
+        self.count(rows, sampled_at=sampled_at)
 
     async def begin(self, row: dict[str, Any], so_far: SoFar) -> Stream:
         """Return when a response's start is on disk."""
@@ -81,6 +93,7 @@ class Recorder:
 
         ``count_prompt``: False when another response to the same prompt has ended before.
         """
+        sampled_at = time.time_ns()
         with _problems():
             kept, failure = rows, None
             if self._redaction is not None:
@@ -89,7 +102,7 @@ class Recorder:
                 except RedactionError as error:
                     kept, failure = [withheld(row) for row in rows], error
             await gather_all(*(self._journal.end(stream, row) for stream, row in zip(streams, kept, strict=True)))
-            self.count(rows, count_prompt=count_prompt)
+            self.count(rows, count_prompt=count_prompt, sampled_at=sampled_at)
             if failure is not None:
                 raise failure
 
@@ -124,8 +137,13 @@ class Recorder:
         await gather_all(*(self.record_feedback(other, generated_id=generated_id) for other in earlier))
         return await self.record_feedback(last_row, generated_id=generated_id)
 
-    def count(self, rows: list[dict[str, Any]], *, count_prompt: bool = True) -> None:
-        """Count the rows of responses to one prompt in the metrics."""
+    def count(self, rows: list[dict[str, Any]], *, count_prompt: bool = True, sampled_at: int | None = None) -> None:
+        """Count the rows of responses to one prompt in the metrics, and trace them.
+
+        ``sampled_at``: nanoseconds of Unix time when the journal began with them; None if it does not get them.
+        """
+        if self._tracing is not None:
+            self._tracing.responses(rows, self._model, sampled_at or time.time_ns(), sampled_at is not None)
         metrics = self._metrics
         metrics.response_tokens.inc(sum(len(row["response_token_ids"]) for row in rows))
         if count_prompt:

@@ -26,6 +26,7 @@ from serve.middleware.keyring import Keyring, Principal
 from serve.middleware.rate_limits import Limiter
 from serve.observability import log_format
 from serve.observability.metrics import Metrics
+from serve.observability.tracing import Tracing
 from serve.policies.experiments import Assignment, Turn
 from serve.policies.store import PolicyStore
 from serve.recorder import Recorder, Redaction, UnstoredResponses
@@ -95,6 +96,7 @@ class Server:
         self.config = config
         self.recording = recording
         self.metrics = Metrics()
+        self.tracing = Tracing.of(config.traces, "millrace", config.replica_name)
         self.keyring = Keyring(config)
         self.limiter = Limiter(config.limits.burst_seconds, self._observe_limit)
         self.bodies = Bodies(config.limits.body_bytes, config.limits.bodies)
@@ -120,7 +122,9 @@ class Server:
             if capture.redact
             else None
         )
-        self.recorder = Recorder(self.journal, self.ledger, self.metrics, self._redaction)
+        self.recorder = Recorder(
+            self.journal, self.ledger, self.metrics, self._redaction, self.tracing, config.model_name
+        )
         self.sessions = Sessions(self.lake, journal_folder, config.session_days)
         self._unstored = UnstoredResponses(self.recorder)
         self.admission = Admission(config, self.engine, self.journal, lambda: self.unready())
@@ -146,6 +150,8 @@ class Server:
     async def start(self) -> None:
         """Open journal and lake, start the engine. Raises what keeps it from serving, everything closed again."""
         try:
+            if self.tracing is not None:
+                self.tracing.start()
             await asyncio.to_thread(self.keyring.load)
             self.keyring.check_host(self.config.host)
             if self._redaction is not None:
@@ -199,6 +205,8 @@ class Server:
         if self.recorder.tasks:
             await asyncio.wait(self.recorder.tasks, timeout=CUT_OFF_S)
         await self.engine.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
         if self._redaction is not None:
             await self._redaction.close()
         await asyncio.to_thread(self.journal.close)

@@ -45,17 +45,24 @@ _MOST_NAMED: Final = 20
 @pass_settings
 def score(settings: Settings, json_out: Path | None) -> None:
     """Turn new interactions and feedback into rewards."""
+    from deploy.loop.traces import export_rewards
     from feedback.datasets import count_given
     from feedback.ingest.seal import seal
+    from feedback.lake.tables import LakeError
     from feedback.scoring.run import score as score_lake
 
-    feedback = settings.resolved().feedback
+    feedback, began = settings.resolved().feedback, datetime.now(UTC)
     lake = settings.lake()
     with stop_on_signals():
         lake.create()
         sealed = seal(lake, Path(feedback.journal.folder))
         with _scoring_progress() as progress:
             result = score_lake(lake, feedback.scoring, feedback.kinds, progress=progress)
+        if result.scored:
+            try:
+                export_rewards(settings, began)
+            except LakeError as error:  # the rewards are there all the same
+                click.echo(f"warning: they are not exported as evaluation events: {error}", err=True)
     click.echo(
         f"scored {result.scored} responses in {result.seconds:.2f} s, {result.missing} of them without a reward "
         f"({len(sealed)} journal segments sealed first)"

@@ -5,5 +5,6 @@ settings that would fail an hour later), ``recipes`` (what a cycle trains, and w
 (what the next cycle goes on with where one was killed), ``promotion`` (moving the serving pointer, and back),
 ``wait_for_serving`` (until the server follows it), ``shadows`` (a candidate on a copy of requests, shown to nobody),
 ``experiments`` (a candidate on live traffic before it is promoted for good). ``schedule`` (starts cycles and
-maintenance when they are due), ``lineage`` (what a policy was trained on).
+maintenance when they are due), ``lineage`` (what a policy was trained on), ``traces`` (spans of cycles and rewards as
+events, for OpenTelemetry).
 """

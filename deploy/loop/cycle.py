@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
 from deploy.loop import promotion, recipes
@@ -28,6 +28,7 @@ from deploy.loop.records import (
     without_candidate,
     write,
 )
+from deploy.loop.traces import span, traced
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
 from deploy.supervise import preloaded
 from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
@@ -43,6 +44,9 @@ from serve.policies.experiments import Experiments
 from serve.policies.retention import retraining_parent
 from serve.policies.store import Pointer, PolicyError, PolicyStore
 from train.run.unfinished import give_up
+
+if TYPE_CHECKING:
+    from serve.observability.tracing import Tracing
 
 _NO_FRESH = (
     "an item decides once; `millrace suite add FILE` adds some, and held-out traffic does where the suite is drawn"
@@ -77,7 +81,9 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
     with locked(folder / ".lock", LOCK_WAIT_S, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
         with preloaded.serving(settings.path(settings.up.logs) / "preloaded.log"):
-            return _Cycle(settings, say).run()
+            cycle = _Cycle(settings, say)
+            with traced(settings, "millrace-cycle") as tracing:
+                return cycle.run(tracing)
 
 
 def training_parent(store: PolicyStore, serving: int, say: Callable[[str], None]) -> int:
@@ -118,8 +124,17 @@ class _Cycle:
         self.store = settings.policy_store()
         self.ledger, self._history, self._counted = settings.ledger(), History(), 0
         self.record = CycleRecord(number=number, started_at=now())
+        self._tracing: Tracing | None = None
 
-    def run(self) -> CycleRecord:
+    def run(self, tracing: Tracing | None) -> CycleRecord:
+        self._tracing = tracing
+        with span(tracing, f"cycle {self.record.number}", number=self.record.number) as whole:
+            try:
+                return self._run_to_its_end()
+            finally:
+                whole(outcome=self.record.status, candidate=self.record.candidate, incumbent=self.record.incumbent)
+
+    def _run_to_its_end(self) -> CycleRecord:
         self._save()
         try:
             self._turn()
@@ -497,7 +512,8 @@ class _Cycle:
         self.say(f"{name} …")
         started = time.monotonic()
         try:
-            yield stage
+            with span(self._tracing, name, **({} if run is None else {"run": run})):
+                yield stage
         except BaseException as error:
             stage.ok, stage.error = False, str(error) or type(error).__name__
             stage.killed = isinstance(error, (Stopped, StageKilled))

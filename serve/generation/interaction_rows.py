@@ -29,6 +29,9 @@ BLOCK: Final = RESERVED + "block"
 DRAW: Final = RESERVED + "draw"
 """The draw of an experiment that a request belongs to, as metadata (``serve.policies.experiments.Assignment``)."""
 
+TRACE_KEY: Final = RESERVED + "trace"
+"""The traceparent of the request's span, as metadata, where spans are exported."""
+
 
 def build_rows(
     request: GenerationRequest, generation: Generation, response_ids: list[str] | None = None, *, failed: bool = False
@@ -42,7 +45,7 @@ def build_rows(
         **{column: getattr(request, column) for column in _OF_REQUEST},
         "sampling": {**{name: getattr(sampling, name) for name in _OF_SAMPLING}, "stop": list(sampling.stop)},
         "timings": {name: getattr(generation, name) for name in _TIMINGS},
-        "metadata": [*request.metadata.items(), *_other_sampling(sampling), *_drawn_for(request)],
+        "metadata": [*request.metadata.items(), *_other_sampling(sampling), *_drawn_for(request), *_trace(request)],
         "completed_at": datetime.now(UTC),
     }
     rows = []
@@ -89,6 +92,10 @@ def _drawn_for(request: GenerationRequest) -> list[tuple[str, str]]:
     if turn is None:
         return []
     return [(DRAW, turn.draw)] if isinstance(turn, Assignment) else [(BLOCK, str(turn.block))]
+
+
+def _trace(request: GenerationRequest) -> list[tuple[str, str]]:
+    return [] if request.trace is None else [(TRACE_KEY, request.trace)]
 
 
 def _other_sampling(sampling: Sampling) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from serve.generation.variant import CanaryVariants
+from serve.observability import tracing
 from serve.policies.experiments import Assignment, Turn
 
 _keys = itertools.count()
@@ -42,7 +43,8 @@ class GenerationRequest:
     """One prompt as the engine gets it, and what its rows say of the request.
 
     ``request_id`` may be the client's own; ``key`` is the engine's id of it. ``requested_at``: time.monotonic().
-    ``turn``: the block of an experiment that it came in, or what was drawn for its user.
+    ``turn``: the block of an experiment that it came in, or what was drawn for its user. ``trace``: the traceparent of
+    the request's span, if that is exported.
     """
 
     request_id: str
@@ -61,6 +63,7 @@ class GenerationRequest:
     created_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     requested_at: float = field(default_factory=time.monotonic)
     key: str = field(default_factory=lambda: f"generate-{next(_keys)}")
+    trace: str | None = field(default_factory=tracing.current.get)
 
 
 @dataclass(frozen=True)

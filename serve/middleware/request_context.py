@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import time
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Match
@@ -28,23 +28,20 @@ from serve.middleware.keyring import scope_of
 from serve.middleware.rate_limits import Limiter
 from serve.observability import log_format
 from serve.observability.metrics import Metrics, Outcome
+from serve.observability.tracing import Tracing, remote_parent, traceparent
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("serve.access")
 
 _READ: Final = authentication.READ | {b"x-request-id", b"traceparent", b"tracestate"}
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-# version "-" trace-id "-" parent-id "-" trace-flags; versions after 00 may have more behind a further "-".
-_TRACEPARENT: Final = re.compile(
-    rb"(?!ff)([0-9a-f]{2})-((?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?"
-)
-_TRACESTATE_MEMBER: Final = re.compile(
-    r"[ \t]*(?:([a-z0-9][a-z0-9_*/@-]{0,255})=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e])?[ \t]*"
-)
-_TRACESTATE_MEMBERS: Final = 32
 _OTHER: Final = "other"
 _LIMITED: Final = frozenset({"generate", "feedback"})
 RESPONSES: Final = frozenset({"/generate", "/v1/completions", "/v1/chat/completions"})
+_TRACED: Final = RESPONSES | {"/feedback", "/feedback/batch"}
 
 
 def well_formed_id(own: bytes) -> bool:
@@ -63,12 +60,14 @@ class RequestContext:
         metrics: Metrics,
         routes: list[BaseRoute],
         access_log: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         self.app = app
         self.authenticator = authenticator
         self.limiter = limiter
         self.metrics = metrics
         self.access_log = access_log
+        self.tracing = tracing
         self._routes = routes
         paths = (getattr(route, "path", "") for route in routes)
         self._plain: dict[str, str | None] = {path: scope_of(path) for path in paths if path and "{" not in path}
@@ -77,8 +76,20 @@ class RequestContext:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        started = time.perf_counter()
         incoming = headers_of(scope, _READ)
+        parent = _read_trace(scope, incoming) if b"traceparent" in incoming else None
+        if self.tracing is None or scope["path"] not in _TRACED:
+            return await self._respond(scope, receive, send, incoming)
+        span = self.tracing.begin_request(scope["method"], scope["path"], parent)
+        _, scope["trace_id"], scope["span_id"], scope["trace_flags"] = traceparent(span).split("-")
+        with self.tracing.at_work(span):
+            try:
+                await self._respond(scope, receive, send, incoming)
+            finally:
+                self.tracing.end_request(span, scope["request_id"], scope["came_to"])
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send, incoming: dict[bytes, bytes]) -> None:
+        started = time.perf_counter()
         own_id = incoming.get(b"x-request-id")
         if own_id is not None and well_formed_id(own_id):
             request_id, id_bytes = own_id.decode(), own_id
@@ -87,10 +98,11 @@ class RequestContext:
             id_bytes = request_id.encode()
         scope["request_id"] = request_id
         headers = [(b"x-request-id", id_bytes)]
-        if b"traceparent" in incoming and _read_trace(scope, incoming):
-            headers.append((b"traceresponse", f"00-{scope['trace_id']}-{scope['span_id']}-00".encode()))
-        at_work = log_format.request.set(scope)
+        if "trace_id" in scope:
+            flags = scope.get("trace_flags", "00")
+            headers.append((b"traceresponse", f"00-{scope['trace_id']}-{scope['span_id']}-{flags}".encode()))
         path: str = scope["path"]
+        at_work = log_format.request.set(scope)
         route, code, answered = _OTHER, 500, False
         broken: int | None = None  # the status that an answer which had begun would have now
 
@@ -133,8 +145,9 @@ class RequestContext:
         finally:
             seconds = time.perf_counter() - started
             self.metrics.answered(route, code, seconds)
+            scope["came_to"] = came_to = scope.get("ended_with") or broken or code
             if route in RESPONSES and "principal" in scope:
-                self.metrics.ended(_outcome(scope.get("ended_with") or broken or code))
+                self.metrics.ended(_outcome(came_to))
             if self.access_log:
                 self._log(scope, route, code, seconds)
             log_format.request.reset(at_work)
@@ -169,17 +182,14 @@ def _outcome(status: int) -> Outcome:
     return "complete" if status < 400 else "refused" if status < 500 else "failed"
 
 
-def _read_trace(scope: Scope, incoming: dict[bytes, bytes]) -> bool:
+def _read_trace(scope: Scope, incoming: dict[bytes, bytes]) -> SpanContext | None:
     """Keep the trace context if it is well-formed; one that is not is as if there were none (W3C)."""
-    found = _TRACEPARENT.fullmatch(incoming[b"traceparent"])
-    if found is None or (found[1] == b"00" and found[3] is not None):
-        return False
+    parent = remote_parent(incoming[b"traceparent"], incoming.get(b"tracestate"))
+    if parent is None:
+        return None
     scope["traceparent"] = incoming[b"traceparent"].decode("latin-1")
-    scope["trace_id"] = found[2].decode()
+    scope["trace_id"] = f"{parent.trace_id:032x}"
     scope["span_id"] = os.urandom(8).hex()  # this request's own
-    state = incoming.get(b"tracestate", b"").decode("latin-1")
-    members = [_TRACESTATE_MEMBER.fullmatch(member) for member in state.split(",")]
-    names = [member[1] for member in members if member is not None and member[1]]
-    if names and all(members) and len(names) <= _TRACESTATE_MEMBERS and len(set(names)) == len(names):
-        scope["tracestate"] = state
-    return True
+    if parent.trace_state:
+        scope["tracestate"] = incoming[b"tracestate"].decode("latin-1")
+    return parent

@@ -1,3 +1,3 @@
-"""Logs and metrics: ``log_format`` (lines as text or JSON, with a request's ids), ``metrics`` (counters and gauges for
-Prometheus).
+"""Logs, metrics, traces: ``log_format`` (lines as text or JSON, with a request's ids), ``metrics`` (counters and gauges
+for Prometheus), ``tracing`` (OpenTelemetry spans).
 """

@@ -1,4 +1,4 @@
-"""One real server with its console, two tenants, two policies and some traffic, for all tests here."""
+"""One real server with its console and traces, two tenants, two policies and some traffic, for all tests here."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from deploy.config.root import Settings, child_environment
 from deploy.supervise.children import millrace
 from loadtests.server import free_port
 from serve.middleware.api_keys import Scope, create_key
+from tests.otlp import Collector, collecting
 from tests.paths import ROOT
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>"
@@ -32,6 +33,7 @@ class Site:
     settings: Settings
     url: str
     log: Path
+    collector: Collector
     secrets: dict[str, str] = field(default_factory=dict)
     responses: list[str] = field(default_factory=list)
     others: str = ""
@@ -80,7 +82,13 @@ def token(client: httpx.Client, path: str = "/console/playground") -> str:
 
 
 @pytest.fixture(scope="session")
-def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def collector() -> Iterator[Collector]:
+    with collecting() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def site(model: Path, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("console")
     home, log = folder / "home", folder / "serve.log"
     options = {
@@ -90,13 +98,14 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site
         "serve.engine.threads": 1,
         "serve.engine.dtype": "float32",
         "serve.swap.poll_seconds": 0.1,
+        "serve.traces.endpoint": collector.url,
         "feedback.journal.segment_seconds": 0.5,
         "feedback.lake.seal_seconds": 0.5,
     }
     settings = root.load(None, [(name, str(value)) for name, value in options.items()], {})
     initialise.initialise(settings, str(model), revision=None, who="tests")
     settings.policy_store().publish(model, parent=1, lineage={"run": HOSTILE}, metrics={})
-    site = Site(settings, settings.server_url, log)
+    site = Site(settings, settings.server_url, log, collector)
     site.make_key("ann", "read", "generate", "feedback")
     site.make_key("ops", "read", "generate", "feedback", "admin")
     site.make_key("app", "generate", "feedback")

@@ -1,0 +1,107 @@
+"""Spans of requests that need no engine, as a collector gets them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from loadtests.server import free_port
+from serve.config import TracesConfig
+from serve.observability.tracing import Tracing
+from tests.otlp import Collector, collecting
+from tests.serve.middleware.test_request_context import PARENT, THUMB, TRACE, Open, make
+
+UNSAMPLED = f"{PARENT[:-2]}00"
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as found:
+        yield found
+
+
+@pytest.fixture
+async def traced(tmp_path: Path, collector: Collector) -> AsyncIterator[Open]:
+    opened = Open(make(tmp_path, traces=TracesConfig(endpoint=collector.url)))
+    assert opened.server.tracing is not None
+    opened.server.tracing.start()
+    yield opened
+    await opened.close()
+
+
+def exported(opened: Open) -> None:
+    assert opened.server.tracing is not None
+    opened.server.tracing.close()
+
+
+async def test_a_request_goes_on_with_its_clients_trace(traced: Open, collector: Collector) -> None:
+    headers = {"traceparent": PARENT, "X-Request-Id": "mine"}
+    answer = await traced.http.post("/feedback", json=THUMB, headers=headers)
+    assert answer.status_code == 201, answer.text
+    await traced.http.get("/health", headers=headers)  # which nobody asks about
+    exported(traced)
+    [span] = collector.spans
+    assert (span.name, span.trace, span.parent, span.kind) == ("POST /feedback", TRACE, PARENT.split("-")[2], 2)
+    assert answer.headers["traceresponse"] == f"00-{TRACE}-{span.span}-01"
+    assert span.attributes == {
+        "http.request.method": "POST",
+        "url.path": "/feedback",
+        "http.response.status_code": 201,
+        "millrace.request_id": "mine",
+    }
+    assert span.start < span.end
+    assert not span.error
+
+
+async def test_a_request_without_a_trace_begins_one_and_one_whose_client_does_not_sample_is_not_exported(
+    traced: Open, collector: Collector
+) -> None:
+    begun = await traced.http.post("/feedback", json=THUMB)
+    unsampled = await traced.http.post("/feedback", json=THUMB, headers={"traceparent": UNSAMPLED})
+    assert unsampled.headers["traceresponse"].endswith("-00")
+    exported(traced)
+    [span] = collector.spans
+    assert (span.parent, begun.headers["traceresponse"]) == ("", f"00-{span.trace}-{span.span}-03")  # its id is random
+
+
+async def test_a_request_that_fails_says_so_in_its_span(traced: Open, collector: Collector) -> None:
+    traced.server.journal.close()
+    assert (await traced.http.post("/feedback", json=THUMB)).status_code == 503
+    assert (await traced.http.post("/feedback", json={"kind": "no"})).status_code == 422
+    exported(traced)
+    assert [(span.attributes["http.response.status_code"], span.error) for span in collector.spans] == [
+        (503, True),
+        (422, False),
+    ]
+
+
+async def test_a_collector_that_is_gone_costs_spans_and_no_request(tmp_path: Path) -> None:
+    opened = Open(make(tmp_path, traces=TracesConfig(endpoint=f"http://127.0.0.1:{free_port()}")))
+    assert opened.server.tracing is not None
+    opened.server.tracing.start()
+    for _ in range(3):
+        assert (await opened.http.post("/feedback", json=THUMB)).status_code == 201
+    exported(opened)
+    await opened.close()
+
+
+def test_what_is_no_address_of_a_collector_is_refused() -> None:
+    for wrong in ("localhost:4318", "ftp://x", "http://ann:secret@collector"):
+        with pytest.raises(ValidationError):
+            TracesConfig(endpoint=wrong)
+
+
+def test_without_an_endpoint_neither_sdk_nor_exporter_is_there() -> None:
+    assert Tracing.of(TracesConfig(), "millrace") is None
+    code = (
+        "import sys; from feedback.config import FeedbackConfig; from serve.config import ServeConfig; "
+        "from serve.app import create_app; create_app(ServeConfig(), FeedbackConfig()); "
+        "print([name for name in sys.modules if name.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
