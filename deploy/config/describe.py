@@ -58,11 +58,13 @@ def mapped_section(annotation: Any) -> type[BaseModel] | None:
 
 
 def annotation_of(key: str, model: type[BaseModel]) -> Any:
-    """The type of a dotted key; Any below a mapping; None if there is no such key."""
+    """The type of a dotted key; that of a mapping's texts or Any below one; None if there is no such key."""
     annotation, is_below = _field_type(key, model)
     if not is_below:
         return annotation
-    return Any if _is_mapping(annotation) else None
+    values = [typing.get_args(part)[1] for part in _members(annotation) if _is_mapping(part) and typing.get_args(part)]
+    texts = next((value for value in values if takes_text(value)), Any)
+    return texts if _is_mapping(annotation) else None
 
 
 def _field_type(key: str, model: type[BaseModel]) -> tuple[Any, bool]:

@@ -51,6 +51,13 @@ def test_a_snapshot_hands_them_to_children_and_is_its_users_alone() -> None:
     assert mode(snapshot) == 0o600
 
 
+@pytest.mark.parametrize("text", ["true", "0123456", "*x: [", "a: b"])
+def test_an_option_of_the_store_is_the_text_that_the_environment_has(text: str) -> None:
+    """Not what YAML would make of it."""
+    loaded = root.load(None, [], {"MILLRACE__FEEDBACK__LAKE__STORAGE_OPTIONS__AWS_SECRET_ACCESS_KEY": text})
+    assert loaded.feedback.lake.store_options == {"aws_secret_access_key": text}
+
+
 def test_a_printed_mask_is_refused_as_an_option(tmp_path: Path) -> None:
     settings = root.load(None, [("feedback.lake.storage_options", json.dumps(OPTIONS))], {})
     printed = tmp_path / "printed.yaml"
