@@ -20,6 +20,7 @@ from deploy.config.root import ConfigError, Settings
 from deploy.loop import records
 from deploy.loop.records import LOOP_OFF, RUNNING, CycleRecord
 from deploy.loop.wait_for_serving import is_of_another
+from deploy.supervise.resident import residents
 from feedback.files import is_locked
 from feedback.journal.segment import CLOSED
 from serve.policies.store import Pointer, PolicyStore
@@ -50,6 +51,7 @@ class Status:
     cycle: dict[str, Any] | None = None  # number, since, stage, stage_since: the one that runs
     experiment: dict[str, Any] | None = None  # number, candidate, control, state, decision: the one that runs
     next_cycle: str | None = None
+    resident: dict[str, Any] | None = None  # since, state, bytes: workers that stay between cycles
     cycles: list[dict[str, Any]] = field(default_factory=list)  # the last that ended, newest first
     data: dict[str, Any] | None = None  # rows, and how many are new since the last training
     reward_model: dict[str, Any] | None = None  # version, since, why, agreement
@@ -68,7 +70,19 @@ def look(settings: Settings, *, data: bool = True) -> Status:
     settings = _as_running(settings)
     parts: tuple[Callable[[Settings, Status], None], ...] = (_policy,)
     if settings.policy_store().root.is_dir():
-        parts = (_policy, _runs, _server, _experiment, _cycles, _next_cycle, _reward_model, _data, _journal, _disk)
+        parts = (
+            _policy,
+            _runs,
+            _server,
+            _experiment,
+            _cycles,
+            _next_cycle,
+            _resident,
+            _reward_model,
+            _data,
+            _journal,
+            _disk,
+        )
     for part in parts:
         if part is _data and not data:
             continue
@@ -216,6 +230,10 @@ def _next_cycle(settings: Settings, status: Status) -> None:
     status.next_cycle = next_cycle(settings, began).isoformat()
 
 
+def _resident(settings: Settings, status: Status) -> None:
+    status.resident = residents(settings)
+
+
 def _reward_model(settings: Settings, status: Status) -> None:
     stores = settings.stores()
     store: PolicyStore = stores.reward_models
@@ -280,6 +298,11 @@ def lines(status: Status) -> Iterator[tuple[str, str]]:
         running = [name for name, runs in status.runs.items() if runs]
         yield "running", ", ".join(f"millrace {name}" for name in running) or "nothing; `millrace up` starts it"
         yield "loop", _loop_line(status)
+    if kept := status.resident:
+        yield (
+            "workers",
+            f"resident since {_at(kept['since'])}, {kept['state']}; {kept['bytes'] / 2**20:,.0f} MiB of memory",
+        )
     if tried := status.experiment:
         looked = tried["decision"] or "not looked at yet"
         text = f"{tried['number']}: policy {tried['candidate']} against {tried['control']}, {tried['state']}, {looked}"

@@ -1,4 +1,7 @@
-"""The offline engine of an evaluation. vLLM is imported when one starts."""
+"""The offline engine of an evaluation: one of its own, or that of the resident workers, where it computes the same.
+
+vLLM is imported when one of its own starts.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,18 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig
+from feedback.resident_socket import ask, connect, end_workers
 from serve.generation.request import nothing_was_left, sampled_logprobs
 from serve.kv_cache import BATCH_SHARE, fit_engine
 from serve.policies.folder import compute_dtype, fingerprint
@@ -28,6 +34,11 @@ from serve.vllm.boot import OFFLINE_WORKER, engine_variables, offline_engine, re
 log = logging.getLogger(__name__)
 
 TokenIds = list[int]
+
+Where = Literal["own", "resident", "cache"]
+"""What answered: an engine of the evaluation's own, the resident workers', or files that an earlier evaluation left."""
+
+_PROCESS_BYTES: Final = 3 * 2**29  # of an evaluation's process without weights and KV cache, measured
 
 
 class EngineError(RuntimeError):
@@ -83,6 +94,15 @@ class Done:
 
 class OfflineEngine:
     """One policy in vLLM, in this process. Use as a context manager: leaving it frees what vLLM holds."""
+
+    where: ClassVar[Where] = "own"
+
+    @classmethod
+    def around(cls, llm: Any, *, eager: bool) -> Self:
+        """An engine that is there already, started with ``OFFLINE_WORKER``; whose it is, ends it."""
+        engine = cls.__new__(cls)
+        engine._llm, engine._eager = llm, eager
+        return engine
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
         one_process = config.tensor_parallel_size == 1
@@ -251,14 +271,124 @@ class OfflineEngine:
         return found
 
 
+@dataclass(frozen=True)
+class Call:
+    """A method of ``OfflineEngine``, or a property, to be called where the engine is."""
+
+    name: str
+    arguments: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, engine: OfflineEngine) -> Any:
+        """What it returns. Raises EngineError if it is none that may be called from elsewhere."""
+        if self.name not in _REMOTE:
+            raise EngineError(f"{self.name!r} is not called from elsewhere; {', '.join(sorted(_REMOTE))} are")
+        value = getattr(engine, self.name)
+        return value(*self.arguments, **self.keywords) if callable(value) else value
+
+
+class LentEngine(OfflineEngine):
+    """The rollout engine of the resident workers, which sleep between two trainings: every method is called there.
+
+    What the workers raise is EngineError here, with its text.
+    """
+
+    where = "resident"
+
+    @classmethod
+    def borrow(cls, policy: Policy, config: EngineConfig) -> LentEngine | None:
+        """The engine with this policy in it; None where there are no workers, or their engine computes otherwise.
+
+        Then they end, if an engine of one's own does not fit into memory beside them.
+        """
+        if (connection := connect()) is None:
+            return None
+        why = "the resident workers ended"
+        with suppress(EOFError):
+            word, *rest = ask(connection, "lend", config, policy)
+            if word == "lent":
+                return cls._of(connection)
+            why = rest[0] if rest else f"the resident workers are {word}"
+            if word == "refused" and not _fits_beside(policy, config):
+                why += "; they end, as another engine does not fit beside theirs"
+                connection.close()
+                end_workers()
+        log.warning("policy %s gets an engine of its own: %s", policy.version, why)
+        connection.close()
+        return None
+
+    @classmethod
+    def _of(cls, connection: Connection) -> LentEngine:
+        engine = cls.__new__(cls)
+        engine._connection = connection
+        return engine
+
+    _connection: Connection
+
+    def __exit__(self, *exc: object) -> None:
+        self._connection.close()
+
+    def load(self, policy: Policy) -> None:
+        self._ask("load", policy)
+
+    @property
+    def dtype(self) -> str:
+        return str(self._call("dtype"))
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._call("max_model_len"))
+
+    @property
+    def longest_scored(self) -> int:
+        return int(self._call("longest_scored"))
+
+    def encode(self, prompts: Sequence[str | list[dict[str, Any]]]) -> list[TokenIds]:
+        found: list[TokenIds] = self._call("encode", prompts)
+        return found
+
+    def run(self, work: Work, *, max_tokens: int, seed: int) -> Done:
+        done: Done = self._call("run", work, max_tokens=max_tokens, seed=seed)
+        return done
+
+    def score(self, pairs: Sequence[tuple[TokenIds, TokenIds]], *, temperature: float) -> list[NDArray[np.float32]]:
+        found: list[NDArray[np.float32]] = self._call("score", pairs, temperature=temperature)
+        return found
+
+    def sample(self, prompts: Sequence[TokenIds], sampling: Sequence[Mapping[str, Any]], *, seed: int) -> list[str]:
+        texts: list[str] = self._call("sample", prompts, sampling, seed=seed)
+        return texts
+
+    def answer(self, prompts: Sequence[TokenIds], sampling: Sequence[Mapping[str, Any]]) -> list[Response]:
+        responses: list[Response] = self._call("answer", prompts, sampling)
+        return responses
+
+    def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        return self._ask("call", Call(name, arguments, keywords))
+
+    def _ask(self, *message: Any) -> Any:
+        try:
+            word, value = ask(self._connection, *message)
+        except EOFError:
+            raise EngineError("the resident workers ended while they answered; see resident.log") from None
+        if word != "value":
+            raise EngineError(f"the resident workers could not answer: {value}")
+        return value
+
+
+_REMOTE: Final = frozenset({"dtype", "max_model_len", "longest_scored", "encode", "run", "score", "sample", "answer"})
+
+
 class OfflineEngines:
     """The engine of one policy after another: the same one with other weights, where nothing but weights differs.
 
     Use as a context manager: leaving it closes the engine, if one was needed.
+
+    borrow: the engine of the resident workers, where there are some and it computes the same.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._config = config
+    def __init__(self, config: EngineConfig, *, borrow: bool = True) -> None:
+        self._config, self._borrow = config, borrow
         self._engine: OfflineEngine | None = None
         self._policy: Policy | None = None
 
@@ -275,8 +405,14 @@ class OfflineEngines:
                 self._policy = policy
                 return self._engine
             self._close()
-        self._engine, self._policy = OfflineEngine(policy.path, self._config), policy
+        lent = LentEngine.borrow(policy, self._config) if self._borrow else None
+        self._engine, self._policy = lent or OfflineEngine(policy.path, self._config), policy
         return self._engine
+
+    @property
+    def where(self) -> Where:
+        """Which engine has answered last."""
+        return "own" if self._engine is None else self._engine.where
 
     def _close(self) -> None:
         engine, self._engine, self._policy = self._engine, None, None
@@ -295,6 +431,16 @@ def _loaded(engine: OfflineEngine, before: Policy, policy: Policy) -> bool:
         log.warning("policy %s gets an engine of its own: %s: %s", policy.version, type(error).__name__, error)
         return False
     return True
+
+
+def _fits_beside(policy: Policy, config: EngineConfig) -> bool:
+    """Whether there is memory for another engine, as `millrace doctor` reckons. On a GPU nobody knows without a
+    context there: what sleeps has given back most of it, and ends."""
+    if any(Path("/proc/driver/nvidia/gpus").glob("*")):
+        return False
+    cache = fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE).size or 0
+    needed = _PROCESS_BYTES + cache + sum(path.stat().st_size for path in policy.weight_files)
+    return psutil.virtual_memory().available >= needed
 
 
 def _score() -> Any:

@@ -139,6 +139,7 @@ def compare(
             "candidate": round(after.seconds, 3),
             "compare": round(time.monotonic() - started, 3),
         },
+        engines={"incumbent": before.engine, "candidate": after.engine},
         samples=tuple(_samples(suite, after.table, before.table, judged.candidate, judged.incumbent)[: config.samples]),
     )
 

@@ -139,7 +139,8 @@ class Evaluation(_Record):
     ``sampling``: how the items were answered. ``greedy``: what greedy answers come to, where those are sampled; None
     for the reason in ``greedy_missing``.
     ``settings`` is the hash of what decides the responses; ``seconds`` the wall time a stage (a stage that the cache
-    answered takes none).
+    answered takes none). ``engines``: what answered, by stage: an engine of the evaluation's own, that of the resident
+    workers, or the cache; None in evaluations before there were such.
     """
 
     candidate: PolicyResult
@@ -172,6 +173,7 @@ class Evaluation(_Record):
     settings: str
     created_at: str
     seconds: dict[str, float]
+    engines: dict[str, Literal["own", "resident", "cache"]] | None = None
     samples: tuple[Sample, ...]
 
     @property

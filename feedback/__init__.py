@@ -10,5 +10,6 @@ every group of settings, here and elsewhere), ``files`` (the only place that wri
 ``ids`` (time-ordered ids, UUID version 7), ``sampling_parameters`` (which distribution a response was sampled from),
 ``user_code`` (where the user's own modules are found), ``process_signals`` (signals that are another process's to
 handle), ``process_exit`` (how a process ends: with its parent, without teardown), ``fork_server``
-(processes that are forked from one that has imported what they need).
+(processes that are forked from one that has imported what they need), ``resident_socket`` (how a stage reaches workers
+that stay between cycles).
 """

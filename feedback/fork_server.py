@@ -168,7 +168,7 @@ def fork(
         }
         connection.settimeout(patience)
         connection.connect(f"\0{name}")
-        if not _is_ours(connection):
+        if not is_ours(connection):
             raise OSError(f"{ADDRESS} names a server of another user")
         nonce = secrets.token_bytes(16)
         connection.send(nonce)
@@ -287,7 +287,7 @@ class ForkServer:
         except OSError:  # no file left: what was forked goes on
             time.sleep(_POLL_S)
             return
-        if not _is_ours(connection):
+        if not is_ours(connection):
             return connection.close()
         self._requesters[connection] = None
 
@@ -446,7 +446,7 @@ def _umask() -> int:
         return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
 
 
-def _is_ours(connection: socket.socket) -> bool:
+def is_ours(connection: socket.socket) -> bool:
     """Whether this user is at the other end. Anybody may take the address of a server that has gone."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.geteuid())

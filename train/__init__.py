@@ -1,6 +1,7 @@
 """Makes a better policy: algorithms, hybrid engine, the Ray job.
 
-Read ``launch`` (where a job runs: a Ray of its own, a cluster, torchrun), ``job`` (a training run from beginning to
+Read ``launch`` (where a job runs: a Ray of its own, resident workers, a cluster, torchrun), ``resident`` (the driver
+that stays between cycles), ``job`` (a training run from beginning to
 end) and ``context`` (its input and result), then ``dataflows`` (what a step does), ``data`` (what it learns from, and
 what rewards it), ``batch`` (packed tokens), ``algorithms`` (one small file each) over ``objectives`` (pure functions:
 advantages, losses, KL), ``workers`` (the computation, on each rank) over ``controller`` (how they are called) and

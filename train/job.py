@@ -10,7 +10,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 from feedback.config import ScoringConfig
@@ -23,6 +23,7 @@ from train.checkpoint.random_state import numbered_seed, random_state, seed_all,
 from train.config.context_length import rollout_cache, with_context
 from train.config.training import TrainConfig
 from train.context import JobContext, JobResult, NothingToLearn, RowsErased, TrainingStopped
+from train.controller.worker_group import Pool
 from train.data.feedback_items import OfflineData
 from train.data.rewards import Reward, RewardFunction, logged_responses, try_reward
 from train.dataflows.base import Data, Dataflow, Run
@@ -36,13 +37,16 @@ from train.run.publish import publish
 from train.run.resume import Begun, Progress, begin, checkpoints_of, keep_start, only_run
 from train.run.reward_model import keep, publish_reward_model
 from train.run.unfinished import Stores, forget
+from train.workers.resident_pools import ResidentPools
 from train.workers.role_groups import start_groups
 
 __all__ = ["JobContext", "JobResult", "TrainingStopped", "run"]
 
 
-def run(config: TrainConfig, context: JobContext) -> JobResult:
+def run(config: TrainConfig, context: JobContext, resident: ResidentPools | None = None) -> JobResult:
     """Train a candidate from the serving policy on what traffic brought. Needs an initialised Ray, or torchrun's ranks.
+
+    ``resident``: the pools that it runs on, and that stay.
 
     A run of the same name that was killed goes on from its last checkpoint; one that has published returns that policy.
 
@@ -86,7 +90,8 @@ def run(config: TrainConfig, context: JobContext) -> JobResult:
             trial = partial(on_logged_responses, config, context, lake, begun)
             if reward is not None and config.placement.reward is None:  # a pool may have a device that is not here
                 trial(reward)
-            return train(dataflow, config, context, stores, begun, data, seed, history, erasures, reward, trial)
+            pools = None if resident is None else resident.of(config, begun.parent)
+            return train(dataflow, config, context, stores, begun, data, seed, history, erasures, reward, trial, pools)
         except TrainingStopped as stopped:
             if isinstance(stopped, RowsErased):
                 forget(context.folder)
@@ -105,6 +110,7 @@ def train(
     erasures: Erasures,
     reward: Reward | None,
     trial: Callable[[RewardFunction], object] = lambda _: None,
+    pools: AbstractContextManager[dict[str, Pool]] | None = None,
 ) -> JobResult:
     """From the first step, or from the checkpoint, to the published candidate.
 
@@ -112,6 +118,7 @@ def train(
         history: the metrics of the steps that are done; those of each further step are added.
         reward: of what is sampled; None if nothing is.
         trial: of the reward, where it is on a pool.
+        pools: those of resident workers; by default new ones.
     """
     started = time.monotonic()
     say(f"{context.run}: starting the workers")
@@ -121,7 +128,7 @@ def train(
 
     with (
         Watchers(info, history) as watchers,
-        start_groups(config, parent.path, seed=seed, reward=reward, trial=trial) as groups,
+        start_groups(config, parent.path, seed=seed, reward=reward, trial=trial, pools=pools) as groups,
         progress_bar() as bar,
     ):
         timer = StepTimer()

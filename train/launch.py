@@ -1,4 +1,5 @@
-"""Where a training job runs: over a Ray of its own in this process, as a job on a cluster, or under torchrun.
+"""Where a training job runs: over a Ray of its own in this process or in resident workers, as a job on a cluster, or
+under torchrun.
 
 ``python -m train.launch SPEC.json`` is what a cluster runs, in a Ray that is there. With ``--launcher torchrun`` it
 needs no Ray: as it is for one rank, under ``torchrun --nproc-per-node N -m train.launch …`` for several.
@@ -9,20 +10,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 import uuid
+from contextlib import AbstractContextManager
 from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from feedback.files import replace_file
 from feedback.fork_server import PARENT, fork
 from feedback.process_exit import SIGNALLED, end_process, skip_teardown, teardown_is_skipped
+from feedback.resident_socket import GONE_S, ask, connect, hang_up, wait_until_gone
 from feedback.user_code import search_last, search_path
 from serve.local_ray.cluster import LOOPBACK, local_ray, loopback_sockets, search_as_here
 from train.config.training import TrainConfig
@@ -31,10 +38,12 @@ from train.controller import torchrun
 from train.controller.dispatch import Layout
 from train.job import run
 from train.observe.progress import say
+from train.workers.resident_pools import ResidentPools, stays
 from train.workers.role_groups import environment, sizes
 
 ERROR = "error.txt"
 _STOP_S, _FORK_S = 20.0, 10.0
+_TRIES = 3
 _ON_THIS_MACHINE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
@@ -52,8 +61,10 @@ class JobError(RuntimeError):
 def run_job(config: TrainConfig, context: JobContext) -> JobResult:
     """Run the job by ``config.launcher``: torchrun; Ray, on the cluster of ``config.ray_address`` or its own.
 
+    That is the resident workers' where there are some.
+
     Raises:
-        JobError: the job failed on the cluster or under torchrun.
+        JobError: the job failed on the cluster, under torchrun or in the resident workers.
     """
     context.folder.mkdir(parents=True, exist_ok=True)
     (context.folder / ERROR).unlink(missing_ok=True)
@@ -62,22 +73,76 @@ def run_job(config: TrainConfig, context: JobContext) -> JobResult:
         run_torchrun(config, context, spec)
     elif config.ray_address:
         submit(config, context, spec)
-    else:
+    elif not run_resident(config, context):
         run_locally(config, context)
     return JobResult.model_validate_json((context.folder / "result.json").read_text())
+
+
+def run_resident(config: TrainConfig, context: JobContext) -> bool:
+    """Run the job in the resident workers; False if there are none, or they are at work, or take no such job.
+
+    It writes to this process' own stdout and stderr. If this process is stopped, so are they.
+
+    Raises:
+        JobError: the job failed, and the workers have ended.
+    """
+    if not config.resident.enabled or not stays(config):
+        return False
+    for _ in range(_TRIES):
+        if (connection := connect(start=True)) is None:
+            return False
+        with connection:
+            try:
+                word, *rest = _ask_residents(connection, config, context)
+            except EOFError:
+                died = f"{context.run} failed: the resident workers died, see resident.log"
+                raise JobError(died, SIGNALLED + signal.SIGKILL) from None
+            except BaseException:  # nobody waits for its candidate any more
+                hang_up(connection)
+                wait_until_gone(connection)
+                raise
+            if word == "failed":
+                code, why = rest
+                wait_until_gone(connection)
+                raise JobError(f"{context.run} failed in the resident workers: {error_of(context) or why}", code)
+            if word != "restart":
+                return bool(word == "done")
+            wait_until_gone(connection)  # the next request gets new ones
+    return False
+
+
+def _ask_residents(connection: Connection, config: TrainConfig, context: JobContext) -> tuple[Any, ...]:
+    """How they answer in the end. Raises EOFError if they die."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    answer = ask(connection, "train", config, context, os.getcwd(), timeout_s=GONE_S)
+    if answer[0] != "go":
+        return answer
+    for file in (1, 2):
+        send_handle(connection, file, answer[1])
+    try:
+        ended: tuple[Any, ...] = connection.recv()
+    except ConnectionResetError as error:
+        raise EOFError from error
+    return ended
 
 
 def run_locally(config: TrainConfig, context: JobContext) -> None:
     """Run the job on a Ray of its own. Raises LocalRayError if that does not start."""
     search_last(context.python_path)
-    with local_ray(
+    with ray_of(config):
+        run_spec(config, context)
+
+
+def ray_of(config: TrainConfig) -> AbstractContextManager[None]:
+    """A Ray with the cores of a job. Entering raises LocalRayError if it does not start."""
+    return local_ray(
         num_cpus=sum(config.ranks_of(pool) * config.threads_of(pool) for pool in config.placement.pools),
         include_dashboard=False,
         object_store_memory=256 * 2**20,
         log_to_driver=False,
         logging_level="ERROR",
-    ):
-        run_spec(config, context)
+    )
 
 
 def run_torchrun(config: TrainConfig, context: JobContext, spec: Path) -> None:
@@ -200,10 +265,10 @@ def run_as_rank(config: TrainConfig, context: JobContext, spec: Path) -> None:
     record(torchrun.run_rank)(config, layout, environment(config), partial(run_spec, config, context))
 
 
-def run_spec(config: TrainConfig, context: JobContext) -> None:
+def run_spec(config: TrainConfig, context: JobContext, resident: ResidentPools | None = None) -> None:
     """Run a job where its ranks can be started, and leave its result beside its metrics, or why it has none."""
     try:
-        result = run(config, context)
+        result = run(config, context, resident)
     except Exception as error:
         ours = type(error).__module__.split(".")[0] in ("feedback", "serve", "evaluation", "train")  # these say it all
         (context.folder / ERROR).write_text(str(error) if ours else f"{type(error).__name__}: {error}")

@@ -356,6 +356,7 @@ def _gate(settings: Settings, candidate: int | None, incumbent: int | None, json
             "greedy": evaluation and evaluation.greedy and evaluation.greedy.model_dump(mode="json"),
             "best_of": evaluation and evaluation.best_of and evaluation.best_of.model_dump(mode="json"),
             "seconds": {} if evaluation is None else evaluation.seconds,
+            "engines": {} if evaluation is None else evaluation.engines,
             "evaluation": file and str(file),
             "suites": others,
         },

@@ -30,7 +30,7 @@ from deploy.loop.records import (
 )
 from deploy.loop.traces import span, traced
 from deploy.loop.wait_for_serving import NotServed, server_policy, wait_until_served
-from deploy.supervise import preloaded
+from deploy.supervise import preloaded, resident
 from deploy.supervise.children import NOTHING_TO_LEARN, Stopped, start
 from evaluation.decisions.gate import SPENT
 from evaluation.decisions.history import History, fresh_items, hypothesis
@@ -80,7 +80,7 @@ def run_cycle(settings: Settings, *, say: Callable[[str], None] = print) -> Cycl
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / ".lock", LOCK_WAIT_S, busy=CycleBusy(f"another cycle is running in {folder}")):
         close_dead(settings, say)
-        with preloaded.serving(settings.path(settings.up.logs) / "preloaded.log"):
+        with preloaded.serving(settings.path(settings.up.logs) / "preloaded.log"), resident.serving(settings):
             cycle = _Cycle(settings, say)
             with traced(settings, "millrace-cycle") as tracing:
                 return cycle.run(tracing)

@@ -24,7 +24,7 @@ from apscheduler.triggers.interval import IntervalTrigger
 from deploy.config.root import ConfigError, ScheduleConfig, Settings
 from deploy.loop import preflight, records
 from deploy.loop.cycle import LOCK_WAIT_S, CycleBusy
-from deploy.supervise import preloaded
+from deploy.supervise import preloaded, resident
 from deploy.supervise.children import Child, start
 from evaluation.decisions.ledger import Ledger, LedgerError
 from feedback.files import locked
@@ -96,6 +96,7 @@ class Scheduler:
                 preloaded.serving(self._settings.path(self._settings.up.logs) / "preloaded.log")
                 if self._trigger
                 else nullcontext(),
+                resident.serving(self._settings) if self._trigger else nullcontext(),
             ):
                 self._scheduler.start()
         finally:

@@ -90,6 +90,7 @@ class Child:
     Args:
         environment: beside ours, which it gets without the settings.
         patience: seconds to wait for a fork server that still imports; without any, it is not asked.
+        stdin: a file of this process; by default there is nothing to read.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Child:
         follow: Callable[[str], None] | None = None,
         environment: Mapping[str, str] | None = None,
         patience: float = 0.0,
+        stdin: int | None = None,
     ) -> None:
         self.name = name
         self.log = log
@@ -109,7 +111,7 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._log_start = output.tell()
-            self._process = _start(command, output, child_variables(environment), grace, patience)
+            self._process = _start(command, output, child_variables(environment), grace, patience, stdin)
         self.started = time.monotonic()
         self._ended = threading.Event()
         self._follower = threading.Thread(target=self._follow, args=(follow,), name=f"follow {name}", daemon=True)
@@ -215,14 +217,19 @@ def start(
 
 
 def _start(
-    command: Sequence[str], output: IO[bytes], variables: dict[str, str], grace: float, patience: float
+    command: Sequence[str],
+    output: IO[bytes],
+    variables: dict[str, str],
+    grace: float,
+    patience: float,
+    stdin: int | None,
 ) -> subprocess.Popen[bytes] | ForkedProcess:
     with open(os.devnull, "rb") as nothing:
-        files = (nothing.fileno(), output.fileno(), output.fileno())
+        files = (nothing.fileno() if stdin is None else stdin, output.fileno(), output.fileno())
         forked = fork(command, environment=variables, files=files, grace=grace, patience=patience)
     return forked or subprocess.Popen(
         [sys.executable, "-P", "-m", "deploy.supervise.subreaper", str(os.getpid()), str(grace), *command],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL if stdin is None else stdin,
         stdout=output,
         stderr=subprocess.STDOUT,
         env=variables,

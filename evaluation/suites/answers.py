@@ -32,7 +32,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from evaluation.config import EvaluationConfig
-from evaluation.engine import EngineError, OfflineEngines, TokenIds, Work
+from evaluation.engine import EngineError, OfflineEngines, TokenIds, Where, Work
 from evaluation.suites.decoding import GREEDY, Decoding, seed_of
 from evaluation.suites.suite import Suite
 from feedback.files import replace_file
@@ -72,6 +72,7 @@ class KlSamples:
 @dataclass(frozen=True)
 class Answers:
     """``table`` has one row an item of the suite; ``kl`` or the reason why there is none; ``seconds`` in the engine.
+    ``engine``: which that was.
 
     ``greedy``: the same with greedy responses, where those of ``table`` are sampled.
     """
@@ -81,6 +82,7 @@ class Answers:
     kl_missing: str | None
     seconds: float
     greedy: pa.Table | None = None
+    engine: Where = "cache"
 
     def take(self, items: Sequence[int]) -> Answers:
         """Those to some items, by their places in the suite."""
@@ -151,14 +153,15 @@ def answer(
         scored = _read(scored_path, _SCORED)
 
     seconds = 0.0
+    engine: Where = "cache"
     if table is None or (scored_path and scored is None) or (drawn_path and drawn is None):
         started = time.monotonic()
         table, drawn, scored = _run(policy, suite, config, decoding, engines, table, drawn, other, scored)
-        seconds = time.monotonic() - started
+        seconds, engine = time.monotonic() - started, engines.where
         for to, rows in ((path, table), (drawn_path, drawn), (scored_path, scored)):
             if to is not None:
                 _write(to, rows)
-    found = Answers(table, None, missing, seconds)
+    found = Answers(table, None, missing, seconds, engine=engine)
     if drawn is not None and decoding.sets:
         sampled = pa.table({name: (drawn if name in _RESPONSE else table).column(name) for name in _SCHEMA.names})
         found = replace(found, table=sampled, greedy=table)

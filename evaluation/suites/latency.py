@@ -48,7 +48,7 @@ def token_seconds(
     if path.exists():
         return {item: (pair[0], pair[1]) for item, pair in json.loads(path.read_bytes()).items()}
     passes: dict[str, list[list[float]]] = {candidate.sha256: [], incumbent.sha256: []}
-    with OfflineEngines(config.engine) as engines:
+    with OfflineEngines(config.engine, borrow=False) as engines:  # the same kind of engine for both
         for policy in (candidate, incumbent, incumbent, candidate):
             engine = engines.of(policy)
             prompts = engine.encode([item.text_or_messages for item in suite.items])

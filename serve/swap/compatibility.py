@@ -86,6 +86,21 @@ def computes_alike(one: Policy, other: Policy) -> bool:
     )
 
 
+def identity(policy: Policy) -> str:
+    """A hash of all that an engine reads of a policy at its start, and that other weights don't change.
+
+    Where two policies have the same one, an engine on either may be given the weights of the other. It is stricter than
+    ``require_compatible``, and outlives the folder of the policy that an engine was started on.
+    """
+    files = {
+        name: entry["sha256"]
+        for name, entry in policy.files.items()
+        if not _is_weights(name) and not _is_document(name)
+    }
+    tensors = {name: [entry["shape"], entry["dtype"]] for name, entry in _tensors(policy).items()}
+    return hashlib.sha256(json.dumps([files, tensors], sort_keys=True).encode()).hexdigest()
+
+
 def require_finite(policy: Policy) -> None:
     """Raise IncompatiblePolicy naming the first tensor that has a NaN or an infinity."""
     for path in policy.weight_files:

@@ -193,6 +193,24 @@ def sampling_params(**options: Any) -> SamplingParams:
     return SamplingParams(**defaults | options)
 
 
+@contextmanager
+def policy_logprobs(llm: LLM) -> Iterator[None]:
+    """Have an engine in this process return the policy's own logprobs, whatever the sampling, as vLLM does by default.
+
+    For one that was started with ``logprobs_mode="processed_logprobs"``. On what is sampled it has no influence.
+    """
+    llm.collective_rpc(_return_logprobs, args=("raw_logprobs",))
+    try:
+        yield
+    finally:
+        llm.collective_rpc(_return_logprobs, args=("processed_logprobs",))
+
+
+def _return_logprobs(worker: Any, mode: str) -> None:
+    sampler = worker.model_runner.sampler
+    sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
+
+
 def request_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for a request that it can't take, rather than because something has failed."""
     from vllm.exceptions import GracefulHTTPError, VLLMClientError

@@ -232,6 +232,7 @@ def test_the_former_candidate_is_not_answered_again_when_it_is_the_incumbent(
     monkeypatch.setattr("evaluation.engine.OfflineEngine", start)
     found = evaluate(policies[2], policies[1], suite, config, folder)
     assert started == [policies[2].path]
+    assert found.engines == {"incumbent": "cache", "candidate": "own"}
     assert found.kl is not None
     assert found.kl.incumbent_candidate.value > 0.01
 

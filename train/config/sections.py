@@ -103,6 +103,28 @@ class RolloutConfig(Section):
     )
 
 
+class ResidentConfig(Section):
+    """Workers that stay between cycles.
+
+    Training's processes, their Ray and their rollout engines sleep until the next cycle of `millrace up` or `millrace
+    schedule`, which takes seconds less, and answer for its evaluation. Models and optimizers are not held meanwhile.
+    """
+
+    enabled: bool = Field(True, description="Keep them; false starts new ones for each run.")
+    idle_seconds: float = Field(
+        900.0,
+        gt=0,
+        description="Give them back after so many seconds without a request; less than between two cycles "
+        "is still of use to the evaluation.",
+    )
+    min_free_memory: float = Field(
+        0.1,
+        ge=0,
+        lt=1,
+        description="Give them back while they sleep if less than this share of the machine's memory is free.",
+    )
+
+
 class PromptSource(Section):
     """Prompts of your own: a file, or a dataset's folder."""
 

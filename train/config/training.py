@@ -18,6 +18,7 @@ from train.config.sections import (
     FsdpConfig,
     LoraConfig,
     OptimizerConfig,
+    ResidentConfig,
     RewardModelConfig,
     RolloutConfig,
     RunRetentionConfig,
@@ -26,6 +27,7 @@ from train.config.sections import (
 _OF_ANY_RUN: Final = (
     *("runs", "ranks", "threads_per_rank", "dtype", "micro_batch_tokens", "activation_checkpointing", "seed"),
     *("ray_address", "launcher", "start_timeout_s", "step_timeout_s", "erased_rows", "fsdp", "checkpoint"),
+    "resident",
 )
 """Settings that training a policy and training a reward model share."""
 
@@ -125,6 +127,7 @@ class TrainConfig(Section):
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="What a killed run goes on from."
     )
+    resident: ResidentConfig = Field(default_factory=ResidentConfig, description="Workers that stay between cycles.")
     retention: RunRetentionConfig = Field(
         default_factory=RunRetentionConfig, description="Which runs keep their checkpoints."
     )

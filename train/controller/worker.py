@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed
 
+from train.checkpoint.random_state import seed_all
 from train.import_object import import_object
 
 
 class Worker:
-    """One rank of a group. ``peers`` are the workers of the other groups in the same process, by role."""
+    """One rank of a group. ``peers`` are the workers of the other groups in the same process, by role.
 
-    def __init__(self, peers: dict[str, Worker]) -> None:
-        self.peers = peers
+    ``before``: the worker of the same role in the last run of this process, which rests; what is costly to make, and
+    holds nothing of a run, is taken over from it.
+    """
+
+    def __init__(self, peers: dict[str, Worker], before: Worker | None = None) -> None:
+        self.peers, self.before = peers, before
         self.rank = torch.distributed.get_rank()
         self.world_size = torch.distributed.get_world_size()
+
+    def rest(self) -> None:
+        """Drop what is of the run that has ended; nothing is called from here on, but ``lend`` of a rollout."""
 
     def close(self) -> None:
         """Leave what would not go by itself when the process ends in good order."""
@@ -36,7 +47,24 @@ class Workers:
         self.by_role: dict[str, Worker] = {}
 
     def create(self, role: str, target: str, options: dict[str, Any]) -> None:
-        self.by_role[role] = import_object(f"worker {role}", target)(peers=self.by_role, **options)
+        before = self.by_role.get(role)
+        worker: Worker = import_object(f"worker {role}", target)(peers=self.by_role, before=before, **options)
+        worker.before = None
+        self.by_role[role] = worker
+
+    def seed(self, seed: int) -> None:
+        """Give all random numbers of this process the same beginning, however many it has drawn before."""
+        seed_all(seed)
+
+    def rest(self) -> None:
+        """Keep the workers until another run, without what was of this one; free memory goes back to the system."""
+        for worker in self.by_role.values():
+            worker.rest()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        with suppress(AttributeError, OSError):  # of glibc alone
+            ctypes.CDLL(None).malloc_trim(0)
 
     def call(self, role: str, method: str, argument: Any, options: dict[str, Any]) -> Any:
         return getattr(self.by_role[role], method)(argument, **options)

@@ -28,12 +28,14 @@ MicroLoss = Callable[[PackedBatch], tuple[Loss, Tensor]]
 class TrainedWorker(Worker):
     """One FSDP rank of a model in training, with its optimizer."""
 
+    saver: Saver
+
     def __init__(self, *, policy: Path, config: TrainConfig, **peers: Any) -> None:
         super().__init__(**peers)
         self.policy, self.config = policy, config
         self.algorithm = algorithms.load(config.algorithm)
         self.meshes = meshes_of(config, self.peers)
-        self.model = self.build()
+        self.model: nn.Module = self.build()
         o = config.optimizer
         self.optimizer = torch.optim.AdamW(
             [p for p in self.model.parameters() if p.requires_grad],
@@ -44,7 +46,13 @@ class TrainedWorker(Worker):
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1.0, (step + 1) / (o.warmup_steps + 1))
         )
-        self.saver = Saver(config.step_timeout_s)
+        # Process groups cost memory, and are not given back.
+        self.saver = self.before.saver if isinstance(self.before, TrainedWorker) else Saver(config.step_timeout_s)
+
+    def rest(self) -> None:
+        self.saver.ended(wait=True)
+        for name in ("model", "optimizer", "schedule", "algorithm"):
+            vars(self).pop(name, None)
 
     def build(self) -> nn.Module:
         """The sharded model, of ``policy``."""
@@ -121,10 +129,10 @@ class TrainedWorker(Worker):
 
 
 def meshes_of(config: TrainConfig, peers: Mapping[str, Worker]) -> Meshes:
-    """The meshes of a worker in training in the same process, or new ones: process groups cost memory."""
+    """The meshes of another worker in the same process, or new ones: process groups cost memory."""
     for worker in peers.values():
-        if isinstance(worker, TrainedWorker):
-            return worker.meshes
+        if isinstance(meshes := vars(worker).get("meshes"), Meshes):
+            return meshes
     t, ranks = config.rollout.tensor_parallel_size, torch.distributed.get_world_size()
     return make_meshes(
         "cuda" if torch.cuda.is_available() else "cpu",

@@ -31,13 +31,17 @@ class ReferenceWorker(Worker):
             # A LoRA run has its parent already: the actor with its adapters off.
             self.shared, self.model = True, actor.model
         else:
+            self.meshes = meshes_of(config, self.peers)
             self.model = build(
                 policy,
                 dtype=getattr(torch, config.dtype),
-                meshes=meshes_of(config, self.peers),
+                meshes=self.meshes,
                 options=config.fsdp,
                 frozen=True,
             )
+
+    def rest(self) -> None:
+        vars(self).pop("model", None)
 
     @dispatch(per_token)
     def log_probs(self, batch: PackedBatch) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,10 +62,12 @@ def start_groups(
     seed: int,
     reward: Reward | None,
     trial: Callable[[RewardFunction], object] = lambda _: None,
+    pools: AbstractContextManager[dict[str, Pool]] | None = None,
 ) -> Generator[Groups]:
     """Start the pools of the config and the workers on them; leaving the context ends them.
 
     Args:
+        pools: those of resident workers; by default new ones.
         seed: of sampling.
         reward: of what is sampled; None if nothing is.
         trial: called with the reward where it is on a pool, before any other worker is started.
@@ -76,9 +78,9 @@ def start_groups(
     on, algorithm = config.placement, algorithms.load(config.algorithm)
     disaggregated = config.samples and on.rollout != on.actor
     rewards: RewardFunction | None = reward
-    with start_pools(config) as pools:
+    with pools or start_pools(config) as placed:
         if on.reward is not None and reward is not None:
-            group = pools[on.reward].group(
+            group = placed[on.reward].group(
                 "reward", "train.workers.reward:RewardWorker", reward=reward.settings, timeout_s=reward.timeout_s
             )
             rewards = partial(rewards_of, group, config.ranks_of(on.reward))
@@ -90,20 +92,27 @@ def start_groups(
         elif not config.algorithm.trains_policy:
             actor = "train.workers.scorer:ScorerWorker"
         common: dict[str, Any] = {"policy": policy, "config": config}
-        trained = pools[on.actor].group("actor", actor, **common)
+        trained = placed[on.actor].group("actor", actor, **common)
         groups = Groups(
             actor=trained,
-            critic=pools[on.critic or on.actor].group("critic", "train.workers.critic:CriticWorker", **common)
+            critic=placed[on.critic or on.actor].group("critic", "train.workers.critic:CriticWorker", **common)
             if algorithm.needs_critic
             else None,
-            reference=pools[on.reference].group("reference", "train.workers.reference:ReferenceWorker", **common)
+            reference=placed[on.reference].group("reference", "train.workers.reference:ReferenceWorker", **common)
             if config.has_reference or algorithm.needs_reference
             else None,
-            rollout=pools[on.rollout].group("rollout", rollout, **common, seed=seed) if config.samples else None,
+            rollout=placed[on.rollout].group("rollout", rollout, **common, seed=seed) if config.samples else None,
             reward=rewards,
             rendezvous=trained.open_rendezvous(config.ranks_of(on.rollout)) if disaggregated else None,
         )
+        for name, pool in placed.items():
+            pool.call(f"seed {name}", "seed", seeds(pool, seed)).result()
         yield groups
+
+
+def seeds(pool: Pool, seed: int) -> list[tuple[int]]:
+    """The seed of each rank, the same for all that share an engine: whatever the process has done before."""
+    return [(seed + rank // pool.layout.tensor_parallel_size,) for rank in range(pool.layout.ranks)]
 
 
 @contextmanager

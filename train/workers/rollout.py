@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from evaluation.engine import Call, OfflineEngine
 from serve.generation.tokenizer import Text
-from serve.vllm.boot import launched_executor, offline_engine, sampling_params
+from serve.policies.folder import fingerprint
+from serve.policies.store import Policy
+from serve.vllm.boot import OFFLINE_WORKER, launched_executor, offline_engine, policy_logprobs, sampling_params
 from train.batch.packed import Sample
 from train.checkpoint.random_state import seed_of
 from train.config.context_length import rollout_cache
 from train.config.training import TrainConfig
-from train.controller.dispatch import by_engine, dispatch, to_all
+from train.controller.dispatch import by_engine, dispatch, to_all, to_first_engine
 from train.controller.worker import Worker
+from train.model.hf_io import stored_in
 from train.weight_sync.gather import gather
 from train.weight_sync.sync import WeightSync
 
@@ -24,21 +30,36 @@ log = logging.getLogger(__name__)
 
 
 class RolloutWorker(Worker):
-    """One rank of a generation engine; its weights come from the actor in the same process."""
+    """One rank of a generation engine; its weights come from the actor in the same process.
+
+    Its engine outlives the run: the next one takes it over, and between them it answers for an evaluation.
+    """
+
+    llm: Any
+    text: Text
 
     def __init__(self, *, policy: Path, config: TrainConfig, seed: int, **peers: Any) -> None:
         super().__init__(**peers)
-        r = config.rollout
         self.config = config
         self.weight_sync: WeightSync | None = None
-        self.asleep = False
         self.sleeps = torch.cuda.is_available() and config.placement.rollout == config.placement.actor
+        self.asleep = False
+        if isinstance(self.before, RolloutWorker):
+            self.llm, self.text, self.asleep = self.before.llm, self.before.text, self.before.asleep
+            with self._awake():
+                load_files(self.llm, policy)
+        else:
+            self.llm = self._boot(policy, seed)
+            self.text = Text(self.llm.get_tokenizer())
+
+    def _boot(self, policy: Path, seed: int) -> Any:
+        config, r = self.config, self.config.rollout
         if self.rank == 0 and not torch.cuda.is_available():
             log.warning("no sleep on a CPU: the engine keeps its weights and its KV cache while the policy is trained")
         cache = rollout_cache(config, policy)
         job = [uuid.uuid4().hex]
         torch.distributed.broadcast_object_list(job, src=0)
-        self.llm = offline_engine(
+        llm = offline_engine(
             policy,
             dtype=config.dtype,
             seed=seed + self.rank // r.tensor_parallel_size,
@@ -52,13 +73,14 @@ class RolloutWorker(Worker):
             enable_sleep_mode=self.sleeps,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",
+            worker_extension_cls=OFFLINE_WORKER,
             disable_log_stats=True,
         )
-        self.text = Text(self.llm.get_tokenizer())
         torch.distributed.barrier()
         # Every rank has mapped its engine's shared memory; without a name it goes with the last process.
         for segment in Path("/dev/shm").glob(f"*{job[0]}*"):
             segment.unlink(missing_ok=True)
+        return llm
 
     @dispatch(to_all)
     def sleep(self, _: None = None) -> None:
@@ -67,6 +89,10 @@ class RolloutWorker(Worker):
             self.llm.sleep(level=2)
             self.asleep = True
 
+    def rest(self) -> None:
+        self.weight_sync = None  # it knows the model in training
+        self.sleep()
+
     def close(self) -> None:
         """End the engine while its process groups are there: it leaves them, this process' own too."""
         self.llm.llm_engine.engine_core.shutdown()
@@ -74,10 +100,16 @@ class RolloutWorker(Worker):
     @dispatch(to_all)
     def load_actor_weights(self, _: None = None) -> None:
         """Take over the weights of the actor in this process, as they are; an engine that sleeps wakes."""
+        with self._awake():
+            self._take_weights(self.peers["actor"].model)  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The engine gets its weights within, and is awake from then on."""
         if self.asleep:
             torch.cuda.empty_cache()  # what training has freed is the engine's again
             self.llm.wake_up(["weights"])
-        self._take_weights(self.peers["actor"].model)  # type: ignore[attr-defined]
+        yield
         if self.asleep:  # only here, so that the KV cache and what resharding takes are not held at once
             self.llm.wake_up(["kv_cache"])
             self.asleep = False
@@ -119,6 +151,24 @@ class RolloutWorker(Worker):
         outputs = self.llm.generate(inputs * (2 if greedy else 1), params, use_tqdm=False)
         samples = [[to_sample(c, output.prompt_token_ids, self.text) for c in output.outputs] for output in outputs]
         return [samples[i] + (samples[len(prompts) + i] if greedy else []) for i in range(len(prompts))]
+
+    @dispatch(to_first_engine)
+    def lend_load(self, policy: Policy) -> None:
+        """Have the first engine answer for this policy, by ``lend``, until the next run."""
+        with self._awake():
+            load_files(self.llm, policy.path)
+
+    @dispatch(to_first_engine)
+    def lend(self, call: Call) -> Any:
+        """What a method, or a property, of an evaluation's engine returns, called on the first engine."""
+        with policy_logprobs(self.llm):
+            return call.of(OfflineEngine.around(self.llm, eager=self.config.rollout.enforce_eager))
+
+
+def load_files(llm: Any, policy: Path) -> None:
+    """The weights in a policy's folder for those that are in the engine of this process; nothing but them differs."""
+    files = {path.name: {"sha256": "", "fingerprint": fingerprint(path)} for path in set(stored_in(policy).values())}
+    llm.collective_rpc("millrace_load", args=(str(policy), files))
 
 
 def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:

@@ -4,5 +4,5 @@ Of the data plane and the server, by ``command`` (the command bench) on ``rows``
 journal), ``storage`` (the lake), ``scoring`` (its rate as history grows), ``front_end`` (the cost of everything but the
 engine). Of training: ``reshard`` (weight sync by plan against gathering), ``reshard_table`` (what it moves for
 well-known models), ``overlap`` (what sampling ahead saves), ``vocabulary`` (log-probabilities by tiles against whole
-logits).
+logits), ``resident`` (memory and seconds of workers that stay between cycles).
 """

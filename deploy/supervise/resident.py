@@ -1,0 +1,131 @@
+"""The resident workers of a loop, owned by the process that starts its cycles.
+
+    python -P -m deploy.supervise.resident STATE_FILE
+
+The owner listens on the socket that its stages find in their environment, and starts this program once one of them
+asks; its standard input is the socket. It ends after its idle time (``train.resident``), with the owner, however that
+ends, and when a run in it fails. It runs below a subreaper, so that nothing is left of it: no Ray, no worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from select import select
+from typing import Any, Final
+
+import psutil
+
+from deploy.config.root import Settings
+from deploy.supervise.children import Child, Stopped, no_leftovers, stop_on_signals
+from feedback.resident_socket import ADDRESS, Listener, listen
+
+STATE: Final = ".resident.json"
+"""In the home: since when resident workers are there, and what they do."""
+
+_GRACE_S: Final = 20.0
+_IMPORTS_S: Final = 60.0
+_LOOK_S: Final = 0.5
+_END_S: Final = 40.0
+
+
+@contextmanager
+def serving(settings: Settings) -> Iterator[None]:
+    """Have the stages that this process starts in the block share resident workers, unless one above owns some.
+
+    They start when the first training asks, again when one asks after they have ended, and end with the block.
+    """
+    if not settings.train.resident.enabled or ADDRESS in os.environ or (listener := listen()) is None:
+        yield
+        return
+    activation = _Activation(listener, settings)
+    os.environ[ADDRESS] = listener.address
+    try:
+        yield
+    finally:
+        del os.environ[ADDRESS]
+        activation.close()
+
+
+class _Activation:
+    """Starts the workers once a stage asks. In a thread, as Linux ties them to the one that has started them."""
+
+    def __init__(self, listener: Listener, settings: Settings) -> None:
+        self._listener = listener
+        self._log, self._state = settings.path(settings.up.logs) / "resident.log", settings.path(STATE)
+        self._closing, self._closed = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="resident workers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        os.close(self._closed)
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        with self._listener.owners:
+            while self._closing not in select([self._listener.owners.fileno(), self._closing], [], [])[0]:
+                if self._work():
+                    self._listener.turn_away()  # whoever waits starts workers of its own
+        os.close(self._closing)
+
+    def _work(self) -> int:
+        """Run them to their end; the exit code."""
+        command = [sys.executable, "-P", "-m", "deploy.supervise.resident", str(self._state)]
+        own = {ADDRESS: self._listener.address}
+        requests = self._listener.owners.fileno()
+        with Child(
+            "resident workers",
+            command,
+            log=self._log,
+            grace=_GRACE_S,
+            environment=own,
+            patience=_IMPORTS_S,
+            stdin=requests,
+        ) as workers:
+            while (code := workers.poll()) is None:
+                if select([self._closing], [], [], _LOOK_S)[0]:
+                    return workers.stop()
+        return code
+
+
+def residents(settings: Settings) -> dict[str, Any] | None:
+    """Those of a home that are there now: since, state and bytes of memory that are theirs alone; None if none are."""
+    try:
+        found: dict[str, Any] = json.loads(settings.path(STATE).read_bytes())
+        process = psutil.Process(found.pop("process"))
+        if process.create_time() > settings.path(STATE).stat().st_mtime:  # another one of that number
+            return None
+        return found | {"bytes": memory_of(process)}
+    except (FileNotFoundError, psutil.NoSuchProcess, ValueError, KeyError):
+        return None
+
+
+def memory_of(process: psutil.Process) -> int:
+    """Bytes of memory of a process and all below it; what is shared counts in parts (PSS)."""
+    total = 0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            total += each.memory_full_info().pss
+    return total
+
+
+def main() -> None:
+    from train.resident import Residence
+
+    listener = Listener.inherited(os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # what is started below is not to have the socket
+    try:
+        with no_leftovers(), stop_on_signals():
+            Residence(listener, Path(sys.argv[1]), os.getppid()).serve()
+    except Stopped as stopped:
+        sys.exit(stopped.code)
+
+
+if __name__ == "__main__":
+    main()

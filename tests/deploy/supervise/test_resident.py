@@ -1,0 +1,245 @@
+"""Resident workers: real runs in processes that stay, beside a run in fresh ones; and an evaluation in their engine."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deploy import status
+from deploy.config import root
+from deploy.config.root import Settings
+from deploy.supervise import resident
+from evaluation.config import EngineConfig
+from evaluation.engine import Done, LentEngine, OfflineEngine, OfflineEngines, Work
+from feedback import resident_socket
+from serve.policies.store import Policy, PolicyStore
+from tests.paths import ROOT
+from tests.train.job_home import job_context, make_home
+from train.config.training import TrainConfig
+from train.context import JobContext, JobResult
+from train.launch import JobError, run_job
+from train.resident import Imported
+
+CACHE = {"max_model_len": 64, "kv_cache_bytes": 16 * 2**20}
+CONFIG: dict[str, Any] = {
+    "dtype": "float32",
+    "steps": 2,
+    "micro_batch_tokens": 64,
+    "optimizer": {"learning_rate": 3e-3, "warmup_steps": 1},
+    "rollout": {"max_tokens": 6, **CACHE},
+    "data": {"prompts_per_step": 4, "min_prompts": 4},
+    "start_timeout_s": 200,
+    "step_timeout_s": 100,
+}
+PPO = {"algorithm": {"name": "ppo", "group_size": 4, "critic": {"learning_rate": 3e-3}}, "epochs": 2}
+GRPO = {"algorithm": {"name": "grpo", "group_size": 4}, "measure_kl": True}
+ENGINE = EngineConfig(**CACHE)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resident")
+    make_home(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def settings(home: Path) -> Settings:
+    return root.load(None, [("home", str(home))])
+
+
+@pytest.fixture(scope="module")
+def owner(settings: Settings) -> Iterator[None]:
+    with resident.serving(settings):
+        yield
+    assert resident.residents(settings) is None
+
+
+def job(home: Path, name: str, **settings: Any) -> tuple[TrainConfig, JobContext]:
+    os.chdir(home)  # all stages of a home's cycles have one folder
+    context = job_context(home, name, reward="users_code:reward", python_path=[str(home)], parent=1)
+    return TrainConfig.model_validate({**CONFIG, "runs": str(home / "runs"), **settings}), JobContext(**context)
+
+
+@pytest.fixture(scope="module")
+def runs(home: Path, owner: None) -> dict[str, JobResult]:
+    """Two runs in the same workers, the first with another algorithm and another seed; and the second in new ones."""
+    first = run_job(*job(home, "first", **GRPO, seed=5))
+    second = run_job(*job(home, "second", **PPO))
+    fresh = run_job(*job(home, "fresh", **PPO, resident={"enabled": False}))
+    return {"first": first, "second": second, "fresh": fresh}
+
+
+def policy(home: Path, result: JobResult) -> Policy:
+    assert result.candidate is not None
+    return PolicyStore(home / "policies").get(result.candidate)
+
+
+def weights(policy: Policy) -> bytes:
+    return b"".join(path.read_bytes() for path in policy.weight_files)
+
+
+def test_a_run_in_workers_that_stayed_ends_with_the_weights_of_one_in_new_ones(
+    home: Path, runs: dict[str, JobResult], settings: Settings
+) -> None:
+    first, second, fresh = (policy(home, runs[name]) for name in ("first", "second", "fresh"))
+    assert weights(second) == weights(fresh)
+    assert weights(second) != weights(first)
+    log = (home / "logs" / "resident.log").read_text()
+    assert "anew" not in log
+    found = status.look(settings, data=False)
+    assert found.resident is not None
+    assert found.resident["state"] == "asleep"
+    assert found.resident["bytes"] > 100 * 2**20
+    assert any(title == "workers" and text.startswith("resident since 20") for title, text in status.lines(found))
+
+
+def done(engine: OfflineEngine) -> Done:
+    prompts = engine.encode([f"odds {letter}>" for letter in "abcdefgh"])
+    requested = [(ids, {"temperature": 0.7, "top_p": 0.9, "seed": i}) for i, ids in enumerate(prompts)]
+    scored = [(ids, [5, 6, 7]) for ids in prompts]
+    work = Work(greedy=prompts, sampled=prompts, requested=requested, scored=scored)
+    return engine.run(work, max_tokens=16, seed=3)
+
+
+def same(a: Done, b: Done) -> bool:
+    return all(
+        (one.text, one.token_ids, one.finish_reason) == (other.text, other.token_ids, other.finish_reason)
+        and (name == "requested" or np.array_equal(one.logprobs, other.logprobs))
+        for name in ("greedy", "sampled", "requested")
+        for one, other in zip(getattr(a, name), getattr(b, name), strict=True)
+    ) and all(np.array_equal(one, other) for one, other in zip(a.scored, b.scored, strict=True))
+
+
+def test_the_engine_that_is_there_answers_for_both_policies_as_engines_of_their_own(
+    home: Path, runs: dict[str, JobResult]
+) -> None:
+    policies = policy(home, runs["second"]), PolicyStore(home / "policies").get(1)
+    with OfflineEngines(ENGINE) as engines:
+        lent = [done(engines.of(one)) for one in policies]
+        assert engines.where == "resident"
+    for one, answered in zip(policies, lent, strict=True):
+        with OfflineEngine(one.path, ENGINE) as engine:
+            assert same(answered, done(engine))
+    assert not same(*lent)
+
+
+def test_an_engine_that_computes_otherwise_is_not_lent(
+    home: Path, runs: dict[str, JobResult], caplog: pytest.LogCaptureFixture
+) -> None:
+    for other in ({"dtype": "bfloat16"}, {"max_model_len": 32}, {"max_num_seqs": 7}, {"tensor_parallel_size": 2}):
+        assert LentEngine.borrow(policy(home, runs["second"]), ENGINE.model_copy(update=other)) is None
+        assert f"engine has {next(iter(other))}" in caplog.text
+
+
+def test_a_run_after_an_evaluation_learns_as_in_new_workers(
+    home: Path, runs: dict[str, JobResult], settings: Settings
+) -> None:
+    before = resident.residents(settings)
+    again = policy(home, run_job(*job(home, "again", **PPO)))
+    after = resident.residents(settings)
+    assert before is not None
+    assert after is not None
+    assert (before["since"], before["state"]) == (after["since"], after["state"])
+    assert after["bytes"] < 1.1 * before["bytes"]
+    assert weights(again) == weights(policy(home, runs["fresh"]))
+
+
+def test_a_run_after_the_users_code_has_changed_gets_new_workers_and_one_that_fails_leaves_none(
+    home: Path, runs: dict[str, JobResult], settings: Settings
+) -> None:
+    (home / "users_code.py").write_text("def reward(batch):\n    raise RuntimeError('the new code is wrong')\n")
+    with pytest.raises(JobError, match="the new code is wrong"):
+        run_job(*job(home, "broken", **PPO))
+    assert "started anew: " + str(home / "users_code.py") in (home / "logs" / "resident.log").read_text()
+    assert gone(lambda: resident.residents(settings) is None)
+
+
+OWNER = """
+import sys
+from pathlib import Path
+from deploy.config import root
+from deploy.supervise import resident
+from tests.deploy.supervise.test_resident import PPO, job
+from train.launch import run_job
+
+home = Path(sys.argv[1])
+with resident.serving(root.load(None, [("home", str(home))])):
+    run_job(*job(home, "long", **PPO, steps=10_000))
+"""
+
+
+def test_nothing_is_left_when_the_owner_is_killed_in_the_middle_of_a_run(
+    tmp_path: Path, nothing_left: Callable[[], list[str]]
+) -> None:
+    make_home(tmp_path)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    metrics = tmp_path / "runs" / "long" / "metrics.jsonl"
+    assert gone(lambda: metrics.exists() or owner.poll() is not None, seconds=300)
+    assert owner.poll() is None
+    owner.kill()
+    owner.wait(60)
+    assert gone(lambda: not nothing_left(), seconds=60)
+
+
+def gone(happened: Callable[[], bool], seconds: float = 60) -> bool:
+    """Wait until it has happened; whether it has in time."""
+    deadline = time.monotonic() + seconds
+    while not (done := happened()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return done
+
+
+def test_what_does_not_know_the_secret_is_not_heard_and_who_hangs_up_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    listener = resident_socket.listen()
+    assert listener is not None
+    with listener.owners, ThreadPoolExecutor(1) as pool:
+        name, _, secret = listener.address.partition(":")
+        monkeypatch.setenv(resident_socket.ADDRESS, f"{name}:{secret[::-1]}")
+        accepted = pool.submit(listener.accept, 10.0)
+        assert resident_socket.connect(start=True) is None
+        assert accepted.result() is None
+        monkeypatch.setenv(resident_socket.ADDRESS, listener.address)
+        accepted = pool.submit(listener.accept, 10.0)
+        assert resident_socket.connect() is None  # no workers are there
+        connection = resident_socket.connect(start=True)
+        other = accepted.result()
+        assert connection is not None
+        assert other is not None
+        other.send(("value", 1))
+        assert resident_socket.ask(connection, "call", None) == ("value", 1)
+        assert not resident_socket.hung_up(other)  # a message waits
+        other.recv()
+        resident_socket.hang_up(connection)
+        assert resident_socket.hung_up(other)
+        other.close()
+        assert resident_socket.wait_until_gone(connection, 5.0)
+
+
+def test_code_that_was_imported_is_seen_to_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "imported_by_a_resident.py"
+    file.touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    os.utime(file, ns=(1, 1))
+    importlib.import_module(file.stem)
+    imported = Imported()
+    assert imported.changed() is None
+    os.utime(file, ns=(2, 2))
+    assert imported.changed() == f"{file} has changed since it was imported"

@@ -1,0 +1,157 @@
+"""Pools that stay between runs: their processes, process groups and rollout engines, at rest.
+
+What a run builds of a policy (models, optimizers, a critic, a reference) is dropped when it ends and built anew by the
+next one, from its own parent, as new processes would: so the result is the same, and little memory is held meanwhile.
+What takes seconds and holds nothing of a run is kept: processes with their imports, meshes, and vLLM, which the next
+run gives its parent's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+from evaluation.config import EngineConfig
+from evaluation.engine import Call
+from serve.kv_cache import BATCH_SHARE, fit_engine
+from serve.policies.folder import compute_dtype
+from serve.policies.store import Policy
+from serve.swap.compatibility import identity
+from train.config.context_length import rollout_cache
+from train.config.training import TrainConfig
+from train.controller.worker_group import Pool, WorkerGroup
+from train.workers.role_groups import environment, sizes, start_pools
+from train.workers.rollout import RolloutWorker
+
+_LENT_S: Final = 86_400.0  # who asks has a limit of its own, and the workers end with it
+
+
+class ResidentPools:
+    """The pools of one run after another. Use as a context manager, in a Ray that is there: leaving it ends them."""
+
+    def __init__(self) -> None:
+        self._started = ExitStack()
+        self._pools: dict[str, Pool] = {}
+        self._layout: dict[str, Any] | None = None
+        self._engine: dict[str, Any] | None = None
+        self._engine_pool = ""
+
+    def __enter__(self) -> ResidentPools:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    @contextmanager
+    def of(self, config: TrainConfig, parent: Policy) -> Generator[dict[str, Pool]]:
+        """The pools for a run, those of the last one if they can be; at rest when it has ended well.
+
+        After an exception they are of no further use.
+        """
+        layout, engine = layout_of(config), rollout_engine(config, parent) if config.samples else None
+        if layout != self._layout or (engine and self._engine and engine != self._engine):
+            self._end()
+        if not self._pools:
+            self._pools, self._layout = self._started.enter_context(start_pools(config)), layout
+        if engine:
+            self._engine, self._engine_pool = engine, config.placement.rollout
+        yield self._pools
+        for name, pool in self._pools.items():
+            pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result()
+
+    def refusal(self, config: EngineConfig, policy: Policy) -> str | None:
+        """Why the rollout engine does not compute what an evaluation's own would of this policy; None if it does."""
+        if self._engine is None:
+            return "the resident workers have no engine"
+        own = self._engine
+        other = [
+            f"{name} {own[name]!r}, not {value!r}"
+            for name, value in evaluation_engine(config, policy).items()
+            if own[name] != value
+        ]
+        return f"the resident workers' engine has {'; '.join(other)}" if other else None
+
+    def load(self, policy: Policy) -> None:
+        """Have the engine answer for this policy. Raises WorkerError, also where it can't be lent at all."""
+        self._rollout.lend_load.start(policy).result(_LENT_S)
+        self.lend(Call("dtype"))
+
+    def lend(self, call: Call) -> Any:
+        """What a call of the engine returns. Raises WorkerError."""
+        return self._rollout.lend.start(call).result(_LENT_S)
+
+    def take_back(self) -> None:
+        """Let the engine sleep again."""
+        pool = self._pools[self._engine_pool]
+        pool.call("rest", "rest", [()] * pool.layout.ranks).result()
+
+    @property
+    def _rollout(self) -> WorkerGroup:
+        return WorkerGroup(self._pools[self._engine_pool], "rollout", RolloutWorker)
+
+    def _end(self) -> None:
+        self._started.close()
+        self._pools, self._layout, self._engine = {}, None, None
+
+
+def stays(config: TrainConfig) -> bool:
+    """Whether the pools of such runs can stay: in a Ray of this machine, without streams of weights between them."""
+    here = config.launcher == "ray" and not config.ray_address
+    return here and (not config.samples or config.placement.rollout == config.placement.actor)
+
+
+def layout_of(config: TrainConfig) -> dict[str, Any]:
+    """What processes and their groups are made by, apart from the model."""
+    on = config.placement
+    return {
+        "pools": {
+            name: [
+                config.ranks_of(name),
+                config.threads_of(name),
+                pool.gpus,
+                pool.strategy,
+                config.rollout.tensor_parallel_size,
+                sizes(config, name),
+            ]
+            for name, pool in on.pools.items()
+        },
+        "roles": [on.actor, on.reference, on.critic, on.rollout if config.samples else on.actor],
+        "replicas": config.fsdp.replicas,
+        "timeouts": [config.start_timeout_s, config.step_timeout_s],
+        "environment": environment(config),
+    }
+
+
+def rollout_engine(config: TrainConfig, policy: Policy) -> dict[str, Any]:
+    """What an engine for rollouts is started by."""
+    r, cache = config.rollout, rollout_cache(config, policy.path)
+    return {
+        "model": identity(policy),
+        "dtype": config.dtype,
+        "tensor_parallel_size": r.tensor_parallel_size,
+        "max_model_len": cache.max_model_len,
+        "max_num_seqs": r.max_num_seqs,
+        "max_num_batched_tokens": None,
+        "enforce_eager": r.enforce_eager,
+        "extra": {},
+        "kv_cache_bytes": cache.size,
+    }
+
+
+def evaluation_engine(config: EngineConfig, policy: Policy) -> dict[str, Any]:
+    """Of an engine of an evaluation's own, what decides the numbers, under the same names.
+
+    The size of its KV cache only decides how often a response has to wait, and a cache of prefixes what is computed
+    once.
+    """
+    return {
+        "model": identity(policy),
+        "dtype": compute_dtype(policy.path, config.dtype),
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "max_model_len": fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE).max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_batched_tokens,
+        "enforce_eager": config.enforce_eager,
+        "extra": config.extra or {},
+    }
