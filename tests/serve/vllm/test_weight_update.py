@@ -334,7 +334,8 @@ async def test_where_no_second_set_is_wanted_a_candidates_files_are_verified_ear
 ) -> None:
     swapper.config = SwapConfig(in_place=True)
     await swapper._prepare_candidate(2)
-    assert [state["done"] for state in await swapper.engine.llm.collective_rpc("millrace_standby_state")] == [False]
+    states = await swapper.engine.llm.collective_rpc("millrace_standby_state")
+    assert [state["error"] for state in states] == ["no standby weights are prepared"]
     await require_policy(swapper, policies[0])
     done = await swap(swapper, 2)
     assert (done.ok, done.in_place) == (True, True)
