@@ -22,7 +22,6 @@ import math
 import random
 import shutil
 import statistics
-import string
 import subprocess
 import sys
 import tempfile
@@ -44,9 +43,10 @@ from loadtests.tiny_model import make_model_folder
 from loadtests.turns import share_of_letters
 
 LONGEST_S: Final = 1500.0
-POLL_S: Final = 20.0
+POLL_S, SOON_S = 20.0, 3.0
 USERS, PACE_S, TOKENS = 4, 0.3, 24
-ITEMS: Final = 6000
+ITEMS: Final = 8000
+LETTERS: Final = "abcdefghABCDEFGH"
 REMEMBERED: Final = 30
 """Answers that a user compares the next one with: people get used to what they have."""
 BARS: Final = {"cycle_over_work": 2.0, "thumb_to_policy_s.p50": 60.0, "ready_over_vllm": 1.0, "failed": 0}
@@ -70,7 +70,7 @@ OPTIONS: Final = {
     "evaluation.holdout": "0",
     "evaluation.scorer": "loadtests.turns:reward",
     "evaluation.max_tokens": str(TOKENS),
-    "evaluation.gate.max_items": "400",
+    "evaluation.gate.max_items": "600",
     "evaluation.suite": "suite.jsonl",
     "feedback.journal.segment_seconds": "1",
     "feedback.lake.seal_seconds": "1",
@@ -113,7 +113,7 @@ class Users:
                     answered, body = time.time(), answer.json()
                     [response] = body["responses"]
                     [share] = share_of_letters([response["text"]])
-                    up = share > (statistics.mean(known) if known else 0.3)
+                    up = share > (statistics.mean(known) if known else 0.5)
                     known.append(share)
                     thumb = {"response_id": response["response_id"], "kind": "thumb", "value": int(up)}
                     http.post("/feedback", json=thumb).raise_for_status()
@@ -138,7 +138,7 @@ class Users:
 
 
 def prompt(order: random.Random) -> str:
-    return "".join(order.choices(string.ascii_letters, k=12))
+    return "".join(order.choices(LETTERS, k=12))
 
 
 # ------------------------------------------------------------------------------------------------------- the figures
@@ -249,7 +249,7 @@ def bars(figures: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each bar, what was measured, and whether it was met; None where it was not measured."""
     found = {}
     for name, bar in BARS.items():
-        value = figures
+        value: Any = figures
         for key in name.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         found[name] = {"bar": f"at most {bar:g}", "value": value, "met": None if value is None else value <= bar}
@@ -299,7 +299,7 @@ def run_anyway(*arguments: str, folder: Path) -> str:
 
 def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict[str, Any]:
     """Turn the loop in the folder until so many cycles have promoted, or LONGEST_S are over; the figures."""
-    make_model_folder(folder / "model", 0, eos=False, printable=True)
+    make_model_folder(folder / "model", 0, eos=False, letters=LETTERS)
     order = random.Random(-1)
     lines = (json.dumps({"id": str(i), "prompt": prompt(order)}) + "\n" for i in range(ITEMS))
     (folder / "home").mkdir()
@@ -319,7 +319,9 @@ def turn(folder: Path, cycles: int, users: int, options: dict[str, str]) -> dict
                     print(f"stopped after {LONGEST_S:.0f} s", flush=True)
                     break
                 until = time.monotonic() + POLL_S
-                while time.monotonic() < until and len(seen.first) == looked:
+                while time.monotonic() < until:
+                    if len(seen.first) != looked:  # and the cycle ends
+                        until = min(until, time.monotonic() + SOON_S)
                     time.sleep(0.5)
                 looked = len(seen.first)
                 loop.look()
@@ -351,6 +353,7 @@ def main() -> None:
         options = dict(each.split("=", 1) for each in arguments.option)
         figures = turn(folder, arguments.cycles, arguments.users, options)
         if arguments.starts:
+            print(json.dumps(figures), flush=True)
             starts = bench_start.measure(Path(temporary), arguments.starts)
             figures |= {"ready_over_vllm": starts["ratio_seconds"], "ready_range": starts["ratio_seconds_range"]}
     figures["bars"] = bars(figures)
