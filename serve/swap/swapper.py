@@ -80,15 +80,15 @@ class Prepared:
 class DesiredState:
     """What a replica should serve, and what it should have prepared beside that.
 
-    ``candidate``: the version that the gate is at work on; nothing but time is lost if it can't be prepared. ``turn``:
-    its part in an experiment, in place of ``serve``, until ``turn_ends`` in seconds of Unix time.
+    ``turn``: its part in an experiment, in place of ``serve``, until ``turn_ends`` in seconds of Unix time.
+    ``candidate``: the version that the gate is at work on; nothing but time is lost if it can't be prepared.
     """
 
     serve: Pointer | None
     prepare: Pointer | None = None
-    candidate: int | None = None
     turn: Turn | None = None
     turn_ends: float | None = None
+    candidate: int | None = None
 
 
 def block_turn(experiment: Experiment | None, pointer: Pointer | None) -> DesiredState:
