@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 # The lock to install: requirements-cpu.txt, or requirements-gpu.txt on a machine with an NVIDIA GPU.
 LOCK   ?= requirements-cpu.txt
 
-.PHONY: help setup demo test lint docs bench-capture bench-serve bench-start bench-swap bench-reshard bench-train bench-overlap bench-resident learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
+.PHONY: help setup demo test lint docs bench-capture bench-serve bench-start bench-swap bench-loop bench-reshard bench-train bench-overlap bench-resident learn simulate live-experiments thumbs crash-test fuzz model-shapes trl-round-trip harness format lock wheel clean
 
 help:            ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -54,6 +54,9 @@ bench-start: setup     ## measure how long a server takes to start against vLLM'
 
 bench-swap: setup      ## measure swaps under streaming clients; the last line is JSON
 	$(BIN)/python -m loadtests.bench_swap $(ARGS)
+
+bench-loop: setup      ## measure from a thumb to the policy that learned from it, under load: about 20 minutes; the last line is JSON
+	$(BIN)/python -m loadtests.bench_loop $(ARGS)
 
 bench-reshard: setup   ## measure how weights get from training to generation; the last line is JSON
 	$(BIN)/python -m loadtests.bench_reshard $(ARGS)

@@ -195,8 +195,11 @@ def _experiment(settings: Settings, status: Status) -> None:
 def _cycles(settings: Settings, status: Status) -> None:
     history = records.load_all(settings)
     ended = [record for record in history if record.status != "running"]
+    shown = {"number", "status", "reason", "started_at", "finished_at", "recipe", "candidate"}
+    of_stage = {"name", "started_at", "seconds"}
     status.cycles = [
-        record.model_dump(mode="json", include={"number", "status", "reason", "finished_at", "recipe", "candidate"})
+        record.model_dump(mode="json", include=shown)
+        | {"stages": [one.model_dump(mode="json", include=of_stage) | {"work": one.work} for one in record.stages]}
         for record in reversed(ended[-CYCLES_SHOWN:])
     ]
     if history and history[-1].status == "running":

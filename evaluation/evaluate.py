@@ -135,6 +135,7 @@ def compare(
         settings=answers.settings_hash(candidate, config, decoding),
         created_at=datetime.now(UTC).isoformat(timespec="milliseconds"),
         seconds={
+            "start": round(before.start_seconds + after.start_seconds, 3),
             "incumbent": round(before.seconds, 3),
             "candidate": round(after.seconds, 3),
             "compare": round(time.monotonic() - started, 3),

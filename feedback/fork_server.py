@@ -146,14 +146,16 @@ def fork(
         environment: of the process; this one's by default.
         files: its stdin, stdout and stderr.
         grace: seconds that a command has to end below a subreaper, if it is to be run below one.
-        patience: seconds to wait for a server that still imports; without any, no server is asked.
+        patience: seconds to wait for a server that still imports; without any, only one that is ready is asked.
 
     Returns None where there is no server, where it is not ready in time, or can't run such a command.
     """
     variables = dict(os.environ if environment is None else environment)
     name, _, secret = variables.get(ADDRESS, "").partition(":")
     arguments = list(command[1:])
-    if not name or patience <= 0 or command[0] != sys.executable or not _understood(arguments):
+    if not name or command[0] != sys.executable or not _understood(arguments):
+        return None
+    if patience <= 0 and not _is_ready(name):
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -166,7 +168,7 @@ def fork(
             "nice": os.getpriority(os.PRIO_PROCESS, 0),
             "grace": grace,
         }
-        connection.settimeout(patience)
+        connection.settimeout(patience or _ANSWER_S)
         connection.connect(f"\0{name}")
         if not is_ours(connection):
             raise OSError(f"{ADDRESS} names a server of another user")
@@ -186,6 +188,17 @@ def fork(
         return None
     connection.setblocking(False)
     return ForkedProcess(connection, answer["pid"], pidfds[0])
+
+
+def _ready_name(name: str) -> str:
+    """The socket that is there once a server of that name has imported what it imports. Nobody reads from it."""
+    return f"\0{name}-ready"
+
+
+def _is_ready(name: str) -> bool:
+    """Whether a server serves. To ask the server itself would have one started."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(_ready_name(name)) == 0
 
 
 @dataclass(frozen=True)
@@ -247,6 +260,8 @@ class ForkServer:
         self._requesters: dict[socket.socket, int | None] = {}  # and the process that each has got
         self._graced: set[int] = set()
         self._left: set[int] = set()  # whose requesters have gone
+        self._ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._ready.bind(_ready_name(self.address.partition(":")[0]))
         wake, self._woken = socket.socketpair()
         for end in (wake, self._woken):
             end.setblocking(False)
@@ -278,7 +293,7 @@ class ForkServer:
         """Serve nobody any more. What was forked ends with this process."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for each in (self._listener, self._wake, self._woken, *self._requesters):
+        for each in (self._listener, self._ready, self._wake, self._woken, *self._requesters):
             each.close()
 
     def _accept(self) -> None:

@@ -42,17 +42,21 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="turns of each server")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
-        model = make_model_folder(home / "model", 0, eos=False)
-        run("init", "--model", str(model), "--home", str(home), folder=home)
-        found: dict[str, list[dict[str, float]]] = {"millrace": [], "vllm": []}
-        for turn in range(arguments.turns + 1):
-            for target in (Millrace, Vllm) if turn % 2 else (Vllm, Millrace):
-                seen = start(target, home, model)
-                print(json.dumps({"turn": turn, "server": target.name, **seen}), flush=True)
-                if turn:
-                    found[target.name].append(seen)
-    print(json.dumps(summary(found)))
+        print(json.dumps(measure(Path(folder), arguments.turns)))
+
+
+def measure(home: Path, turns: int) -> dict[str, Any]:
+    """Start both in an empty folder so many times, and once before that counts for nothing; the figures."""
+    model = make_model_folder(home / "model", 0, eos=False)
+    run("init", "--model", str(model), "--home", str(home), folder=home)
+    found: dict[str, list[dict[str, float]]] = {"millrace": [], "vllm": []}
+    for turn in range(turns + 1):
+        for target in (Millrace, Vllm) if turn % 2 else (Vllm, Millrace):
+            seen = start(target, home, model)
+            print(json.dumps({"turn": turn, "server": target.name, **seen}), flush=True)
+            if turn:
+                found[target.name].append(seen)
+    return summary(found)
 
 
 def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:

@@ -18,17 +18,21 @@ def make_model_folder(
     tied: bool = True,
     eos: bool = True,
     printable: bool = False,
+    letters: str = "",
     context: int = CONTEXT,
 ) -> Path:
     """A random Qwen3 in float32 with a byte tokenizer; large weights, so that two seeds differ visibly.
 
-    ``eos`` False: no token ends a response. ``printable``: every token but two is a printable ASCII character.
+    ``eos`` False: no token ends a response. ``letters``: every token but two is one of these;
+    ``printable``: a printable ASCII character.
     """
     import torch
     from tokenizers import pre_tokenizers
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    alphabet = [chr(c) for c in range(33, 127)] if printable else sorted(pre_tokenizers.ByteLevel.alphabet())
+    if printable:
+        letters = "".join(chr(c) for c in range(33, 127))
+    alphabet = list(letters) or sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = save_tokenizer(folder, alphabet)
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(

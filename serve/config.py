@@ -79,6 +79,13 @@ class SwapConfig(Section):
         description="Keep a second set of weights laid out, the policy's before, so that a rollback reads and lays out "
         "nothing: twice the memory at all times. False: the second set is there during a swap only.",
     )
+    prepare_early: bool = Field(
+        True,
+        description="Verify a candidate, and lay out its weights, while the gate is still at work on it, so that a "
+        "promotion is only the exchange; what is not promoted is dropped. It takes the memory of a second set of "
+        "weights for that time. Where there is none (in_place), or shadow_weights keeps another set, files are "
+        "verified and no more.",
+    )
     in_place: bool = Field(
         False,
         description="Make no second set of weights: less memory, and no token is made for as long as the load takes.",

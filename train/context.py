@@ -64,7 +64,8 @@ class JobResult(BaseModel):
     """The result of a job; ``candidate`` is None when no policy was published, and ``reason`` says why.
 
     ``reward_model``: the version of one that was trained in place of a policy, in its store. ``stopped``: the run was
-    ended for its health; if it was not and has neither, there was nothing to learn from.
+    ended for its health; if it was not and has neither, there was nothing to learn from. ``work``: seconds of what its
+    steps did and of ``publish``, by part, and of no start or wait.
     """
 
     run: str
@@ -76,6 +77,7 @@ class JobResult(BaseModel):
     stopped: bool = False
     metrics: dict[str, float]
     seconds: float
+    work: dict[str, float] = {}
 
     @classmethod
     def of_published(cls, published: Policy, trains_policy: bool, **run: Any) -> JobResult:

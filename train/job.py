@@ -29,7 +29,7 @@ from train.data.rewards import Reward, RewardFunction, logged_responses, try_rew
 from train.dataflows.base import Data, Dataflow, Run
 from train.observe.health import check_health
 from train.observe.hooks import RunInfo
-from train.observe.progress import StepTimer, progress_bar, say, say_step
+from train.observe.progress import StepTimer, progress_bar, say, say_step, seconds_by_part
 from train.observe.trackers import Watchers
 from train.run.checkpoints import Checkpoints
 from train.run.erasures import Erasures
@@ -168,6 +168,7 @@ def train(
                 )
         checkpoints.collect(wait=True)
         trains_policy, target = config.algorithm.trains_policy, stores.of(config.algorithm.name)
+        publishing = time.monotonic()
         trained = (target, parent, groups.actor, config, context, begun.start, history)
         if trains_policy:
             published = publish(*trained, data, erasures.check())
@@ -178,9 +179,10 @@ def train(
         if not trains_policy:
             keep(target, published.version)
         shutil.rmtree(checkpoints_of(context))  # the run is finished: its name returns this result from here on
+        work = seconds_by_part(history) | {"publish": time.monotonic() - publishing}
         seconds = time.monotonic() - started
         last = {"parent": parent.version, "steps": config.steps, "metrics": history[-1], "seconds": seconds}
-        result = JobResult.of_published(published, trains_policy, run=context.run, **last)
+        result = JobResult.of_published(published, trains_policy, run=context.run, work=work, **last)
         say(f"{context.run}: published {result.published} in {seconds:.0f} s")
         watchers.end(result)
     return result

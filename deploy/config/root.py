@@ -114,6 +114,11 @@ class CycleConfig(Section):
         "skip. A reward model that has seen no feedback on it doesn't know its mistakes, and the cycle after a "
         "promotion has little to gain.",
     )
+    score_ahead: bool = Field(
+        True,
+        description="Score what has come meanwhile while the candidate is evaluated: the next cycle has less to score "
+        "before it trains.",
+    )
     score_timeout_s: PositiveFloat = Field(3600.0, description="Scoring that takes longer is stopped (seconds).")
     train_timeout_s: PositiveFloat = Field(86400.0, description="Training that takes longer is stopped (seconds).")
     evaluate_timeout_s: PositiveFloat = Field(14400.0, description="Evaluation that takes longer is stopped (seconds).")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from deploy.config.root import ConfigError, RecipeStage, Settings
@@ -125,6 +125,7 @@ class _Cycle:
         self.ledger, self._history, self._counted = settings.ledger(), History(), 0
         self.record = CycleRecord(number=number, started_at=now())
         self._tracing: Tracing | None = None
+        self._beside = ExitStack()  # what goes on beside the stages, up to the end of the cycle
 
     def run(self, tracing: Tracing | None) -> CycleRecord:
         self._tracing = tracing
@@ -136,8 +137,10 @@ class _Cycle:
 
     def _run_to_its_end(self) -> CycleRecord:
         self._save()
+        self.store.announce(None)  # what a cycle that was killed has left
         try:
-            self._turn()
+            with self._beside:
+                self._turn()
         except _FAILURES as error:
             self._end("failed", str(error))
         except Stopped as stopped:
@@ -170,6 +173,8 @@ class _Cycle:
 
         candidate, incumbent = str(self.record.candidate), str(pointer.version)
         timeout = self.settings.cycle.evaluate_timeout_s
+        self.store.announce(self.record.candidate)
+        self._beside.enter_context(self._scoring_ahead())
         judged = self._run("evaluate", timeout, candidate, "--incumbent", incumbent)
         self.record.verdict = judged["verdict"]
         why = "; ".join(judged["verdict"]["reasons"])
@@ -468,6 +473,32 @@ class _Cycle:
             kept.result = result
         return result
 
+    @contextmanager
+    def _scoring_ahead(self) -> Iterator[None]:
+        """Score, for the next cycle, what has come since this one has scored, beside the block; stopped if that raises.
+
+        What it fails at, the next cycle's stage finds again.
+        """
+        if not self.settings.cycle.score_ahead:
+            yield
+            return
+        cycle = self.settings.cycle
+        with start(
+            self.settings,
+            "score-ahead",
+            ["score"],
+            log=f"cycle-{self.record.number:06d}-score-ahead.log",
+            grace=cycle.stop_grace_s,
+        ) as child:
+            yield
+            try:
+                code = child.wait(cycle.score_timeout_s)
+            except TimeoutError:
+                self.say(f"score-ahead took longer than cycle.score_timeout_s={cycle.score_timeout_s:g} s")
+            else:
+                if code:
+                    self.say(f"score-ahead ended with code {code} (log: {child.log}); the next cycle scores")
+
     def _shadow(self, version: int) -> str | None:
         """Have the candidate answer a copy of a share of requests; what harm that shows."""
         timeout = self.settings.evaluation.experiment.shadow.seconds + self.settings.cycle.evaluate_timeout_s
@@ -532,6 +563,7 @@ class _Cycle:
     ) -> None:
         self.record.status, self.record.reason, self.record.finished_at = status, reason, now()
         self._save()
+        self.store.announce(None)
         self.say(f"{status}{f': {reason}' if reason else ''}")
 
     def _save(self) -> None:

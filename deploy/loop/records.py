@@ -41,6 +41,13 @@ class Stage(BaseModel):
         return self.name.partition("-")[0] == "train"
 
     @property
+    def work(self) -> dict[str, float]:
+        """What it did in how many seconds, by part, as its process has recorded it, without starts and waits."""
+        result = self.result or {}
+        of: dict[str, float] = result.get("work") or ({} if self.name != "evaluate" else result.get("seconds", {}))
+        return {part: seconds for part, seconds in of.items() if part not in ("start", "wait")}
+
+    @property
     def of_evaluation(self) -> bool:
         return self.name == EVALUATION_REWARD_MODEL
 

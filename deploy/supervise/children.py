@@ -89,7 +89,7 @@ class Child:
 
     Args:
         environment: beside ours, which it gets without the settings.
-        patience: seconds to wait for a fork server that still imports; without any, it is not asked.
+        patience: seconds to wait for a fork server that still imports; without any, only one that is ready is asked.
         stdin: a file of this process; by default there is nothing to read.
     """
 
@@ -207,7 +207,7 @@ def start(
     *,
     log: str,
     grace: float,
-    follow: Callable[[str], None],
+    follow: Callable[[str], None] | None = None,
     patience: float = 0.0,
 ) -> Child:
     """Start a command of the CLI with these settings; its log is among theirs."""

@@ -73,6 +73,7 @@ class KlSamples:
 class Answers:
     """``table`` has one row an item of the suite; ``kl`` or the reason why there is none; ``seconds`` in the engine.
     ``engine``: which that was.
+    ``start_seconds``: what it took to have the policy in one, by a start or by loading weights.
 
     ``greedy``: the same with greedy responses, where those of ``table`` are sampled.
     """
@@ -83,6 +84,7 @@ class Answers:
     seconds: float
     greedy: pa.Table | None = None
     engine: Where = "cache"
+    start_seconds: float = 0.0
 
     def take(self, items: Sequence[int]) -> Answers:
         """Those to some items, by their places in the suite."""
@@ -152,16 +154,19 @@ def answer(
         scored_path = _scored_path(policy, incumbent, suite, config, folder)
         scored = _read(scored_path, _SCORED)
 
-    seconds = 0.0
+    seconds = start_seconds = 0.0
     engine: Where = "cache"
     if table is None or (scored_path and scored is None) or (drawn_path and drawn is None):
+        began = time.monotonic()
+        engines.of(policy)
+        start_seconds = time.monotonic() - began
         started = time.monotonic()
         table, drawn, scored = _run(policy, suite, config, decoding, engines, table, drawn, other, scored)
         seconds, engine = time.monotonic() - started, engines.where
         for to, rows in ((path, table), (drawn_path, drawn), (scored_path, scored)):
             if to is not None:
                 _write(to, rows)
-    found = Answers(table, None, missing, seconds, engine=engine)
+    found = Answers(table, None, missing, seconds, engine=engine, start_seconds=start_seconds)
     if drawn is not None and decoding.sets:
         sampled = pa.table({name: (drawn if name in _RESPONSE else table).column(name) for name in _SCHEMA.names})
         found = replace(found, table=sampled, greedy=table)

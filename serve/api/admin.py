@@ -44,6 +44,9 @@ class PolicyOut(BaseModel):
     generation: int = Field(description="How often the serving pointer has moved up to what serves.")
     swaps: list[dict[str, Any]] = Field(description="The last swaps of this replica: when, from, to, and what it took.")
     failed: dict[str, Any] | None = Field(description="The pointer that could not be followed, and why.")
+    prepared: int | None = Field(
+        None, description="The policy that does not serve, and would at a move of the pointer, by an exchange alone."
+    )
     experiment: dict[str, Any] | None = Field(
         None,
         description="If an experiment runs: the block that it is. In a fleet: which replicas serve the candidate.",

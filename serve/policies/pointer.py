@@ -1,6 +1,7 @@
 """The serving pointer: which policy is to serve, every move of it, and what came of each.
 
 serving.json     the pointer, moved by compare-and-swap
+candidate.json   the policy that the gate is at work on, if it is: a hint, by which nothing serves
 history.jsonl    every pointer there ever was, oldest first
 outcomes.jsonl   whether a server served the policy that a move names, or refused it
 """
@@ -16,8 +17,9 @@ from typing import Any, Final, TypeVar
 
 from feedback.files import append_file, replace_file
 from serve.policies.folder import PolicyError
-from serve.policies.records import exclusive, now, write_json
+from serve.policies.records import exclusive, now, read_json, write_json
 
+_CANDIDATE: Final = "candidate.json"
 _HISTORY: Final = "history.jsonl"
 _OUTCOMES: Final = "outcomes.jsonl"
 _LOST_WITH: Final = {
@@ -130,6 +132,20 @@ class ServingPointer:
         """
         self.record_outcome(refused, served=False, by=who)
         return self.promote(to, expected=refused, who=who, why=why, verdict={"rollback_from": refused.version})
+
+    def announce(self, candidate: int | None) -> None:
+        """Name the policy that is likely to be promoted next, so that servers may prepare it; None: there is none."""
+        path = self.root / _CANDIDATE
+        if candidate is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_json(path, {"version": candidate, "at": now()})
+
+    def announced(self) -> int | None:
+        """The policy that ``announce`` has named. What can't be read names none."""
+        with suppress(PolicyError, OSError, KeyError, TypeError):
+            return None if (hint := read_json(self.root / _CANDIDATE)) is None else int(hint["version"])
+        return None
 
     def history(self) -> list[Pointer]:
         """Every pointer there was, oldest first, the current one last."""

@@ -81,12 +81,14 @@ class DesiredState:
     """What a replica should serve, and what it should have prepared beside that.
 
     ``turn``: its part in an experiment, in place of ``serve``, until ``turn_ends`` in seconds of Unix time.
+    ``candidate``: the version that the gate is at work on; nothing but time is lost if it can't be prepared.
     """
 
     serve: Pointer | None
     prepare: Pointer | None = None
     turn: Turn | None = None
     turn_ends: float | None = None
+    candidate: int | None = None
 
 
 def block_turn(experiment: Experiment | None, pointer: Pointer | None) -> DesiredState:
@@ -135,8 +137,13 @@ class Swapper:
         self._retry_at = 0.0  # by time.monotonic
         self._void: int | None = None  # the last experiment that this replica could not serve its part of
         self._desired_state = desired_state
-        self._ready: tuple[int, Prepared] | None = None  # the generation that was prepared for
+        self._ready: tuple[int | None, Prepared] | None = (
+            None  # the generation that was prepared for; a candidate's: None
+        )
         self._readied = 0  # the newest generation that was prepared for, well or not
+        self._candidate: int | None = None  # the last that was announced
+        self._preparing: asyncio.Task[None] | None = None  # what is prepared of it
+        self._verified: Weights | None = None  # by their files; the engine loads no others than those
         self._observe = observe
         self._serving: Weights  # from start on
         self._spare: Weights | None = None  # the standby weights
@@ -192,6 +199,7 @@ class Swapper:
             if task is None or not task.cancelled():  # it is this call that was cancelled
                 raise
         finally:
+            await self._settle_candidate(None)
             self._held.close()
 
     @property
@@ -209,6 +217,7 @@ class Swapper:
             "generation": pointer.generation if pointer else 0,
             "swaps": [swap.to_json() for swap in self._swaps],
             "failed": self.failed,
+            "prepared": self._ready[1].weights.policy.version if self._ready is not None else None,
             "experiment": asdict(turn) if turn is not None else None,
             "store": self._store,
         }
@@ -251,7 +260,11 @@ class Swapper:
         if desired.prepare is not None and desired.prepare.generation != self._readied:
             self._readied = desired.prepare.generation
             return self._prepare_ahead(desired.prepare)
-        if desired.prepare is None and self._ready is not None:
+        if desired.prepare is not None:
+            return None
+        if desired.candidate != self._candidate:
+            return self._follow_candidate(desired.candidate)
+        if self._ready is not None and (self._ready[0] is not None or desired.candidate is None):
             return self._discard_prepared()
         return None
 
@@ -262,8 +275,10 @@ class Swapper:
         return min(self.config.poll_seconds, max(0.0, self._turn_ends - time.time()))
 
     def _desired(self) -> DesiredState:
+        # Before the pointer: once a candidate is announced no more, the pointer has moved to it, or never will.
+        candidate = self.store.announced() if self.config.prepare_early else None
         if self._desired_state is not None:
-            return self._desired_state()
+            return replace(self._desired_state(), candidate=candidate)
         pointer = self.store.serving()
         experiment = None if pointer is None else self._reader.under(pointer.generation)
         if experiment is not None and experiment.unit == "user":
@@ -276,7 +291,7 @@ class Swapper:
                     pointer.version if pointer is not None else 0,
                 )
             experiment = None
-        return block_turn(experiment, pointer)
+        return replace(block_turn(experiment, pointer), candidate=candidate)
 
     async def _take_turn(self, turn: Turn, pointer: Pointer) -> None:
         """Serve the policy whose block it is. What can't be served ends the experiment, and the pointer counts."""
@@ -379,14 +394,13 @@ class Swapper:
     async def swap_to(self, pointer: Pointer) -> Swap:
         """Serve another policy from the next token on, or keep the old one; which it was is in the result."""
         started = time.monotonic()
-        ready, self._ready = self._ready, None
         with ExitStack() as held:
             try:
+                await self._settle_candidate(pointer.version)
+                if self._ready is not None and self._ready[1].weights.policy.version != pointer.version:
+                    await self._discard_prepared()
                 await asyncio.to_thread(held.enter_context, self.store.hold(pointer.version))
-                if ready is not None and ready[0] == pointer.generation:
-                    prepared = ready[1]
-                else:
-                    prepared = await self.prepare(pointer.version)
+                prepared = self._ready[1] if self._ready is not None else await self.prepare(pointer.version)
             except Exception as failure:  # noqa: BLE001 - whatever it was, the old policy serves on and the cause is recorded
                 return Swap(
                     at=now(),
@@ -397,6 +411,7 @@ class Swapper:
                     error=_describe(failure),
                     prepare_ms=_since_ms(started),
                 )
+            self._ready = self._verified = None
             swap = await self.commit(prepared, pointer.generation, prepare_ms=_since_ms(started))
             if swap.ok:
                 self._held.close()
@@ -405,15 +420,49 @@ class Swapper:
 
     @property
     def prepared(self) -> tuple[int, Policy] | None:
-        """The generation that only needs a commit, and its policy."""
-        return (self._ready[0], self._ready[1].weights.policy) if self._ready else None
+        """The generation that only needs a commit, and its policy. A candidate has none."""
+        if self._ready is None or (generation := self._ready[0]) is None:
+            return None
+        return generation, self._ready[1].weights.policy
 
     @property
     def policy(self) -> Policy:
         """What serves."""
         return self._serving.policy
 
+    async def _follow_candidate(self, version: int | None) -> None:
+        """Begin to prepare a candidate, in place of another one, and in a task of its own: no swap waits for that."""
+        await self._settle_candidate(None)
+        await self._discard_prepared()
+        self._candidate, self._verified = version, None
+        if version is not None and version != self.engine.version:
+            self._preparing = asyncio.create_task(self._prepare_candidate(version), name="prepare a candidate")
+
+    async def _settle_candidate(self, version: int | None) -> None:
+        """Have the preparation of that version come to its end, and that of another one given up."""
+        task, self._preparing = self._preparing, None
+        if task is not None:
+            if version != self._candidate:
+                task.cancel()
+            await asyncio.wait({task})
+
+    async def _prepare_candidate(self, version: int) -> None:
+        """Do what can be done of a swap while the gate is still at work."""
+        started = time.monotonic()
+        try:
+            self._verified = await self._verify(await asyncio.to_thread(self._compatible, self.policy, version))
+            if self._spare is None:  # else that is worth more: this may be refused
+                self._ready = None, await self.prepare(version)
+        except Exception as failure:  # noqa: BLE001 - if it is promoted, the swap says so, and what becomes of it
+            log.warning("candidate %d can't be prepared yet: %s", version, _describe(failure))
+        else:
+            log.info("candidate %d is prepared after %.0f ms, and does not serve", version, _since_ms(started))
+
     async def _prepare_ahead(self, pointer: Pointer) -> None:
+        await self._settle_candidate(pointer.version)
+        if self._ready is not None and self._ready[1].weights.policy.version == pointer.version:
+            self._ready = pointer.generation, self._ready[1]
+            return
         await self._discard_prepared()
         try:
             self._ready = pointer.generation, await self.prepare(pointer.version)
@@ -437,13 +486,7 @@ class Swapper:
         """
         config, old = self.config, self._serving
         policy = await asyncio.to_thread(self._compatible, old.policy, version)
-        weights = self._spare
-        # Kept weights are those of one version: another one with the same bytes has files and a label of its own.
-        if weights is None or (weights.policy.version, weights.policy.files) != (version, policy.files):
-            files = await verify(
-                self.store, version, check_finite=config.check_finite, timeout_s=config.prepare_timeout_s
-            )
-            weights = Weights(policy, files)
+        weights = await self._verify(policy)
         reason = "serve.swap.in_place is set" if config.in_place else await self.engine.unsupported_reason()
         self._spare = None
         if reason is None:
@@ -456,6 +499,21 @@ class Swapper:
         numbers = Numbers.of(policy.probe) if config.probe else "serve.swap.probe is off"
         before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
         return Prepared(weights, in_place=reason is not None, numbers=numbers, before=before)
+
+    async def _verify(self, policy: Policy) -> Weights:
+        """Its weights as they were when their files were read whole, now or before.
+
+        Raises PolicyError, TimeoutError.
+        """
+        for known in filter(None, (self._spare, self._verified)):
+            # Known weights are those of one version: another one with the same bytes has files and a label of its own.
+            if (known.policy.version, known.policy.files) == (policy.version, policy.files):
+                return known
+        config = self.config
+        files = await verify(
+            self.store, policy.version, check_finite=config.check_finite, timeout_s=config.prepare_timeout_s
+        )
+        return Weights(policy, files)
 
     async def commit(self, prepared: Prepared, generation: int, *, prepare_ms: float = 0.0) -> Swap:
         """Have what was prepared serve, and prove it; or put the old policy back."""

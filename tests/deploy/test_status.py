@@ -72,6 +72,7 @@ def test_it_counts_what_is_new_since_the_last_training(home_with_policy: Setting
     assert found.data == {"interactions": 3, "feedback": 3, "rewards": 0, "new_feedback": 1, "new_rewards": 0}
     assert [(cycle["number"], cycle["status"]) for cycle in found.cycles] == [(2, "skipped"), (1, "refused")]
     assert found.cycles[0]["reason"] == "nothing new"
+    assert [(stage["name"], stage["work"]) for stage in found.cycles[1]["stages"]] == [("train", {})]
     assert found.problems == []
 
 

@@ -180,7 +180,7 @@ def test_what_takes_the_place_of_python_forwards_signals_and_ends_as_its_program
         assert process.wait(PATIENCE_S) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("why", ["no server", "a dead one", "another allocator", "no patience", "another command"])
+@pytest.mark.parametrize("why", ["no server", "a dead one", "another allocator", "one that imports", "another command"])
 def test_where_it_can_not_be_forked_nothing_is_and_python_itself_runs(
     server: subprocess.Popen[bytes], tmp_path: Path, why: str
 ) -> None:
@@ -192,8 +192,10 @@ def test_where_it_can_not_be_forked_nothing_is_and_python_itself_runs(
         server.wait(PATIENCE_S)
     elif why == "another allocator":
         environment["LD_PRELOAD"] = ""
-    elif why == "no patience":
-        patience = 0.0
+    elif why == "one that imports":  # it listens, and there is no patience
+        listener = fork_server.listen()
+        assert listener is not None
+        environment[fork_server.ADDRESS], patience = listener.address, 0.0
     else:
         command = [sys.executable, "-c", "pass"]
     assert fork_server.fork(command, environment=environment, patience=patience) is None
@@ -201,6 +203,13 @@ def test_where_it_can_not_be_forked_nothing_is_and_python_itself_runs(
         in_place = [sys.executable, "-I", "-S", fork_server.__file__, *command[2:]]
         done = subprocess.run(in_place, env=environment, capture_output=True, timeout=PATIENCE_S, check=True)
         assert json.loads(done.stdout)["imported"] is False
+
+
+def test_without_patience_a_server_that_is_ready_is_asked(server: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    assert run(server, program(tmp_path, "pass"), tmp_path / "out") is not None  # it serves from here on
+    process = fork_server.fork(program(tmp_path, PROGRAM), environment=variables(server), patience=0.0)
+    assert process is not None
+    assert process.wait(PATIENCE_S) == 0
 
 
 def test_an_address_that_another_user_has_taken_is_not_asked(server: subprocess.Popen[bytes], tmp_path: Path) -> None:

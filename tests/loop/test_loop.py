@@ -46,6 +46,14 @@ def test_users_make_the_policy_better_and_a_ruined_candidate_is_refused(demo: Pa
     assert [store.verify(version).parent for version in store.versions()] == [None, 1, 2]
 
 
+def test_servers_prepared_each_candidate_while_it_was_judged_and_the_next_cycles_rows_were_scored(demo: Path) -> None:
+    logs, policies = demo / "home" / "logs", demo / "home" / "policies"
+    served = (logs / "serve.log").read_text()
+    assert all(f"candidate {version} is prepared" in served for version in (2, 3))
+    assert not (policies / "candidate.json").exists()
+    assert "scored " in (logs / "cycle-000001-score-ahead.log").read_text()
+
+
 def test_what_users_were_acknowledged_is_in_the_lake_once_and_nothing_else(demo: Path, summary: dict[str, Any]) -> None:
     account = [json.loads(line) for line in (demo / "account.jsonl").read_text().splitlines()]
     assert len(account) == summary["requests"] > 100

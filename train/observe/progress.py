@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from rich.console import Console
@@ -78,3 +80,11 @@ class StepTimer:
             "tokens_per_s": tokens / total,
             **{f"seconds_{name}": value for name, value in self._parts.items()},
         }
+
+
+def seconds_by_part(history: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """What the parts of all steps took together, by their metrics; in seconds."""
+    prefix, found = "seconds_", Counter[str]()
+    for metrics in history:
+        found.update({name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)})
+    return dict(found)

@@ -277,7 +277,9 @@ def test_a_cycle_that_died_is_closed_as_failed_by_the_next(home_with_policy: Set
     stage = records.Stage(name="train", started_at=datetime.now(UTC))
     dead = CycleRecord(number=4, started_at=datetime.now(UTC), stages=[stage])
     (folder / "000004.json").write_text(dead.model_dump_json())
+    home_with_policy.policy_store().announce(1)
     assert run_cycle(home_with_policy).number == 5
+    assert home_with_policy.policy_store().announced() is None
     closed = records.load_all(home_with_policy)[0]
     assert (closed.status, closed.reason) == ("failed", "its process died in train")
 

@@ -327,3 +327,28 @@ def test_an_update_too_small_for_the_tolerance_must_still_bring_the_engine_neare
     assert probe.judge(numbers, None, [[float("nan"), -2.0]], "bfloat16").objection is not None
     same = [[-1.0001, -2.0]]
     assert probe.judge(numbers, same, same, "float32").objection is None
+
+
+async def test_where_no_second_set_is_wanted_a_candidates_files_are_verified_early_and_no_more(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    swapper.config = SwapConfig(in_place=True)
+    await swapper._prepare_candidate(2)
+    states = await swapper.engine.llm.collective_rpc("millrace_standby_state")
+    assert [state["error"] for state in states] == ["no standby weights are prepared"]
+    await require_policy(swapper, policies[0])
+    done = await swap(swapper, 2)
+    assert (done.ok, done.in_place) == (True, True)
+    await require_policy(swapper, policies[1])
+
+
+async def test_weights_that_are_kept_for_a_rollback_are_kept_while_a_candidate_is_judged(
+    swapper: Swapper, policies: list[Policy]
+) -> None:
+    swapper.config = SwapConfig(shadow_weights=True)
+    await become(swapper, 2)
+    assert swapper._spare is not None
+    await swapper._prepare_candidate(1)
+    assert (swapper._spare.policy.version, swapper.prepared) == (1, None)
+    await become(swapper, 1)
+    await require_policy(swapper, policies[0])
