@@ -303,9 +303,9 @@ def test_a_promotion_needs_admin_the_pages_token_a_reason_and_the_gate_or_an_ove
     moves = [entry for entry in site.settings.ledger().entries() if entry.kind in MOVES]
     assert [(one.who, one.body["why"]) for one in moves[-2:]] == [("ops (console)", HOSTILE), ("ops (console)", "back")]
     entries = AuditLog(site.settings.path(site.settings.serve.audit)).entries()
-    assert any((one.action, one.who) == ("console.login", "ops of default") for one in entries)
+    assert ("console.login", "ops of acme") in {(one.action, one.who) for one in entries}
     by_form = [one for one in entries if one.action in ("console.promote", "console.rollback")]
-    assert {(one.who, one.origin) for one in by_form} == {("ops of default", "127.0.0.1")}
+    assert {(one.who, one.origin) for one in by_form} == {("ops of acme", "127.0.0.1")}
     assert [one.outcome.split(" ")[0] for one in by_form if one.outcome] == [*["refused:"] * 3, "done", "done"]
     assert (by_form[-2].subject["why"], by_form[-2].subject["override"]) == (HOSTILE, "yes")
     assert not any("csrf" in one.subject for one in entries)
