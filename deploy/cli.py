@@ -62,6 +62,7 @@ COMMANDS: Final = {
     "monitoring": "deploy.commands.monitoring:monitoring",
     "help": "deploy.commands.settings:help_",
     "config": "deploy.commands.settings:config",
+    "audit": "deploy.commands.audit:audit",
     "bench": "deploy.examples.bench.command:bench",
     "demo": "deploy.examples.demo.command:demo",
 }
@@ -82,7 +83,7 @@ GROUPS: Final = {
         "runs",
     ),
     "Data": ("lake", "data", "suite", "report"),
-    "Settings": ("help", "config", "keys"),
+    "Settings": ("help", "config", "keys", "audit"),
 }
 """The commands as `--help` lists them; all others follow."""
 

@@ -307,6 +307,9 @@ class ServeConfig(Section):
         "server listens on loopback only. off: everybody who reaches the server may do everything.",
     )
     keys: str = Field("keys.json", description="File of the API keys, which `millrace keys` writes.")
+    audit: str = Field(
+        "audit.jsonl", description="File that keeps who did what to keys, policies and data; `millrace audit` shows it."
+    )
     access_log: bool = Field(False, description="Log a line for every request.")
     log_format: Literal["text", "json"] = Field(
         "text",

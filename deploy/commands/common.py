@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +17,7 @@ from deploy.config.root import Settings
 
 if TYPE_CHECKING:
     from feedback.lake.tables import Lake
+    from serve.observability.audit import Outcome
 
 pass_settings = click.make_pass_decorator(Settings)
 
@@ -63,3 +67,13 @@ def existing_lake(settings: Settings) -> Lake:
             raise LakeError(f"there is no lake at {lake.uri}: the server makes it when it starts") from error
         raise
     return lake
+
+
+def audited(settings: Settings, action: str, **subject: Any) -> AbstractContextManager[Outcome]:
+    """Have what a command does in the block in the audit log. Raises AuditLogError if that can't be written."""
+    from deploy.loop.promotion import person
+    from serve.observability.audit import AuditLog
+
+    client = os.environ.get("SSH_CONNECTION", "").split(" ")[0]
+    origin = f"a command on {socket.gethostname()}" + (f", from {client}" if client else "")
+    return AuditLog(settings.path(settings.serve.audit)).entry(action, who=person(), origin=origin, **subject)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from deploy.commands.common import as_json_option, pass_settings
+from deploy.commands.common import as_json_option, audited, pass_settings
 from deploy.config.root import Settings
 from deploy.display.tables import print_table
 
@@ -149,7 +149,9 @@ def sign(settings: Settings) -> None:
     from deploy.loop.promotion import person
 
     ledger = settings.ledger()
-    entry = ledger.sign(who=person())
+    with audited(settings, "decisions.sign") as outcome:
+        entry = ledger.sign(who=person())
+        outcome.result = {"entry": entry.number}
     click.echo(f"{ledger.file} is signed up to decision {entry.number}, and so is what follows")
 
 

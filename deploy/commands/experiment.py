@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands.common import as_json_option, existing_lake, json_out, pass_settings, write_result
+from deploy.commands.common import as_json_option, audited, existing_lake, json_out, pass_settings, write_result
 from deploy.config.root import Settings
 from deploy.supervise.children import NOTHING_TO_LEARN, no_leftovers, stop_on_signals
 
@@ -35,7 +35,8 @@ def start(settings: Settings, version: int, why: str, override: bool) -> None:
     from deploy.loop import promotion
     from deploy.loop.experiments import Controller
 
-    Controller(settings, say=click.echo).start(version, who=promotion.person(), why=why, override=override)
+    with audited(settings, "experiment.start", version=version, why=why, override=override):
+        Controller(settings, say=click.echo).start(version, who=promotion.person(), why=why, override=override)
 
 
 @click.command()
@@ -113,7 +114,8 @@ def stop(settings: Settings, number: int | None, why: str) -> None:
     if current is None or current.state == "ended":
         which = "no experiment runs" if current is None else f"experiment {current.number} has ended"
         raise ExperimentRefused(f"{which}: there is nothing to stop")
-    experiments.stop(current.number, who=promotion.person(), why=why)
+    with audited(settings, "experiment.stop", number=current.number, why=why):
+        experiments.stop(current.number, who=promotion.person(), why=why)
     try:
         Controller(settings, say=click.echo).look()
     except ExperimentRunning:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from deploy.commands.common import as_json_option, pass_settings
+from deploy.commands.common import as_json_option, audited, pass_settings
 from deploy.config.root import Settings
 from deploy.display.tables import print_table
 from serve.middleware.api_keys import SCOPES
@@ -91,16 +91,18 @@ def create(
     path = settings.path(settings.serve.keys)
     first = not read_keys(path)
     try:
-        key, secret = create_key(
-            path,
-            name=name,
-            tenant=tenant or settings.serve.tenant,
-            scopes=scopes,
-            expires_at=expires,
-            requests_per_minute=requests_per_minute,
-            tokens_per_minute=tokens_per_minute,
-            capture=not no_capture,
-        )
+        with audited(settings, "keys.create", name=name, scopes=scopes) as outcome:
+            key, secret = create_key(
+                path,
+                name=name,
+                tenant=tenant or settings.serve.tenant,
+                scopes=scopes,
+                expires_at=expires,
+                requests_per_minute=requests_per_minute,
+                tokens_per_minute=tokens_per_minute,
+                capture=not no_capture,
+            )
+            outcome.result = {"key": key.id, "tenant": key.tenant}
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
         raise click.UsageError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}, not {wrong['input']!r}") from None
@@ -156,7 +158,9 @@ def revoke(settings: Settings, key: str) -> None:
     """Revoke a key for good. A running server applies it within a second."""
     from serve.middleware.api_keys import revoke_key
 
-    revoked = revoke_key(settings.path(settings.serve.keys), key)
+    with audited(settings, "keys.revoke", key=key) as outcome:
+        revoked = revoke_key(settings.path(settings.serve.keys), key)
+        outcome.result = {"key": revoked.id, "name": revoked.name}
     click.echo(f"key {revoked.id} of {revoked.name} is revoked")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from deploy.commands.common import dry_run_option, json_out, pass_settings, write_result
+from deploy.commands.common import audited, dry_run_option, json_out, pass_settings, write_result
 from deploy.config.root import Settings
 from deploy.display.tables import table
 from deploy.supervise.children import stop_on_signals
@@ -59,8 +59,12 @@ def retain(settings: Settings, dry_run: bool, json_out: Path | None) -> None:
 
     lake = settings.lake()
     with stop_on_signals():
-        done = retain_lake(lake, dry_run=dry_run)
-        if not dry_run:
+        if dry_run:
+            done = retain_lake(lake, dry_run=True)
+        else:
+            with audited(settings, "lake.retain") as outcome:
+                done = retain_lake(lake)
+                outcome.result = {"dates": done.dates}
             forget_gone(lake, settings.path(settings.evaluation.folder) / FOLDER, click.echo)
     _print_retained(done, dry_run)
     write_result(asdict(done), json_out)
@@ -169,9 +173,13 @@ def erase(
             late.extend(lineage.trained_before_erasure(stores, lake, since, besides=known, parents=reached))
             _record(stores, erasure, [*reached, *late], retrain=retrain)
 
-        done = erase_rows(
-            lake, journal, target, wait_s=wait_s, report=click.echo, registered=registered, rewritten=rewritten
-        )
+        # Of whom is in neither the log nor the lake afterwards.
+        by = [name for name, value in asdict(target).items() if value is not None]
+        with audited(settings, "lake.erase", by=by, retrain=retrain) as outcome:
+            done = erase_rows(
+                lake, journal, target, wait_s=wait_s, report=click.echo, registered=registered, rewritten=rewritten
+            )
+            outcome.result = {"rows": done.rows, "policies": [one.name for one in reached if one.kind == "policy"]}
         _print_reached(late)
         _print_forgotten(forget_erased(lake, runs, stores))
         forget_gone(lake, resolved.evaluation.folder / FOLDER, click.echo)

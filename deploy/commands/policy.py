@@ -11,7 +11,14 @@ from pathlib import Path
 import click
 
 from deploy import initialise
-from deploy.commands.common import as_json_option, dry_run_option, json_out, pass_settings, write_result
+from deploy.commands.common import (
+    as_json_option,
+    audited,
+    dry_run_option,
+    json_out,
+    pass_settings,
+    write_result,
+)
 from deploy.config.root import Settings
 from deploy.config.sources import DEFAULT_FILE
 from deploy.display.tables import print_table
@@ -188,6 +195,7 @@ def _named(settings: Settings, store: PolicyStore) -> dict[int, str]:
 
 def _with_retention(group: click.Group, what: str, plural: str, setting: str, stores: Stores) -> None:
     """Add the commands ``prune``, ``pin`` and ``unpin`` to a group."""
+    stem = what.replace(" ", "_")
     several = click.option("--of", default="", help="Which of several stores it is in, as the list names them.")
 
     def chosen(settings: Settings, of: str) -> PolicyStore:
@@ -211,7 +219,9 @@ def _with_retention(group: click.Group, what: str, plural: str, setting: str, st
                 found = map(kept.store.get, kept.store.versions())
                 gone = [one for one in found if not one.pruned and one.version not in stay]
             else:
-                gone, left = kept.prune()
+                with audited(settings, f"{stem}.prune", of=of) as outcome:
+                    gone, left = kept.prune()
+                    outcome.result = {"versions": [one.version for one in gone]}
             named = f" of {of}" if of and len(stores(settings)) > 1 else ""
             for version, reason in sorted((stay | left).items()):
                 click.echo(f"{what} {version}{named}: kept ({reason})")
@@ -228,14 +238,16 @@ def _with_retention(group: click.Group, what: str, plural: str, setting: str, st
     @click.option("--why", required=True, help="For the record.")
     @pass_settings
     def pin(settings: Settings, version: int, why: str, of: str = "") -> None:
-        chosen(settings, of).pin(version, who=promotion.person(), why=why)
+        with audited(settings, f"{stem}.pin", version=version, of=of, why=why):
+            chosen(settings, of).pin(version, who=promotion.person(), why=why)
         click.echo(f"{what} {version} is pinned")
 
     @group.command(help=f"Leave {what} VERSION to retention again.")
     @click.argument("version", type=int)
     @pass_settings
     def unpin(settings: Settings, version: int, of: str = "") -> None:
-        chosen(settings, of).unpin(version)
+        with audited(settings, f"{stem}.unpin", version=version, of=of):
+            chosen(settings, of).unpin(version)
         click.echo(f"{what} {version} is not pinned")
 
     if what != "policy":
@@ -285,9 +297,11 @@ def promote(settings: Settings, version: int, why: str | None, override: bool, w
     """Make policy VERSION the one that serves, and wait until the running server, or fleet, has followed."""
     _require_reason(override, why)
     store, ledger = settings.policy_store(), settings.ledger()
-    pointer = promotion.promote(
-        store, ledger, version, who=promotion.person(), why=why or "promoted by hand", override=override
-    )
+    with audited(settings, "policy.promote", version=version, why=why, override=override) as outcome:
+        pointer = promotion.promote(
+            store, ledger, version, who=promotion.person(), why=why or "promoted by hand", override=override
+        )
+        outcome.result = {"generation": pointer.generation}
     promotion.record_moves(store, ledger)
     _wait(settings, store, pointer, wait=wait)
 
@@ -302,9 +316,11 @@ def rollback(settings: Settings, to: int | None, why: str | None, override: bool
     """Go back to a policy that has served, and wait until the running server, or fleet, has followed."""
     _require_reason(override, why)
     store = settings.policy_store()
-    pointer = promotion.rollback(
-        store, who=promotion.person(), why=why or "rolled back by hand", to=to, override=override
-    )
+    with audited(settings, "policy.rollback", to=to, why=why, override=override) as outcome:
+        pointer = promotion.rollback(
+            store, who=promotion.person(), why=why or "rolled back by hand", to=to, override=override
+        )
+        outcome.result = {"version": pointer.version, "generation": pointer.generation}
     promotion.record_moves(store, settings.ledger())
     _wait(settings, store, pointer, wait=wait)
 

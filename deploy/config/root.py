@@ -469,7 +469,7 @@ class Settings(Section):
         uri = feedback.lake.uri if "://" in feedback.lake.uri else str(self.path(feedback.lake.uri))
         lake = feedback.lake.model_copy(update={"uri": uri, "erasure_key": key})
         scoring = self._with_reward_model(feedback.scoring.resolved(self.path))
-        folders = {name: str(self.path(getattr(serve, name))) for name in ("policies", "replicas", "keys")}
+        folders = {name: str(self.path(getattr(serve, name))) for name in ("policies", "replicas", "keys", "audit")}
         computing = {
             "dtype": serve.engine.dtype if evaluation.engine.dtype == "auto" else evaluation.engine.dtype,
             "extra": serve.engine.extra if evaluation.engine.extra is None else evaluation.engine.extra,

@@ -33,6 +33,7 @@ from serve.middleware.authentication import LOGIN, READ, Authenticator, headers_
 from serve.middleware.bodies import FORM_BYTES, FORMS, Bodies
 from serve.middleware.browser_sessions import cookie_of, set_cookie, token_of
 from serve.middleware.keyring import CONSOLE, Principal, Refused
+from serve.observability.audit import AuditLog, AuditLogError
 from serve.runtime import Server
 
 log = logging.getLogger(__name__)
@@ -146,7 +147,17 @@ class _Console:
             return _html(render("login", next=_own_path(form.get("next")), wrong=str(refused)), 401)
         except Problem as problem:
             return _html(render("login", next=_own_path(form.get("next")), wrong=problem.detail), problem.status)
+        principal = self.authenticator.sessions.principal(cookie)
+        who = f"{principal.name} of {principal.tenant}"
+        await asyncio.to_thread(self._record_login, who, _address(request))
         return _with_cookie(_leads_to(_own_path(form.get("next"))), cookie, headers)
+
+    def _record_login(self, who: str, address: str) -> None:
+        try:
+            with AuditLog(self.server.config.audit).entry("console.login", who=who, origin=address):
+                pass
+        except AuditLogError as error:
+            raise Problem(503, f"nobody can log in at the moment: {error}", retry_after=5) from error
 
     async def _logout(self, request: Request) -> Response:
         headers = headers_of(request.scope, READ)
@@ -177,6 +188,7 @@ class _Console:
             "scopes": sorted(principal.scopes),
             "token": token_of(made or cookie_of(headers) or ""),
             "keys": self.authenticator.keyring.on,
+            "address": _address(request),
         }
         return viewer, made
 
@@ -290,6 +302,10 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.streams -= Counter((self.who,))  # and forget whom none is left of
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else "unknown"
 
 
 def _who(viewer: dict[str, Any]) -> str:

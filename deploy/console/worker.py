@@ -1,7 +1,8 @@
 """The reader's child: requests come as lines of JSON, answers go out as such.
 
 A request has ``page`` (a name in ``PAGES``), ``path``, ``query`` and ``form`` (texts by name) and ``viewer`` (who
-looks: tenant, name, scopes, token). An answer has ``status``, ``type``, ``body``, and ``location`` if it leads on.
+looks: tenant, name, scopes, token, address). An answer has ``status``, ``type``, ``body``, and ``location`` if it
+leads on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from deploy.config.root import Settings
 from deploy.console.pages import compare, keys, labels, now, playground, policies, traffic
 from deploy.console.pages.visit import Answer, NotThere, Visit, page_of_error
 from feedback.process_exit import end_process
+from serve.observability.audit import AuditLog
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +79,26 @@ def serve(settings: Settings, seconds: float, requests: IO[str], answers: IO[str
 def respond(settings: Settings, request: dict[str, Any]) -> Answer:
     """The answer, an error's page if that is what comes of it."""
     visit = Visit(**{name: request[name] for name in ("path", "query", "form", "viewer")})
+    make = PAGES[request["page"]]
     try:
-        return PAGES[request["page"]](settings, visit)
+        return make(settings, visit) if visit.form is None else _act(settings, request["page"], make, visit)
     except NotThere as error:
         return page_of_error(404, str(error), visit)
     except Exception as error:
         log.exception("the page %s can't be made", request["page"])
         return page_of_error(500, f"{type(error).__name__}: {error}", visit)
+
+
+def _act(settings: Settings, name: str, act: Callable[[Settings, Visit], Answer], visit: Visit) -> Answer:
+    """Do what a form asks for, on record."""
+    subject = {key: value for key, value in (visit.form or {}).items() if value} | visit.path
+    who, address = f"{visit.viewer['name']} of {visit.tenant}", visit.viewer["address"]
+    log = AuditLog(settings.path(settings.serve.audit))
+    with log.entry(f"console.{name}", who=who, origin=address, **subject) as outcome:
+        answer = act(settings, visit)
+        if answer.status >= 400:
+            outcome.refused(answer.refused or f"answered with {answer.status}")
+        return answer
 
 
 if __name__ == "__main__":

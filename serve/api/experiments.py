@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from serve.api.bounds import parse_body
 from serve.http import Problem, body_of, json_response, problems
+from serve.observability.audit import AuditLog, AuditLogError
 from serve.policies.experiments import Experiment, Experiments, NoSuchExperiment
 from serve.policies.store import PolicyError
 
@@ -83,9 +84,16 @@ async def stop(request: Request, number: Number) -> Response:
         raise Problem(409, f"experiment {number} is {before.state}: there is nothing to stop")
     key = request.scope["principal"].key
     who = "a client of the server" if key is None else f"key {key}"
+    client = request.client.host if request.client else "unknown"
+
+    def stop_on_record() -> Experiment:
+        log = AuditLog(server.config.audit)
+        with log.entry("experiment.stop", who=who, origin=client, number=number, why=said.why):
+            return store.stop(number, who=who, why=said.why)
+
     try:
-        after = await asyncio.to_thread(store.stop, number, who=who, why=said.why)
-    except (PolicyError, OSError) as error:
+        after = await asyncio.to_thread(stop_on_record)
+    except (PolicyError, AuditLogError, OSError) as error:
         raise Problem(503, f"experiment {number} could not be stopped: {error}", retry_after=5) from error
     return json_response(asdict(after))
 

@@ -125,6 +125,7 @@ def start_server(home: Path, store: PolicyStore, capture: dict[str, Any] | None 
             "policies": str(store.root),
             "replicas": str(home / "replicas"),
             "keys": str(home / "keys.json"),
+            "audit": str(home / "audit.jsonl"),
             "engine": {"kv_cache_bytes": 64 << 20, "threads": 1},
             "swap": {"poll_seconds": 0.05},
             **serve,

@@ -14,7 +14,7 @@ class NotThere(Exception):
 
 @dataclass(frozen=True)
 class Visit:
-    """``viewer``: tenant, name, scopes, token, keys (whether one is needed). ``form`` is None where one only looks."""
+    """``viewer``: tenant, name, scopes, token, address, keys (whether one is needed); ``form``: None to look only."""
 
     path: dict[str, str]
     query: dict[str, str]
@@ -32,18 +32,20 @@ class Visit:
 
 @dataclass(frozen=True)
 class Answer:
-    """``location``: where it leads on to."""
+    """``location``: where it leads on to; ``refused``: why what was asked for was not done."""
 
     body: str = ""
     status: int = 200
     type: str = "text/html"
     location: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    refused: str = ""
 
 
 def page(template: str, visit: Visit, *, code: int = 200, **values: Any) -> Answer:
     """A template, for this visitor."""
-    return Answer(render(template, visit=visit, viewer=visit.viewer, **values), code)
+    refused = str(values.get("refused") or "")
+    return Answer(render(template, visit=visit, viewer=visit.viewer, **values), code, refused=refused)
 
 
 def page_of_error(status: int, reason: str, visit: Visit) -> Answer:

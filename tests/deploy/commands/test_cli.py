@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -224,6 +225,19 @@ def test_a_rollback_to_what_never_served_is_refused_and_its_override_is_in_the_h
     assert code == 0, err
     _, out, _ = run("history", "--home", "h", capsys=capsys)
     assert "back from 1, overridden (policy 2 has not served)" in out.splitlines()[-1]
+
+    _, out, _ = run("audit", "--home", "h", "--action", "policy.*", "--last", "2", "--json", capsys=capsys)
+    refused, done = json.loads(out)
+    assert (refused["action"], refused["subject"]["to"]) == ("policy.rollback", 2)
+    assert refused["outcome"].startswith("failed: PromotionRefused: policy 2 has not served")
+    assert (done["outcome"], done["subject"]["why"], done["result"]["version"]) == ("done", "a try", 2)
+    assert done["who"].endswith(f"@{socket.gethostname()}")
+    _, out, _ = run("audit", "--home", "h", "--last", "1", capsys=capsys)
+    assert out.splitlines()[-1].endswith("policy.rollback  to=2 why=a try override=True version=2 generation=2  done")
+    file = Path("h/audit.jsonl")
+    file.write_bytes(file.read_bytes().replace(b"a try", b"a lie"))
+    code, _, err = run("audit", "--home", "h", capsys=capsys)
+    assert (code, "is not as it was written" in err) == (1, True)
 
 
 def _follow(store: PolicyStore) -> None:

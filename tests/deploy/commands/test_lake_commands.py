@@ -32,6 +32,7 @@ from feedback.lake.erasure_registry import register
 from feedback.lake.tables import Lake
 from feedback.maintenance import erasure
 from feedback.schema import TABLES
+from serve.observability.audit import AuditLog
 from serve.policies import records as policy_records
 from serve.policies.store import Policy, PolicyStore
 from tests.paths import ROOT
@@ -217,6 +218,13 @@ def test_erase_lists_the_policies_that_the_rows_went_into(
         (trained, child, sibling), "possibly"
     )
     assert "interactions at version 2 can't be read, and it was trained after them" in out
+
+    log = AuditLog(resolved.serve.audit)
+    assert [(one.action, one.outcome, one.subject["by"]) for one in log.entries()] == [
+        ("lake.erase", "done", ["user"])
+    ] * 2
+    assert log.entries()[0].result["rows"] == {"interactions": 1, "feedback": 1, "rewards": 0}
+    assert not any(name in log.path.read_text() for name in ("zaphod", "bob"))
 
 
 def test_maintain_makes_a_lake_and_does_all_of_it(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

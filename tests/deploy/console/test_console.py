@@ -29,6 +29,7 @@ from evaluation.decisions.ledger import MOVES
 from evaluation.results import Sample
 from serve.app import create_app
 from serve.middleware.api_keys import create_key, read_keys, revoke_key
+from serve.observability.audit import AuditLog
 from tests.deploy.console.conftest import HOSTILE, Site, login, token
 from tests.evaluation.test_results import evaluation, policy
 
@@ -301,6 +302,13 @@ def test_a_promotion_needs_admin_the_pages_token_a_reason_and_the_gate_or_an_ove
         _until_served(ops, site, 1)
     moves = [entry for entry in site.settings.ledger().entries() if entry.kind in MOVES]
     assert [(one.who, one.body["why"]) for one in moves[-2:]] == [("ops (console)", HOSTILE), ("ops (console)", "back")]
+    entries = AuditLog(site.settings.path(site.settings.serve.audit)).entries()
+    assert ("console.login", "ops of acme") in {(one.action, one.who) for one in entries}
+    by_form = [one for one in entries if one.action in ("console.promote", "console.rollback")]
+    assert {(one.who, one.origin) for one in by_form} == {("ops of acme", "127.0.0.1")}
+    assert [one.outcome.split(" ")[0] for one in by_form if one.outcome] == [*["refused:"] * 3, "done", "done"]
+    assert (by_form[-2].subject["why"], by_form[-2].subject["override"]) == (HOSTILE, "yes")
+    assert not any("csrf" in one.subject for one in entries)
 
 
 def test_keys_are_made_and_revoked_by_admins_alone(site: Site) -> None:

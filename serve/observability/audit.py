@@ -1,0 +1,137 @@
+"""The audit log: who did what to the keys, the policies and the data, when, and from where.
+
+One line of JSON before an action is taken and one behind it, in a file that only grows; each line has the hash of the
+one before, so that a line that was changed or taken out shows. What cuts off the end is not seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from feedback.files import append_file, locked
+
+_LOCK_S: Final = 10.0
+_LONGEST: Final = 500
+_START: Final = "0" * 64
+
+
+class AuditLogError(RuntimeError):
+    """An action can't be put on record, so it is not taken; or the record was changed."""
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """One action.
+
+    ``origin``: the address of a client, or the machine of a command. ``outcome``: ``done``, ``refused`` or ``failed``
+    with the reason, or None where whoever took the action was killed before it ended. ``result``: what came of it.
+    """
+
+    at: str
+    action: str
+    who: str
+    origin: str
+    subject: dict[str, Any]
+    outcome: str | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+
+
+class AuditLog:
+    """The log in a file, which several processes of a machine may write to."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @contextmanager
+    def entry(self, action: str, *, who: str, origin: str, **subject: Any) -> Iterator[Outcome]:
+        """Have an action on record before the block takes it, and what it came to when the block ends.
+
+        Args:
+            action: what is done, such as ``keys.create``.
+            who: a person, or the name of a key.
+            origin: from where.
+            subject: to what. Never a secret, nor what an erasure is to remove.
+
+        Raises AuditLogError if it can't be written; before the block, that is.
+        """
+        outcome, number = Outcome(), secrets.token_hex(8)
+        named = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in subject.items()}
+        begun = {"at": _now(), "id": number, "action": action, "who": who, "origin": origin, "subject": named}
+        self._append(begun)
+        try:
+            yield outcome
+        except BaseException as error:
+            outcome.text = f"failed: {type(error).__name__}: {error}"
+            raise
+        finally:
+            self._append({"at": _now(), "id": number, "outcome": outcome.text[:_LONGEST], "result": outcome.result})
+
+    def entries(self) -> list[AuditEntry]:
+        """All actions, oldest first. Raises AuditLogError if a line was changed or taken out."""
+        found: dict[str, AuditEntry] = {}
+        before = _START
+        for number, line in enumerate(self._lines(), start=1):
+            try:
+                body = json.loads(line)
+                if body.pop("previous") != before:
+                    raise ValueError("the line before it is another one than when it was written")
+                name = body.pop("id")
+                if name in found:
+                    found[name] = AuditEntry(
+                        **asdict(found[name]) | {"outcome": body["outcome"], "result": body["result"]}
+                    )
+                else:
+                    found[name] = AuditEntry(**body)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise AuditLogError(f"{self.path}, line {number}, is not as it was written: {error}") from None
+            before = _hash(line)
+        return list(found.values())
+
+    def _lines(self) -> list[bytes]:
+        """Whole lines. What a crash tore in the middle was never followed by its action."""
+        try:
+            return self.path.read_bytes().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return []
+
+    def _append(self, body: dict[str, Any]) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with locked(self.path.with_name(f"{self.path.name}.lock"), _LOCK_S):
+                lines = self._lines()
+                if self.path.exists():
+                    os.truncate(self.path, sum(len(line) + 1 for line in lines))
+                previous = _hash(lines[-1]) if lines else _START
+                line = json.dumps(body | {"previous": previous}, default=str, ensure_ascii=False)
+                append_file(self.path, line.encode(errors="replace") + b"\n")
+        except (OSError, TimeoutError) as error:
+            raise AuditLogError(f"{self.path} can't be written, and nothing is done off the record: {error}") from error
+
+
+class Outcome:
+    """What an action has come to, for the block that takes it to say."""
+
+    def __init__(self) -> None:
+        self.text = "done"
+        self.result: dict[str, Any] = {}
+
+    def refused(self, why: str) -> None:
+        """It was not done, for this reason."""
+        self.text = f"refused: {why}"
+
+
+def _hash(line: bytes) -> str:
+    return hashlib.sha256(line).hexdigest()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,81 @@
+"""The audit log: nothing is done off the record, and what was changed in it shows."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from serve.observability.audit import AuditLog, AuditLogError
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> AuditLog:
+    return AuditLog(tmp_path / "audit.jsonl")
+
+
+def test_an_action_is_on_record_before_it_is_taken_and_what_it_came_to_behind_it(log: AuditLog) -> None:
+    with log.entry("keys.create", who="ann@host", origin="a command", name="app") as outcome:
+        [begun] = log.entries()
+        outcome.result = {"key": "k1"}
+    assert (begun.action, begun.subject, begun.outcome) == ("keys.create", {"name": "app"}, None)
+    with pytest.raises(ZeroDivisionError), log.entry("policy.promote", who="bob", origin="::1", version=3):
+        raise ZeroDivisionError("no such policy")
+    with log.entry("console.promote", who="eve", origin="10.0.0.1", why="x" * 2000) as outcome:
+        outcome.refused("policy 3 has no verdict")
+    done, failed, refused = log.entries()
+    assert (done.outcome, done.result) == ("done", {"key": "k1"})
+    assert failed.outcome == "failed: ZeroDivisionError: no such policy"
+    assert (refused.outcome, len(refused.subject["why"])) == ("refused: policy 3 has no verdict", 500)
+
+
+def test_what_can_not_be_put_on_record_is_not_done(log: AuditLog) -> None:
+    log.path.mkdir()
+    done = []
+    with pytest.raises(AuditLogError, match="nothing is done off the record"), log.entry("a", who="b", origin="c"):
+        done.append(1)
+    assert not done
+
+
+@pytest.mark.parametrize("damage", ["changed", "taken out", "put in"])
+def test_a_line_that_is_not_as_it_was_written_is_named(log: AuditLog, damage: str) -> None:
+    for who in ("ann", "eve", "bob"):
+        with log.entry("keys.revoke", who=who, origin="a command"):
+            pass
+    lines = log.path.read_bytes().splitlines(keepends=True)
+    if damage == "changed":
+        lines[2] = lines[2].replace(b'"eve"', b'"bob"')
+    elif damage == "taken out":
+        del lines[2:4]
+    else:
+        lines.insert(2, lines[0])
+    log.path.write_bytes(b"".join(lines))
+    number = 4 if damage == "changed" else 3
+    with pytest.raises(AuditLogError, match=f"line {number}, is not as it was written"):
+        log.entries()
+
+
+def test_a_line_that_a_crash_tore_is_taken_away_by_the_next(log: AuditLog) -> None:
+    with log.entry("keys.revoke", who="ann", origin="a command"):
+        pass
+    with log.path.open("ab") as file:
+        file.write(b'{"at": "2026-')
+    assert len(log.entries()) == 1
+    with log.entry("keys.revoke", who="bob", origin="a command"):
+        pass
+    assert [entry.who for entry in log.entries()] == ["ann", "bob"]
+
+
+def test_many_at_once_are_all_on_record(log: AuditLog) -> None:
+    def act(number: int) -> None:
+        with AuditLog(log.path).entry("a", who=str(number), origin="here"):
+            pass
+
+    threads = [threading.Thread(target=act, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {entry.who for entry in log.entries()} == {str(number) for number in range(8)}
+    assert all(entry.outcome == "done" for entry in log.entries())
