@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from feedback.files import append_file, locked
+
+log = logging.getLogger(__name__)
 
 _LOCK_S: Final = 10.0
 _LONGEST: Final = 500
@@ -61,7 +64,8 @@ class AuditLog:
             origin: from where.
             subject: to what. Never a secret, nor what an erasure is to remove.
 
-        Raises AuditLogError if it can't be written; before the block, that is.
+        Raises AuditLogError if it can't be written, before the block. Behind it the action can't be undone: then the
+        process's log says that its outcome is missing, and the caller has what came of it.
         """
         outcome, number = Outcome(), secrets.token_hex(8)
         named = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in subject.items()}
@@ -73,7 +77,10 @@ class AuditLog:
             outcome.text = f"failed: {type(error).__name__}: {error}"
             raise
         finally:
-            self._append({"at": _now(), "id": number, "outcome": outcome.text[:_LONGEST], "result": outcome.result})
+            try:
+                self._append({"at": _now(), "id": number, "outcome": outcome.text[:_LONGEST], "result": outcome.result})
+            except AuditLogError as error:
+                log.error("%s: %s; the audit log does not say so: %s", action, outcome.text, error.__cause__)
 
     def entries(self) -> list[AuditEntry]:
         """All actions, oldest first. Raises AuditLogError if a line was changed or taken out."""
@@ -106,7 +113,8 @@ class AuditLog:
     def _append(self, body: dict[str, Any]) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with locked(self.path.with_name(f"{self.path.name}.lock"), _LOCK_S):
+            lock = self.path.with_name(f"{self.path.name}.lock")
+            with locked(lock, _LOCK_S):
                 lines = self._lines()
                 if self.path.exists():
                     os.truncate(self.path, sum(len(line) + 1 for line in lines))

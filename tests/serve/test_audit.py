@@ -67,6 +67,23 @@ def test_a_line_that_a_crash_tore_is_taken_away_by_the_next(log: AuditLog) -> No
     assert [entry.who for entry in log.entries()] == ["ann", "bob"]
 
 
+def test_what_was_done_is_handed_on_though_its_outcome_can_not_be_put_on_record(
+    log: AuditLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    with log.entry("keys.create", who="ann", origin="a command"):
+        log.path.rename(log.path.with_name("full"))
+        log.path.mkdir()
+    log.path.rmdir()
+    with pytest.raises(ZeroDivisionError), log.entry("keys.create", who="ann", origin="a command"):
+        log.path.unlink()
+        log.path.mkdir()
+        raise ZeroDivisionError
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "keys.create: done",
+        "keys.create: failed: ZeroDivisionError: ",
+    ]
+
+
 def test_many_at_once_are_all_on_record(log: AuditLog) -> None:
     def act(number: int) -> None:
         with AuditLog(log.path).entry("a", who=str(number), origin="here"):
