@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _LOCK_S: Final = 10.0
 _LONGEST: Final = 500
+_PIECE: Final = 64 << 10
 _START: Final = "0" * 64
 
 
@@ -110,15 +111,27 @@ class AuditLog:
         except FileNotFoundError:
             return []
 
+    def _end(self) -> tuple[bytes | None, int]:
+        """The last whole line, and the bytes up to its end; read from behind, as the file only grows."""
+        with self.path.open("rb") as file:
+            size, reach = file.seek(0, os.SEEK_END), _PIECE
+            while True:
+                start = max(0, size - reach)
+                file.seek(start)
+                *lines, torn = file.read(size - start).split(b"\n")
+                if start == 0 or len(lines) > 1:  # the first one may be cut
+                    return (lines[-1] if lines else None), size - len(torn)
+                reach *= 2
+
     def _append(self, body: dict[str, Any]) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = self.path.with_name(f"{self.path.name}.lock")
             with locked(lock, _LOCK_S):
-                lines = self._lines()
-                if self.path.exists():
-                    os.truncate(self.path, sum(len(line) + 1 for line in lines))
-                previous = _hash(lines[-1]) if lines else _START
+                self.path.touch()
+                last, size = self._end()
+                os.truncate(self.path, size)
+                previous = _START if last is None else _hash(last)
                 line = json.dumps(body | {"previous": previous}, default=str, ensure_ascii=False)
                 append_file(self.path, line.encode(errors="replace") + b"\n")
         except (OSError, TimeoutError) as error:

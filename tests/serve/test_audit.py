@@ -67,6 +67,28 @@ def test_a_line_that_a_crash_tore_is_taken_away_by_the_next(log: AuditLog) -> No
     assert [entry.who for entry in log.entries()] == ["ann", "bob"]
 
 
+def test_a_log_of_any_length_is_added_to_without_reading_it_whole(log: AuditLog) -> None:
+    with log.entry("keys.revoke", who="ann", origin="a command"):
+        pass
+    lines = log.path.read_bytes()
+    with log.path.open("wb") as file:
+        file.seek(1 << 40)  # a hole: no memory holds so much
+        file.write(b"\n" + lines)
+    with log.entry("keys.revoke", who="bob", origin="a command", why="x" * 400):
+        pass
+    with log.path.open("rb") as file:
+        file.seek((1 << 40) + 1)
+        log.path.with_name("end").write_bytes(file.read())
+    assert [entry.who for entry in AuditLog(log.path.with_name("end")).entries()] == ["ann", "bob"]
+
+
+def test_lines_that_are_longer_than_what_is_read_at_once_are_found(log: AuditLog) -> None:
+    for number in range(3):
+        with log.entry("console.create_key", who="ann", origin="::1", **{"n" * 100_000: number}):
+            pass
+    assert len(log.entries()) == 3
+
+
 def test_what_was_done_is_handed_on_though_its_outcome_can_not_be_put_on_record(
     log: AuditLog, caplog: pytest.LogCaptureFixture
 ) -> None:
