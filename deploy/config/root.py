@@ -206,9 +206,16 @@ class WebhookConfig(Section):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, url: SecretStr) -> SecretStr:
-        parts = urlsplit(url.get_secret_value())
+        import httpx
+
+        text = url.get_secret_value()
+        parts = urlsplit(text)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("this is no http or https address")
+        try:
+            httpx.Request("POST", text)  # else nothing is ever delivered, as with the newline of a secret's file
+        except (httpx.InvalidURL, UnicodeError):
+            raise ValueError("this is no http or https address: look for spaces and line ends in it") from None
         if parts.username is not None or parts.password is not None:
             raise ValueError("a user name or password in the address is not sent: take it out")
         return url
