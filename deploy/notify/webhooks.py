@@ -96,6 +96,7 @@ class _Sender:
         folder = settings.path(FOLDER)
         self._file = folder / f"{name}.json"
         self._failed = folder / f"{name}{FAILED}"
+        self._position: Position | None = None  # what is told, also while a full disk does not take it
 
     async def run(self) -> None:
         """Until it is cancelled. What goes wrong with the records is in the log, once, and tried again."""
@@ -112,15 +113,18 @@ class _Sender:
 
     async def _turn(self) -> None:
         """Send what has happened since the last turn. A webhook that is new begins with what happens from now on."""
-        if not self._file.exists():
-            return self._keep(await asyncio.to_thread(end, self._settings))
-        before = Position(**json.loads(self._file.read_bytes()))
+        if self._position is None:
+            if not self._file.exists():
+                return self._keep(await asyncio.to_thread(end, self._settings))
+            self._position = Position(**json.loads(self._file.read_bytes()))
+        before = self._position
         for position, event in await asyncio.to_thread(lambda: list(since(self._settings, before))):
             if event is not None and event.event in self._hook.events:
                 await self._deliver(event)
             self._keep(position)
 
     def _keep(self, position: Position) -> None:
+        self._position = position
         make_folder(self._file.parent)
         replace_file(self._file, json.dumps(asdict(position)).encode())
 

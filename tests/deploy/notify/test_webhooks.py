@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +23,7 @@ from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import promotion, records
 from deploy.loop.records import CycleRecord
+from deploy.notify import webhooks
 from deploy.notify.events import Event, Position, end, since
 from deploy.notify.webhooks import FAILED, FOLDER, SIGNATURE, TIMESTAMP, failures, notifying, payload
 from loadtests.server import free_port
@@ -233,6 +236,26 @@ def test_a_receiver_that_hangs_or_is_gone_holds_up_no_other_and_not_the_end(
     assert errors == ["no answer within 0.2 s", "ConnectError"]
 
 
+def test_what_was_delivered_is_not_sent_again_while_a_full_disk_keeps_no_position(
+    home_with_policy: Settings, receiver: Receiver, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = hooked(home_with_policy, all={"url": receiver.url})
+    with told(settings):
+        monkeypatch.setattr(webhooks, "replace_file", _no_space)
+        cycle(settings, 1, "failed")
+        until(lambda: "No space left" in caplog.text)
+        cycle(settings, 2, "failed")
+        until(lambda: len(receiver.came) > 1)
+        monkeypatch.undo()
+        cycle(settings, 3, "failed")
+        until(lambda: "cycle-3" in [one["id"] for one in receiver.told])
+    assert [one["id"] for one in receiver.told] == ["cycle-1", "cycle-2", "cycle-3"]
+
+
+def _no_space(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_proxies_of_the_environment_are_not_used(
     home_with_policy: Settings, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +273,9 @@ def test_proxies_of_the_environment_are_not_used(
         ({"url": "file:///etc/passwd"}, "no http or https address"),
         ({"url": "ftp://example.org/x"}, "no http or https address"),
         ({"url": "http:///nobody"}, "no http or https address"),
+        ({"url": "https://example.org/secret@\n"}, "no http or https address"),
+        ({"url": "https://example.org:port/secret@"}, "no http or https address"),
+        ({"url": "https://xn--a/secret@"}, "no http or https address"),
         ({"url": "https://ann:secret@example.org/x"}, "a user name or password"),
         ({"url": "https://example.org", "events": ["exploded"]}, "events"),
         ({"url": "https://example.org", "secret_variable": "MILLRACE__X"}, "secret_variable"),
