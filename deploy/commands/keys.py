@@ -152,12 +152,13 @@ def list_keys(settings: Settings, as_json: bool) -> None:
 
 
 @keys.command()
-@click.argument("key", metavar="ID_OR_NAME")
+@click.argument("key", metavar="KEY")
 @pass_settings
 def revoke(settings: Settings, key: str) -> None:
-    """Revoke a key for good. A running server applies it within a second."""
-    from serve.middleware.api_keys import revoke_key
+    """Revoke a key for good, by its id, its name or its secret. A running server applies it within a second."""
+    from serve.middleware.api_keys import id_of, revoke_key
 
+    key = id_of(key.encode(errors="replace")) or key  # no secret that is still good may get into the audit log
     with audited(settings, "keys.revoke", key=key) as outcome:
         revoked = revoke_key(settings.path(settings.serve.keys), key)
         outcome.result = {"key": revoked.id, "name": revoked.name}
