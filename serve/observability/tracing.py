@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
     from serve.config import TracesConfig
 
+log = logging.getLogger(__name__)
+
 _W3C: Final = TraceContextTextMapPropagator()
 _TRACEPARENT: Final = "traceparent"
 _CLOSE_S: Final = 3.0
+_BATCH: Final = 512
 PROVIDER: Final = "millrace"
 
 # What clients send is parsed: what is malformed in it is not for the log. A collector that is gone is, once a batch.
@@ -148,34 +151,50 @@ class Tracing:
         """Export rewards as evaluation events, with the trace of the request whose response each is of.
 
         Each of ``found`` has ``response_id``, ``scorer``, ``at`` (nanoseconds of Unix time), ``scores`` (by the name of
-        what gave them) and ``trace`` (a traceparent, or None).
+        what gave them) and ``trace`` (a traceparent, or None). It waits for each batch, since a queue that is full
+        drops; the first one that the collector does not take ends it, which is in the log.
         """
         from opentelemetry._logs import LogRecord
         from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
-        from opentelemetry.sdk._logs import LoggerProvider
-        from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
+        from opentelemetry.sdk._logs import LoggerProvider, ReadableLogRecord
+        from opentelemetry.sdk._logs.export import BatchLogRecordProcessor, LogRecordExportResult
+
+        class Exporter(OTLPLogExporter):
+            taken = True
+
+            def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
+                result = super().export(batch)
+                self.taken = self.taken and result is LogRecordExportResult.SUCCESS
+                return result
 
         provider = LoggerProvider(resource=self._resource, shutdown_on_exit=False)
-        exporter = OTLPLogExporter(f"{self._base}/v1/logs", timeout=self._config.timeout_s)
-        provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
+        exporter = Exporter(f"{self._base}/v1/logs", timeout=self._config.timeout_s)
+        provider.add_log_record_processor(
+            BatchLogRecordProcessor(exporter, max_export_batch_size=_BATCH, max_queue_size=2 * _BATCH)
+        )
         logger = provider.get_logger("millrace")
-        for one in found:
+        scores = ((one, *score) for one in found for score in one["scores"].items())
+        for number, (one, name, value) in enumerate(scores, start=1):
             carrier = {} if one["trace"] is None else {_TRACEPARENT: one["trace"]}
-            for name, value in one["scores"].items():
-                attributes = {
-                    "gen_ai.evaluation.name": name,
-                    "gen_ai.evaluation.score.value": value,
-                    "gen_ai.response.id": one["response_id"],
-                    "millrace.scorer": one["scorer"],
-                }
-                logger.emit(
-                    LogRecord(
-                        timestamp=one["at"],
-                        context=_W3C.extract(carrier, contexts.Context()),
-                        event_name="gen_ai.evaluation.result",
-                        attributes=attributes,
-                    )
+            attributes = {
+                "gen_ai.evaluation.name": name,
+                "gen_ai.evaluation.score.value": value,
+                "gen_ai.response.id": one["response_id"],
+                "millrace.scorer": one["scorer"],
+            }
+            logger.emit(
+                LogRecord(
+                    timestamp=one["at"],
+                    context=_W3C.extract(carrier, contexts.Context()),
+                    event_name="gen_ai.evaluation.result",
+                    attributes=attributes,
                 )
+            )
+            if number % _BATCH == 0:
+                provider.force_flush()
+                if not exporter.taken:
+                    log.error("the collector takes no more evaluation events: at most %d are exported", number)
+                    break
         _close(provider)
 
     @property

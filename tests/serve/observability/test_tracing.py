@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -105,3 +107,26 @@ def test_without_an_endpoint_neither_sdk_nor_exporter_is_there() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+def test_every_evaluation_event_arrives_though_they_are_more_than_a_queue_holds(collector: Collector) -> None:
+    taking = collector.take
+
+    def take_slowly(path: str, body: bytes) -> None:
+        time.sleep(0.05)
+        taking(path, body)
+
+    collector.take = take_slowly  # type: ignore[method-assign]
+    Tracing(TracesConfig(endpoint=collector.url), "millrace-score").evaluations(scored(3000))
+    assert {event.attributes["gen_ai.response.id"] for event in collector.events} == {f"r{n}" for n in range(3000)}
+
+
+def test_a_collector_that_is_gone_is_asked_once_for_all_evaluation_events(caplog: pytest.LogCaptureFixture) -> None:
+    config = TracesConfig(endpoint=f"http://127.0.0.1:{free_port()}", timeout_s=0.2)
+    Tracing(config, "millrace-score").evaluations(scored(3000))
+    assert caplog.text.count("takes no more evaluation events") == 1
+
+
+def scored(responses: int) -> list[dict[str, Any]]:
+    common = {"scorer": "s", "at": 1, "trace": None, "scores": {"reward": 0.5}}
+    return [{"response_id": f"r{number}", **common} for number in range(responses)]
