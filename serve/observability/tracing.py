@@ -38,7 +38,7 @@ _BATCH: Final = 512
 PROVIDER: Final = "millrace"
 
 # What clients send is parsed: what is malformed in it is not for the log. A collector that is gone is, once a batch.
-for _name in ("opentelemetry.trace.span", "opentelemetry.exporter.otlp"):
+for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation", "opentelemetry.exporter.otlp"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 current: ContextVar[str | None] = ContextVar("trace", default=None)

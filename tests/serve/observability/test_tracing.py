@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from loadtests.server import free_port
 from serve.config import TracesConfig
-from serve.observability.tracing import Tracing
+from serve.observability.tracing import Tracing, remote_parent
 from tests.otlp import Collector, collecting
 from tests.serve.middleware.test_request_context import PARENT, THUMB, TRACE, Open, make
 
@@ -107,6 +107,14 @@ def test_without_an_endpoint_neither_sdk_nor_exporter_is_there() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("parent", "state"), [(b"0" * 600, None), (PARENT.encode(), b"a=b," * 3000)])
+def test_what_a_stranger_sends_of_any_length_leaves_no_line_in_the_log(
+    parent: bytes, state: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote_parent(parent, state)
+    assert not caplog.records
 
 
 def test_every_evaluation_event_arrives_though_they_are_more_than_a_queue_holds(collector: Collector) -> None:
