@@ -8,6 +8,7 @@ next one is due. Where no cycle can work, all that goes on without them.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -24,6 +25,7 @@ from apscheduler.triggers.interval import IntervalTrigger
 from deploy.config.root import ConfigError, ScheduleConfig, Settings
 from deploy.loop import preflight, records
 from deploy.loop.cycle import LOCK_WAIT_S, CycleBusy
+from deploy.loop.records import CycleRecord
 from deploy.supervise import preloaded, resident
 from deploy.supervise.children import Child, start
 from evaluation.decisions.ledger import Ledger, LedgerError
@@ -279,22 +281,26 @@ def first_run(settings: Settings, due: CronTrigger | IntervalTrigger) -> datetim
 def next_cycle(settings: Settings, began: datetime) -> datetime:
     """When the scheduler that began at that time starts its next cycle, as far as its jitter lets that be known."""
     history = records.load_all(settings)
-    due = due_at(settings, began, [record.started_at for record in history])
+    due = due_at(settings, began, history)
     return max(datetime.now(UTC), due) if history and history[-1].started_at >= began else due
 
 
-def due_at(settings: Settings, began: datetime, starts: Sequence[datetime]) -> datetime:
+def due_at(settings: Settings, began: datetime, history: Sequence[CycleRecord]) -> datetime:
     """When a cycle of the scheduler that began at that time is due; in the past if it is late, no jitter added.
 
-    ``starts``: of all cycles, oldest first.
+    ``history``: all cycles, oldest first. What was due while the last one was at work became one with it.
     """
     due = trigger(settings.schedule)
-    if starts and starts[-1] >= began:
-        return _next(due, starts[-1])
+    last = history[-1] if history else None
+    if last is not None and last.started_at >= began:
+        ended = last.finished_at or last.started_at
+        if isinstance(due, IntervalTrigger):
+            return last.started_at + due.interval * max(1, math.ceil((ended - last.started_at) / due.interval))
+        return _next(due, ended)
     first = settings.schedule.first_after_seconds
     if first is not None:
         return began + timedelta(seconds=first)
-    return max(began, _next(due, starts[-1] if starts else began))
+    return max(began, _next(due, began if last is None else last.started_at))
 
 
 def _next(due: CronTrigger | IntervalTrigger, after: datetime) -> datetime:

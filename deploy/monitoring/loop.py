@@ -132,8 +132,9 @@ class LoopMetrics(Collector):
 
         yield _value("enabled", "Whether this scheduler runs cycles.", float(self._cycles))
         if self._cycles:
-            due = schedule.due_at(self._settings, self._began, [record.started_at for record in history])
-            yield _value("due_timestamp_seconds", "When the next cycle is, or was, due.", due.timestamp())
+            due = schedule.due_at(self._settings, self._began, history).timestamp()
+            latest = due + self._settings.schedule.jitter_seconds
+            yield _value("due_timestamp_seconds", "When the next cycle is, or was, due at the latest.", latest)
 
     def _of_gate(self) -> Iterator[Metric]:
         entries = self._ledger.entries()

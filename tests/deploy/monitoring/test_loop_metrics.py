@@ -94,6 +94,26 @@ def test_cycles_are_counted_by_outcome_and_their_stages_timed(home_with_policy: 
     assert ("due_timestamp_seconds", ()) not in found
 
 
+@pytest.mark.parametrize(
+    ("options", "minutes", "due"),
+    [
+        ({"interval_seconds": "3600"}, 50, 60),
+        ({"interval_seconds": "3600"}, 65, 120),  # what was due after an hour became one with it
+        ({"interval_seconds": "3600", "jitter_seconds": "1800"}, 65, 150),
+        ({"cron": "0 * * * *"}, 50, 60),
+        ({"cron": "0 * * * *"}, 125, 180),
+    ],
+)
+def test_what_was_due_while_a_cycle_was_at_work_is_not_late(
+    home_with_policy: Settings, options: dict[str, str], minutes: float, due: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", "UTC")  # crontab lines are in local time
+    layers = [(f"schedule.{name}", value) for name, value in options.items()]
+    settings = root.load(home_with_policy.snapshot(), layers, {})
+    cycle(settings, 0, "promoted", finished_at=NOW + timedelta(minutes=minutes))
+    assert of(collected(settings), "due_timestamp_seconds") == (NOW + timedelta(minutes=due)).timestamp()
+
+
 def test_what_changes_between_two_scrapes_is_seen_and_a_restart_changes_nothing(home_with_policy: Settings) -> None:
     settings, registry = home_with_policy, CollectorRegistry()
     registry.register(LoopMetrics(settings, TrafficReader(settings), NOW, cycles=True))
