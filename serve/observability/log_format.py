@@ -6,6 +6,7 @@ import copy
 import logging
 import re
 from collections.abc import MutableMapping
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Final, Literal
@@ -47,9 +48,14 @@ def configure(form: Literal["text", "json"]) -> None:
 
 
 def as_json(line: str, logger: str) -> str:
-    """A line that a process prints as one of its log; one that is of a child's log already stays as it is."""
-    if line.startswith('{"time":'):
-        return line
+    """A line that a process prints as one of its log; one that is of a child's log already stays as it is.
+
+    Code of others prints too: what is no whole object, or would move a cursor, is a text like any other.
+    """
+    if line.startswith('{"time":') and not _UNSAFE_IN_JSON.search(line):
+        with suppress(orjson.JSONDecodeError):
+            orjson.loads(line)
+            return line
     level = logging.ERROR if line.startswith("error: ") else logging.INFO
     return Json().format(logging.LogRecord(logger, level, "", 0, line, None, None))
 

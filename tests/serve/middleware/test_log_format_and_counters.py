@@ -37,3 +37,12 @@ def test_a_line_that_a_process_prints_is_one_of_its_log_and_a_childs_stays_as_it
     assert (found["level"], found["logger"], found["message"]) == ("ERROR", "millrace.cycle", 'error: it says "no"')
     assert json.loads(log_format.as_json("score took 2 s", "x"))["level"] == "INFO"
     assert log_format.as_json(line, "millrace.schedule") == line
+    for torn in (
+        '{"time": "now", "level',
+        '{"time": "\x1b[2Jnow"}',
+        '{"time": "\x9b2Jnow"}',
+        '{"time": "now"} and more',
+    ):
+        found = log_format.as_json(torn, "x")
+        assert json.loads(found)["message"] == torn
+        assert not set(found) & {"\x1b", "\x9b"}
