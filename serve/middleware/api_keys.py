@@ -189,7 +189,9 @@ def _changed(path: Path) -> Iterator[list[ApiKey]]:
         with locked(_lock_file(path), _LOCK_TIMEOUT_S):
             keys = list(read_keys(path))
             yield keys
-            replace_file(path, KeyFile(keys=tuple(keys)).model_dump_json(indent=1).encode() + b"\n", private=True)
+            content = KeyFile(keys=tuple(keys)).model_dump_json(indent=1).encode() + b"\n"
+            # Where a link leads, so that what keeps the keys there, a Secret say, goes on to be obeyed.
+            replace_file(path.resolve(), content, private=True)
     except OSError as error:
         raise KeyFileError(f"the key file {path} can't be written: {error.strerror or error}") from error
 

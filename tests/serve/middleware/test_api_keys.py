@@ -53,6 +53,15 @@ def test_two_keys_of_one_name_differ_and_a_name_is_free_again_when_its_key_is_re
         revoke_key(path, "two")
 
 
+def test_a_key_file_that_is_a_link_stays_one_so_that_what_is_revoked_behind_it_is(path: Path) -> None:
+    kept = path.with_name("secret")
+    kept.mkdir()
+    path.symlink_to(kept / "keys.json")
+    key, _ = create_key(path, name="one", tenant="t", scopes=["generate"])
+    assert revoke_key(path, key.id).revoked_at == read_keys(kept / "keys.json")[0].revoked_at
+    assert path.is_symlink()
+
+
 def test_keys_made_at_the_same_time_are_all_there(path: Path) -> None:
     makers = [
         threading.Thread(target=create_key, args=(path,), kwargs={"name": f"k{i}", "tenant": "t", "scopes": ["admin"]})
