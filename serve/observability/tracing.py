@@ -143,9 +143,19 @@ class Tracing:
 
     @contextmanager
     def span(self, name: str, **attributes: Any) -> Iterator[Span]:
-        """A span of what is done within, a child of the one around it; with the error that it ends with."""
-        with self._tracer.start_as_current_span(name, attributes=attributes) as span:
-            yield span
+        """A span of what is done within, a child of the one around it; with the type of the error that it ends with.
+
+        What the error says is not exported: a stage's is the last line of its log, in which people's code may quote.
+        """
+        with self._tracer.start_as_current_span(
+            name, attributes=attributes, record_exception=False, set_status_on_exception=False
+        ) as span:
+            try:
+                yield span
+            except BaseException as error:
+                span.set_attribute("error.type", type(error).__qualname__)
+                span.set_status(Status(StatusCode.ERROR))
+                raise
 
     def evaluations(self, found: Iterable[Mapping[str, Any]]) -> None:
         """Export rewards as evaluation events, with the trace of the request whose response each is of.
