@@ -34,15 +34,17 @@ class Alert:
         return self.name.lower()
 
 
+_UP: Final = 'up{job=~"millrace-.*"}'
 _EXPERIMENT: Final = 'max by (home) (millrace_loop_experiment_state{state=~"running|committed"}) == 1'
 
 ALERTS: Final = (
     Alert(
         "MillraceDown",
-        'up{job=~"millrace-.*"} == 0',
+        # In Kubernetes a pod that is nowhere is no target: its series ends, and is never 0.
+        f"{_UP} == 0 or (max by (home, job) (max_over_time({_UP}[1h])) unless max by (home, job) ({_UP}))",
         "5m",
         "critical",
-        "{{ $labels.job }} at {{ $labels.instance }} does not answer.",
+        "{{ $labels.job }} of {{ $labels.home }} does not answer, or has been there within the hour and is not.",
     ),
     Alert(
         "MillraceJournalRefuses",

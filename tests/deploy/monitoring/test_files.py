@@ -126,28 +126,45 @@ def test_the_command_writes_files_that_prometheus_takes(
     assert "schedule.metrics.port is not set" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_an_alert_fires_when_it_should_and_not_when_it_should_not(promtool: str, alert: Any, tmp_path: Path) -> None:
-    firing, minute, quiet = FIRES[alert.name]
-    (tmp_path / "alerts.yaml").write_text(rules("docs"))
-
-    def case(series: Series, at: int, *, fires: bool) -> dict[str, Any]:
-        return {
+def check(promtool: str, folder: Path, name: str, *cases: tuple[Series, int, bool]) -> None:
+    """Have promtool see whether an alert fires: series, the minute, whether it does."""
+    (folder / "alerts.yaml").write_text(rules("docs"))
+    tests = [
+        {
             "interval": "1m",
             "input_series": [{"series": name, "values": values} for name, values in series.items()],
             "promql_expr_test": [
                 {
-                    "expr": f'count(ALERTS{{alertname="{alert.name}", alertstate="firing"}}) or vector(0)',
-                    "eval_time": f"{at}m",
+                    "expr": f'count(ALERTS{{alertname="{name}", alertstate="firing"}}) or vector(0)',
+                    "eval_time": f"{minute}m",
                     "exp_samples": [{"labels": "{}", "value": float(fires)}],
                 }
             ],
         }
-
-    cases = [case(firing, minute, fires=True), case(firing, 0, fires=False), case(quiet, minute, fires=False)]
-    file = tmp_path / "test.yaml"
-    file.write_text(yaml.safe_dump({"rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": cases}))
+        for series, minute, fires in cases
+    ]
+    file = folder / "test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": tests}))
     run(promtool, "test", "rules", str(file))
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_an_alert_fires_when_it_should_and_not_when_it_should_not(promtool: str, alert: Any, tmp_path: Path) -> None:
+    firing, minute, quiet = FIRES[alert.name]
+    check(promtool, tmp_path, alert.name, (firing, minute, True), (firing, 0, False), (quiet, minute, False))
+
+
+def test_a_target_that_is_gone_altogether_is_down_and_one_that_came_back_elsewhere_is_not(
+    promtool: str, tmp_path: Path
+) -> None:
+    pod = 'up{job="millrace-schedule", home="h", instance="%s"}'
+    check(
+        promtool,
+        tmp_path,
+        "MillraceDown",
+        ({pod % "10.0.0.1:9201": "1x10 stale"}, 20, True),
+        ({pod % "10.0.0.1:9201": "1x10 stale", pod % "10.0.0.2:9201": "_x12 1x20"}, 20, False),
+    )
 
 
 def test_every_alert_leads_to_a_section_that_says_what_to_do() -> None:
