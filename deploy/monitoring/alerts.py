@@ -108,7 +108,7 @@ ALERTS: Final = (
     Alert(
         "MillraceRewardDrop",
         "millrace_loop_reward_before_mean - millrace_loop_reward_recent_mean"
-        " > 3 * millrace_loop_reward_change_standard_error",
+        " > 3 * millrace_loop_reward_change_standard_error + 1e-9",  # equal rewards have no error, and rounded means
         "1h",
         "warning",
         "The mean reward of the last 24 hours is {{ $value }} below that of the week before.",

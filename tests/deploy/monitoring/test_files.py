@@ -167,6 +167,13 @@ def test_a_target_that_is_gone_altogether_is_down_and_one_that_came_back_elsewhe
     )
 
 
+def test_rewards_that_are_all_the_same_have_not_dropped_by_the_rounding_of_their_mean(
+    promtool: str, tmp_path: Path
+) -> None:
+    same: Series = {BEFORE: "0.33333333333333354x90", RECENT: "0.3333333333333333x90", ERROR: "0x90"}
+    check(promtool, tmp_path, "MillraceRewardDrop", (same, 70, False))
+
+
 def test_every_alert_leads_to_a_section_that_says_what_to_do() -> None:
     page = (ROOT / "docs" / PAGE).with_suffix(".md").read_text()
     sections = {title.lower(): text for title, text in re.findall(r"^### (\w+)\n(.*?)(?=^#|\Z)", page, re.M | re.S)}
