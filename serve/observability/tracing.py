@@ -118,7 +118,8 @@ class Tracing:
 
         ``sampled_at``: nanoseconds of Unix time when the engine had ended, and the journal began.
         """
-        if not trace.get_current_span().is_recording():
+        # Sampled, and not recording: what is made of a client's request that has left, ends behind the request's span.
+        if not trace.get_current_span().get_span_context().trace_flags.sampled:
             return
         now, timings = time.time_ns(), rows[0]["timings"]
         began = sampled_at - int(timings["total_ms"] * 1e6)

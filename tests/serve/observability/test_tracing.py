@@ -109,6 +109,34 @@ def test_without_an_endpoint_neither_sdk_nor_exporter_is_there() -> None:
     assert done.stdout == "[]\n", done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("ratio", [1.0, 0.0])
+def test_a_response_whose_client_has_left_has_its_spans_if_the_request_has(collector: Collector, ratio: float) -> None:
+    tracing = Tracing(TracesConfig(endpoint=collector.url, sample_ratio=ratio), "millrace")
+    tracing.start()
+    request = tracing.begin_request("POST", "/generate", None)
+    with tracing.at_work(request):
+        tracing.end_request(request, "mine", 499)
+        tracing.responses([ROW], "m", 2_000_000_000, recorded=True)
+    tracing.close()
+    spans = {span.name: span for span in collector.spans}
+    assert spans.keys() == ({"POST /generate", "text_completion m", "engine", "journal"} if ratio else set())
+    if ratio:
+        assert spans["text_completion m"].parent == spans["POST /generate"].span
+
+
+ROW: dict[str, Any] = {
+    "response_id": "r",
+    "status": "aborted",
+    "messages": None,
+    "prompt_token_ids": [1],
+    "response_token_ids": [2],
+    "finish_reason": None,
+    "policy_spans": [{"policy_version": 1}],
+    "timings": {"queue_ms": 0.1, "first_token_ms": 1.0, "total_ms": 2.0},
+    "sampling": {"n": 1, "seed": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_tokens": 9},
+}
+
+
 @pytest.mark.parametrize(("parent", "state"), [(b"0" * 600, None), (PARENT.encode(), b"a=b," * 3000)])
 def test_what_a_stranger_sends_of_any_length_leaves_no_line_in_the_log(
     parent: bytes, state: bytes | None, caplog: pytest.LogCaptureFixture
