@@ -140,11 +140,14 @@ def server_engine(
             arguments["distributed_executor_backend"] = "uni"
         started = nullcontext() if waiting is None else engine_process.started_by(waiting)
         with _children_die_with_this_process(), started:
-            return AsyncLLM.from_engine_args(
+            llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**(arguments | config.extra)),
                 usage_context=UsageContext.ENGINE_CONTEXT,
                 stat_loggers=[lambda vllm_config, engine_index: StatLogger(stats)],
             )
+        end_token = llm.renderer.get_eos_token_id()
+        llm.renderer.get_eos_token_id = lambda: end_token  # looked for in the vocabulary at each request
+        return llm
 
 
 def offline_engine(path: Path, *, extra: Mapping[str, Any] | None = None, **arguments: Any) -> LLM:
