@@ -7,8 +7,8 @@ of its throughput and of the API process's processor time are narrower than 4 %,
 is used up; ``stopped_by`` says which. Millrace records every response durably, vLLM's server records nothing. Every
 prompt is a new one.
 
-- Processor time (``api_cpu_over_vllm``, ``engine_cpu_over_vllm``): user and system time of all of a process's threads,
-  from /proc, per request, and per token of a stream; over all cells, as their geometric mean. ``sealing`` in a cell is
+- Processor time (``api_cpu_over_vllm``, ``engine_cpu_over_vllm``): user and system time of all of a process's threads
+  per request, and per token of a stream; over all cells, as their geometric mean. ``sealing`` in a cell is
   what Millrace's other processes take, which vLLM has none of, over vLLM's API process; it is in no bar.
 - The least and greatest ratios are those of the worst cell. Their interval goes from the least lower end of all cells
   to the least upper end (or the greatest ones), so a bar counts as met if each cell by itself meets it.
@@ -446,11 +446,14 @@ def serving(kinds: Sequence[Callable[[], Target]]) -> Iterator[list[Target]]:
 
 
 def _processor_seconds(process: psutil.Process) -> float:
+    """utime and stime of all its threads, ended ones too. From the process's clock: /proc rounds them to 10 ms.
+
+    The clock's number is what clock_getcpuclockid(3) makes of a process's.
+    """
     try:
-        times = process.cpu_times()
-    except psutil.NoSuchProcess:
+        return time.clock_gettime(~process.pid << 3 | 2)
+    except OSError:  # it has ended
         return 0.0
-    return float(times.user + times.system)
 
 
 if __name__ == "__main__":
