@@ -289,7 +289,7 @@ class Cell:
 
     def report(self) -> dict[str, Any]:
         """Each ratio with its interval, and the medians of what ours measured."""
-        ratios = {name: interval([values])._asdict() for name, values in self.ratios.items()}
+        ratios = {name: interval([values])._asdict() for name, values in self.ratios.items() if len(values) > 1}
         rounded = {name: {end: round(value, 3) for end, value in each.items()} for name, each in ratios.items()}
         return {
             "pairs": self.pairs,

@@ -73,6 +73,7 @@ class EventStream(Response):
         self._limit: TimeLimit
         self._sent_at = 0.0  # 0: not even the status line
         self._gone = False
+        self._ended = False
         self._failure: Problem | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,12 +109,14 @@ class EventStream(Response):
                 self._failure = Problem(500, f"{type(error).__name__}; the server's log has the details")
         if self._sent_at:
             await self._put(b"" if self._failure is None else self._error_event(self._failure), last=True)
+        self._ended = True  # from here on a server calls every client disconnected
         self._limit.close()
 
     async def _watch(self, receive: Receive) -> None:
         """Notice a client that goes away."""
         await _disconnected(receive)
-        self._leave()
+        if not self._ended:
+            self._leave()
 
     async def _break_silence(self, keep_alive: bytes) -> None:
         while not self._gone:
