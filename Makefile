@@ -46,7 +46,7 @@ docs: setup      ## build the documentation in build/docs; a broken link fails
 bench-capture: setup   ## measure the journal, the lake and scoring: about 4 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_capture $(ARGS)
 
-bench-serve: setup     ## measure the server against vLLM's own: about 10 minutes; the last line is JSON
+bench-serve: setup     ## measure the server against vLLM's own: about 15 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_serve $(ARGS)
 
 bench-start: setup     ## measure how long a server takes to start against vLLM's own; the last line is JSON

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -40,18 +41,37 @@ def check_row(table: str, row: dict[str, Any]) -> None:
 
 
 def to_batch(rows: Sequence[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
-    """Rows as one record batch; a missing key is a null, a list value may be a numpy array."""
+    """Rows as one record batch; a missing key is a null, a list value may be a numpy array.
+
+    One call converts all columns but the lists of numbers: a call for each took half as long again for a single row.
+    """
+    together = _other_columns(schema)
+    converted = dict(zip(together.names, pa.array(rows, together).flatten(), strict=True))
     return pa.RecordBatch.from_arrays(
-        [_to_array([row.get(field.name) for row in rows], field.type) for field in schema], schema=schema
+        [
+            _lists_to_array([row.get(field.name) for row in rows], field.type)
+            if (array := converted.get(field.name)) is None
+            else array
+            for field in schema
+        ],
+        schema=schema,
     )
 
 
-def _to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
-    code = _ARRAY_CODES.get(kind.value_type) if pa.types.is_list(kind) else None
-    if code is not None:
-        # What does not fit, such as a null, pyarrow converts, or raises.
-        with suppress(TypeError, OverflowError):
-            return _lists_of_numbers(values, kind, code)
+@lru_cache(maxsize=16)
+def _other_columns(schema: pa.Schema) -> pa.StructType:
+    """All but lists of numbers."""
+    return pa.struct([field for field in schema if not _is_list_of_numbers(field.type)])
+
+
+def _is_list_of_numbers(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) and kind.value_type in _ARRAY_CODES
+
+
+def _lists_to_array(values: list[Any], kind: pa.DataType) -> pa.Array:
+    # What does not fit, such as a null, pyarrow converts, or raises.
+    with suppress(TypeError, OverflowError):
+        return _lists_of_numbers(values, kind, _ARRAY_CODES[kind.value_type])
     return pa.array(values, kind)
 
 
