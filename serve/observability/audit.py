@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from feedback.files import append_file, locked
+from feedback.files import append_file, locked, make_private
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +127,9 @@ class AuditLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = self.path.with_name(f"{self.path.name}.lock")
+            make_private(lock)  # who can open it can hold it, and then nobody does anything
             with locked(lock, _LOCK_S):
-                self.path.touch()
+                make_private(self.path)
                 last, size = self._end()
                 os.truncate(self.path, size)
                 previous = _START if last is None else _hash(last)

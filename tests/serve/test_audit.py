@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 from pathlib import Path
 
@@ -87,6 +88,14 @@ def test_lines_that_are_longer_than_what_is_read_at_once_are_found(log: AuditLog
         with log.entry("console.create_key", who="ann", origin="::1", **{"n" * 100_000: number}):
             pass
     assert len(log.entries()) == 3
+
+
+def test_only_its_user_reads_the_log_or_holds_its_lock(log: AuditLog) -> None:
+    log.path.touch(0o644)
+    with log.entry("keys.revoke", who="ann", origin="a command"):
+        pass
+    files = (log.path, log.path.with_name("audit.jsonl.lock"))
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
 
 
 def test_what_was_done_is_handed_on_though_its_outcome_can_not_be_put_on_record(
