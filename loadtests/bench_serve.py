@@ -1,8 +1,23 @@
 """Millrace's server against vLLM's own, on the same model with the same flags: ``make bench-serve``.
 
-Both run side by side, idle while the other is loaded; the turns alternate, so that a machine whose speed drifts treats
-them alike. Millrace records every response durably, vLLM's server records nothing. Every prompt is a new one. The last
-line printed is one JSON object; ``bars`` has each bar, and whether it was met.
+Both run side by side, idle while the other is loaded. Turns are in pairs, whose order alternates, so that a machine
+whose speed drifts treats them alike; each pair gives one ratio of ours over theirs, and a figure is the geometric mean
+of its pairs with a 95 % interval (Student's t on the logarithms). Every cell gets a pair in turn, until the intervals
+of its throughput and of the API process's processor time are narrower than 4 %, or the part's share of ``--minutes``
+is used up; ``stopped_by`` says which. Millrace records every response durably, vLLM's server records nothing. Every
+prompt is a new one.
+
+- Processor time (``api_cpu_over_vllm``, ``engine_cpu_over_vllm``): user and system time of all of a process's threads
+  per request, and per token of a stream; over all cells, as their geometric mean. ``sealing`` in a cell is
+  what Millrace's other processes take, which vLLM has none of, over vLLM's API process; it is in no bar.
+- The least and greatest ratios are those of the worst cell. Their interval goes from the least lower end of all cells
+  to the least upper end (or the greatest ones), so a bar counts as met if each cell by itself meets it.
+- ``front_end_on_over_off``: requests/s with an engine that answers at once, recording over dropping what it answers.
+- ``fleet_over_two``: requests/s of a fleet of two replicas over two single servers, to which the clients' connections
+  are dealt in turn, as DNS or a router in the kernel does. No process stands before them, so this is the stricter way.
+
+The last line printed is one JSON object. ``bars`` has each bar: met or missed if the whole interval is on one side of
+it, else undecided.
 """
 
 from __future__ import annotations
@@ -10,17 +25,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import random
 import statistics
 import string
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
+
+import httpx
+import psutil
+from scipy.special import stdtrit
 
 from loadtests import load
-from loadtests.server import MILLRACE, Server, free_port, run
+from loadtests.server import MILLRACE, READY_TIMEOUT_S, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
 PROMPT_CHARACTERS = 32
@@ -28,10 +52,43 @@ KV_CACHE_BYTES = 512 << 20
 CONTEXT = 256
 SEQUENCES = 64
 WARM_UP_S = 3.0
-FRONT_END_CLIENTS = 64
 MOST_SILENT = 0.05
 FEW_SILENT = 5
 """Of the streams, and this many of few: a random model says nothing but special tokens now and then."""
+LEAST_PAIRS: Final = 3
+NARROW: Final = 0.04
+CONFIDENCE: Final = 0.95
+PARTS: Final = ("plain", "stream", "front_end", "fleet")
+SHARES: Final = {"plain": 4.0, "stream": 4.0, "front_end": 1.0, "fleet": 2.5}
+"""Of the time."""
+
+AT_LEAST: Final = {
+    "min_ratio_rps.plain": 1.0,
+    "min_ratio_rps.stream": 0.97,
+    "front_end_on_over_off": 0.8,
+    "fleet_over_two": 0.9,
+}
+AT_MOST: Final = {
+    "api_cpu_over_vllm.plain": 0.6,
+    "api_cpu_over_vllm.stream": 1.0,
+    "engine_cpu_over_vllm": 1.03,
+    "max_ratio_p50": 1.05,
+    "max_ratio_p99": 1.15,
+    "max_ratio_first_token_p99": 1.15,
+}
+
+
+class Figure(NamedTuple):
+    """A ratio, and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def width(self) -> float:
+        """Of the interval, over the value."""
+        return (self.high - self.low) / self.value
 
 
 class Target(Server):
@@ -40,9 +97,23 @@ class Target(Server):
     name: str
     mark: bytes | None = None
 
+    @property
+    def ports(self) -> list[int]:
+        """Where clients connect, in turn."""
+        return [self.port]
+
     def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:
         """An endless row of requests for each client."""
         raise NotImplementedError
+
+    def processor_seconds(self) -> dict[str, float]:
+        """What the API process, the engine (vLLM's has a worker below it) and all others have used."""
+        root = psutil.Process(self.process.pid)
+        used = sorted(
+            (sum(map(_processor_seconds, [child, *child.children(recursive=True)])) for child in root.children()),
+            reverse=True,
+        )
+        return {"api": _processor_seconds(root), "engine": sum(used[:1]), "sealing": sum(used[1:])}
 
 
 class Millrace(Target):
@@ -51,18 +122,69 @@ class Millrace(Target):
     name = "millrace"
     mark = b"event: delta"
 
-    def __init__(self, home: Path, model: Path) -> None:
+    def __init__(self, home: Path, model: Path, *options: str) -> None:
         port = free_port()
+        home.mkdir(exist_ok=True)
         settings = ["--home", str(home), "--serve.port", str(port)]
         settings += ["--serve.engine.kv_cache_bytes", str(KV_CACHE_BYTES)]
         settings += ["--serve.engine.max_num_seqs", str(SEQUENCES)]
         if not (home / "policies").is_dir():
             run("init", "--model", str(model), *settings, folder=home)
-        super().__init__([MILLRACE, "serve", *settings], port, home / "millrace.log")
+        super().__init__([MILLRACE, "serve", *settings, *options], port, home / "millrace.log")
 
     def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:
         fields = {"max_tokens": tokens} | ({"stream": True} if stream else {})
         return [requests("/generate", fields, f"{seed}.{client}") for client in range(clients)]
+
+
+class Fleet(Millrace):
+    """Two replicas."""
+
+    name = "fleet"
+
+    def __init__(self, home: Path, model: Path) -> None:
+        super().__init__(home / "fleet", model, "--replicas", "2")
+        replicas: Sequence[str] = ()
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while len(replicas) < 2 and time.monotonic() < deadline:  # it is ready when the first one is
+            time.sleep(0.2)
+            replicas = httpx.get(f"{self.url}/ready", timeout=5).json().get("replicas", ())
+        if len(replicas) < 2:
+            self.stop()
+            raise SystemExit(f"of two replicas only {replicas} were ready after {READY_TIMEOUT_S} s")
+
+    def processor_seconds(self) -> dict[str, float]:
+        """Not measured: the replicas are Ray's processes."""
+        return {}
+
+
+class Two(Target):
+    """Two single servers."""
+
+    name = "two"
+
+    def __init__(self, home: Path, model: Path) -> None:
+        self._first = Millrace(home / "first", model)
+        try:
+            self._second = Millrace(home / "second", model)
+        except BaseException:
+            self._first.stop()
+            raise
+        self.port = self._first.port
+
+    @property
+    def ports(self) -> list[int]:
+        return [self._first.port, self._second.port]
+
+    def requests(self, clients: int, tokens: int, *, stream: bool, seed: int) -> list[Iterator[bytes]]:
+        return self._first.requests(clients, tokens, stream=stream, seed=seed)
+
+    def processor_seconds(self) -> dict[str, float]:
+        """Not measured, as a fleet's."""
+        return {}
+
+    def stop(self) -> int:
+        return max(self._first.stop(), self._second.stop())
 
 
 class FrontEnd(Target):
@@ -110,119 +232,228 @@ def requests(path: str, fields: dict[str, Any], seed: str) -> Iterator[bytes]:
         yield head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-def measure(ours: Target, theirs: Target, cell: dict[str, Any], turns: int, seconds: float) -> dict[str, Any]:
-    """One cell: alternating turns, then the ratios, ours over theirs. Times in milliseconds."""
-    clients, tokens, stream = cell["clients"], cell["tokens"], cell["stream"]
-    loads: dict[Target, list[load.Load]] = {ours: [], theirs: []}
-    for turn in range(turns):
-        for server in (ours, theirs) if turn % 2 == 0 else (theirs, ours):
-            loop = server.requests(clients, tokens, stream=stream, seed=random.getrandbits(64))
-            seen = load.run(server.port, loop, seconds, server.mark if stream else None)
-            if seen.failures or not seen.latencies or seen.silent > max(FEW_SILENT, len(seen.latencies) * MOST_SILENT):
-                raise SystemExit(
-                    f"{server.name} failed with {clients} clients: {seen.failures[:3]}, {seen.silent} silent"
-                )
-            loads[server].append(seen)
-    pairs = list(zip(loads[ours], loads[theirs], strict=True))
-    result = {
-        **cell,
-        f"{ours.name}_rps": statistics.median(a.rate for a, _ in pairs),
-        f"{theirs.name}_rps": statistics.median(b.rate for _, b in pairs),
-        "ratio_rps": statistics.median(a.rate / b.rate for a, b in pairs),
-        "turns": [round(a.rate / b.rate, 3) for a, b in pairs],
-    }
-    for name, values in (("latency", "latencies"), *((("first", "first"),) if stream else ())):
-        mine, other = (sorted(v for x in loads[side] for v in getattr(x, values)) for side in (ours, theirs))
-        for percent in (50, 99):
-            a, b = percentile(mine, percent), percentile(other, percent)
-            result |= {f"{ours.name}_{name}_p{percent}": a * 1e3, f"{theirs.name}_{name}_p{percent}": b * 1e3}
-            result[f"ratio_{name}_p{percent}"] = a / b
-    result = {name: round(value, 3) if isinstance(value, float) else value for name, value in result.items()}
-    print(json.dumps(result), flush=True)
-    return result
+@dataclass
+class Cell:
+    """One load on two servers, and of each pair of turns so far the ratios of ours over theirs, by figure."""
+
+    part: str
+    clients: int
+    tokens: int
+    ratios: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    ours: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """What ours measured, times in milliseconds."""
+
+    @property
+    def stream(self) -> bool:
+        return self.part == "stream"
+
+    @property
+    def name(self) -> str:
+        return f"{self.part}_{self.clients}_clients_{self.tokens}_tokens"
+
+    @property
+    def pairs(self) -> int:
+        return len(self.ratios["rps"])
+
+    def is_narrow(self) -> bool:
+        """Whether throughput, and the API process's time where it counts, are known well enough."""
+        decisive = [self.ratios[name] for name in ("rps", "api_cpu") if name in self.ratios]
+        return self.pairs >= LEAST_PAIRS and all(interval([ratios]).width < NARROW for ratios in decisive)
+
+    def add_pair(self, ours: Target, theirs: Target, seconds: float) -> None:
+        """Load both, one after the other; first the one that was last before."""
+        order = (ours, theirs) if self.pairs % 2 == 0 else (theirs, ours)
+        turns = {server: self._turn(server, seconds) for server in order}
+        for name, value in turns[ours].items():
+            self.ours[name].append(value)
+            reference = turns[theirs]["api_cpu" if name == "sealing_cpu" else name]
+            if value > 0 and reference > 0:
+                self.ratios[name].append(value / reference)
+
+    def _turn(self, server: Target, seconds: float) -> dict[str, float]:
+        loop = server.requests(self.clients, self.tokens, stream=self.stream, seed=random.getrandbits(64))
+        before = server.processor_seconds()
+        seen = load.run(server.ports, loop, seconds, server.mark if self.stream else None)
+        after = server.processor_seconds()
+        answers = len(seen.latencies)
+        if seen.failures or not answers or seen.silent > max(FEW_SILENT, answers * MOST_SILENT):
+            raise SystemExit(
+                f"{server.name} failed with {self.clients} clients: {seen.failures[:3]}, {seen.silent} silent"
+            )
+        items = answers * (self.tokens if self.stream else 1)
+        values = {"rps": seen.rate}
+        values |= {f"{process}_cpu": (after[process] - before[process]) / items * 1e3 for process in after}
+        for name, times in (("latency", seen.latencies), *((("first_token", seen.first),) if self.stream else ())):
+            values |= {f"{name}_p{percent}": percentile(sorted(times), percent) * 1e3 for percent in (50, 99)}
+        return values
+
+    def report(self) -> dict[str, Any]:
+        """Each ratio with its interval, and the medians of what ours measured."""
+        ratios = {name: interval([values])._asdict() for name, values in self.ratios.items() if len(values) > 1}
+        rounded = {name: {end: round(value, 3) for end, value in each.items()} for name, each in ratios.items()}
+        return {
+            "pairs": self.pairs,
+            "ratios": rounded,
+            "ours": {name: round(statistics.median(values), 4) for name, values in self.ours.items()},
+        }
+
+
+def measure(cells: Sequence[Cell], ours: Target, theirs: Target, seconds: float, until: float) -> str:
+    """Pairs of turns for each cell that is not known well enough yet, until all are, or the time; why it ended."""
+    while wide := [cell for cell in cells if not cell.is_narrow()]:
+        for cell in wide:
+            if time.monotonic() > until and all(each.pairs >= LEAST_PAIRS for each in cells):
+                return "time"
+            cell.add_pair(ours, theirs, seconds)
+            shown = {name: round(values[-1], 3) for name, values in cell.ratios.items()}
+            print(json.dumps({"cell": cell.name, "pair": cell.pairs, "ratios": shown}), flush=True)
+    return "interval"
 
 
 def percentile(ordered: list[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
+def interval(samples: Sequence[Sequence[float]]) -> Figure:
+    """The geometric mean of several cells' ratios, each cell with the same weight, and its 95 % interval.
+
+    Student's t on the logarithms of the pairs; over cells with Welch's and Satterthwaite's degrees of freedom.
+    """
+    logs = [[math.log(ratio) for ratio in ratios] for ratios in samples]
+    mean = statistics.fmean(statistics.fmean(each) for each in logs)
+    variances = [(statistics.variance(each) / len(each), len(each) - 1) for each in logs if len(each) > 1]
+    total = sum(variance for variance, _ in variances)
+    if len(variances) < len(logs):
+        return Figure(math.exp(mean), 0.0, math.inf)
+    if total == 0:
+        return Figure(*[math.exp(mean)] * 3)
+    freedom = total**2 / sum(variance**2 / freedom for variance, freedom in variances)
+    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(total) / len(logs)
+    return Figure(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def worst(figures: Sequence[Figure], choose: Callable[[Iterator[float]], float]) -> Figure:
+    """The least (``choose`` is min) or greatest of several cells' figures."""
+    return Figure(*(choose(iter(values)) for values in zip(*figures, strict=True)))
+
+
+def figures_of(cells: Sequence[Cell]) -> dict[str, Figure]:
+    """The figures that the cells give, by name; a dot between a figure and its kind."""
+    found: dict[str, Figure] = {}
+    served = [cell for cell in cells if cell.part in ("plain", "stream")]
+    streams = [cell for cell in served if cell.stream]
+
+    def each(name: str, of: Sequence[Cell]) -> list[Figure]:
+        return [interval([cell.ratios[name]]) for cell in of]
+
+    for part in ("plain", "stream"):
+        if of_part := [cell for cell in served if cell.part == part]:
+            found[f"api_cpu_over_vllm.{part}"] = interval([cell.ratios["api_cpu"] for cell in of_part])
+            found[f"min_ratio_rps.{part}"] = worst(each("rps", of_part), min)
+    if served:
+        found["engine_cpu_over_vllm"] = interval([cell.ratios["engine_cpu"] for cell in served])
+        found["max_ratio_p50"] = worst(each("latency_p50", served), max)
+        found["max_ratio_p99"] = worst(each("latency_p99", served), max)
+    if streams:
+        found["max_ratio_first_token_p99"] = worst(each("first_token_p99", streams), max)
+    names = {"front_end": "front_end_on_over_off", "fleet": "fleet_over_two"}
+    return found | {names[cell.part]: interval([cell.ratios["rps"]]) for cell in cells if cell.part in names}
+
+
+def verdict(name: str, figure: Figure) -> dict[str, Any]:
+    """A figure's bar, and what its interval says of it."""
+    if name in AT_LEAST:
+        bar = AT_LEAST[name]
+        result = "met" if figure.low >= bar else "missed" if figure.high < bar else "undecided"
+        text = f"at least {bar:g}"
+    else:
+        bar = AT_MOST[name]
+        result = "met" if figure.high <= bar else "missed" if figure.low > bar else "undecided"
+        text = f"at most {bar:g}"
+    return {"bar": text, "result": result, "interval": [round(figure.low, 3), round(figure.high, 3)]}
+
+
+def summary(cells: Sequence[Cell], stopped_by: dict[str, str]) -> dict[str, Any]:
+    """The last line."""
+    figures = figures_of(cells)
+    totals: dict[str, Any] = {}
+    for name, figure in figures.items():
+        group, _, kind = name.partition(".")
+        if kind:
+            totals.setdefault(group, {})[kind] = round(figure.value, 3)
+        else:
+            totals[group] = round(figure.value, 3)
+    bars = {name: verdict(name, figure) for name, figure in figures.items()}
+    return totals | {"bars": bars, "stopped_by": stopped_by, "cells": {cell.name: cell.report() for cell in cells}}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64], help="numbers of clients")
     parser.add_argument("--tokens", type=int, nargs="+", default=[16, 64], help="lengths of the responses")
-    parser.add_argument("--turns", type=int, default=4, help="turns of each server in each cell")
-    parser.add_argument("--seconds", type=float, default=3, help="length of a turn")
-    parser.add_argument("--only", choices=("plain", "stream", "front_end"), help="one part of it")
+    parser.add_argument("--seconds", type=float, default=2, help="length of a turn")
+    parser.add_argument("--minutes", type=float, default=15, help="about how long all of it may take")
+    parser.add_argument("--only", choices=PARTS, nargs="+", default=PARTS, help="some parts of it")
     options = parser.parse_args()
+    most = max(options.clients)
+    grid = [(part, clients, tokens) for part in PARTS for tokens in options.tokens for clients in options.clients]
     cells = [
-        {"clients": clients, "tokens": tokens, "stream": kind == "stream"}
-        for kind in ("plain", "stream")
-        for tokens in options.tokens
-        for clients in options.clients
-        if options.only in (None, kind)
+        Cell(part, clients, tokens)
+        for part, clients, tokens in grid
+        if part in options.only and (part in ("plain", "stream") or (clients == most and tokens == min(options.tokens)))
     ]
     runs = Path("runs").absolute()
     runs.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench-", dir=runs) as folder:
-        home = Path(folder)
-        # Three million parameters, and no end-of-sequence token: every response is as long as it may be.
-        model = make_model_folder(
-            home / "model", 1, hidden=256, layers=4, heads=4, intermediate=1024, eos=False, printable=True
-        )
-        results, front_end = [], None
-        if cells:
-            with serving(lambda: Millrace(home, model), lambda: Vllm(home, model)) as (ours, theirs):
-                results = [measure(ours, theirs, cell, options.turns, options.seconds) for cell in cells]
-        if options.only in (None, "front_end"):
-            cell = {"clients": FRONT_END_CLIENTS, "tokens": 16, "stream": False}
-            with serving(lambda: FrontEnd(home, model, capture=True), lambda: FrontEnd(home, model, capture=False)) as (
-                on,
-                off,
-            ):
-                front_end = measure(on, off, cell, options.turns, options.seconds)
-    print(json.dumps(summary(results, front_end)))
+        stopped_by = measure_all(cells, Path(folder), options.seconds, options.minutes * 60)
+    print(json.dumps(summary(cells, stopped_by)))
+
+
+def measure_all(cells: Sequence[Cell], home: Path, seconds: float, limit_s: float) -> dict[str, str]:
+    """Start the servers of each group of cells and measure those; why each group ended, by its first part."""
+    # Three million parameters, and no end-of-sequence token: every response is as long as it may be.
+    model = make_model_folder(
+        home / "model", 1, hidden=256, layers=4, heads=4, intermediate=1024, eos=False, printable=True
+    )
+    on, off = (partial(FrontEnd, home, model, capture=capture) for capture in (True, False))
+    groups: list[tuple[tuple[str, ...], list[Callable[[], Target]]]] = [
+        (("plain", "stream"), [partial(Millrace, home, model), partial(Vllm, home, model)]),
+        (("front_end",), [on, off]),
+        (("fleet",), [partial(Fleet, home, model), partial(Two, home, model)]),
+    ]
+    stopped_by = {}
+    until = time.monotonic()
+    shares = sum(SHARES[part] for part in {cell.part for cell in cells})
+    for parts, kinds in groups:
+        if chosen := [cell for cell in cells if cell.part in parts]:
+            # Starting the servers counts: a group that took less leaves its time to the next ones.
+            until += limit_s * sum(SHARES[part] for part in {cell.part for cell in chosen}) / shares
+            with serving(kinds) as (ours, theirs):
+                stopped_by["_".join(parts)] = measure(chosen, ours, theirs, seconds, until)
+    return stopped_by
 
 
 @contextlib.contextmanager
-def serving(*kinds: Callable[[], Target]) -> Iterator[list[Target]]:
+def serving(kinds: Sequence[Callable[[], Target]]) -> Iterator[list[Target]]:
     """The servers, started one after the other and warmed up; stopped afterwards."""
     with contextlib.ExitStack() as stack:
         servers: list[Target] = []
         for kind in kinds:
-            servers.append(stack.enter_context(kind()))
+            servers.append(stack.enter_context(kind()))  # type: ignore[arg-type]
         for server in servers:
-            load.run(server.port, server.requests(SEQUENCES, 16, stream=False, seed=0), WARM_UP_S)
+            load.run(server.ports, server.requests(SEQUENCES, 16, stream=False, seed=0), WARM_UP_S)
         yield servers
 
 
-def summary(results: list[dict[str, Any]], front_end: dict[str, Any] | None) -> dict[str, Any]:
-    totals: dict[str, Any] = {}
-    if results:
-        totals["min_ratio_rps"] = min(r["ratio_rps"] for r in results)
-        totals["max_ratio_p50"] = max(r["ratio_latency_p50"] for r in results)
-        totals["max_ratio_p99"] = max(r["ratio_latency_p99"] for r in results)
-    if streams := [r for r in results if r["stream"]]:
-        totals["max_ratio_first_token_p50"] = max(r["ratio_first_p50"] for r in streams)
-        totals["max_ratio_first_token_p99"] = max(r["ratio_first_p99"] for r in streams)
-    if front_end is not None:
-        totals["front_end_on_over_off"] = front_end["ratio_rps"]
-        for percent in ("p50", "p99"):
-            on, off = (front_end[f"{name}_latency_{percent}"] for name in ("capture", "no_capture"))
-            totals[f"front_end_added_ms_{percent}"] = round(on - off, 3)
-    cells = {
-        f"{'stream' if r['stream'] else 'plain'}_{r['clients']}_clients_{r['tokens']}_tokens": {
-            key: value for key, value in r.items() if key.startswith("ratio_")
-        }
-        for r in results
-    }
-    at_least = {"min_ratio_rps": 1.05, "front_end_on_over_off": 0.8}
-    bars: dict[str, Any] = {}
-    for name, value in totals.items():
-        if name in at_least:
-            bars[name] = {"bar": f"at least {at_least[name]}", "met": value >= at_least[name]}
-        elif name.startswith("max_ratio"):
-            bars[name] = {"bar": "at most 1", "met": value <= 1}
-    return totals | {"cells": cells, "bars": bars}
+def _processor_seconds(process: psutil.Process) -> float:
+    """utime and stime of all its threads, ended ones too. From the process's clock: /proc rounds them to 10 ms.
+
+    The clock's number is what clock_getcpuclockid(3) makes of a process's.
+    """
+    try:
+        return time.clock_gettime(~process.pid << 3 | 2)
+    except OSError:  # it has ended
+        return 0.0
 
 
 if __name__ == "__main__":

@@ -202,7 +202,7 @@ class Fuzzed(Server):
                 body = json.dumps({"prompt": f"probe {next(numbers):08}", "max_tokens": 8}).encode()
                 yield _http("/generate", body, self.port)
 
-        done = load.run(self.port, [requests() for _ in range(16)], PROBE_S)
+        done = load.run([self.port], [requests() for _ in range(16)], PROBE_S)
         if done.failures:
             raise SystemExit(f"the probe failed: {done.failures[0]}")
         return done.rate

@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, cast
 
 import httptools
@@ -105,10 +106,10 @@ class Client(asyncio.Protocol):
         self.transport.close()
 
 
-def run(port: int, requests: list[Iterator[bytes]], seconds: float, mark: bytes | None = None) -> Load:
-    """Load 127.0.0.1:port for so long with one client for each of ``requests``."""
+def run(ports: Sequence[int], requests: list[Iterator[bytes]], seconds: float, mark: bytes | None = None) -> Load:
+    """Load 127.0.0.1 for so long with one client for each of ``requests``; they connect to the ``ports`` in turn."""
     with no_collector():
-        return uvloop.run(_run(port, requests, seconds, mark))
+        return uvloop.run(_run(ports, requests, seconds, mark))
 
 
 @contextlib.contextmanager
@@ -122,14 +123,14 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
-async def _run(port: int, requests: list[Iterator[bytes]], seconds: float, mark: bytes | None) -> Load:
+async def _run(ports: Sequence[int], requests: list[Iterator[bytes]], seconds: float, mark: bytes | None) -> Load:
     load = Load()
     loop = asyncio.get_running_loop()
     until = time.perf_counter() + seconds
     async with asyncio.timeout(CONNECT_TIMEOUT_S):
         clients = [
             (await loop.create_connection(lambda r=r: Client(r, mark, load, until), "127.0.0.1", port))[1]  # type: ignore[misc]
-            for r in requests
+            for r, port in zip(requests, cycle(ports), strict=False)
         ]
     async with asyncio.timeout(seconds + ANSWER_TIMEOUT_S):
         await asyncio.gather(*(client.done for client in clients))

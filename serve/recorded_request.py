@@ -24,6 +24,7 @@ from serve.generation.interaction_rows import build_rows
 from serve.generation.request import Generation, GenerationProgress, GenerationRequest
 from serve.http import Problem
 from serve.recorder import Recorder, UnstoredResponses, gather_all
+from serve.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
@@ -167,15 +168,16 @@ class RecordedPrompt:
 
         Raises Problem, EngineRefused.
         """
+        limit, deadline = TimeLimit(), self._active.deadline
         try:
             self._submit()
-            async with asyncio.timeout_at(self._active.deadline):
+            with limit.until(deadline):
                 outputs = await self._source.open(self.progress)
             self._begun = self._recorder.spawn(self._begin(), f"begin {self.request.key}")  # while the prompt is read
             started = cut_short = False
             async with aclosing(outputs):
                 while True:
-                    async with asyncio.timeout_at(self._active.deadline):
+                    with limit.until(deadline):
                         output = await anext(outputs, None)
                     if output is None:
                         break
@@ -198,7 +200,8 @@ class RecordedPrompt:
             await self._wait(self.task)
             raise
         finally:
-            self._sampled = sum(len(response.token_ids) for response in self.progress.generation().responses)
+            limit.close()
+            self._sampled = self._tokens_so_far()
         self.rows = [self._ended[index] for index in range(len(self.response_ids))]
         self._raise_unless_complete({self._finish_reason(index) for index in range(len(self.response_ids))})
 
@@ -223,8 +226,12 @@ class RecordedPrompt:
         if not self._submitted:
             return 0
         # A stream that was closed early may not have come to its end yet.
-        sampled = self._sampled or sum(len(response.token_ids) for response in self.progress.generation().responses)
-        return len(self.request.prompt_token_ids) + sampled
+        return len(self.request.prompt_token_ids) + (self._sampled or self._tokens_so_far())
+
+    def _tokens_so_far(self) -> int:
+        if len(self._ended) == len(self.response_ids):
+            return sum(len(row["response_token_ids"]) for row in self._ended.values())
+        return sum(len(response.token_ids) for response in self.progress.generation().responses)
 
     def abort_later(self) -> None:
         """End it in the engine, in a task of its own: the caller may be cancelled at its next await."""

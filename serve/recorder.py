@@ -151,7 +151,7 @@ class Recorder:
             if first_token_ms := rows[0]["timings"]["first_token_ms"]:
                 metrics.first_token_seconds.observe(first_token_ms / 1e3)
         for row in rows:
-            metrics.responses.labels(status=row["status"]).inc()
+            metrics.responses_of(row["status"]).inc()
             timings, tokens = row["timings"], len(row["response_token_ids"])
             if tokens > 1 and timings["first_token_ms"] is not None:
                 since_first = timings["total_ms"] - timings["first_token_ms"]

@@ -128,7 +128,8 @@ class Residence:
                 raise
         self._code.note()
         self._note("asleep")
-        connection.send(("done",))
+        with suppress(OSError):
+            connection.send(("done",))
         return True
 
     def _other_ray(self, config: TrainConfig, context: JobContext, folder: str) -> str | None:
@@ -155,28 +156,27 @@ class Residence:
             connection.send(("refused", why))
             return
         self._note("answers an evaluation")
-        with self._watched(connection):
-            self._do(connection, "lent", pools.load, policy)
+        self._do(connection, "lent", pools.load, policy)
         while True:
             try:
                 word, what = connection.recv()
             except (EOFError, OSError):
                 break
-            with self._watched(connection):
-                self._do(connection, "value", pools.load if word == "load" else pools.lend, what)
+            self._do(connection, "value", pools.load if word == "load" else pools.lend, what)
         pools.take_back()
         self._note("asleep")
 
-    @staticmethod
-    def _do(connection: Connection, word: str, what: Callable[[Any], Any], argument: Any) -> None:
+    def _do(self, connection: Connection, word: str, what: Callable[[Any], Any], argument: Any) -> None:
         """Answer with what a call returns. What it raises is said, and raised: the workers are of no further use."""
         try:
-            value = what(argument)
+            with self._watched(connection):  # and no longer: who has the answer may go
+                value = what(argument)
         except BaseException as error:
             with suppress(OSError):
                 connection.send(("error", _text(error)))
             raise
-        connection.send((word, value))
+        with suppress(OSError):
+            connection.send((word, value))
 
     @contextmanager
     def _watched(self, connection: Connection) -> Iterator[None]:

@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from serve.http import CLIENT_CLOSED_REQUEST, Problem
 from serve.recorded_request import ActiveRequest
+from serve.time_limit import TimeLimit
 
 log = logging.getLogger(__name__)
 
-_PATIENCE_S: Final = 0.1  # most requests are answered by then, and need no task that watches their client
+_PATIENCE_S: Final = 0.5  # many requests are answered by then, and need no task that watches their client
 _MAX_SILENCE_S: Final = 15.0  # between two bytes to the client; proxies close a connection that is silent for long
 _HEADERS: Final = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -69,19 +70,24 @@ class EventStream(Response):
         self._error_event = error_event
         self._keep_alive = keep_alive
         self._send: Send
+        self._limit: TimeLimit
         self._sent_at = 0.0  # 0: not even the status line
         self._gone = False
+        self._ended = False
         self._failure: Problem | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. Raises Problem if nothing has been sent."""
-        self._send = send
+        self._send, self._limit = send, TimeLimit()
         run = self._active.recorder.spawn(self._run(), "stream")
         watch = asyncio.create_task(self._watch(receive))
+        silence = None if self._keep_alive is None else asyncio.create_task(self._break_silence(self._keep_alive))
         try:
             await asyncio.shield(run)
         finally:
             watch.cancel()
+            if silence is not None:
+                silence.cancel()
             if not run.done():  # this call is cancelled; the work is not
                 self._leave()
         failure = self._failure or self._active.problem
@@ -103,23 +109,28 @@ class EventStream(Response):
                 self._failure = Problem(500, f"{type(error).__name__}; the server's log has the details")
         if self._sent_at:
             await self._put(b"" if self._failure is None else self._error_event(self._failure), last=True)
+        self._ended = True  # from here on a server calls every client disconnected
+        self._limit.close()
 
     async def _watch(self, receive: Receive) -> None:
-        """Notice a client that goes away, and keep the line alive."""
-        leaving = asyncio.create_task(_disconnected(receive))
-        try:
-            while not (await asyncio.wait({leaving}, timeout=_MAX_SILENCE_S))[0]:
-                if self._keep_alive is not None and 0 < self._sent_at < time.monotonic() - _MAX_SILENCE_S:
-                    await self._put(self._keep_alive)
+        """Notice a client that goes away."""
+        await _disconnected(receive)
+        if not self._ended:
             self._leave()
-        finally:
-            leaving.cancel()
+
+    async def _break_silence(self, keep_alive: bytes) -> None:
+        while not self._gone:
+            await asyncio.sleep(_MAX_SILENCE_S)
+            if 0 < self._sent_at < time.monotonic() - _MAX_SILENCE_S:
+                self._sent_at = time.monotonic()
+                with contextlib.suppress(OSError):  # the next event fails as well
+                    await self._send({"type": "http.response.body", "body": keep_alive, "more_body": True})
 
     async def _put(self, data: bytes, *, last: bool = False) -> None:
         if self._gone:
             return
         try:
-            async with asyncio.timeout(self._active.timeout_s):  # a client that does not read
+            with self._limit.until(asyncio.get_running_loop().time() + self._active.timeout_s):  # it may not read
                 if not self._sent_at:
                     await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
                 self._sent_at = time.monotonic()

@@ -100,7 +100,7 @@ def sampled_logprobs(token_ids: Sequence[int], logprobs: Any) -> list[float]:
 
 def nothing_was_left(logprobs: Sequence[float] | np.ndarray) -> bool:
     """Whether a token was taken though none was allowed (a grammar, say, needs one that ends responses): its is NaN."""
-    return math.isnan(sum(logprobs) if isinstance(logprobs, list) else np.sum(logprobs))
+    return math.isnan(sum(logprobs) if isinstance(logprobs, list) else np.add.reduce(logprobs))
 
 
 class ResponseProgress:

@@ -93,6 +93,8 @@ class Metrics:
             registry=self.registry,
         )
         self.policy_version = Gauge("millrace_policy_version", "The policy that serves.", registry=self.registry)
+        self.responses_of = cache(lambda status: self.responses.labels(status=status))
+        """The counter of the responses that ended with a status."""
         self._of_route = cache(lambda route, code: (self.requests.labels(route, str(code)), self.seconds.labels(route)))
 
     def answered(self, route: str, code: int, seconds: float) -> None:

@@ -67,7 +67,9 @@ def prepare_server(config: EngineConfig, stopped: Callable[[], bool]) -> Waiting
     compat.require()
     if config.extra.get("numa_bind"):  # for which vLLM starts the interpreter by a program of its own
         return None
-    with environment(_server_variables(config)):
+    # OpenMP reads its variables once, when torch is imported, and the fork has what it read. Where there is a GPU, the
+    # engine's own interpreter reads others.
+    with environment(_server_variables(config, config.threads or _all_cores_but_one())):
         _silence()
         return engine_process.prepare(import_engine, stopped)
 
@@ -97,7 +99,7 @@ def server_engine(
     raises.
     """
     compat.require()  # the versions, before a name is imported that another one may lack
-    with environment(_server_variables(config)):
+    with environment(_server_variables(config, config.threads or default_threads())):
         _silence()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
@@ -138,11 +140,14 @@ def server_engine(
             arguments["distributed_executor_backend"] = "uni"
         started = nullcontext() if waiting is None else engine_process.started_by(waiting)
         with _children_die_with_this_process(), started:
-            return AsyncLLM.from_engine_args(
+            llm = AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**(arguments | config.extra)),
                 usage_context=UsageContext.ENGINE_CONTEXT,
                 stat_loggers=[lambda vllm_config, engine_index: StatLogger(stats)],
             )
+        end_token = llm.renderer.get_eos_token_id()
+        llm.renderer.get_eos_token_id = lambda: end_token  # looked for in the vocabulary at each request
+        return llm
 
 
 def offline_engine(path: Path, *, extra: Mapping[str, Any] | None = None, **arguments: Any) -> LLM:
@@ -240,6 +245,10 @@ def default_threads() -> int | None:
 
     if torch.cuda.is_available():
         return None
+    return _all_cores_but_one()
+
+
+def _all_cores_but_one() -> int:
     return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
@@ -282,7 +291,7 @@ def _silence() -> None:
     warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated", category=FutureWarning)
 
 
-def _server_variables(config: EngineConfig) -> dict[str, str]:
+def _server_variables(config: EngineConfig, threads: int | None) -> dict[str, str]:
     one_process = config.tensor_parallel_size == 1
     variables = {
         **engine_variables(config.log_level, one_process=one_process, one_machine=True),
@@ -297,7 +306,7 @@ def _server_variables(config: EngineConfig) -> dict[str, str]:
     if config.enforce_eager:
         # Eager engines still compile a few helpers, which takes seconds and a C++ compiler.
         variables["TORCHDYNAMO_DISABLE"] = "1"
-    if (threads := config.threads or default_threads()) is not None:
+    if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)
     return variables
 

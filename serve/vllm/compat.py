@@ -83,6 +83,10 @@ USES: Final = {
         "serve.vllm.detokenizer: vLLM primes its decode stream with the whole prompt, and drops what is held back of a"
         " last character; it has no setting for either",
     ),
+    "vllm.renderers.base": (
+        "BaseRenderer.get_eos_token_id",
+        "serve.vllm.boot: vLLM asks the tokenizer for it at each request, through a pool of tokenizers; it is kept",
+    ),
     "vllm.model_executor.model_loader.reload.layerwise": (
         "_get_original_loader _layerwise_process get_layerwise_info initialize_online_processing",
         "serve.vllm.standby_weights, serve.vllm.weight_update, train.weight_sync: vLLM's layerwise reload prepares "

@@ -16,6 +16,7 @@ import os
 import pickle
 import stat
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -209,11 +210,18 @@ def _wait(parent: int, orders: int, alive: int) -> NoReturn:
                 for name in os.environ.keys() - environment.keys():
                     del os.environ[name]
                 os.environ.update(environment)
+                _set_threads()
                 code = process_object._bootstrap(parent_sentinel=orders)
             else:
                 code = 0
     finally:
         os._exit(code)
+
+
+def _set_threads() -> None:
+    """Apply ``OMP_NUM_THREADS``, which OpenMP has read when torch was imported: maybe before anybody had set it."""
+    if (threads := os.environ.get("OMP_NUM_THREADS")) and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(int(threads))
 
 
 def _close(*descriptors: int) -> None:

@@ -132,6 +132,10 @@ def test_the_engine_that_is_there_answers_for_both_policies_as_engines_of_their_
         with OfflineEngine(one.path, ENGINE) as engine:
             assert same(answered, done(engine))
     assert not same(*lent)
+    for _ in range(30):  # who goes once it has its answer has not hung up on the workers
+        with OfflineEngines(ENGINE) as engines:
+            engines.of(policies[0])
+            assert engines.where == "resident"
 
 
 def test_an_engine_that_computes_otherwise_is_not_lent(

@@ -31,6 +31,12 @@ def write_what_it_sees(file: Path) -> None:
     file.write_text(f"{os.getpid()} {os.environ.get('GIVEN')} {listening} {blocked}")
 
 
+def write_threads(file: Path) -> None:
+    import torch
+
+    file.write_text(str(torch.get_num_threads()))
+
+
 def fail() -> None:
     sys.exit(7)
 
@@ -52,6 +58,19 @@ def test_it_runs_what_it_is_given_in_the_environment_of_that_time_and_holds_no_s
     stops = sorted([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     assert (process.exitcode, process.pid) == (0, waiting.pid)
     assert (tmp_path / "seen").read_text() == f"{waiting.pid} later 0 {stops}"
+
+
+def test_it_computes_with_as_many_threads_as_are_set_though_torch_was_imported_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    threads = torch.get_num_threads() + 1
+    waiting = WaitingProcess()
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    process = started(waiting, write_threads, tmp_path / "threads")
+    process.join(30)
+    assert (process.exitcode, (tmp_path / "threads").read_text()) == (0, str(threads))
 
 
 def test_its_exit_code_and_its_end_are_seen_as_those_of_any_child() -> None:
