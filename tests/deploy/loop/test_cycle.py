@@ -23,11 +23,11 @@ from deploy.commands.loop import print_result
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings, child_environment
 from deploy.loop import recipes, records
-from deploy.loop.cycle import CycleBusy, run_cycle
+from deploy.loop.cycle import CycleBusy, _Cycle, run_cycle
 from deploy.loop.killed_runs import passed_before, unfinished_training
 from deploy.loop.preflight import check, reward_of
 from deploy.loop.records import CycleRecord
-from deploy.supervise.children import millrace
+from deploy.supervise.children import Stopped, millrace
 from evaluation.decisions.history import History
 from evaluation.decisions.ledger import MOVES
 from evaluation.suites.held_out import position
@@ -59,6 +59,20 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     offline = run_cycle(changed(home_with_policy, ("train.algorithm.name", "dpo")), say=printed.append)
     assert (offline.number, offline.status) == (2, "skipped")
     assert offline.reason == "0 new feedback since the last training, cycle.min_new_rewards is 1"
+
+
+def test_a_cycle_that_is_stopped_after_it_has_ended_has_come_to_what_it_had(home_with_policy: Settings) -> None:
+    def stop() -> None:
+        raise Stopped(128 + signal.SIGTERM)
+
+    home_with_policy.path(home_with_policy.cycle.folder).mkdir()
+    cycle = _Cycle(home_with_policy, print)
+    cycle._beside.callback(stop)  # as where it waits for what it scores ahead
+    with pytest.raises(Stopped):
+        cycle.run(None)
+    [record] = records.load_all(home_with_policy)
+    assert (record.status, record.reason) == ("skipped", cycle.record.reason)
+    assert str(record.reason).startswith("0 new rewards")
 
 
 def test_too_little_feedback_on_the_policy_that_serves_is_not_trained_on(home_with_policy: Settings) -> None:
