@@ -47,7 +47,7 @@ class ResidentPools:
     def of(self, config: TrainConfig, parent: Policy) -> Generator[dict[str, Pool]]:
         """The pools for a run, those of the last one if they can be; at rest when it has ended well.
 
-        After an exception they are of no further use.
+        After an exception they are of no further use, and end: a run that is stopped early has left them in the middle.
         """
         layout, engine = layout_of(config), rollout_engine(config, parent) if config.samples else None
         if layout != self._layout or (engine and self._engine and engine != self._engine):
@@ -56,7 +56,11 @@ class ResidentPools:
             self._pools, self._layout = self._started.enter_context(start_pools(config)), layout
         if engine:
             self._engine, self._engine_pool = engine, config.placement.rollout
-        yield self._pools
+        try:
+            yield self._pools
+        except BaseException:
+            self._end()
+            raise
         for name, pool in self._pools.items():
             pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result()
 

@@ -159,6 +159,15 @@ def test_a_run_after_an_evaluation_learns_as_in_new_workers(
     assert weights(again) == weights(policy(home, runs["fresh"]))
 
 
+def test_nothing_of_a_run_that_was_stopped_for_its_health_is_kept(
+    home: Path, runs: dict[str, JobResult], settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped = run_job(*job(home, "stopped", **GRPO, max_kl=1e-12))
+    assert (stopped.stopped, stopped.candidate) == (True, None)
+    assert LentEngine.borrow(policy(home, runs["second"]), ENGINE) is None
+    assert "the resident workers have no engine" in caplog.text
+
+
 def test_a_run_after_the_users_code_has_changed_gets_new_workers_and_one_that_fails_leaves_none(
     home: Path, runs: dict[str, JobResult], settings: Settings
 ) -> None:
