@@ -107,7 +107,8 @@ class Residence:
         return True
 
     def _train(self, connection: Connection, config: TrainConfig, context: JobContext, folder: str) -> bool:
-        if why := self._code.changed() or self._other_ray(config, context, folder):
+        lost = None if self._pools is None else self._pools.lost()
+        if why := self._code.changed() or self._other_ray(config, context, folder) or lost:
             say(f"{context.run}: the resident workers are started anew: {why}")
             connection.send(("restart", why))
             return False

@@ -20,11 +20,12 @@ from serve.policies.store import Policy
 from serve.swap.compatibility import identity
 from train.config.context_length import rollout_cache
 from train.config.training import TrainConfig
-from train.controller.worker_group import Pool, WorkerGroup
+from train.controller.worker_group import Pool, WorkerError, WorkerGroup
 from train.workers.role_groups import environment, sizes, start_pools
 from train.workers.rollout import RolloutWorker
 
 _LENT_S: Final = 86_400.0  # who asks has a limit of its own, and the workers end with it
+_REST_S: Final = 30.0  # for an answer of what rests; who asks waits for a minute
 
 
 class ResidentPools:
@@ -63,6 +64,15 @@ class ResidentPools:
             raise
         for name, pool in self._pools.items():
             pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result()
+
+    def lost(self) -> str | None:
+        """Why what rests can't take another run, as where one of its processes was killed; None if it can."""
+        try:
+            for name, pool in self._pools.items():
+                pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result(_REST_S)
+        except WorkerError as error:
+            return str(error)
+        return None
 
     def refusal(self, config: EngineConfig, policy: Policy) -> str | None:
         """Why the rollout engine does not compute what an evaluation's own would of this policy; None if it does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from deploy import status
@@ -157,6 +159,19 @@ def test_a_run_after_an_evaluation_learns_as_in_new_workers(
     assert (before["since"], before["state"]) == (after["since"], after["state"])
     assert after["bytes"] < 1.1 * before["bytes"]
     assert weights(again) == weights(policy(home, runs["fresh"]))
+
+
+def test_a_run_gets_new_workers_where_one_was_killed_while_it_slept(
+    home: Path, runs: dict[str, JobResult], settings: Settings
+) -> None:
+    file = settings.path(resident.STATE)
+    process = psutil.Process(json.loads(file.read_bytes())["process"])
+    [rank] = [each for each in process.children(recursive=True) if "Host" in each.name() + " ".join(each.cmdline())]
+    rank.kill()
+    again = policy(home, run_job(*job(home, "after_kill", **PPO)))
+    assert weights(again) == weights(policy(home, runs["fresh"]))
+    assert "after_kill: the resident workers are started anew" in (home / "logs" / "resident.log").read_text()
+    assert resident.residents(settings) is not None
 
 
 def test_nothing_of_a_run_that_was_stopped_for_its_health_is_kept(
