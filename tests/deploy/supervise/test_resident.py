@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -259,6 +260,28 @@ def test_what_does_not_know_the_secret_is_not_heard_and_who_hangs_up_is_noticed(
         assert resident_socket.hung_up(other)
         other.close()
         assert resident_socket.wait_until_gone(connection, 5.0)
+
+
+def test_who_connects_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_socket, "_GREETING_S", 0.1)
+    listener = resident_socket.listen()
+    assert listener is not None
+    monkeypatch.setenv(resident_socket.ADDRESS, listener.address)
+    with listener.owners, socket.socket(socket.AF_UNIX) as silent, ThreadPoolExecutor(1) as pool:
+        silent.connect("\0" + listener.address.partition(":")[0])
+        assert listener.accept(10.0) is None
+        accepted = pool.submit(listener.accept, 10.0)
+        connection = resident_socket.connect(start=True)
+        other = accepted.result()
+        assert connection is not None
+        assert other is not None
+        answer = pool.submit(resident_socket.ask, connection, "lend", timeout_s=10.0)
+        assert other.recv() == ("lend",)
+        time.sleep(0.3)  # longer than a greeting, after which there is no limit any more
+        other.send(("refused", "why"))
+        assert answer.result() == ("refused", "why")
+        for each in (connection, other):
+            each.close()
 
 
 def test_code_that_was_imported_is_seen_to_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
