@@ -28,12 +28,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-import psutil
-
 from evaluation.config import EngineConfig
 from feedback.files import replace_file
 from feedback.resident_socket import GONE_S, Listener, hung_up
 from feedback.user_code import search_last
+from serve.kv_cache import available_memory, machine_memory
 from serve.policies.store import Policy
 from train.config.sections import ResidentConfig
 from train.config.training import TrainConfig
@@ -83,8 +82,8 @@ class Residence:
 
     def _gives_back(self) -> str | None:
         """Why what sleeps is to end now."""
-        memory, least = psutil.virtual_memory(), self._config.min_free_memory
-        if memory.available < least * memory.total:
+        least = self._config.min_free_memory
+        if available_memory() < least * machine_memory():
             return f"less than train.resident.min_free_memory={least:g} of the machine's memory is free"
         return self._code.changed()
 
