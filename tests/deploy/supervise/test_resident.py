@@ -294,3 +294,19 @@ def test_code_that_was_imported_is_seen_to_have_changed(tmp_path: Path, monkeypa
     assert imported.changed() is None
     os.utime(file, ns=(2, 2))
     assert imported.changed() == f"{file} has changed since it was imported"
+
+
+def test_code_that_was_replaced_by_some_of_the_same_time_is_seen_to_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "unpacked_by_a_deployment.py"
+    file.write_text("REWARD = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    os.utime(file, ns=(1, 1))
+    importlib.import_module(file.stem)
+    imported = Imported()
+    other = tmp_path / "other"
+    other.write_text("REWARD = 2\n")
+    os.utime(other, ns=(1, 1))
+    other.replace(file)
+    assert imported.changed() == f"{file} has changed since it was imported"
