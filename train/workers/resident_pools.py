@@ -156,16 +156,18 @@ def rollout_engine(config: TrainConfig, policy: Policy) -> dict[str, Any]:
 def evaluation_engine(config: EngineConfig, policy: Policy) -> dict[str, Any]:
     """Of an engine of an evaluation's own, what decides the numbers, under the same names.
 
-    The size of its KV cache only decides how often a response has to wait, and a cache of prefixes what is computed
-    once.
+    The size of its KV cache only decides how often a response has to wait, unless vLLM finds the context by it; and a
+    cache of prefixes what is computed once.
     """
+    cache = fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE)
     return {
         "model": identity(policy),
         "dtype": compute_dtype(policy.path, config.dtype),
         "tensor_parallel_size": config.tensor_parallel_size,
-        "max_model_len": fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE).max_model_len,
+        "max_model_len": cache.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_batched_tokens,
         "enforce_eager": config.enforce_eager,
         "extra": config.extra or {},
+        **({"kv_cache_bytes": cache.size} if cache.max_model_len < 0 else {}),
     }

@@ -32,6 +32,7 @@ from train.config.training import TrainConfig
 from train.context import JobContext, JobResult
 from train.launch import JobError, run_job
 from train.resident import Imported
+from train.workers.resident_pools import ResidentPools, rollout_engine
 
 CACHE = {"max_model_len": 64, "kv_cache_bytes": 16 * 2**20}
 CONFIG: dict[str, Any] = {
@@ -192,6 +193,20 @@ def test_a_run_after_the_users_code_has_changed_gets_new_workers_and_one_that_fa
         run_job(*job(home, "broken", **PPO))
     assert "started anew: " + str(home / "users_code.py") in (home / "logs" / "resident.log").read_text()
     assert gone(lambda: resident.residents(settings) is None)
+
+
+def test_an_engine_whose_context_vllm_finds_by_its_cache_is_lent_for_one_with_as_much_cache(tmp_path: Path) -> None:
+    def without_context(seed: Path) -> None:
+        config = json.loads((seed / "config.json").read_text())
+        del config["max_position_embeddings"]
+        (seed / "config.json").write_text(json.dumps(config))
+
+    make_home(tmp_path, without_context)
+    found = PolicyStore(tmp_path / "policies").get(1)
+    pools, (config, _) = ResidentPools(), job(tmp_path, "unknown", rollout={"max_tokens": 6, "kv_cache_bytes": 2**24})
+    pools._engine = rollout_engine(config, found)
+    assert pools.refusal(EngineConfig(kv_cache_bytes=2**24), found) is None
+    assert "kv_cache_bytes" in str(pools.refusal(EngineConfig(kv_cache_bytes=2**25), found))
 
 
 OWNER = """
