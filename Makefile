@@ -43,7 +43,7 @@ docs: setup      ## build the documentation in build/docs; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean --quiet
 	@echo "open build/docs/index.html; with a search box: $(BIN)/mkdocs serve"
 
-bench-capture: setup   ## measure the journal, the lake and scoring: about 4 minutes; the last line is JSON
+bench-capture: setup   ## measure the journal, the lake and scoring against their peers: about 15 minutes; the last line is JSON
 	$(BIN)/python -m loadtests.bench_capture $(ARGS)
 
 bench-serve: setup     ## measure the server against vLLM's own: about 15 minutes; the last line is JSON
@@ -52,7 +52,7 @@ bench-serve: setup     ## measure the server against vLLM's own: about 15 minute
 bench-start: setup     ## measure how long a server takes to start against vLLM's own; the last line is JSON
 	$(BIN)/python -m loadtests.bench_start $(ARGS)
 
-bench-swap: setup      ## measure swaps under streaming clients; the last line is JSON
+bench-swap: setup      ## measure swaps under streaming clients, and vLLM's own; the last line is JSON
 	$(BIN)/python -m loadtests.bench_swap $(ARGS)
 
 bench-loop: setup      ## measure from a thumb to the policy that learned from it, under load: about 20 minutes; the last line is JSON

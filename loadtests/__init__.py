@@ -1,7 +1,8 @@
 """Load, faults and benchmarks from outside: they speak HTTP and the command line, and import nothing of the product.
 
 For several of them: ``server`` (runs ``millrace``), ``tiny_model`` (a random model that starts in seconds), ``load`` (a
-closed loop of cheap HTTP clients), ``users`` (simulated users, by locust), ``turns`` (training jobs that take turns).
+closed loop of cheap HTTP clients), ``users`` (simulated users, by locust), ``turns`` (training jobs that take turns),
+``paired`` (ratios of alternating turns, with intervals).
 
 What must hold: ``crash`` (kills servers and commands, counts what was lost), ``fuzz`` (requests that nobody should
 send), ``fuzz_valid`` (requests that the docs allow) with ``valid_requests`` (draws them) and ``valid_answers`` (what an

@@ -108,8 +108,8 @@ def encode_schema(name: SegmentName) -> bytes:
 
 
 def encode_batch(batch: pa.RecordBatch, name: SegmentName, number: int) -> pa.Buffer:
-    """One record batch as the ``number``-th message (the first is 1) of a segment."""
-    start = len(_schema_message(batch.schema))  # the segment has the schema already
+    """One record batch, in its table's schema, as the ``number``-th message (the first is 1) of a segment."""
+    start = _schema_length(name.table)  # the segment has the schema already
     buffer = pa.allocate_buffer(start + pa.ipc.get_record_batch_size(batch) + _SEAL_ROOM)
     sink = pa.FixedSizeBufferWriter(buffer)
     with pa.ipc.new_stream(sink, batch.schema) as writer:
@@ -119,11 +119,12 @@ def encode_batch(batch: pa.RecordBatch, name: SegmentName, number: int) -> pa.Bu
 
 
 @lru_cache(maxsize=16)
-def _schema_message(schema: pa.Schema) -> bytes:
+def _schema_length(table: str) -> int:
+    """Bytes of the schema at the head of a stream of the table's rows."""
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, schema):
+    with pa.ipc.new_stream(sink, TABLES[table]):
         pass
-    return sink.getvalue().to_pybytes()[: -len(END_MARK)]
+    return int(sink.getvalue().size) - len(END_MARK)
 
 
 def _seal(buffer: pa.Buffer, start: int, end: int, name: SegmentName, number: int) -> pa.Buffer:

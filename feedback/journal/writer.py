@@ -1,9 +1,10 @@
 """The durable append log: a row is acknowledged when the disk has it, and not before.
 
 Any number of tasks and threads append; one writer thread turns all rows that wait into one Arrow message a table,
-writes it, calls fdatasync once, and wakes them all (group commit). Segments are closed by size and age; sealing moves
-closed segments into the lake. After a crash ``open`` (or a sealer) cuts what was torn, keeps every whole message, and
-closes the segment, so that nothing acknowledged is lost.
+writes it, calls fdatasync once, and wakes them all (group commit). With two threads, of which one converts the next
+rows while the other waits for the disk, groups get a third as large, and 64 writers half as many rows a second.
+Segments are closed by size and age; sealing moves closed segments into the lake. After a crash ``open`` (or a sealer)
+cuts what was torn, keeps every whole message, and closes the segment, so that nothing acknowledged is lost.
 
 A write or fsync that fails is final: its segments get no further row but the last record of the streams that are open
 in them, and nothing is acknowledged, until the disk has been proven by a file that was written, fsynced, renamed and

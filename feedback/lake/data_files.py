@@ -13,8 +13,10 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
+from functools import reduce
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final
@@ -32,8 +34,10 @@ from feedback.files import fsync_path, make_folder, replace_file
 from feedback.ids import uuid7
 from feedback.schema import TABLES, TIME_COLUMN, conform
 
-_ROW_GROUP_ROWS: Final = 65_536
-_ROW_GROUP_BYTES: Final = 64 << 20  # rows of long responses are large; memory must not grow with them
+_ROW_GROUP_ROWS: Final = 4096  # what is read of a file to find one row of it
+_CHUNK_ROWS: Final = 65_536
+_CHUNK_BYTES: Final = 64 << 20  # rows of long responses are large; memory must not grow with them
+_SEARCH_THREADS: Final = 2
 _READ_ROWS: Final = 4096
 _BOUND_LENGTH: Final = 64  # characters of a text bound: ids are whole, prompts do not fill the log
 _LAST_CHARACTER: Final = "\U0010ffff"
@@ -131,6 +135,30 @@ class TableFiles(Store):
             there = [name for name in schema.names if name in file.schema_arrow.names]
             for batch in file.iter_batches(_READ_ROWS, columns=there):
                 yield conform(batch, schema)
+
+    def search(
+        self, table: str, paths: Sequence[str], columns: Sequence[str], keys: Sequence[str], ids: Sequence[str]
+    ) -> pa.Table:
+        """Some columns of the rows of data files in which one of ``keys``, texts, is among ``ids``: a few, in memory.
+
+        Only row groups are read whose bounds hold one of the ids. DuckDB would read more: it keeps eight characters of
+        a bound, which of an id are its time in minutes. Raises FileNotFoundError.
+        """
+        schema, wanted, spans = (
+            pa.schema([TABLES[table].field(name) for name in columns]),
+            pa.array(ids, pa.string()),
+            Spans.of(ids),
+        )
+
+        def search_file(path: str) -> pa.Table:
+            with self.filesystem.open_input_file(unquote(path)) as source, pq.ParquetFile(source) as file:
+                groups = _row_groups(file.metadata, keys, spans)
+                there = [name for name in columns if name in file.schema_arrow.names]
+                rows = conform(file.read_row_groups(groups, columns=there, use_threads=False), schema)
+            return rows.filter(reduce(pc.or_kleene, (pc.is_in(rows[key], wanted) for key in keys)))
+
+        with ThreadPoolExecutor(_SEARCH_THREADS) as pool:
+            return pa.concat_tables([schema.empty_table(), *pool.map(search_file, paths)])
 
     def _start(self, day: date, schema: pa.Schema) -> _FileWriter:
         folder = f"date={day.isoformat()}"
@@ -274,6 +302,21 @@ class DataFile:
         return spans.meet(*self.bounds[column])
 
 
+def _row_groups(metadata: pq.FileMetaData, keys: Sequence[str], spans: Spans) -> list[int]:
+    """The row groups that can have a row in which one of ``keys`` lies in the spans."""
+    names = metadata.schema.names
+    columns = [names.index(key) for key in keys if key in names]
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    return [number for number, group in enumerate(groups) if any(_may_hold(group.column(at), spans) for at in columns)]
+
+
+def _may_hold(column: pq.ColumnChunkMetaData, spans: Spans) -> bool:
+    known = column.statistics
+    if known is None or not known.has_min_max:
+        return known is None or not known.has_null_count or known.null_count < column.num_values
+    return spans.meet(known.min, known.max)
+
+
 def data_files(snapshot: DeltaTable, bounds: Sequence[str] = ()) -> list[DataFile]:
     """The data files of a snapshot, with the bounds of some columns, by date and path (so by time of writing)."""
     actions = pa.table(snapshot.get_add_actions(flatten=True))
@@ -296,7 +339,7 @@ def data_files(snapshot: DeltaTable, bounds: Sequence[str] = ()) -> list[DataFil
 
 
 def _chunks(data: pa.Table | pa.RecordBatchReader) -> Iterator[pa.Table]:
-    """The rows in tables of a row group's size, so that a stream of small batches does not become tiny row groups."""
+    """The rows in larger tables, so that a stream of small batches does not become tiny row groups."""
     if isinstance(data, pa.Table):
         yield data
         return
@@ -306,7 +349,7 @@ def _chunks(data: pa.Table | pa.RecordBatchReader) -> Iterator[pa.Table]:
         batches.append(batch)
         rows += batch.num_rows
         size += batch.nbytes
-        if rows >= _ROW_GROUP_ROWS or size >= _ROW_GROUP_BYTES:
+        if rows >= _CHUNK_ROWS or size >= _CHUNK_BYTES:
             yield pa.Table.from_batches(batches)
             batches, rows, size = [], 0, 0
     if batches:

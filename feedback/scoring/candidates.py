@@ -4,7 +4,8 @@ The answer is two views for the queries that follow. ``responses`` are the rows 
 the feedback that can be about them. Which files they read is decided here, from the log.
 
 A file of interactions that was added since the last run and is still there is read whole: all its rows are to be
-scored. Other responses are looked for by their ids, in the files whose bounds hold one of these.
+scored. Other responses, and the feedback on them, are looked for by their ids: in the files whose bounds hold one of
+these, and there in the row groups whose bounds do. So votes on old responses cost a look into those row groups.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from feedback.schema import TABLES
 
 log = logging.getLogger(__name__)
 
+_FEW: Final = 10_000
+"""So many responses are looked for in row groups, by Arrow and in memory; more in whole files, by DuckDB."""
 _KEY: Final = ("tenant", "response_id", "status")
 _FEEDBACK: Final = (
     *("tenant", "response_id", "rejected_response_id", "source", "kind", "name", "value", "created_at", "feedback_id"),
@@ -62,6 +65,7 @@ class Search:
         self.count = 0
         self.some = self.repeats = False
         self.registered = 0
+        self.ids: list[str] = []
         self.files = {table: data_files(snapshot, _BOUNDS[table]) for table, snapshot in snapshots.items()}
         connection.execute("CREATE TABLE candidates (response_id VARCHAR)")
 
@@ -74,7 +78,7 @@ class Search:
         """
         if since["interactions"] is None:
             self._see_responses(self._paths("interactions"), [])
-            self._see_feedback(self._paths("feedback"))
+            self._see_feedback(self._paths("feedback"), [])
             self.count = self._count("responses")
             return
         whole = self._new_interactions(since["interactions"])
@@ -82,15 +86,20 @@ class Search:
         if len(retry):
             self.connection.register("retry", retry)
             self.connection.execute("INSERT INTO candidates SELECT response_id FROM retry")
-        ids = self.connection.execute("SELECT DISTINCT response_id FROM candidates").fetchall()
-        named = [(response_id, response_id) for (response_id,) in ids]
-        spans, interactions = Spans(named), self.files["interactions"]
+        interactions = self.files["interactions"]
         fresh = [file for file in interactions if file.path in whole]
+        self.ids = self._named([file.path for file in fresh])
+        spans = Spans.of(self.ids)
         holding = [file for file in interactions if file.path not in whole and file.may_hold("response_id", spans)]
         self._see_responses([file.path for file in fresh], [file.path for file in holding])
-        spans = Spans([*named, *(file.bounds.get("response_id", (None, None)) for file in fresh)])
-        about = [file for file in self.files["feedback"] if any(file.may_hold(name, spans) for name in _ABOUT)]
-        self._see_feedback([file.path for file in about])
+        about_fresh = Spans(file.bounds.get("response_id", (None, None)) for file in fresh)
+        whole_feedback, some_feedback = [], []
+        for file in self.files["feedback"]:
+            if any(file.may_hold(name, about_fresh) for name in _ABOUT):
+                whole_feedback.append(file.path)
+            elif any(file.may_hold(name, spans) for name in _ABOUT):
+                some_feedback.append(file.path)
+        self._see_feedback(whole_feedback, some_feedback)
         self.connection.execute("CREATE TABLE touched AS SELECT tenant, response_id FROM responses")
         self.some, self.count = True, self._count("touched")
         if self.repeats:
@@ -150,19 +159,42 @@ class Search:
                 parameters or [],
             )
 
+    def _named(self, whole: list[str]) -> list[str]:
+        """The candidates but those in the files of interactions that are read whole: who is to be looked for."""
+        there = self._rows("interactions", whole, ("response_id",))
+        ids = self.connection.execute(
+            f"SELECT DISTINCT response_id FROM candidates ANTI JOIN ({there}) USING (response_id)"
+        ).fetchall()
+        return [response_id for (response_id,) in ids]
+
     def _see_responses(self, whole: list[str], some: list[str]) -> None:
-        every, named = (self._rows("interactions", paths, self.columns) for paths in (whole, some))
-        # Found once and kept: through a view DuckDB would decode these files anew, and wholly, for every query.
+        self._find("found", "interactions", some, self.columns, ("response_id",))
         self.connection.execute(
-            f"CREATE TABLE found AS SELECT rows.* FROM ({named}) rows SEMI JOIN candidates USING (response_id)"
-        )
-        self.connection.execute(
-            f"CREATE VIEW responses AS SELECT * EXCLUDE (status) FROM ({every} UNION ALL SELECT * FROM found) "
+            "CREATE VIEW responses AS SELECT * EXCLUDE (status) "
+            f"FROM ({self._rows('interactions', whole, self.columns)} UNION ALL SELECT * FROM found) "
             "WHERE status = 'complete'"
         )
 
-    def _see_feedback(self, paths: list[str]) -> None:
-        self.connection.execute(f"CREATE VIEW feedback_on AS {self._rows('feedback', paths, _FEEDBACK)}")
+    def _see_feedback(self, whole: list[str], some: list[str]) -> None:
+        self._find("found_feedback", "feedback", some, _FEEDBACK, _ABOUT)
+        every = self._rows("feedback", whole, _FEEDBACK)
+        self.connection.execute(f"CREATE VIEW feedback_on AS {every} UNION ALL SELECT * FROM found_feedback")
+
+    def _find(self, name: str, table: str, paths: list[str], columns: Sequence[str], keys: Sequence[str]) -> None:
+        """Make table ``name``: the rows of some files in which one of the ``keys`` is a candidate's id.
+
+        Found once and kept: through a view DuckDB would decode these files anew, and wholly, for every query.
+        """
+        if len(self.ids) <= _FEW:
+            rows = f"files_{name}"
+            self.connection.register(rows, self.lake.files(table).search(table, paths, columns, keys, self.ids))
+            self.connection.execute(f"CREATE TABLE {name} AS SELECT * FROM {rows}")
+            self.connection.unregister(rows)
+            return
+        among = " OR ".join(f"{key} IN (FROM candidates)" for key in keys)
+        self.connection.execute(
+            f"CREATE TABLE {name} AS SELECT * FROM ({self._rows(table, paths, columns)}) WHERE {among}"
+        )
 
     def _see_former(self) -> None:
         columns = ("response_id", "scorer", "scored_at", "reward", "components", "missing")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -17,10 +18,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from feedback.files import append_file, locked
+from feedback.files import append_file, locked, make_private
+
+log = logging.getLogger(__name__)
 
 _LOCK_S: Final = 10.0
 _LONGEST: Final = 500
+_PIECE: Final = 64 << 10
 _START: Final = "0" * 64
 
 
@@ -61,7 +65,8 @@ class AuditLog:
             origin: from where.
             subject: to what. Never a secret, nor what an erasure is to remove.
 
-        Raises AuditLogError if it can't be written; before the block, that is.
+        Raises AuditLogError if it can't be written, before the block. Behind it the action can't be undone: then the
+        process's log says that its outcome is missing, and the caller has what came of it.
         """
         outcome, number = Outcome(), secrets.token_hex(8)
         named = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in subject.items()}
@@ -73,7 +78,10 @@ class AuditLog:
             outcome.text = f"failed: {type(error).__name__}: {error}"
             raise
         finally:
-            self._append({"at": _now(), "id": number, "outcome": outcome.text[:_LONGEST], "result": outcome.result})
+            try:
+                self._append({"at": _now(), "id": number, "outcome": outcome.text[:_LONGEST], "result": outcome.result})
+            except AuditLogError as error:
+                log.error("%s: %s; the audit log does not say so: %s", action, outcome.text, error.__cause__)
 
     def entries(self) -> list[AuditEntry]:
         """All actions, oldest first. Raises AuditLogError if a line was changed or taken out."""
@@ -103,14 +111,28 @@ class AuditLog:
         except FileNotFoundError:
             return []
 
+    def _end(self) -> tuple[bytes | None, int]:
+        """The last whole line, and the bytes up to its end; read from behind, as the file only grows."""
+        with self.path.open("rb") as file:
+            size, reach = file.seek(0, os.SEEK_END), _PIECE
+            while True:
+                start = max(0, size - reach)
+                file.seek(start)
+                *lines, torn = file.read(size - start).split(b"\n")
+                if start == 0 or len(lines) > 1:  # the first one may be cut
+                    return (lines[-1] if lines else None), size - len(torn)
+                reach *= 2
+
     def _append(self, body: dict[str, Any]) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with locked(self.path.with_name(f"{self.path.name}.lock"), _LOCK_S):
-                lines = self._lines()
-                if self.path.exists():
-                    os.truncate(self.path, sum(len(line) + 1 for line in lines))
-                previous = _hash(lines[-1]) if lines else _START
+            lock = self.path.with_name(f"{self.path.name}.lock")
+            make_private(lock)  # who can open it can hold it, and then nobody does anything
+            with locked(lock, _LOCK_S):
+                make_private(self.path)
+                last, size = self._end()
+                os.truncate(self.path, size)
+                previous = _START if last is None else _hash(last)
                 line = json.dumps(body | {"previous": previous}, default=str, ensure_ascii=False)
                 append_file(self.path, line.encode(errors="replace") + b"\n")
         except (OSError, TimeoutError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import threading
 from pathlib import Path
 
@@ -65,6 +66,53 @@ def test_a_line_that_a_crash_tore_is_taken_away_by_the_next(log: AuditLog) -> No
     with log.entry("keys.revoke", who="bob", origin="a command"):
         pass
     assert [entry.who for entry in log.entries()] == ["ann", "bob"]
+
+
+def test_a_log_of_any_length_is_added_to_without_reading_it_whole(log: AuditLog) -> None:
+    with log.entry("keys.revoke", who="ann", origin="a command"):
+        pass
+    lines = log.path.read_bytes()
+    with log.path.open("wb") as file:
+        file.seek(1 << 40)  # a hole: no memory holds so much
+        file.write(b"\n" + lines)
+    with log.entry("keys.revoke", who="bob", origin="a command", why="x" * 400):
+        pass
+    with log.path.open("rb") as file:
+        file.seek((1 << 40) + 1)
+        log.path.with_name("end").write_bytes(file.read())
+    assert [entry.who for entry in AuditLog(log.path.with_name("end")).entries()] == ["ann", "bob"]
+
+
+def test_lines_that_are_longer_than_what_is_read_at_once_are_found(log: AuditLog) -> None:
+    for number in range(3):
+        with log.entry("console.create_key", who="ann", origin="::1", **{"n" * 100_000: number}):
+            pass
+    assert len(log.entries()) == 3
+
+
+def test_only_its_user_reads_the_log_or_holds_its_lock(log: AuditLog) -> None:
+    log.path.touch(0o644)
+    with log.entry("keys.revoke", who="ann", origin="a command"):
+        pass
+    files = (log.path, log.path.with_name("audit.jsonl.lock"))
+    assert [stat.S_IMODE(file.stat().st_mode) for file in files] == [0o600, 0o600]
+
+
+def test_what_was_done_is_handed_on_though_its_outcome_can_not_be_put_on_record(
+    log: AuditLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    with log.entry("keys.create", who="ann", origin="a command"):
+        log.path.rename(log.path.with_name("full"))
+        log.path.mkdir()
+    log.path.rmdir()
+    with pytest.raises(ZeroDivisionError), log.entry("keys.create", who="ann", origin="a command"):
+        log.path.unlink()
+        log.path.mkdir()
+        raise ZeroDivisionError
+    assert [record.message.partition(";")[0] for record in caplog.records] == [
+        "keys.create: done",
+        "keys.create: failed: ZeroDivisionError: ",
+    ]
 
 
 def test_many_at_once_are_all_on_record(log: AuditLog) -> None:

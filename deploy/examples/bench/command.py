@@ -21,10 +21,11 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--writers", type=click.IntRange(min=1), default=64, show_default=True, help="Writers at a time.")
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, show_default=True, help="How long.")
-@click.option("--rate", type=click.FloatRange(min=1), help="Rows per second; by default as many as the writers can.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=3.0, show_default=True, help="Length of a turn.")
+@click.option("--rate", type=click.FloatRange(min=1), default=1000.0, show_default=True, help="Rows per second, paced.")
+@click.option("--turns", type=click.IntRange(min=1), default=10, show_default=True, help="Turns of each.")
 def capture(**options: Any) -> None:
-    """Durable rows a second, and how long a writer waits, with a sealer beside it."""
+    """Durable rows a second, and how long a writer waits, in turns with SQLite and with the bare disk."""
     from deploy.examples.bench.capture import capture
 
     _measure(capture, options)
@@ -32,8 +33,9 @@ def capture(**options: Any) -> None:
 
 @bench.command()
 @click.option("--rows", "count", type=click.IntRange(min=8), default=20_000, show_default=True, help="Interactions.")
+@click.option("--turns", type=click.IntRange(min=1), default=10, show_default=True, help="Turns of each.")
 def storage(**options: Any) -> None:
-    """Sealing, compacting and reading rates, and bytes a row."""
+    """Sealing and compacting in turns with deltalake's own writer, reading rates, and bytes a row."""
     from deploy.examples.bench.storage import storage
 
     _measure(storage, options)
@@ -43,7 +45,7 @@ def storage(**options: Any) -> None:
 @click.option("--history", type=click.IntRange(min=100), default=10_000_000, show_default=True, help="Rows scored.")
 @click.option("--small", type=click.IntRange(min=100), default=10_000, show_default=True, help="Rows to compare with.")
 @click.option("--fresh", type=click.IntRange(min=1), default=10_000, show_default=True, help="New rows per turn.")
-@click.option("--turns", type=click.IntRange(min=1), default=11, show_default=True, help="Turns; medians are printed.")
+@click.option("--turns", type=click.IntRange(min=1), default=10, show_default=True, help="Turns of each.")
 def scoring(**options: Any) -> None:
     """Scoring's rate, and whether it stays flat as history grows. Ten million rows take some 2 GB of disk."""
     from deploy.examples.bench.scoring import scoring

@@ -49,7 +49,7 @@ def interactions(count: int, *, tokens: int = 200, seed: int = 0) -> list[dict[s
             "prompt_token_ids": token_ids(),
             "response": text(),
             "response_token_ids": token_ids(),
-            "logprobs": [-float(value) for value in numbers.exponential(size=tokens)],
+            "logprobs": -numbers.exponential(size=tokens).astype(np.float32),  # as the engine hands them over
             "policy_spans": [{"start": 0, "policy_version": 1}],
             "sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": tokens, "n": 1},
             "finish_reason": "length",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from deploy.config import root
 from deploy.config.root import Settings
 from deploy.monitoring.alerts import JOBS
 from serve.config import ServeConfig
+from serve.middleware.api_keys import create_key, revoke_key
+from serve.middleware.keyring import Keyring, Refused
 from tests.deploy.packaging.conftest import (
     DEPLOY,
     PATHS,
@@ -237,6 +240,30 @@ def test_values_that_cant_work_are_refused(values: dict[str, Any], said: str, re
     refused = render(values)
     assert refused.returncode != 0
     assert said in refused.stderr
+
+
+def test_the_server_follows_a_secret_through_the_link_to_its_key_file(tmp_path: Path) -> None:
+    """As kubelet has it: files are links into a folder that is a link itself, and moves as a whole."""
+    secret, home = tmp_path / "secret", tmp_path / "home"
+    home.mkdir()
+    for version in ("1", "2"):
+        (secret / version).mkdir(parents=True)
+    created, key = create_key(secret / "1" / "keys.json", name="app", tenant="t", scopes=["generate"])
+    shutil.copy(secret / "1" / "keys.json", secret / "2")
+    revoke_key(secret / "2" / "keys.json", created.id)
+    (secret / "..data").symlink_to("1")
+    (secret / "keys.json").symlink_to("..data/keys.json")
+    (home / "keys.json").symlink_to(secret / "keys.json")
+
+    keyring = Keyring(ServeConfig(keys=str(home / "keys.json")))
+    keyring.load()
+    assert keyring.authenticate(key.encode()).key == created.id
+    (secret / "..new").symlink_to("2")
+    (secret / "..new").rename(secret / "..data")
+    keyring.refresh()
+    with pytest.raises(Refused, match="revoked"):
+        keyring.authenticate(key.encode())
+    assert {file.name for file in home.iterdir()} > {"keys.json", "keys.json.local"}  # beside the link, not the Secret
 
 
 def test_the_servers_defaults_are_those_that_the_chart_counts_with() -> None:

@@ -99,6 +99,16 @@ def test_what_is_copied_is_in_the_build_context_and_no_home_is() -> None:
     assert {package.removesuffix("*") for package in packages} <= let_in
 
 
+def test_what_compose_keeps_secret_gets_neither_into_a_build_nor_into_git() -> None:
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    assert lines.index("deploy/compose") > lines.index("!deploy")  # the last line that matches decides
+    kept = [".env", "secrets/metrics_key", "secrets/grafana_password", "model/model.safetensors"]
+    ignored = subprocess.run(
+        ["git", "check-ignore", *(f"deploy/compose/{name}" for name in kept)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert len(ignored.stdout.splitlines()) == len(kept)
+
+
 def test_an_image_runs_the_server_as_nobody_in_particular_and_stops_it_by_sigterm() -> None:
     assert steps("USER") == ["10001:0"]
     assert steps("STOPSIGNAL") == ["SIGTERM"]

@@ -17,7 +17,7 @@ import pytest
 from deltalake import DeltaTable
 from deltalake.exceptions import CommitFailedError
 from feedback_rows import NOON, append, interaction, put, table_of, thumb
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from feedback.config import JournalConfig, LakeConfig, ScoringConfig
@@ -26,6 +26,7 @@ from feedback.ingest.seal import seal
 from feedback.ingest.sealer_process import Sealer
 from feedback.journal.segment import list_segments
 from feedback.journal.writer import Journal
+from feedback.lake import data_files
 from feedback.lake.data_files import _lower, _upper
 from feedback.lake.tables import Lake, LakeConflictError, LakeError
 from feedback.scoring.run import score
@@ -134,6 +135,26 @@ def test_a_commit_that_was_made_before_an_error_keeps_its_files(lake, monkeypatc
             lake.append("feedback", rows, transactions={"me": 1})
     assert count(lake) == (1, 1)
     assert lake.append("feedback", rows, transactions={"me": 1}) is None
+
+
+@settings(max_examples=15, deadline=None)
+@given(ids=st.lists(st.integers(0, 40), max_size=6, unique=True))
+def test_a_search_by_ids_finds_their_rows_in_whatever_row_groups_they_are(ids, tmp_path_factory):
+    lake = Lake(str(tmp_path_factory.mktemp("lake")), LakeConfig())
+    lake.create()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_files, "_ROW_GROUP_ROWS", 4)
+        for first in (0, 20):
+            rows = [thumb(f"r{number:02}", 1) for number in range(first, first + 20)]
+            rows[3]["rejected_response_id"] = "r40"
+            put(lake, "feedback", rows)
+    paths = [file.path for file in data_files.data_files(lake.table("feedback"))]
+    wanted = [f"r{number:02}" for number in ids]
+    keys = ("response_id", "rejected_response_id")
+    found = lake.files("feedback").search("feedback", paths, ("value", *keys), keys, wanted)
+    expected = [number for number in range(40) if number in ids or (40 in ids and number % 20 == 3)]
+    assert found.column_names == ["value", *keys]
+    assert sorted(found["response_id"].to_pylist()) == [f"r{number:02}" for number in expected]
 
 
 def test_appends_under_different_ids_do_not_conflict(lake):
