@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig
 from feedback.resident_socket import ask, connect, end_workers
 from serve.generation.request import nothing_was_left, sampled_logprobs
-from serve.kv_cache import BATCH_SHARE, fit_engine
+from serve.kv_cache import BATCH_SHARE, available_memory, fit_engine
 from serve.policies.folder import compute_dtype, fingerprint
 from serve.policies.store import Policy
 from serve.swap.compatibility import IncompatiblePolicy, require_compatible
@@ -440,7 +439,7 @@ def _fits_beside(policy: Policy, config: EngineConfig) -> bool:
         return False
     cache = fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE).size or 0
     needed = _PROCESS_BYTES + cache + sum(path.stat().st_size for path in policy.weight_files)
-    return psutil.virtual_memory().available >= needed
+    return available_memory() >= needed
 
 
 def _score() -> Any:

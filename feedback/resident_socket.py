@@ -20,8 +20,10 @@ import os
 import secrets
 import select
 import socket
+import struct
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -74,10 +76,9 @@ class Listener:
             return None
         connection: Connection = Connection(accepted.detach())
         try:
-            deliver_challenge(connection, self.secret.encode())
-            if not connection.poll(_GREETING_S):
-                raise EOFError
-            answer_challenge(connection, self.secret.encode())
+            with _limited(connection):
+                deliver_challenge(connection, self.secret.encode())
+                answer_challenge(connection, self.secret.encode())
         except (OSError, EOFError, AuthenticationError):
             connection.close()
             return None
@@ -114,6 +115,7 @@ def connect(*, start: bool = False) -> Connection | None:
         return None
     name += "" if start else _OWN
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connecting:
+        _limit(connecting, PATIENCE_S)  # where so many wait already that there is no room
         try:
             connecting.connect(f"\0{name}")
         except OSError:  # its owner has gone, or there are no workers
@@ -124,12 +126,29 @@ def connect(*, start: bool = False) -> Connection | None:
     try:
         if not connection.poll(PATIENCE_S):
             raise EOFError
-        answer_challenge(connection, secret.encode())
-        deliver_challenge(connection, secret.encode())
+        with _limited(connection):
+            answer_challenge(connection, secret.encode())
+            deliver_challenge(connection, secret.encode())
     except (OSError, EOFError, AuthenticationError):
         connection.close()
         return None
     return connection
+
+
+@contextmanager
+def _limited(connection: Connection) -> Iterator[None]:
+    """Within, what waits for the other side longer than a greeting takes raises OSError: who is silent keeps nobody."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as same:
+        _limit(same, _GREETING_S)
+        yield
+        _limit(same, 0.0)
+
+
+def _limit(connection: socket.socket, seconds: float) -> None:
+    """Each wait for the other side, of all that have this socket; 0: none."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, limit)
 
 
 def ask(connection: Connection, *message: Any, timeout_s: float | None = None) -> tuple[Any, ...]:

@@ -155,6 +155,23 @@ def machine_memory() -> int:
     return total if limit is None else min(total, limit)
 
 
+def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of memory that can still be had: of this machine, or of its container if that has less left.
+
+    ``group``: the folder of its control group.
+    """
+    available = psutil.virtual_memory().available
+    try:
+        bound = (group / "memory.max").read_text().strip()
+        if bound != "max":
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
+            available = min(available, max(0, int(bound) - used))
+    except (OSError, ValueError):
+        pass  # no such control group: the machine's own number stands
+    return available
+
+
 def container_memory() -> int | None:
     """The container's own bound on memory, bytes; None if there is none."""
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

@@ -28,12 +28,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-import psutil
-
 from evaluation.config import EngineConfig
 from feedback.files import replace_file
 from feedback.resident_socket import GONE_S, Listener, hung_up
 from feedback.user_code import search_last
+from serve.kv_cache import available_memory, machine_memory
 from serve.policies.store import Policy
 from train.config.sections import ResidentConfig
 from train.config.training import TrainConfig
@@ -83,8 +82,8 @@ class Residence:
 
     def _gives_back(self) -> str | None:
         """Why what sleeps is to end now."""
-        memory, least = psutil.virtual_memory(), self._config.min_free_memory
-        if memory.available < least * memory.total:
+        least = self._config.min_free_memory
+        if available_memory() < least * machine_memory():
             return f"less than train.resident.min_free_memory={least:g} of the machine's memory is free"
         return self._code.changed()
 
@@ -107,7 +106,8 @@ class Residence:
         return True
 
     def _train(self, connection: Connection, config: TrainConfig, context: JobContext, folder: str) -> bool:
-        if why := self._code.changed() or self._other_ray(config, context, folder):
+        lost = None if self._pools is None else self._pools.lost()
+        if why := self._code.changed() or self._other_ray(config, context, folder) or lost:
             say(f"{context.run}: the resident workers are started anew: {why}")
             connection.send(("restart", why))
             return False
@@ -218,7 +218,7 @@ class Imported:
     """The files that this process has imported, and whether they are as they were."""
 
     def __init__(self) -> None:
-        self._known: dict[str, int] = {}
+        self._known: dict[str, tuple[int, int, int]] = {}
         self._began = time.time_ns()
         self._changed: str | None = None
         self.note()
@@ -228,20 +228,26 @@ class Imported:
         for file in {_file_of(module) for module in list(sys.modules.values())} - self._known.keys() - {None}:
             assert file is not None
             with suppress(OSError):
-                self._known[file] = os.stat(file).st_mtime_ns
-                if self._known[file] > self._began:  # maybe after it was imported
+                self._known[file] = _look_of(file)
+                if self._known[file][0] > self._began:  # maybe after it was imported
                     self._changed = file
 
     def changed(self) -> str | None:
         """Which file is another now, in words; None if none is."""
         for file, before in self._known.items():
             try:
-                if os.stat(file).st_mtime_ns == before:
+                if _look_of(file) == before:
                     continue
             except OSError:
                 pass
             self._changed = file
         return None if self._changed is None else f"{self._changed} has changed since it was imported"
+
+
+def _look_of(file: str) -> tuple[int, int, int]:
+    """When it was changed, and what else another file in its place has: one that was unpacked has a time of its own."""
+    found = os.stat(file)
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _file_of(module: ModuleType) -> str | None:

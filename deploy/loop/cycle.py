@@ -561,7 +561,7 @@ class _Cycle:
         status: Literal["promoted", "experiment", "refused", "undecided", "skipped", "stopped", "failed"],
         reason: str | None,
     ) -> None:
-        """Put on record what the cycle has come to, once: a stop while it waits for what goes on beside it is no end."""
+        """Put on record what the cycle has come to, once: a stop while something goes on beside it is no end."""
         if self.record.status != "running":
             return
         self.record.status, self.record.reason, self.record.finished_at = status, reason, now()

@@ -152,6 +152,8 @@ class Scheduler:
             return
         if code == CycleBusy.exit_code:
             self._say("schedule: another cycle was running; this one is left out")
+        else:  # where it was killed, servers would keep its candidate's weights until the next one
+            self._settings.policy_store().announce(None)
         self._count()
 
     def _maintenance(self) -> None:

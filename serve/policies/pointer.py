@@ -143,7 +143,7 @@ class ServingPointer:
 
     def announced(self) -> int | None:
         """The policy that ``announce`` has named. What can't be read names none."""
-        with suppress(PolicyError, OSError, KeyError, TypeError):
+        with suppress(PolicyError, OSError, KeyError, TypeError, ValueError):
             return None if (hint := read_json(self.root / _CANDIDATE)) is None else int(hint["version"])
         return None
 

@@ -497,7 +497,11 @@ class Swapper:
             log.warning("weights are loaded in place, requests wait for the load: %s", reason)
             self._logged_reason = reason
         numbers = Numbers.of(policy.probe) if config.probe else "serve.swap.probe is off"
-        before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
+        try:
+            before = await self._ask(numbers) if isinstance(numbers, Numbers) else None
+        except BaseException:  # a candidate's that is given up, too
+            await self.engine.release()
+            raise
         return Prepared(weights, in_place=reason is not None, numbers=numbers, before=before)
 
     async def _verify(self, policy: Policy) -> Weights:

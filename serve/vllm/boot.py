@@ -213,7 +213,9 @@ def policy_logprobs(llm: LLM) -> Iterator[None]:
 
 def _return_logprobs(worker: Any, mode: str) -> None:
     sampler = worker.model_runner.sampler
-    sampler.logprobs_mode = sampler.topk_topp_sampler.logprobs_mode = mode
+    sampler.logprobs_mode = mode
+    if hasattr(sampler, "topk_topp_sampler"):  # that of vLLM's second model runner, which GPUs have, does all by itself
+        sampler.topk_topp_sampler.logprobs_mode = mode
 
 
 def request_errors() -> tuple[type[Exception], ...]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from types import MethodType
 from typing import Any, Final
 
-import psutil
 import torch
 from torch import nn
 from vllm.config import CompilationMode, CUDAGraphMode
@@ -36,6 +35,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import restore_layer_on_meta, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
+from serve.kv_cache import available_memory
 from serve.policies.folder import safetensors_header
 from serve.policies.mapped_safetensors import MappedFile
 
@@ -258,17 +258,7 @@ def bytes_available(device: torch.device) -> int:
     """Memory that this process can still get: the GPU's, or the machine's within the bounds of its control group."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = psutil.virtual_memory().available
-    group = Path("/sys/fs/cgroup")
-    try:
-        bound = (group / "memory.max").read_text().strip()
-        if bound != "max":
-            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
-            available = min(available, max(0, int(bound) - used))
-    except (OSError, ValueError):
-        pass  # no such control group: the machine's own number stands
-    return available
+    return available_memory()
 
 
 def standby_layers(model: nn.Module) -> dict[nn.Module, nn.Module]:

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from serve.kv_cache import BATCH_SHARE, SERVER_SHARE, ContextRefused, KVCache, fit
+from serve.kv_cache import BATCH_SHARE, MIB, SERVER_SHARE, ContextRefused, KVCache, available_memory, fit
 
 GIB = 2**30
 # Layers, heads and contexts as the models' own config.json files on huggingface.co have them.
@@ -128,3 +129,16 @@ def test_what_was_cut_is_told_in_one_line(policy: Path) -> None:
         "prompt and response have 22272 tokens together, of the model's 40960: so many fit into 2457"
     )
     assert "set serve.engine.kv_cache_bytes for more" in line
+
+
+def test_memory_that_can_be_had_is_what_the_container_has_left(tmp_path: Path) -> None:
+    machine = available_memory(tmp_path)
+    assert 0 < machine <= psutil.virtual_memory().total
+    files = {"memory.max": str(300 * MIB), "memory.current": str(200 * MIB), "memory.stat": f"inactive_file {50 * MIB}"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n")
+    assert available_memory(tmp_path) == 150 * MIB
+    (tmp_path / "memory.current").write_text(str(400 * MIB))
+    assert available_memory(tmp_path) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_memory(tmp_path) > 300 * MIB

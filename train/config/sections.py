@@ -121,7 +121,8 @@ class ResidentConfig(Section):
         0.1,
         ge=0,
         lt=1,
-        description="Give them back while they sleep if less than this share of the machine's memory is free.",
+        description="Give them back while they sleep if less than this share of the memory of the machine, or of its "
+        "container, is free.",
     )
 
 

@@ -20,11 +20,12 @@ from serve.policies.store import Policy
 from serve.swap.compatibility import identity
 from train.config.context_length import rollout_cache
 from train.config.training import TrainConfig
-from train.controller.worker_group import Pool, WorkerGroup
+from train.controller.worker_group import Pool, WorkerError, WorkerGroup
 from train.workers.role_groups import environment, sizes, start_pools
 from train.workers.rollout import RolloutWorker
 
 _LENT_S: Final = 86_400.0  # who asks has a limit of its own, and the workers end with it
+_REST_S: Final = 30.0  # for an answer of what rests; who asks waits for a minute
 
 
 class ResidentPools:
@@ -47,7 +48,7 @@ class ResidentPools:
     def of(self, config: TrainConfig, parent: Policy) -> Generator[dict[str, Pool]]:
         """The pools for a run, those of the last one if they can be; at rest when it has ended well.
 
-        After an exception they are of no further use.
+        After an exception they are of no further use, and end: a run that is stopped early has left them in the middle.
         """
         layout, engine = layout_of(config), rollout_engine(config, parent) if config.samples else None
         if layout != self._layout or (engine and self._engine and engine != self._engine):
@@ -56,9 +57,22 @@ class ResidentPools:
             self._pools, self._layout = self._started.enter_context(start_pools(config)), layout
         if engine:
             self._engine, self._engine_pool = engine, config.placement.rollout
-        yield self._pools
+        try:
+            yield self._pools
+        except BaseException:
+            self._end()
+            raise
         for name, pool in self._pools.items():
             pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result()
+
+    def lost(self) -> str | None:
+        """Why what rests can't take another run, as where one of its processes was killed; None if it can."""
+        try:
+            for name, pool in self._pools.items():
+                pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result(_REST_S)
+        except WorkerError as error:
+            return str(error)
+        return None
 
     def refusal(self, config: EngineConfig, policy: Policy) -> str | None:
         """Why the rollout engine does not compute what an evaluation's own would of this policy; None if it does."""
@@ -142,16 +156,18 @@ def rollout_engine(config: TrainConfig, policy: Policy) -> dict[str, Any]:
 def evaluation_engine(config: EngineConfig, policy: Policy) -> dict[str, Any]:
     """Of an engine of an evaluation's own, what decides the numbers, under the same names.
 
-    The size of its KV cache only decides how often a response has to wait, and a cache of prefixes what is computed
-    once.
+    The size of its KV cache only decides how often a response has to wait, unless vLLM finds the context by it; and a
+    cache of prefixes what is computed once.
     """
+    cache = fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE)
     return {
         "model": identity(policy),
         "dtype": compute_dtype(policy.path, config.dtype),
         "tensor_parallel_size": config.tensor_parallel_size,
-        "max_model_len": fit_engine(config, policy.path, section="evaluation.engine", share=BATCH_SHARE).max_model_len,
+        "max_model_len": cache.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_batched_tokens,
         "enforce_eager": config.enforce_eager,
         "extra": config.extra or {},
+        **({"kv_cache_bytes": cache.size} if cache.max_model_len < 0 else {}),
     }

@@ -5,9 +5,11 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.config import root
@@ -47,6 +49,29 @@ def test_runs_that_are_due_while_one_runs_become_one_and_none_overlap(
         assert before.finished_at is not None
         assert before.finished_at <= after.started_at
     assert "they become one" in log.read_text()
+
+
+def test_a_cycle_that_was_killed_leaves_servers_no_candidate_to_prepare(
+    home_with_policy: Settings, tmp_path: Path
+) -> None:
+    log, store = tmp_path / "schedule.log", home_with_policy.policy_store()
+    process = start(changed(home_with_policy, ("schedule.first_after_seconds", "0")), log)
+    found: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if (words := each.cmdline())[-1:] == ["cycle"] and "deploy.supervise.subreaper" not in words:
+                    found.append(each)
+        return bool(found)
+
+    _until(is_there, process, log)
+    found[0].suspend()
+    store.announce(1)
+    found[0].kill()
+    _until(lambda: store.announced() is None, process, log)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0, log.read_text()
 
 
 def test_it_ends_after_max_cycles(settings: Settings, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from deploy import status
@@ -29,6 +32,7 @@ from train.config.training import TrainConfig
 from train.context import JobContext, JobResult
 from train.launch import JobError, run_job
 from train.resident import Imported
+from train.workers.resident_pools import ResidentPools, rollout_engine
 
 CACHE = {"max_model_len": 64, "kv_cache_bytes": 16 * 2**20}
 CONFIG: dict[str, Any] = {
@@ -159,6 +163,28 @@ def test_a_run_after_an_evaluation_learns_as_in_new_workers(
     assert weights(again) == weights(policy(home, runs["fresh"]))
 
 
+def test_a_run_gets_new_workers_where_one_was_killed_while_it_slept(
+    home: Path, runs: dict[str, JobResult], settings: Settings
+) -> None:
+    file = settings.path(resident.STATE)
+    process = psutil.Process(json.loads(file.read_bytes())["process"])
+    [rank] = [each for each in process.children(recursive=True) if "Host" in each.name() + " ".join(each.cmdline())]
+    rank.kill()
+    again = policy(home, run_job(*job(home, "after_kill", **PPO)))
+    assert weights(again) == weights(policy(home, runs["fresh"]))
+    assert "after_kill: the resident workers are started anew" in (home / "logs" / "resident.log").read_text()
+    assert resident.residents(settings) is not None
+
+
+def test_nothing_of_a_run_that_was_stopped_for_its_health_is_kept(
+    home: Path, runs: dict[str, JobResult], settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped = run_job(*job(home, "stopped", **GRPO, max_kl=1e-12))
+    assert (stopped.stopped, stopped.candidate) == (True, None)
+    assert LentEngine.borrow(policy(home, runs["second"]), ENGINE) is None
+    assert "the resident workers have no engine" in caplog.text
+
+
 def test_a_run_after_the_users_code_has_changed_gets_new_workers_and_one_that_fails_leaves_none(
     home: Path, runs: dict[str, JobResult], settings: Settings
 ) -> None:
@@ -167,6 +193,20 @@ def test_a_run_after_the_users_code_has_changed_gets_new_workers_and_one_that_fa
         run_job(*job(home, "broken", **PPO))
     assert "started anew: " + str(home / "users_code.py") in (home / "logs" / "resident.log").read_text()
     assert gone(lambda: resident.residents(settings) is None)
+
+
+def test_an_engine_whose_context_vllm_finds_by_its_cache_is_lent_for_one_with_as_much_cache(tmp_path: Path) -> None:
+    def without_context(seed: Path) -> None:
+        config = json.loads((seed / "config.json").read_text())
+        del config["max_position_embeddings"]
+        (seed / "config.json").write_text(json.dumps(config))
+
+    make_home(tmp_path, without_context)
+    found = PolicyStore(tmp_path / "policies").get(1)
+    pools, (config, _) = ResidentPools(), job(tmp_path, "unknown", rollout={"max_tokens": 6, "kv_cache_bytes": 2**24})
+    pools._engine = rollout_engine(config, found)
+    assert pools.refusal(EngineConfig(kv_cache_bytes=2**24), found) is None
+    assert "kv_cache_bytes" in str(pools.refusal(EngineConfig(kv_cache_bytes=2**25), found))
 
 
 OWNER = """
@@ -237,6 +277,28 @@ def test_what_does_not_know_the_secret_is_not_heard_and_who_hangs_up_is_noticed(
         assert resident_socket.wait_until_gone(connection, 5.0)
 
 
+def test_who_connects_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident_socket, "_GREETING_S", 0.1)
+    listener = resident_socket.listen()
+    assert listener is not None
+    monkeypatch.setenv(resident_socket.ADDRESS, listener.address)
+    with listener.owners, socket.socket(socket.AF_UNIX) as silent, ThreadPoolExecutor(1) as pool:
+        silent.connect("\0" + listener.address.partition(":")[0])
+        assert listener.accept(10.0) is None
+        accepted = pool.submit(listener.accept, 10.0)
+        connection = resident_socket.connect(start=True)
+        other = accepted.result()
+        assert connection is not None
+        assert other is not None
+        answer = pool.submit(resident_socket.ask, connection, "lend", timeout_s=10.0)
+        assert other.recv() == ("lend",)
+        time.sleep(0.3)  # longer than a greeting, after which there is no limit any more
+        other.send(("refused", "why"))
+        assert answer.result() == ("refused", "why")
+        for each in (connection, other):
+            each.close()
+
+
 def test_code_that_was_imported_is_seen_to_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "imported_by_a_resident.py"
     file.touch()
@@ -246,4 +308,20 @@ def test_code_that_was_imported_is_seen_to_have_changed(tmp_path: Path, monkeypa
     imported = Imported()
     assert imported.changed() is None
     os.utime(file, ns=(2, 2))
+    assert imported.changed() == f"{file} has changed since it was imported"
+
+
+def test_code_that_was_replaced_by_some_of_the_same_time_is_seen_to_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "unpacked_by_a_deployment.py"
+    file.write_text("REWARD = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    os.utime(file, ns=(1, 1))
+    importlib.import_module(file.stem)
+    imported = Imported()
+    other = tmp_path / "other"
+    other.write_text("REWARD = 2\n")
+    os.utime(other, ns=(1, 1))
+    other.replace(file)
     assert imported.changed() == f"{file} has changed since it was imported"

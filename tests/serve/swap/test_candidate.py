@@ -108,7 +108,8 @@ async def test_a_damaged_candidate_is_no_failure_until_it_is_promoted(
 
 
 async def test_a_hint_that_can_t_be_read_names_no_candidate(client: httpx.AsyncClient, server: LiveServer) -> None:
-    (server.store.root / "candidate.json").write_text("{")
-    assert server.store.announced() is None
+    for unreadable in ("{", "[]", '{"version": "seven"}'):
+        (server.store.root / "candidate.json").write_text(unreadable)
+        assert server.store.announced() is None
     server.store.announce(None)
     assert (await client.get("/ready")).status_code == 200

@@ -6,10 +6,11 @@ import importlib
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from serve.vllm import compat
+from serve.vllm import boot, compat
 
 ROOT = Path(compat.__file__).parents[2]
 
@@ -49,3 +50,14 @@ def test_a_name_that_is_gone_is_refused_with_its_module_and_who_uses_it(monkeypa
     expected = r"uvicorn\.config .* has no HTTP_PROTOCOLS, which Millrace uses in serve\.fleet\.proxy.*ARCHITECTURE\.md"
     with pytest.raises(compat.IncompatibleVersion, match=expected):
         compat.require()
+
+
+@pytest.mark.parametrize("module", ["vllm.v1.sample.sampler", "vllm.v1.worker.gpu.sample.sampler"])
+def test_which_logprobs_are_returned_is_set_in_the_sampler_of_either_model_runner(module: str) -> None:
+    kind = importlib.import_module(module).Sampler
+    own = kind("processed_logprobs") if module == "vllm.v1.sample.sampler" else object.__new__(kind)  # that needs a GPU
+    worker = SimpleNamespace(model_runner=SimpleNamespace(sampler=own))
+    boot._return_logprobs(worker, "raw_logprobs")
+    assert own.logprobs_mode == "raw_logprobs"
+    if inner := getattr(own, "topk_topp_sampler", None):
+        assert inner.logprobs_mode == "raw_logprobs"

@@ -352,3 +352,18 @@ async def test_weights_that_are_kept_for_a_rollback_are_kept_while_a_candidate_i
     assert (swapper._spare.policy.version, swapper.prepared) == (1, None)
     await become(swapper, 1)
     await require_policy(swapper, policies[0])
+
+
+async def test_a_candidate_that_is_given_up_while_its_numbers_are_asked_for_leaves_no_weights(swapper: Swapper) -> None:
+    await swapper.engine.hold(recompute=False, timeout_s=30)  # it answers nobody, and prepares weights all the same
+    preparing = asyncio.create_task(swapper._prepare_candidate(2))
+    states = [{"error": "none yet"}]
+    while not all(state.get("done") and state["error"] is None for state in states):
+        states = await swapper.engine.llm.collective_rpc("millrace_standby_state")
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.3)  # until it has seen that, and asks
+    preparing.cancel()
+    await asyncio.wait({preparing})
+    await swapper.engine.resume(30)
+    states = await swapper.engine.llm.collective_rpc("millrace_standby_state")
+    assert [state["error"] for state in states] == ["no standby weights are prepared"]
