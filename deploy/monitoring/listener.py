@@ -59,6 +59,7 @@ def serving(settings: Settings, *, cycles: bool) -> Iterator[None]:
         )
         thread = threading.Thread(target=server.run, args=([listener],), name="metrics", daemon=True)
         traffic.start()
+        listener.listen()  # who asks before the thread is at it waits, and is not refused
         thread.start()
         try:
             yield
