@@ -41,8 +41,10 @@ def capture(
     ``journal`` has a sealer beside it, as a server's has. ``alone`` has none, and ``disk`` is how fast the disk
     takes the same bytes in the same groups. ``added`` is what an append takes at ``rate`` rows a second, beside a
     sealer; ``fdatasync`` is what the write of one such row and an fdatasync take, as often, with nothing else at work.
+
+    Raises AssertionError if the lake has other than the rows that were acknowledged beside the sealer.
     """
-    pool = rows.interactions(_POOL)
+    pool, acknowledged = rows.interactions(_POOL), 0
 
     async def flat_out(append: Append) -> tuple[int, float]:
         return await _flat_out(append, pool, writers, seconds)
@@ -64,15 +66,23 @@ def capture(
         return {"sqlite_grouped": count / elapsed}
 
     def beside_sealer(_: Path) -> dict[str, float]:
+        nonlocal acknowledged
         count, elapsed = journal(flat_out)
+        acknowledged += count
         return {"journal": count / elapsed}
+
+    def added(_: Path) -> dict[str, float]:
+        nonlocal acknowledged
+        waits = journal(paced)
+        acknowledged += len(waits)
+        return _percentiles("added", waits)
 
     measures: list[Callable[[Path], dict[str, float]]] = [
         beside_sealer,
         alone,
         sqlite_grouped,
         lambda path: {"sqlite": peers.sqlite_commit_per_row(path / "rows.db", pool, writers, seconds)},
-        lambda _: _percentiles("added", journal(paced)),
+        added,
         lambda path: _percentiles("fdatasync", peers.fdatasync_alone(path / "rows", pool[0], rate, seconds)),
     ]
     measured: dict[str, list[float]] = {}
@@ -86,6 +96,9 @@ def capture(
                 shutil.rmtree(path)
                 _wait(lambda: not list_segments(journal_folder), _DRAIN_S)
                 os.sync()  # what a turn wrote and removed is not for the next one to wait for
+        sealed = Lake(str(folder / "lake"), config.lake).counts()["interactions"]
+    if sealed != acknowledged:
+        raise AssertionError(f"{acknowledged} rows were acknowledged, {sealed} are in the lake")
     return measured
 
 
