@@ -76,4 +76,4 @@ def audited(settings: Settings, action: str, **subject: Any) -> AbstractContextM
 
     client = os.environ.get("SSH_CONNECTION", "").split(" ")[0]
     origin = f"a command on {socket.gethostname()}" + (f", from {client}" if client else "")
-    return AuditLog(settings.path(settings.serve.audit)).entry(action, who=person(), origin=origin, **subject)
+    return AuditLog(settings.path(settings.serve.audit)).entry(action, subject, who=person(), origin=origin)

@@ -94,7 +94,7 @@ def _act(settings: Settings, name: str, act: Callable[[Settings, Visit], Answer]
     subject = {key: value for key, value in (visit.form or {}).items() if value} | visit.path
     who, address = f"{visit.viewer['name']} of {visit.tenant}", visit.viewer["address"]
     log = AuditLog(settings.path(settings.serve.audit))
-    with log.entry(f"console.{name}", who=who, origin=address, **subject) as outcome:
+    with log.entry(f"console.{name}", subject, who=who, origin=address) as outcome:
         answer = act(settings, visit)
         if answer.status >= 400:
             outcome.refused(answer.refused or f"answered with {answer.status}")

@@ -88,7 +88,7 @@ async def stop(request: Request, number: Number) -> Response:
 
     def stop_on_record() -> Experiment:
         log = AuditLog(server.config.audit)
-        with log.entry("experiment.stop", who=who, origin=client, number=number, why=said.why):
+        with log.entry("experiment.stop", {"number": number, "why": said.why}, who=who, origin=client):
             return store.stop(number, who=who, why=said.why)
 
     try:

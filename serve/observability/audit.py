@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -56,20 +56,22 @@ class AuditLog:
         self.path = Path(path)
 
     @contextmanager
-    def entry(self, action: str, *, who: str, origin: str, **subject: Any) -> Iterator[Outcome]:
+    def entry(
+        self, action: str, subject: Mapping[str, Any] | None = None, *, who: str, origin: str
+    ) -> Iterator[Outcome]:
         """Have an action on record before the block takes it, and what it came to when the block ends.
 
         Args:
             action: what is done, such as ``keys.create``.
+            subject: to what. Never a secret, nor what an erasure is to remove.
             who: a person, or the name of a key.
             origin: from where.
-            subject: to what. Never a secret, nor what an erasure is to remove.
 
         Raises AuditLogError if it can't be written, before the block. Behind it the action can't be undone: then the
         process's log says that its outcome is missing, and the caller has what came of it.
         """
         outcome, number = Outcome(), secrets.token_hex(8)
-        named = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in subject.items()}
+        named = {name: value[:_LONGEST] if isinstance(value, str) else value for name, value in (subject or {}).items()}
         begun = {"at": _now(), "id": number, "action": action, "who": who, "origin": origin, "subject": named}
         self._append(begun)
         try:

@@ -17,13 +17,13 @@ def log(tmp_path: Path) -> AuditLog:
 
 
 def test_an_action_is_on_record_before_it_is_taken_and_what_it_came_to_behind_it(log: AuditLog) -> None:
-    with log.entry("keys.create", who="ann@host", origin="a command", name="app") as outcome:
+    with log.entry("keys.create", {"name": "app"}, who="ann@host", origin="a command") as outcome:
         [begun] = log.entries()
         outcome.result = {"key": "k1"}
     assert (begun.action, begun.subject, begun.outcome) == ("keys.create", {"name": "app"}, None)
-    with pytest.raises(ZeroDivisionError), log.entry("policy.promote", who="bob", origin="::1", version=3):
+    with pytest.raises(ZeroDivisionError), log.entry("policy.promote", {"version": 3}, who="bob", origin="::1"):
         raise ZeroDivisionError("no such policy")
-    with log.entry("console.promote", who="eve", origin="10.0.0.1", why="x" * 2000) as outcome:
+    with log.entry("console.promote", {"why": "x" * 2000, "who": "ann"}, who="eve", origin="10.0.0.1") as outcome:
         outcome.refused("policy 3 has no verdict")
     done, failed, refused = log.entries()
     assert (done.outcome, done.result) == ("done", {"key": "k1"})
@@ -75,7 +75,7 @@ def test_a_log_of_any_length_is_added_to_without_reading_it_whole(log: AuditLog)
     with log.path.open("wb") as file:
         file.seek(1 << 40)  # a hole: no memory holds so much
         file.write(b"\n" + lines)
-    with log.entry("keys.revoke", who="bob", origin="a command", why="x" * 400):
+    with log.entry("keys.revoke", {"why": "x" * 400}, who="bob", origin="a command"):
         pass
     with log.path.open("rb") as file:
         file.seek((1 << 40) + 1)
@@ -85,7 +85,7 @@ def test_a_log_of_any_length_is_added_to_without_reading_it_whole(log: AuditLog)
 
 def test_lines_that_are_longer_than_what_is_read_at_once_are_found(log: AuditLog) -> None:
     for number in range(3):
-        with log.entry("console.create_key", who="ann", origin="::1", **{"n" * 100_000: number}):
+        with log.entry("console.create_key", {"n" * 100_000: number}, who="ann", origin="::1"):
             pass
     assert len(log.entries()) == 3
 
