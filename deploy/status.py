@@ -53,7 +53,7 @@ class Status:
     next_cycle: str | None = None
     resident: dict[str, Any] | None = None  # since, state, bytes: workers that stay between cycles
     cycles: list[dict[str, Any]] = field(default_factory=list)  # the last that ended, newest first
-    data: dict[str, Any] | None = None  # rows, and how many are new since the last training
+    data: dict[str, Any] | None = None  # rows, and how many are new since the last cycle that trained
     reward_model: dict[str, Any] | None = None  # version, since, why, agreement
     problems: list[Problem] = field(default_factory=list)
 
@@ -316,7 +316,7 @@ def lines(status: Status) -> Iterator[tuple[str, str]]:
         text = f"{cycle['number']} {cycle['status']} at {_at(cycle['finished_at'])}{recipe}{reason}"
         yield "" if number else "cycles", text
     if data := status.data:
-        new = f"{data['new_feedback']:,} feedback and {data['new_rewards']:,} rewards since the last training"
+        new = f"{data['new_feedback']:,} feedback and {data['new_rewards']:,} rewards since the last cycle that trained"
         yield "data", f"{data['interactions']:,} interactions, {data['feedback']:,} feedback; {new}"
     if model := status.reward_model:
         agreed = model["agreement"]

@@ -42,7 +42,7 @@ def audit(settings: Settings, last: int, action: str, as_json: bool) -> None:
         ]
         for entry in found
     ]
-    print_table(["at (UTC)", "who", "from", "action", "of", "outcome"], rows, f"nothing is in {log.path}")
+    print_table(["at (UTC)", "who", "from", "action", "of", "outcome"], rows, f"no such action is in {log.path}")
 
 
 def _cells(entry: AuditEntry) -> list[str]:

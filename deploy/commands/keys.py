@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -115,6 +116,7 @@ def create(
     click.echo("It is not shown again. Send it as Authorization: Bearer KEY, or as X-API-Key.")
     if first:
         click.echo("This is the first key: from now on the server refuses requests without one.")
+    _say_without_admin(path)
 
 
 @keys.command("list")
@@ -163,6 +165,19 @@ def revoke(settings: Settings, key: str) -> None:
         revoked = revoke_key(settings.path(settings.serve.keys), key)
         outcome.result = {"key": revoked.id, "name": revoked.name}
     click.echo(f"key {revoked.id} of {revoked.name} is revoked")
+    _say_without_admin(settings.path(settings.serve.keys))
+
+
+def _say_without_admin(path: Path) -> None:
+    from serve.middleware.api_keys import read_keys
+
+    now = datetime.now(UTC)
+    if not any("admin" in key.scopes and key.state(now) == "active" for key in read_keys(path)):
+        click.echo(
+            "No key has the scope admin: nobody reads /policy and /metrics, nor promotes on the console, until "
+            "`millrace keys create --name NAME --scope admin` makes one.",
+            err=True,
+        )
 
 
 def _rate(own: float | Literal["unlimited"] | None) -> str:

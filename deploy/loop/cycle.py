@@ -330,7 +330,7 @@ class _Cycle:
         if max(new.values()) >= cycle.min_new_rewards:
             return None
         found = " and ".join(f"{count} new {what}" for what, count in new.items())
-        return f"{found} since the last training, cycle.min_new_rewards is {cycle.min_new_rewards}"
+        return f"{found} since the last cycle that trained, cycle.min_new_rewards is {cycle.min_new_rewards}"
 
     def _little_on_policy(self, incumbent: int) -> str | None:
         """Why what people said of the policy that serves is too little to train on."""

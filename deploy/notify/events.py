@@ -19,7 +19,10 @@ from serve.policies.store import Pointer
 
 @dataclass(frozen=True)
 class Event:
-    """``id`` is the same however often it is sent; ``policy``: the one that it is about; ``at``: ISO 8601, UTC."""
+    """``id`` is the same however often it is sent; ``policy``: the one that it is about; ``at``: ISO 8601, UTC.
+
+    ``serving``: what serves behind it; ``override``: whether somebody moved the pointer without the gate's consent.
+    """
 
     id: str
     event: EventKind
@@ -28,6 +31,8 @@ class Event:
     reason: str
     policy: int | None
     previous: int | None = None
+    serving: int | None = None
+    override: bool = False
     cycle: int | None = None
     experiment: int | None = None
     who: str | None = None
@@ -94,6 +99,7 @@ def _of_cycle(record: CycleRecord) -> Event | None:
         text=f"Cycle {record.number}{about} {'was refused' if record.status == 'refused' else 'failed'}",
         reason=record.reason or "",
         policy=record.candidate,
+        serving=record.incumbent,
         cycle=record.number,
     )
 
@@ -101,9 +107,12 @@ def _of_cycle(record: CycleRecord) -> Event | None:
 def _of_move(pointer: Pointer) -> Event | None:
     if pointer.previous is None:
         return None  # the home's first policy
-    back = (pointer.verdict or {}).get("rollback_from")
+    verdict = pointer.verdict or {}
+    back, override = verdict.get("rollback_from"), bool(verdict.get("override"))
     kind: Literal["promoted", "rolled_back"] = "promoted" if back is None else "rolled_back"
     text = f"Policy {pointer.version} was promoted" if back is None else f"Policy {back} was rolled back"
+    if override:
+        text += " without the gate's consent"
     return Event(
         id=f"move-{pointer.generation}",
         event=kind,
@@ -112,6 +121,8 @@ def _of_move(pointer: Pointer) -> Event | None:
         reason=pointer.why,
         policy=pointer.version if back is None else back,
         previous=pointer.previous if back is None else pointer.version,
+        serving=pointer.version,
+        override=override,
         who=pointer.who,
     )
 
@@ -135,6 +146,7 @@ def _of_experiment(found: Experiment) -> Event | None:
         reason=str(came_to.get("why", "")),
         policy=found.candidate,
         previous=found.control,
+        serving=found.control,
         experiment=found.number,
         who=came_to.get("who"),
     )

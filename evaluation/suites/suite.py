@@ -83,7 +83,8 @@ class Suite:
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise SuiteError(f"the suite {path} can't be read: {error.strerror}") from error
+            hint = "; `millrace suite sample` draws one from traffic" if isinstance(error, FileNotFoundError) else ""
+            raise SuiteError(f"the suite {path} can't be read: {error.strerror}{hint}") from error
         items: dict[str, Item] = {}
         lines: dict[str, int] = {}
         for number, line in enumerate(content.splitlines(), start=1):

@@ -51,14 +51,14 @@ def test_an_empty_lake_is_nothing_to_learn_from_and_the_cycle_is_skipped(
     printed: list[str] = []
     record = run_cycle(home_with_policy, say=printed.append)
     assert (record.number, record.status, record.incumbent, record.candidate) == (1, "skipped", 1, None)
-    assert record.reason == "0 new rewards since the last training, cycle.min_new_rewards is 1"
+    assert record.reason == "0 new rewards since the last cycle that trained, cycle.min_new_rewards is 1"
     assert [(stage.name, stage.ok) for stage in record.stages] == [("score", True)]
     assert record.seconds["score"] > 0
     assert any(line.startswith("scored 0 responses") for line in printed)  # the stage's own words come through
     assert records.load_all(home_with_policy) == [record]
     offline = run_cycle(changed(home_with_policy, ("train.algorithm.name", "dpo")), say=printed.append)
     assert (offline.number, offline.status) == (2, "skipped")
-    assert offline.reason == "0 new feedback since the last training, cycle.min_new_rewards is 1"
+    assert offline.reason == "0 new feedback since the last cycle that trained, cycle.min_new_rewards is 1"
 
 
 def test_a_cycle_that_is_stopped_after_it_has_ended_has_come_to_what_it_had(home_with_policy: Settings) -> None:

@@ -189,7 +189,7 @@ def test_a_stage_that_can_not_work_is_refused_with_its_place(own: str, named: st
 )
 def test_a_cycle_waits_for_what_its_stages_learn_from(home_with_policy: Settings, own: str, new: str) -> None:
     record = run_cycle(changed(home_with_policy, ("cycle.recipe", own)))
-    assert record.reason == f"{new} since the last training, cycle.min_new_rewards is 1"
+    assert record.reason == f"{new} since the last cycle that trained, cycle.min_new_rewards is 1"
 
 
 TWO = "[{stage: train, name: sft, set: {algorithm: {name: sft}%s}}, {stage: train, set: {epochs: 2%s}}]"

@@ -130,6 +130,7 @@ def test_each_of_the_four_is_told_once_and_nothing_of_before(
     assert (found["promoted"]["policy"], found["promoted"]["previous"], found["promoted"]["who"]) == (2, 1, "cycle")
     back = found["rolled_back"]
     assert (back["policy"], back["previous"], back["who"], back["reason"]) == (2, 1, "ann", "it is rude")
+    assert (found["promoted"]["serving"], back["serving"], back["override"]) == (2, 1, True)
     assert all(one["home"] == str(settings.home) for one in receiver.told)
     # What ends while nobody tells is told by the next start, once.
     cycle(settings, 5, "failed", "its process died")
