@@ -195,7 +195,8 @@ def test_a_response_that_can_not_be_redacted_fails_and_leaves_no_text(capturing:
     for path in ("/generate", "/v1/completions"):
         user = f"user streamed {path}"
         answer = capturing.post(path, {"prompt": "a prompt", "user": user, "stream": True})
-        assert answer.status_code == 200
+        # 503 where all of the response was there before its first event had gone out.
+        assert answer.status_code in (200, 503), answer.text
         assert re.search(r"own_redaction:own failed: ValueError", answer.text), answer.text
         [row] = capturing.rows(user)
         assert (row["status"], row["response"], row["prompt"]) == ("error", "", None)
