@@ -61,6 +61,8 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         answer = httpx.get(f"{self.url}/api/v1/{path}", params=parameters, timeout=30)
+        if answer.status_code == 503:
+            raise httpx.HTTPError("it still starts")
         assert answer.status_code == 200, answer.text
         return answer.json()["data"]
 
