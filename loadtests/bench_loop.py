@@ -71,7 +71,8 @@ OPTIONS: Final = {
     "evaluation.scorer": "loadtests.turns:reward",
     "evaluation.max_tokens": str(TOKENS),
     "evaluation.gate.max_items": "600",
-    "evaluation.gate.guardrails.distinct_n": "null",  # who says more of a few characters says fewer distinct pairs
+    # Who says more of a few characters says fewer distinct pairs, repeats them, and ends later.
+    **{f"evaluation.gate.guardrails.{name}": "null" for name in ("distinct_n", "repetition", "truncation", "length")},
     "evaluation.suite": "suite.jsonl",
     "feedback.journal.segment_seconds": "1",
     "feedback.lake.seal_seconds": "1",
