@@ -99,7 +99,7 @@ def main() -> None:
         stored = bench(home, "storage", "--rows", str(options.rows), *turns)
         scored = bench(home, "scoring", "--history", str(options.history), *turns)
     ratios = ratios_of(captured, stored, scored)
-    means = {name: round(found.mean, 3) for name, found in ratios.items()}
+    means = {name: round(found.value, 3) for name, found in ratios.items()}
     result = {
         **{name: mean for name, mean in means.items() if not name.startswith("added_over_fsync")},
         "added_over_fsync": {percent: means[f"added_over_fsync_{percent}"] for percent in ("p50", "p99")},
@@ -109,7 +109,10 @@ def main() -> None:
         "scoring_memory_limit": scored["memory_limit"],
         "storage": {name: round(value, 1) for name, value in stored.items() if not isinstance(value, list)},
         "intervals": {name: found.interval() for name, found in ratios.items()},
-        "bars": {name: ratios[name].judge(*bar) for name, bar in BARS.items()},
+        "bars": {
+            name: {"bar": f"{relation} {bar:g}", "verdict": ratios[name].judge(relation, bar)}
+            for name, (relation, bar) in BARS.items()
+        },
     }
     print(json.dumps(result))
 

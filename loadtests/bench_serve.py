@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import random
 import statistics
 import string
@@ -37,13 +36,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import httpx
 import psutil
-from scipy.special import stdtrit
 
-from loadtests import load
+from loadtests import load, paired
+from loadtests.paired import Ratio
 from loadtests.server import MILLRACE, READY_TIMEOUT_S, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
 
@@ -57,7 +56,6 @@ FEW_SILENT = 5
 """Of the streams, and this many of few: a random model says nothing but special tokens now and then."""
 LEAST_PAIRS: Final = 3
 NARROW: Final = 0.04
-CONFIDENCE: Final = 0.95
 PARTS: Final = ("plain", "stream", "front_end", "fleet")
 SHARES: Final = {"plain": 4.0, "stream": 4.0, "front_end": 1.0, "fleet": 2.5}
 """Of the time."""
@@ -76,19 +74,6 @@ AT_MOST: Final = {
     "max_ratio_p99": 1.15,
     "max_ratio_first_token_p99": 1.15,
 }
-
-
-class Figure(NamedTuple):
-    """A ratio, and its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @property
-    def width(self) -> float:
-        """Of the interval, over the value."""
-        return (self.high - self.low) / self.value
 
 
 class Target(Server):
@@ -258,7 +243,7 @@ class Cell:
     def is_narrow(self) -> bool:
         """Whether throughput, and the API process's time where it counts, are known well enough."""
         decisive = [self.ratios[name] for name in ("rps", "api_cpu") if name in self.ratios]
-        return self.pairs >= LEAST_PAIRS and all(interval([ratios]).width < NARROW for ratios in decisive)
+        return self.pairs >= LEAST_PAIRS and all(paired.mean([ratios]).width < NARROW for ratios in decisive)
 
     def add_pair(self, ours: Target, theirs: Target, seconds: float) -> None:
         """Load both, one after the other; first the one that was last before."""
@@ -289,7 +274,7 @@ class Cell:
 
     def report(self) -> dict[str, Any]:
         """Each ratio with its interval, and the medians of what ours measured."""
-        ratios = {name: interval([values])._asdict() for name, values in self.ratios.items() if len(values) > 1}
+        ratios = {name: paired.mean([values])._asdict() for name, values in self.ratios.items() if len(values) > 1}
         rounded = {name: {end: round(value, 3) for end, value in each.items()} for name, each in ratios.items()}
         return {
             "pairs": self.pairs,
@@ -314,63 +299,38 @@ def percentile(ordered: list[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
 
 
-def interval(samples: Sequence[Sequence[float]]) -> Figure:
-    """The geometric mean of several cells' ratios, each cell with the same weight, and its 95 % interval.
-
-    Student's t on the logarithms of the pairs; over cells with Welch's and Satterthwaite's degrees of freedom.
-    """
-    logs = [[math.log(ratio) for ratio in ratios] for ratios in samples]
-    mean = statistics.fmean(statistics.fmean(each) for each in logs)
-    variances = [(statistics.variance(each) / len(each), len(each) - 1) for each in logs if len(each) > 1]
-    total = sum(variance for variance, _ in variances)
-    if len(variances) < len(logs):
-        return Figure(math.exp(mean), 0.0, math.inf)
-    if total == 0:
-        return Figure(*[math.exp(mean)] * 3)
-    freedom = total**2 / sum(variance**2 / freedom for variance, freedom in variances)
-    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(total) / len(logs)
-    return Figure(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
-
-
-def worst(figures: Sequence[Figure], choose: Callable[[Iterator[float]], float]) -> Figure:
+def worst(figures: Sequence[Ratio], choose: Callable[[Iterator[float]], float]) -> Ratio:
     """The least (``choose`` is min) or greatest of several cells' figures."""
-    return Figure(*(choose(iter(values)) for values in zip(*figures, strict=True)))
+    return Ratio(*(choose(iter(values)) for values in zip(*figures, strict=True)))
 
 
-def figures_of(cells: Sequence[Cell]) -> dict[str, Figure]:
+def figures_of(cells: Sequence[Cell]) -> dict[str, Ratio]:
     """The figures that the cells give, by name; a dot between a figure and its kind."""
-    found: dict[str, Figure] = {}
+    found: dict[str, Ratio] = {}
     served = [cell for cell in cells if cell.part in ("plain", "stream")]
     streams = [cell for cell in served if cell.stream]
 
-    def each(name: str, of: Sequence[Cell]) -> list[Figure]:
-        return [interval([cell.ratios[name]]) for cell in of]
+    def each(name: str, of: Sequence[Cell]) -> list[Ratio]:
+        return [paired.mean([cell.ratios[name]]) for cell in of]
 
     for part in ("plain", "stream"):
         if of_part := [cell for cell in served if cell.part == part]:
-            found[f"api_cpu_over_vllm.{part}"] = interval([cell.ratios["api_cpu"] for cell in of_part])
+            found[f"api_cpu_over_vllm.{part}"] = paired.mean([cell.ratios["api_cpu"] for cell in of_part])
             found[f"min_ratio_rps.{part}"] = worst(each("rps", of_part), min)
     if served:
-        found["engine_cpu_over_vllm"] = interval([cell.ratios["engine_cpu"] for cell in served])
+        found["engine_cpu_over_vllm"] = paired.mean([cell.ratios["engine_cpu"] for cell in served])
         found["max_ratio_p50"] = worst(each("latency_p50", served), max)
         found["max_ratio_p99"] = worst(each("latency_p99", served), max)
     if streams:
         found["max_ratio_first_token_p99"] = worst(each("first_token_p99", streams), max)
     names = {"front_end": "front_end_on_over_off", "fleet": "fleet_over_two"}
-    return found | {names[cell.part]: interval([cell.ratios["rps"]]) for cell in cells if cell.part in names}
+    return found | {names[cell.part]: paired.mean([cell.ratios["rps"]]) for cell in cells if cell.part in names}
 
 
-def verdict(name: str, figure: Figure) -> dict[str, Any]:
+def verdict(name: str, figure: Ratio) -> dict[str, Any]:
     """A figure's bar, and what its interval says of it."""
-    if name in AT_LEAST:
-        bar = AT_LEAST[name]
-        result = "met" if figure.low >= bar else "missed" if figure.high < bar else "undecided"
-        text = f"at least {bar:g}"
-    else:
-        bar = AT_MOST[name]
-        result = "met" if figure.high <= bar else "missed" if figure.low > bar else "undecided"
-        text = f"at most {bar:g}"
-    return {"bar": text, "result": result, "interval": [round(figure.low, 3), round(figure.high, 3)]}
+    relation, bar = ("at least", AT_LEAST[name]) if name in AT_LEAST else ("at most", AT_MOST[name])
+    return {"bar": f"{relation} {bar:g}", "result": figure.judge(relation, bar), "interval": figure.interval()}
 
 
 def summary(cells: Sequence[Cell], stopped_by: dict[str, str]) -> dict[str, Any]:

@@ -5,38 +5,53 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Final, NamedTuple
 
-from scipy.stats import t
+from scipy.special import stdtrit
 
-CONFIDENCE = 0.95
+CONFIDENCE: Final = 0.95
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """A geometric mean with its interval; ``low`` and ``high`` are infinitely far apart where one turn is all."""
+class Ratio(NamedTuple):
+    """A geometric mean, and its interval; its ends are infinitely far apart where one turn is all."""
 
-    mean: float
+    value: float
     low: float
     high: float
-    turns: int
 
-    def judge(self, relation: str, bar: float) -> dict[str, Any]:
-        """A bar, "at least" or "at most" a number: met or missed if all of the interval is, or else undecided."""
+    @property
+    def width(self) -> float:
+        """Of the interval, over the value."""
+        return (self.high - self.low) / self.value
+
+    def judge(self, relation: str, bar: float) -> str:
+        """Of a bar, "at least" or "at most" a number: met or missed if all of the interval is, or else undecided."""
         above, below = self.low >= bar, self.high <= bar
         met, missed = (above, self.high < bar) if relation == "at least" else (below, self.low > bar)
-        return {"bar": f"{relation} {bar:g}", "verdict": "met" if met else "missed" if missed else "undecided"}
+        return "met" if met else "missed" if missed else "undecided"
 
     def interval(self) -> list[float]:
         return [round(self.low, 3), round(self.high, 3)]
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """Of pairs measured one after the other: Student's interval of the mean of their logarithms."""
-    logs = [math.log(a / b) for a, b in zip(numerators, denominators, strict=True)]
-    mean, turns = statistics.fmean(logs), len(logs)
-    if turns == 1:
-        return Ratio(math.exp(mean), 0.0, math.inf, 1)
-    half = t.ppf((1 + CONFIDENCE) / 2, turns - 1) * statistics.stdev(logs) / math.sqrt(turns)
-    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), turns)
+    """Of pairs measured one after the other."""
+    return mean([[a / b for a, b in zip(numerators, denominators, strict=True)]])
+
+
+def mean(samples: Sequence[Sequence[float]]) -> Ratio:
+    """The geometric mean of several cells' ratios, each cell with the same weight, and its 95 % interval.
+
+    Student's t on the logarithms of the pairs; over cells with Welch's and Satterthwaite's degrees of freedom.
+    """
+    logs = [[math.log(ratio) for ratio in ratios] for ratios in samples]
+    middle = statistics.fmean(statistics.fmean(each) for each in logs)
+    variances = [(statistics.variance(each) / len(each), len(each) - 1) for each in logs if len(each) > 1]
+    total = sum(variance for variance, _ in variances)
+    if len(variances) < len(logs):
+        return Ratio(math.exp(middle), 0.0, math.inf)
+    if total == 0:
+        return Ratio(*[math.exp(middle)] * 3)
+    freedom = total**2 / sum(variance**2 / freedom for variance, freedom in variances)
+    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(total) / len(logs)
+    return Ratio(math.exp(middle), math.exp(middle - half), math.exp(middle + half))
