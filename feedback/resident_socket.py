@@ -6,9 +6,10 @@ else is read. Name and secret stand in ``ADDRESS`` only, for all processes below
 
 Messages are pickled tuples, their first element a word:
 
-    train, TrainConfig, JobContext, cwd   and stdout, stderr → done | failed, exit code | restart, why
-    lend, EngineConfig, Policy            → lent, {dtype, max_model_len} | refused, why
-      load, Policy | call, method, arguments, keywords → value, … | error, text      until the connection is closed
+    train, TrainConfig, JobContext, cwd → go, process | restart, why
+      the files stdout and stderr       → done | failed, exit code, text
+    lend, EngineConfig, Policy          → lent, None | refused, why | error, text
+      load, Policy | call, Call         → value, … | error, text      until the connection is closed
     end                                   → the connection closes when nothing is left of the workers
 
 A request that comes while another is worked on is answered with ``busy``.

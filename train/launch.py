@@ -137,7 +137,7 @@ def run_locally(config: TrainConfig, context: JobContext) -> None:
 def ray_of(config: TrainConfig) -> AbstractContextManager[None]:
     """A Ray with the cores of a job. Entering raises LocalRayError if it does not start."""
     return local_ray(
-        num_cpus=sum(config.ranks_of(pool) * config.threads_of(pool) for pool in config.placement.pools),
+        num_cpus=config.cores,
         include_dashboard=False,
         object_store_memory=256 * 2**20,
         log_to_driver=False,

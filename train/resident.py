@@ -256,8 +256,7 @@ def _file_of(module: ModuleType) -> str | None:
 
 def _ray_of(config: TrainConfig, context: JobContext, folder: str) -> tuple[Any, ...]:
     """What can't change while a process and its Ray stay."""
-    pools = config.placement.pools
-    return sum(config.ranks_of(pool) * config.threads_of(pool) for pool in pools), tuple(context.python_path), folder
+    return config.cores, tuple(context.python_path), folder
 
 
 def _text(error: BaseException) -> str:

@@ -190,6 +190,11 @@ class TrainConfig(Section):
         return self.placement.pools[pool].threads or self.threads_per_rank
 
     @property
+    def cores(self) -> int:
+        """The cores that all ranks of all pools compute on."""
+        return sum(self.ranks_of(pool) * self.threads_of(pool) for pool in self.placement.pools)
+
+    @property
     def samples(self) -> bool:
         """Whether responses are sampled: not where it learns from feedback, nor where all are logged ones."""
         return not self.algorithm.is_offline and self.data.fresh_prompts_per_step > 0

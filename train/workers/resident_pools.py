@@ -62,14 +62,14 @@ class ResidentPools:
         except BaseException:
             self._end()
             raise
-        for name, pool in self._pools.items():
-            pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result()
+        for name in self._pools:
+            self._rest(name)
 
     def lost(self) -> str | None:
         """Why what rests can't take another run, as where one of its processes was killed; None if it can."""
         try:
-            for name, pool in self._pools.items():
-                pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result(_REST_S)
+            for name in self._pools:
+                self._rest(name, _REST_S)
         except WorkerError as error:
             return str(error)
         return None
@@ -97,8 +97,11 @@ class ResidentPools:
 
     def take_back(self) -> None:
         """Let the engine sleep again."""
-        pool = self._pools[self._engine_pool]
-        pool.call("rest", "rest", [()] * pool.layout.ranks).result()
+        self._rest(self._engine_pool)
+
+    def _rest(self, name: str, timeout_s: float | None = None) -> None:
+        pool = self._pools[name]
+        pool.call(f"rest {name}", "rest", [()] * pool.layout.ranks).result(timeout_s)
 
     @property
     def _rollout(self) -> WorkerGroup:
