@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deploy.examples.demo.seed import make_tokenizer
+from deploy.examples.demo.seed import make_untrained
 from deploy.examples.demo.task import items
 from feedback.config import LakeConfig
 from feedback.journal.codec import to_batch
@@ -58,14 +56,7 @@ def make_home(root: Path, prepare: Callable[[Path], None] = lambda seed: None) -
 
     ``prepare`` changes the folder of the policy before it is published.
     """
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **special, **heads)
-    Qwen3ForCausalLM(config).save_pretrained(root / "seed")
-    tokenizer.save_pretrained(root / "seed")
+    tokenizer = make_untrained(root / "seed")
     prepare(root / "seed")
     store = PolicyStore(root / "policies")
     policy = store.publish(root / "seed", parent=None, lineage={}, metrics={})

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer
 
 from deploy.config import root
 from deploy.config.root import Settings
-from deploy.examples.demo.seed import make_tokenizer
+from deploy.examples.demo.seed import make_untrained
 from deploy.examples.demo.task import items
 from deploy.supervise import preloaded, resident
 from evaluation.config import EngineConfig
@@ -64,14 +63,7 @@ def main() -> None:
 
 def prepare(home: Path) -> None:
     """A policy of 0.1 million parameters that serves, and prompts of one's own."""
-    tokenizer = make_tokenizer()
-    torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **special, **heads)
-    Qwen3ForCausalLM(config).save_pretrained(home / "seed")
-    tokenizer.save_pretrained(home / "seed")
+    make_untrained(home / "seed")
     store = PolicyStore(home / "policies")
     store.publish(home / "seed", parent=None, lineage={}, metrics={})
     rows = (json.dumps({"prompt": item.prompt}) for item in itertools.islice(items(1), 16))

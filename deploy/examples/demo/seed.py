@@ -63,6 +63,19 @@ def make_policy(
     tokenizer.save_pretrained(folder)
 
 
+def make_untrained(folder: Path) -> PreTrainedTokenizerFast:
+    """Write a policy of 0.1 million parameters that nobody has trained to a folder, always the same; its tokenizer."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = Qwen3Config(vocab_size=len(tokenizer), tie_word_embeddings=True, **shape, **special, **heads)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
 def make_tokenizer(
     alphabet: str = ALPHABET, chat_template: str = "{{ messages[-1]['content'] }}"
 ) -> PreTrainedTokenizerFast:
