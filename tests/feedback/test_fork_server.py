@@ -361,7 +361,8 @@ def test_nothing_is_forked_of_a_version_that_is_no_longer_installed_and_what_was
     before = run(server, program(tmp_path, "import time; time.sleep(600)"), tmp_path / "out")
     assert before is not None
     (tmp_path / "outdated").touch()
-    assert run(server, program(tmp_path, "pass"), tmp_path / "out") is None
+    (tmp_path / "later").mkdir()
+    assert run(server, program(tmp_path / "later", "pass"), tmp_path / "later" / "out") is None
     assert before.poll() is None
     before.kill()
     assert before.wait(PATIENCE_S) == -signal.SIGKILL

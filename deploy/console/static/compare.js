@@ -30,3 +30,4 @@ document.addEventListener("keydown", (event) => {
   if (event.key in keys) { event.preventDefault(); choose(keys[event.key]); }
 });
 queue.addEventListener("click", (event) => { const button = event.target.closest("[data-choice]"); if (button) choose(button.dataset.choice); });
+queue.disabled = false; // nothing is judged before this can hear it

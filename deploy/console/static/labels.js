@@ -38,3 +38,4 @@ document.addEventListener("keydown", (event) => {
   if (event.key in keys) { event.preventDefault(); vote(keys[event.key]); }
 });
 queue.addEventListener("click", (event) => { const button = event.target.closest("[data-vote]"); if (button) vote(button.dataset.vote); });
+queue.disabled = false; // nothing is judged before this can hear it

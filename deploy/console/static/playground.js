@@ -97,3 +97,5 @@ document.getElementById("clear").addEventListener("click", () => { chat = []; co
 ask.elements.text.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(1); }
 });
+play.disabled = false; // nothing is sent before this can hear it
+ask.elements.text.focus();

@@ -150,7 +150,7 @@ def test_keys_judge_in_the_label_queue_and_lead_to_pages(visitor: Visitor, site:
     page.keyboard.press("g")
     page.keyboard.press("l")
     expect(page.get_by_role("heading", level=1)).to_have_text("Label queue")
-    expect(page.locator("#queue time[title]").first).to_be_attached()
+    expect(page.locator("#queue:enabled")).to_be_attached()
     item = page.locator("#item")
     expect(item).to_have_attribute("data-id", response)
     page.keyboard.press("ArrowDown")
