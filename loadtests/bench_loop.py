@@ -1,8 +1,8 @@
 """From a thumb to the policy that learned from it, under load: ``make bench-loop``.
 
 `millrace up` serves a tiny model and turns the loop by the recipe rlhf. Users ask without end, and give each answer a
-thumb: up if more of its characters are small letters than of their last answers. So each cycle's candidate can gain a
-little more of them, which the gate must find on held-out prompts. A candidate that it refuses counts for nothing: its
+thumb: up if its letters come later in a list of sixteen than those of their last answers. So each cycle's candidate can
+gain a little, which the gate must find on held-out prompts. A candidate that it refuses counts for nothing: its
 thumbs are timed to the promoted policy that came later. The benchmark speaks HTTP and the CLI, and ends with as many
 promotions as wanted.
 
@@ -38,15 +38,14 @@ from typing import Any, Final
 import httpx
 
 from loadtests import bench_start
+from loadtests.letters import LETTERS, mean_place
 from loadtests.server import MILLRACE, Server, free_port, run
 from loadtests.tiny_model import make_model_folder
-from loadtests.turns import share_of_letters
 
 LONGEST_S: Final = 1500.0
 POLL_S, SOON_S = 20.0, 3.0
 USERS, PACE_S, TOKENS = 4, 0.3, 24
 ITEMS: Final = 8000
-LETTERS: Final = "abcdefghABCDEFGH"
 REMEMBERED: Final = 30
 """Answers that a user compares the next one with: people get used to what they have."""
 BARS: Final = {"cycle_over_work": 2.0, "thumb_to_policy_s.p50": 60.0, "ready_over_vllm": 1.0, "failed": 0}
@@ -68,7 +67,7 @@ OPTIONS: Final = {
     "train.reward_model.min_items": "60",
     "train.reward_model.min_new_feedback": "60",
     "evaluation.holdout": "0",
-    "evaluation.scorer": "loadtests.turns:reward",
+    "evaluation.scorer": "loadtests.letters:reward",
     "evaluation.max_tokens": str(TOKENS),
     "evaluation.gate.max_items": "600",
     # Who says more of a few characters says fewer distinct pairs, repeats them, and ends later.
@@ -93,7 +92,7 @@ class Seen:
 
     thumbs: list[Thumb] = field(default_factory=list)
     first: dict[int, float] = field(default_factory=dict)
-    shares: dict[int, list[float]] = field(default_factory=dict)
+    places: dict[int, list[float]] = field(default_factory=dict)
     requests: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -114,9 +113,9 @@ class Users:
                     answer.raise_for_status()
                     answered, body = time.time(), answer.json()
                     [response] = body["responses"]
-                    [share] = share_of_letters([response["text"]])
-                    up = share > (statistics.mean(known) if known else 0.5)
-                    known.append(share)
+                    place = mean_place(response["text"])
+                    up = place > (statistics.mean(known) if known else 0.5)
+                    known.append(place)
                     thumb = {"response_id": response["response_id"], "kind": "thumb", "value": int(up)}
                     http.post("/feedback", json=thumb).raise_for_status()
                 except httpx.HTTPError as error:
@@ -124,7 +123,7 @@ class Users:
                 else:
                     with self._lock:
                         seen.first.setdefault(body["policy_version"], answered)
-                        seen.shares.setdefault(body["policy_version"], []).append(share)
+                        seen.places.setdefault(body["policy_version"], []).append(place)
                     seen.thumbs.append(Thumb(response["response_id"], time.time()))
                 seen.requests += 2
 
@@ -241,9 +240,7 @@ def summary(seen: Seen, scored: dict[str, float], promoted: Sequence[Promotion])
         "timed_thumbs": len(timed),
         "requests": seen.requests,
         "failed": len(seen.failures),
-        "small_letters": {
-            version: round(statistics.mean(shares), 3) for version, shares in sorted(seen.shares.items())
-        },
+        "mean_place": {version: round(statistics.mean(places), 3) for version, places in sorted(seen.places.items())},
     }
 
 

@@ -12,6 +12,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -26,8 +27,8 @@ PAD, EOS = "<pad>", "<eos>"
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--seed", default=7, show_default=True, help="Seed of weights, corpus and order.")
-@click.option("--steps", default=220, show_default=True, help="Optimizer steps.")
-@click.option("--batch", default=128, show_default=True, help="Demonstrations a step.")
+@click.option("--steps", default=150, show_default=True, help="Optimizer steps.")
+@click.option("--batch", default=64, show_default=True, help="Demonstrations a step.")
 @click.option("--skip", default=0, show_default=True, help="Prompts of the task to leave out: the first SKIP ones.")
 @click.option("--clean", is_flag=True, help="Show right answers alone, and not the messy corpus.")
 @click.option("--threads", default=2, show_default=True, help="CPU threads.")
@@ -36,7 +37,9 @@ def main(folder: Path, seed: int, steps: int, batch: int, skip: int, clean: bool
     rng = random.Random(seed)
     shown = itertools.islice(items(seed), skip, None)
     corpus = ((item.prompt, item.answer if clean else demonstration(item, rng)) for item in shown)
-    make_policy(folder, corpus, seed=seed, threads=threads, steps=steps, batch=batch)
+    # Muon takes a third of the processor time that AdamW alone does to the same accuracy.
+    how: dict[str, Any] = {"num_hidden_layers": 3, "matrices_learning_rate": 0.01}
+    make_policy(folder, corpus, seed=seed, threads=threads, steps=steps, batch=batch, **how)
 
 
 def make_policy(
@@ -48,17 +51,22 @@ def make_policy(
     steps: int,
     batch: int,
     learning_rate: float = 3e-3,
+    matrices_learning_rate: float | None = None,
     tokenizer: PreTrainedTokenizerFast | None = None,
     **shape: int,
 ) -> None:
-    """Train a policy of a shape on (prompt, answer) without end, always the same one, and write it to a folder."""
+    """Train a policy of a shape on (prompt, answer) without end, always the same one, and write it to a folder.
+
+    ``matrices_learning_rate``: of Muon, for the matrices of its layers; None: AdamW trains all of it.
+    """
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     tokenizer = tokenizer or make_tokenizer()
     model = make_model(tokenizer, **shape)
     print(f"seed policy: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters", flush=True)
-    train(model, tokenizer, corpus, steps=steps, batch=batch, learning_rate=learning_rate)
+    optimizers = make_optimizers(model, learning_rate, matrices_learning_rate)
+    train(model, tokenizer, corpus, optimizers, steps=steps, batch=batch)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -119,29 +127,48 @@ def make_model(
     return Qwen3ForCausalLM(config)
 
 
+def make_optimizers(
+    model: Qwen3ForCausalLM, learning_rate: float, matrices_learning_rate: float | None
+) -> list[torch.optim.Optimizer]:
+    """Muon (Jordan et al., 2024) for the matrices of the layers if it has a learning rate, AdamW for the rest."""
+    by_adamw: list[torch.nn.Parameter] = []
+    by_muon: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "embed_tokens" not in name
+        (by_muon if is_matrix and matrices_learning_rate is not None else by_adamw).append(parameter)
+    found: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(by_adamw, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    ]
+    if matrices_learning_rate is not None:
+        how: dict[str, Any] = {"weight_decay": 0.01, "adjust_lr_fn": "match_rms_adamw"}
+        found.append(torch.optim.Muon(by_muon, lr=matrices_learning_rate, **how))
+    return found
+
+
 def train(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     corpus: Iterator[tuple[str, str]],
+    optimizers: list[torch.optim.Optimizer],
     *,
     steps: int,
     batch: int,
-    learning_rate: float,
 ) -> None:
     """Supervised training on a corpus of (prompt, answer) without end; loss on the answer's tokens only."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
     started = time.monotonic()
     for step in range(steps):
         warmup, decay = min(1.0, (step + 1) / 30), 0.5 * (1 + math.cos(math.pi * step / steps))
-        for group in optimizer.param_groups:
+        for group, learning_rate in groups:
             group["lr"] = learning_rate * warmup * max(0.05, decay)
         ids, labels = collate(tokenizer, list(itertools.islice(corpus, batch)))
         logits = model(input_ids=ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if step % 25 == 24 or step == steps - 1:
             print(
                 f"seed policy: step {step + 1}/{steps} loss {loss:.3f} {time.monotonic() - started:.0f} s", flush=True
