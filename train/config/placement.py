@@ -18,7 +18,10 @@ class PoolConfig(Section):
     ranks: int | None = Field(None, ge=1, description="Processes; train.ranks if unset.")
     threads: int | None = Field(None, ge=1, description="CPU threads of each; train.threads_per_rank if unset.")
     gpus: int | None = Field(
-        None, ge=0, description="GPUs of each; if unset, one where the cluster has enough for every rank, else none."
+        None,
+        ge=0,
+        description="GPUs of each; if unset, one where the cluster has any, and for the reward's own pool where it has "
+        "some left.",
     )
     strategy: Strategy = Field(
         "PACK", description="Ray's placement: PACK on few machines, SPREAD on many; STRICT_ is one, or all different."

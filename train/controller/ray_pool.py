@@ -62,7 +62,7 @@ class ResourcePool(Pool):
 
     Args:
         threads: CPU cores reserved for each rank, and the threads it computes with.
-        gpus: whole GPUs of each rank; if None, one where the cluster has as many as ranks, else none.
+        gpus: whole GPUs of each rank. A rank without one sees none.
         strategy: of Ray's placement group: PACK puts ranks on as few machines as it can, SPREAD on as many.
         start_timeout_s: until the cluster has room, and until workers are up.
         call_timeout_s: of each call and each collective.
@@ -76,7 +76,7 @@ class ResourcePool(Pool):
         *,
         ranks: int,
         threads: int,
-        gpus: int | None = None,
+        gpus: int = 0,
         strategy: Strategy = "PACK",
         name: str = "pool",
         tensor_parallel_size: int = 1,
@@ -91,14 +91,14 @@ class ResourcePool(Pool):
         self.layout = Layout(ranks, tensor_parallel_size, sequence_parallel_size)
         self.call_timeout_s, self.start_timeout_s = call_timeout_s, start_timeout_s
         self.failure: WorkerError | None = None
-        if gpus is None:
-            gpus = gpus_per_rank(ranks)
         self.hosts: list[Any] = []
         self._place = reserve(
             name, ranks, {"CPU": threads, **({"GPU": gpus} if gpus else {})}, strategy, start_timeout_s
         )
         try:
             environment = {"OMP_NUM_THREADS": str(threads), **(environment or {})}
+            if not gpus:  # Ray would leave it all of the machine's
+                environment["CUDA_VISIBLE_DEVICES"] = ""
             runtime: dict[str, Any] = {"env_vars": environment}
             if fork_server.ADDRESS in os.environ:
                 runtime["py_executable"] = shlex.join([sys.executable, "-I", "-S", fork_server.__file__])
@@ -188,11 +188,11 @@ def is_consequence(error: Exception) -> bool:
     return isinstance(error, ray.exceptions.RayTaskError) and follows_from_another(str(error))
 
 
-def gpus_per_rank(ranks: int) -> int:
-    """One where the cluster has as many GPUs as ranks, else none."""
+def gpus_of_cluster() -> int:
+    """How many GPUs the cluster's machines have together."""
     import ray
 
-    return int(ray.cluster_resources().get("GPU", 0) >= ranks)
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def reserve(name: str, ranks: int, each: dict[str, float], strategy: Strategy, timeout_s: float) -> PlacementGroup:

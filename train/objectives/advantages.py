@@ -78,13 +78,15 @@ def token_rewards(batch: PackedBatch, kl_coefficient: float = 0.0, estimator: st
 
 def returns_to_go(token_rewards: Tensor, batch: PackedBatch, gamma: float = 1.0) -> Tensor:
     """Rewards from each token to the end of its response, discounted by gamma per token. [T] → [T], 0 at prompts."""
-    start, end = batch.cu_seqlens[:-1] + batch.prompt_lengths, batch.cu_seqlens[1:]
-    returns = torch.zeros_like(token_rewards)
-    returns[end - 1] = token_rewards[end - 1]
-    for back in range(2, int(batch.response_lengths.max()) + 1):  # the tokens that are so many before their end
-        t = (end - back)[end - back >= start]
-        returns[t] = token_rewards[t] + gamma * returns[t + 1]
-    return returns
+    returns = torch.where(batch.response_mask, token_rewards, 0.0)
+    lengths = batch.cu_seqlens.diff()
+    end = batch.cu_seqlens[1:].repeat_interleave(lengths)
+    left = end - torch.arange(len(returns), device=returns.device)  # the tokens from each to its sequence's end
+    reach = 1  # each return has so many rewards; with the return that many tokens later it has twice as many
+    while reach < int(batch.response_lengths.max()):
+        returns = returns + torch.where(left > reach, gamma**reach * returns.roll(-reach), 0.0)
+        reach *= 2
+    return torch.where(batch.response_mask, returns, 0.0)
 
 
 def gae(token_rewards: Tensor, values: Tensor, batch: PackedBatch, gamma: float, lam: float) -> Tensor:

@@ -13,8 +13,8 @@ from serve.vllm.boot import engine_variables
 from train import algorithms
 from train.config.training import TrainConfig
 from train.controller import torchrun
-from train.controller.ray_pool import ResourcePool, gpus_per_rank
-from train.controller.worker_group import Pool, WorkerGroup, results
+from train.controller.ray_pool import ResourcePool, gpus_of_cluster
+from train.controller.worker_group import Pool, WorkerError, WorkerGroup, results
 from train.data.rewards import Reward, RewardFunction, rewards_of
 
 
@@ -121,7 +121,7 @@ def start_pools(config: TrainConfig) -> Generator[dict[str, Pool]]:
     if config.launcher == "torchrun":
         yield dict.fromkeys(config.placement.pools, torchrun.pool())
         return
-    gpus = gpus_per_rank(sum(config.ranks_of(name) for name in config.placement.pools))
+    gpus = gpus_by_pool(config, gpus_of_cluster())
     with ExitStack() as stack:
         pools: dict[str, Pool] = {}
         for name, pool in config.placement.pools.items():
@@ -129,7 +129,7 @@ def start_pools(config: TrainConfig) -> Generator[dict[str, Pool]]:
                 ResourcePool(
                     ranks=config.ranks_of(name),
                     threads=config.threads_of(name),
-                    gpus=gpus if pool.gpus is None else pool.gpus,
+                    gpus=gpus[name],
                     strategy=pool.strategy,
                     name=name,
                     **sizes(config, name),
@@ -139,6 +139,31 @@ def start_pools(config: TrainConfig) -> Generator[dict[str, Pool]]:
                 )
             )
         yield pools
+
+
+def gpus_by_pool(config: TrainConfig, available: int) -> dict[str, int]:
+    """GPUs of each rank of each pool, in a cluster that has so many.
+
+    Policies are trained and generate on GPUs where there are any; rewards get what is left.
+
+    Raises:
+        WorkerError: there are some, and too few for what is trained and generates.
+    """
+    on = config.placement
+    found = {name: pool.gpus for name, pool in on.pools.items() if pool.gpus is not None}
+    left = available - sum(gpus * config.ranks_of(name) for name, gpus in found.items())
+    rewards = {on.reward} - {on.actor, on.critic, on.reference, on.rollout}
+    for name in sorted(on.pools.keys() - found.keys(), key=lambda name: name in rewards):
+        ranks = config.ranks_of(name)
+        if available and ranks > left and name not in rewards:
+            raise WorkerError(
+                f"the cluster has {available} GPUs, of which {max(left, 0)} are left for the {ranks} ranks of pool "
+                f"{name}: lower train.ranks or train.placement.pools.{name}.ranks, or have it compute on CPUs by "
+                f"train.placement.pools.{name}.gpus=0"
+            )
+        found[name] = int(0 < ranks <= left)
+        left -= found[name] * ranks
+    return found
 
 
 def sizes(config: TrainConfig, pool: str) -> dict[str, int]:

@@ -57,6 +57,14 @@ class RolloutWorker(Worker):
         if self.rank == 0 and not torch.cuda.is_available():
             log.warning("no sleep on a CPU: the engine keeps its weights and its KV cache while the policy is trained")
         cache = rollout_cache(config, policy)
+        on_gpu: dict[str, Any] = {}
+        if torch.cuda.is_available():
+            device_bytes = torch.cuda.get_device_properties(0).total_memory
+            on_gpu = {
+                "gpu_memory_utilization": memory_share(policy, cache.size or 0, r.tensor_parallel_size, device_bytes),
+                # It numbers the devices of all ranks as if each saw all of them, and each sees its own alone.
+                "disable_custom_all_reduce": True,
+            }
         job = [uuid.uuid4().hex]
         torch.distributed.broadcast_object_list(job, src=0)
         llm = offline_engine(
@@ -68,6 +76,7 @@ class RolloutWorker(Worker):
             max_model_len=cache.max_model_len,
             max_num_seqs=r.max_num_seqs,
             kv_cache_memory_bytes=cache.size,
+            **on_gpu,
             enforce_eager=r.enforce_eager,
             enable_prefix_caching=False,  # the weights change between any two calls
             enable_sleep_mode=self.sleeps,
@@ -181,3 +190,12 @@ def to_sample(completion: Any, prompt: list[int], text: Text) -> Sample:
     # The token that ended a response is part of it, but not of its text.
     spoken = token_ids[:-1] if completion.finish_reason == "stop" else token_ids
     return Sample(token_ids, text.response(prompt, spoken), log_probs, completion.finish_reason)
+
+
+def memory_share(policy: Path, kv_cache_bytes: int, tensor_parallel_size: int, device_bytes: int) -> float:
+    """The share of a device's memory that must be free for an engine on it, beside what training holds there.
+
+    vLLM refuses to start if less is, and its default is 92 %, however small the KV cache. A tenth is for buffers.
+    """
+    weights = sum(file.stat().st_size for file in policy.glob("*.safetensors"))
+    return min(1.0, 1.1 * (weights / tensor_parallel_size + kv_cache_bytes) / device_bytes)

@@ -1,0 +1,46 @@
+"""Which GPUs the pools of a training get, as far as a machine without any can tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from train.config.training import TrainConfig
+from train.controller.worker_group import WorkerError
+from train.workers.role_groups import gpus_by_pool
+from train.workers.rollout import memory_share
+
+APART = {"pools": {"training": {"ranks": 8}, "rewards": {"ranks": 1}}, "reward": "rewards"}
+APART |= dict.fromkeys(("actor", "reference", "rollout"), "training")
+
+
+def config(**pools: dict[str, int]) -> TrainConfig:
+    placement = APART | {"pools": APART["pools"] | pools}  # type: ignore[operator]
+    return TrainConfig.model_validate({"ranks": 8, "placement": placement})
+
+
+@pytest.mark.parametrize(
+    ("available", "expected"),
+    [(0, {"training": 0, "rewards": 0}), (8, {"training": 1, "rewards": 0}), (9, {"training": 1, "rewards": 1})],
+)
+def test_what_is_trained_gets_gpus_before_rewards_do(available: int, expected: dict[str, int]) -> None:
+    assert gpus_by_pool(config(), available) == expected
+
+
+def test_a_pools_own_number_is_taken_as_it_is_and_counts() -> None:
+    assert gpus_by_pool(config(rewards={"ranks": 1, "gpus": 1}), 9) == {"training": 1, "rewards": 1}
+    assert gpus_by_pool(config(training={"ranks": 8, "gpus": 0}), 4) == {"training": 0, "rewards": 1}
+
+
+@pytest.mark.parametrize("rewards", [{"ranks": 1}, {"ranks": 1, "gpus": 1}])
+def test_too_few_gpus_are_refused_and_never_shared(rewards: dict[str, int]) -> None:
+    with pytest.raises(WorkerError, match=r"the 8 ranks of pool training: lower train.ranks"):
+        gpus_by_pool(config(rewards=rewards), 7 + rewards.get("gpus", 0))
+
+
+def test_an_engine_beside_training_asks_for_what_it_takes_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(2_000))
+    assert memory_share(tmp_path, 1_000, 1, 10_000) == pytest.approx(0.33)
+    assert memory_share(tmp_path, 1_000, 2, 10_000) == pytest.approx(0.22)
+    assert memory_share(tmp_path, 1_000_000, 1, 10_000) == 1.0
