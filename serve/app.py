@@ -66,9 +66,7 @@ def create_app(
     for module in (generate, completions, feedback, admin, experiments):
         app.include_router(module.router)
     documentation.install(app)
-    authenticator = Authenticator(
-        server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
-    )
+    authenticator = Authenticator(server.keyring, config, server.refusals)
     pages = None if console is None else console(server, authenticator)
     if pages is not None:
         app.mount(CONSOLE, pages)

@@ -140,6 +140,12 @@ class LimitsConfig(Section):
         description="Tokens a minute, of prompts and responses, that a key may use, unless it has a limit of its own; "
         "max_tokens counts until the response is there. None: any.",
     )
+    refused_per_minute: float = Field(
+        60,
+        gt=0,
+        description="Keys and logins that are not good, from one address, that are answered with 401 in a minute; "
+        "further ones get 429 with Retry-After. A good key is always let in.",
+    )
     burst_seconds: float = Field(
         60, gt=0, description="What a key earns in this long it may use at once, after it has asked for nothing."
     )

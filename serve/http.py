@@ -30,7 +30,7 @@ _TITLES: Final = {
     413: "Body too large",
     421: "Not a name of this server",
     422: "Invalid request",
-    429: "Too much for the key",
+    429: "Too many requests",
     500: "Internal error",
     503: "Not available",
     504: "Took too long",

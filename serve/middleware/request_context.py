@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from feedback.ids import uuid7
 from serve.http import CLIENT_CLOSED_REQUEST, Problem, client_gone
 from serve.middleware import authentication
-from serve.middleware.authentication import Authenticator, headers_of
+from serve.middleware.authentication import Authenticator, client_of, headers_of
 from serve.middleware.keyring import scope_of
 from serve.middleware.rate_limits import Limiter
 from serve.observability import log_format
@@ -119,7 +119,7 @@ class RequestContext:
                 route = path
             except KeyError:
                 route, wanted = self._find(scope)
-            principal = scope["principal"] = self.authenticator.authenticate(wanted, incoming)
+            principal = scope["principal"] = self.authenticator.authenticate(wanted, incoming, client_of(scope))
             if wanted in _LIMITED:
                 await self.limiter.take_request(principal)
             await self.app(scope, receive, answer)
@@ -168,7 +168,7 @@ class RequestContext:
             "route": route,
             "code": code,
             "ms": round(seconds * 1e3, 2),
-            "client": (scope.get("client") or ("",))[0],
+            "client": client_of(scope),
             "key": principal.key if principal is not None else None,
             "tenant": principal.tenant if principal is not None else None,
         }

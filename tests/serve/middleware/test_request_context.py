@@ -95,7 +95,11 @@ VLLMS = [
 def make(home: Path, **serve: Any) -> FastAPI:
     return create_app(
         ServeConfig(
-            policies=str(home / "policies"), replicas=str(home / "replicas"), keys=str(home / "keys.json"), **serve
+            policies=str(home / "policies"),
+            replicas=str(home / "replicas"),
+            keys=str(home / "keys.json"),
+            audit=str(home / "audit.jsonl"),
+            **serve,
         ),
         FeedbackConfig(
             journal=JournalConfig(folder=str(home / "journal"), max_queued_rows=8),
