@@ -124,6 +124,7 @@ def run(
             access_log=False,  # serve.middleware.request_context has a better one
             log_config=None,
             server_header=False,
+            forwarded_allow_ips=config.proxies,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(config.drain_timeout_s) + CUT_OFF_S,
         ),

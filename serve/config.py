@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from feedback.settings_base import Address, Section
 
@@ -103,6 +104,17 @@ class SwapConfig(Section):
         600, gt=0, description="Give up a swap whose weights aren't verified, or aren't laid out, after this long."
     )
     hold_timeout_s: float = Field(120, gt=0, description="Give up a step of a swap, engine held, after this long.")
+
+
+def _network(value: str) -> str:
+    try:
+        ipaddress.ip_network(value)
+    except ValueError as error:
+        raise ValueError(f"{value!r} is no address or network, such as 10.0.0.7 or 10.1.0.0/16: {error}") from None
+    return value
+
+
+ProxyAddress = Annotated[str, AfterValidator(_network)]
 
 
 def _off(value: Any) -> Any:
@@ -294,6 +306,11 @@ class ServeConfig(Section):
         default_factory=list,
         description="Names that requests may ask for (their Host header) where no key is needed, beside localhost, "
         "loopback addresses and `host`; *: any.",
+    )
+    proxies: list[ProxyAddress] = Field(
+        default_factory=list,
+        description="Addresses or networks of the proxies before the server. Only of theirs is X-Forwarded-For taken "
+        "for where a request comes from: in the audit log, the access log, and where keys are slowed down.",
     )
     policies: str = Field("policies", description="Folder of the policy store.")
     replicas: str = Field("replicas", description="Folder where each replica records its swaps.")

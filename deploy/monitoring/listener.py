@@ -54,6 +54,7 @@ def serving(settings: Settings, *, cycles: bool) -> Iterator[None]:
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                forwarded_allow_ips=serve_config.proxies,
                 timeout_graceful_shutdown=1,
             )
         )
