@@ -207,7 +207,6 @@ def test_since_is_when_the_policy_whose_turn_it_is_began_to_serve(
     assert found["since"] == found["swaps"][-1]["at"] > before["since"]
 
 
-
 def test_one_at_a_time_and_what_has_ended_stays_so(tmp_path: Path, model_folders: list[Path]) -> None:
     store = PolicyStore(tmp_path / "policies")
     store.publish(model_folders[0], parent=None, lineage={}, metrics={})
