@@ -74,6 +74,20 @@ class Authenticator:
             )
         return principal
 
+    def knows(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a good key or session came with a request, or none is needed. What it may do is not looked at."""
+        if not self.keyring.on:
+            return True
+        secret, cookie = _secret(headers), cookie_of(headers)
+        try:
+            if secret is None and cookie is not None:
+                self.sessions.principal(cookie)
+            else:
+                self.keyring.authenticate(secret)
+        except Refused:
+            return False
+        return True
+
     def check_before_body(self, path: str, headers: Mapping[bytes, bytes], client: str = "") -> Principal:
         """The principal of a request with a body. Raises Problem as ``authenticate`` where that need not be read."""
         scope = scope_of(path)
@@ -136,11 +150,7 @@ class Authenticator:
 
     def _owner(self, headers: Mapping[bytes, bytes], client: str) -> Principal:
         """The key's principal. Raises Problem 401 or 429."""
-        # Looked at first: Authorization may be for a gateway before this server.
-        secret = headers.get(b"x-api-key")
-        if secret is None and (authorization := headers.get(b"authorization")) is not None:
-            kind, _, value = authorization.partition(b" ")
-            secret = value.strip() if kind.lower() == b"bearer" else None
+        secret = _secret(headers)
         if secret is None and cookie_of(headers) is not None:
             return self.session(headers, client, proved=True)
         try:
@@ -192,6 +202,15 @@ class Authenticator:
         address = _address(authority)
         found = _AUTHORITY.fullmatch(authority.lower())
         return (address is not None and address.is_loopback) or (found is not None and _plain(found[1]) in self._hosts)
+
+
+def _secret(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The key that came with a request."""
+    # Looked at first: Authorization may be for a gateway before this server.
+    if (secret := headers.get(b"x-api-key")) is not None:
+        return secret
+    kind, _, value = headers.get(b"authorization", b"").partition(b" ")
+    return value.strip() if kind.lower() == b"bearer" else None
 
 
 def _plain(host: str) -> str:

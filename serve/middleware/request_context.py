@@ -80,6 +80,8 @@ class RequestContext:
         parent = _read_trace(scope, incoming) if b"traceparent" in incoming else None
         if self.tracing is None or scope["path"] not in _TRACED:
             return await self._respond(scope, receive, send, incoming)
+        if parent is not None and not self.authenticator.knows(incoming):
+            parent = None  # a stranger's word doesn't make a trace be exported, nor join one
         span = self.tracing.begin_request(scope["method"], scope["path"], parent)
         _, scope["trace_id"], scope["span_id"], scope["trace_flags"] = traceparent(span).split("-")
         with self.tracing.at_work(span):

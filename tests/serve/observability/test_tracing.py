@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from loadtests.server import free_port
 from serve.config import TracesConfig
+from serve.middleware.api_keys import create_key
 from serve.observability.tracing import Collected, Tracing, remote_parent
 from tests.otlp import Collector, collecting
 from tests.serve.middleware.test_request_context import PARENT, THUMB, TRACE, Open, make
@@ -117,6 +118,22 @@ def test_a_collector_that_is_gone_is_in_the_log_once_with_its_address_and_then_n
     collected.sent(1, taken=True)
     collected.sent(1, taken=True)
     assert caplog.text.count("takes spans again; 10 were lost") == 1
+
+
+async def test_a_strangers_trace_is_neither_joined_nor_exported_for_its_word(
+    tmp_path: Path, collector: Collector
+) -> None:
+    _, secret = create_key(tmp_path / "keys.json", name="app", tenant="acme", scopes=["feedback"])
+    opened = Open(make(tmp_path, traces=TracesConfig(endpoint=collector.url, sample_ratio=0)))
+    assert opened.server.tracing is not None
+    opened.server.tracing.start()
+    for headers in ({}, {"X-API-Key": "mrk_none_" + "x" * 43}, {"X-API-Key": secret}):
+        answer = await opened.http.post("/feedback", json=THUMB, headers={"traceparent": PARENT, **headers})
+        assert (TRACE in answer.headers["traceresponse"]) == (answer.status_code == 201)
+    exported(opened)
+    await opened.close()
+    [span] = collector.spans
+    assert (span.trace, span.attributes["http.response.status_code"]) == (TRACE, 201)
 
 
 def test_what_is_no_address_of_a_collector_is_refused() -> None:
