@@ -292,8 +292,8 @@ class TracesConfig(Section):
         1.0,
         ge=0,
         le=1,
-        description="Share of the traces that begin here which are exported; others are as their parent says. Where keys are "
-        "needed, the trace of a request without a good one begins here, whatever it says.",
+        description="Share of the traces that begin here which are exported; others are as their parent says. Where "
+        "keys are needed, the trace of a request without a good one begins here, whatever it says.",
     )
     timeout_s: float = Field(10, gt=0, le=60, description="An export may take this long (seconds).")
 
