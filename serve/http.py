@@ -28,6 +28,7 @@ _TITLES: Final = {
     408: "Request timeout",
     409: "Conflict",
     413: "Body too large",
+    415: "Not an encoding that is read",
     421: "Not a name of this server",
     422: "Invalid request",
     429: "Too many requests",

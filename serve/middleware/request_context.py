@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 access = logging.getLogger("serve.access")
 
-_READ: Final = authentication.READ | {b"x-request-id", b"traceparent", b"tracestate"}
+_READ: Final = authentication.READ | {b"x-request-id", b"traceparent", b"tracestate", b"content-encoding"}
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _OTHER: Final = "other"
 _LIMITED: Final = frozenset({"generate", "feedback"})
@@ -122,6 +122,13 @@ class RequestContext:
             except KeyError:
                 route, wanted = self._find(scope)
             principal = scope["principal"] = self.authenticator.authenticate(wanted, incoming, client_of(scope))
+            if (coding := incoming.get(b"content-encoding", b"identity").lower()) != b"identity":
+                shown = coding.decode("latin-1")[:100]
+                raise Problem(
+                    415,
+                    f"Content-Encoding is {shown!r}, and bodies are read as they are: send it without one",
+                    headers={"Accept-Encoding": "identity"},  # RFC 9110, 12.5.3
+                )
             if wanted in _LIMITED:
                 await self.limiter.take_request(principal)
             await self.app(scope, receive, answer)
