@@ -129,7 +129,6 @@ class AuditLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = self.path.with_name(f"{self.path.name}.lock")
-            make_private(lock)  # who can open it can hold it, and then nobody does anything
             with locked(lock, _LOCK_S):
                 make_private(self.path)
                 last, size = self._end()
