@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evaluation.config import EngineConfig
-from feedback.resident_socket import ask, connect, end_workers
+from feedback.resident_socket import ask, connect, end_workers, wait_until_gone
 from serve.generation.request import nothing_was_left, sampled_logprobs
 from serve.kv_cache import BATCH_SHARE, available_memory, fit_engine
 from serve.policies.folder import compute_dtype, fingerprint
@@ -94,7 +94,7 @@ class Done:
 class OfflineEngine:
     """One policy in vLLM, in this process. Use as a context manager: leaving it frees what vLLM holds."""
 
-    where: ClassVar[Where] = "own"
+    where: Where = "own"
 
     @classmethod
     def around(cls, llm: Any, *, eager: bool) -> Self:
@@ -289,10 +289,11 @@ class Call:
 class LentEngine(OfflineEngine):
     """The rollout engine of the resident workers, which sleep between two trainings: every method is called there.
 
-    What the workers raise is EngineError here, with its text.
+    Where they can't answer, as they have died or failed, it goes on in an engine of its own from the same call on,
+    which raises what is wrong with the call itself.
     """
 
-    where = "resident"
+    where: Where = "resident"
 
     @classmethod
     def borrow(cls, policy: Policy, config: EngineConfig) -> LentEngine | None:
@@ -306,7 +307,7 @@ class LentEngine(OfflineEngine):
         with suppress(EOFError):
             word, *rest = ask(connection, "lend", config, policy)
             if word == "lent":
-                return cls._of(connection)
+                return cls._of(connection, policy, config)
             why = rest[0] if rest else f"the resident workers are {word}"
             if word == "refused" and not _fits_beside(policy, config):
                 why += "; they end, as another engine does not fit beside theirs"
@@ -317,18 +318,27 @@ class LentEngine(OfflineEngine):
         return None
 
     @classmethod
-    def _of(cls, connection: Connection) -> LentEngine:
+    def _of(cls, connection: Connection, policy: Policy, config: EngineConfig) -> LentEngine:
         engine = cls.__new__(cls)
-        engine._connection = connection
+        engine._connection, engine._policy, engine._config, engine._own = connection, policy, config, None
         return engine
 
     _connection: Connection
+    _policy: Policy
+    _config: EngineConfig
+    _own: OfflineEngine | None
 
     def __exit__(self, *exc: object) -> None:
         self._connection.close()
+        if self._own is not None:
+            self._own.__exit__(*exc)
 
     def load(self, policy: Policy) -> None:
-        self._ask("load", policy)
+        self._policy = policy
+        if self._own is not None:
+            self._own.load(policy)
+        else:
+            self._ask("load", policy)  # an engine of its own begins with it
 
     @property
     def dtype(self) -> str:
@@ -363,16 +373,23 @@ class LentEngine(OfflineEngine):
         return responses
 
     def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
-        return self._ask("call", Call(name, arguments, keywords))
+        call = Call(name, arguments, keywords)
+        value = None if self._own is not None else self._ask("call", call)
+        return call.of(self._own) if self._own is not None else value
 
     def _ask(self, *message: Any) -> Any:
+        """What the workers answer; None where they can't, and there is an engine of its own from then on."""
         try:
             word, value = ask(self._connection, *message)
+            if word == "value":
+                return value
+            wait_until_gone(self._connection)  # whoever fails ends, and gives its memory back
         except EOFError:
-            raise EngineError("the resident workers ended while they answered; see resident.log") from None
-        if word != "value":
-            raise EngineError(f"the resident workers could not answer: {value}")
-        return value
+            value = "they have ended; see resident.log"
+        self._connection.close()
+        log.warning("policy %s goes on in an engine of its own: %s", self._policy.version, value)
+        self._own, self.where = OfflineEngine(self._policy.path, self._config), "own"
+        return None
 
 
 _REMOTE: Final = frozenset({"dtype", "max_model_len", "longest_scored", "encode", "run", "score", "sample", "answer"})

@@ -163,6 +163,14 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     return True
 
 
+def open_lock(path: Path) -> int:
+    """A descriptor of a lock file, which is made if it is missing. Who can open it can hold it: its owner alone can."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    with contextlib.suppress(PermissionError):  # root's, of a release in which others could open it
+        os.fchmod(fd, 0o600)
+    return fd
+
+
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock on a file, or a share in it. It is held for an instant to find out."""
     try:
@@ -189,7 +197,7 @@ def locked(
         LockTimeoutError: another holds it for all of ``timeout_s`` seconds; ``busy`` in its place if that is given.
     """
     deadline = time.monotonic() + timeout_s
-    fd = os.open(path, os.O_RDWR | os.O_CREAT if create and not path.is_dir() else os.O_RDONLY, 0o644)
+    fd = open_lock(path) if create and not path.is_dir() else os.open(path, os.O_RDONLY)
     try:
         while not try_lock(fd, shared=shared):
             if time.monotonic() >= deadline:

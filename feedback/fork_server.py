@@ -44,6 +44,7 @@ _ONLY_AT_EXEC: Final = ("LD_PRELOAD", "MALLOC_CONF", "PYTHONHASHSEED", "PYTHONHO
 _LONGEST: Final = 2**20
 _ANSWER_S: Final = 10.0
 _POLL_S: Final = 0.1
+_MOST_TURNED_AWAY: Final = 1000  # between two looks at those who have been let in
 _PR_SET_PDEATHSIG: Final = 1
 _FORWARDED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -72,7 +73,7 @@ def listen() -> Listener | None:
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0millrace-{secrets.token_hex(16)}")
-    listener.listen(64)
+    listener.listen(socket.SOMAXCONN)  # others may connect, and are turned away as they are accepted: room for ours
     return Listener(listener, secrets.token_hex(16))
 
 
@@ -297,14 +298,19 @@ class ForkServer:
             each.close()
 
     def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # no file left: what was forked goes on
-            time.sleep(_POLL_S)
-            return
-        if not is_ours(connection):
-            return connection.close()
-        self._requesters[connection] = None
+        """Take a requester, and turn away whoever of other users waits before it."""
+        for _ in range(_MOST_TURNED_AWAY):
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # no file left: what was forked goes on
+                time.sleep(_POLL_S)
+                return
+            if is_ours(connection):
+                self._requesters[connection] = None
+                return
+            connection.close()
+            if not select.select([self._listener], [], [], 0)[0]:
+                return
 
     def _hear(self, requester: socket.socket) -> Job | None:
         """What a requester says: its nonce, what to run, or that it has gone."""

@@ -102,7 +102,7 @@ def listen() -> Listener | None:
 def _listening(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
-    listener.listen(8)
+    listener.listen(socket.SOMAXCONN)  # others may connect, and are turned away as they are accepted: room for ours
     return listener
 
 

@@ -330,7 +330,7 @@ def figures_of(cells: Sequence[Cell]) -> dict[str, Ratio]:
 def verdict(name: str, figure: Ratio) -> dict[str, Any]:
     """A figure's bar, and what its interval says of it."""
     relation, bar = ("at least", AT_LEAST[name]) if name in AT_LEAST else ("at most", AT_MOST[name])
-    return {"bar": f"{relation} {bar:g}", "result": figure.judge(relation, bar), "interval": figure.interval()}
+    return {"bar": f"{relation} {bar:g}", "verdict": figure.judge(relation, bar), "interval": figure.interval()}
 
 
 def summary(cells: Sequence[Cell], stopped_by: dict[str, str]) -> dict[str, Any]:

@@ -30,8 +30,9 @@ class Ratio(NamedTuple):
         met, missed = (above, self.high < bar) if relation == "at least" else (below, self.low > bar)
         return "met" if met else "missed" if missed else "undecided"
 
-    def interval(self) -> list[float]:
-        return [round(self.low, 3), round(self.high, 3)]
+    def interval(self) -> list[float | None]:
+        """Its ends; an end that one turn leaves open is None, as JSON has no infinity."""
+        return [round(end, 3) if math.isfinite(end) else None for end in (self.low, self.high)]
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, nullcontext
+from pathlib import Path
 from types import FrameType
 
 import uvicorn
@@ -18,6 +20,7 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 
 from feedback.config import FeedbackConfig
+from feedback.files import LockTimeoutError, locked, make_folder
 from feedback.process_exit import skip_teardown
 from feedback.process_signals import handled_by, handled_signals
 from serve import http
@@ -39,6 +42,10 @@ log = logging.getLogger(__name__)
 
 Console = Callable[[Server, Authenticator], Starlette]
 """Makes the application of the pages below /console, which let in by ``Authenticator.session``."""
+
+
+class NameTaken(RuntimeError):
+    """Another server of this home has the name."""
 
 
 def create_app(
@@ -66,9 +73,7 @@ def create_app(
     for module in (generate, completions, feedback, admin, experiments):
         app.include_router(module.router)
     documentation.install(app)
-    authenticator = Authenticator(
-        server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
-    )
+    authenticator = Authenticator(server.keyring, config, server.refusals)
     pages = None if console is None else console(server, authenticator)
     if pages is not None:
         app.mount(CONSOLE, pages)
@@ -95,9 +100,33 @@ def run(
     """Serve until SIGTERM or SIGINT, then finish what is at work and stop everything. ``server``: instead of a new one.
 
     Raises what kept the server from starting (PolicyError, EngineError, LakeError, KeyFileError …), OSError if the port
-    is taken, NotLoopback where others reach it and no key is needed, ServerDied if the engine died.
+    is taken, NameTaken if a server of this name runs in this home, NotLoopback where others reach it and no key is
+    needed, ServerDied if the engine died.
     """
     log_format.configure(config.log_format)
+    with _held_name(config) if server is None or server.recording else nullcontext():
+        _run(config, feedback_config, server, console)
+
+
+@contextmanager
+def _held_name(config: ServeConfig) -> Iterator[None]:
+    """Hold the server's name in its home: rows, metrics and the record of swaps go by it. Raises NameTaken."""
+    folder = Path(config.replicas)
+    make_folder(folder)
+    path = folder / f"{config.replica_name}.running"
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(path, 0))
+        except LockTimeoutError:
+            raise NameTaken(
+                f"{config.replica_name} of this home runs already, {path.read_text() or 'and is just starting'}: stop "
+                "it, or give this server a name of its own, such as --serve.replica_name second"
+            ) from None
+        path.write_text(f"as process {os.getpid()} at {config.host}:{config.port}")
+        yield
+
+
+def _run(config: ServeConfig, feedback_config: FeedbackConfig, server: Server | None, console: Console | None) -> None:
     listener = bind(config.host, config.port)  # before the engine takes its seconds
     server = server or Server(config, feedback_config)
     app = create_app(config, feedback_config, server=server, console=console)
@@ -126,6 +155,7 @@ def run(
             access_log=False,  # serve.middleware.request_context has a better one
             log_config=None,
             server_header=False,
+            forwarded_allow_ips=config.proxies,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(config.drain_timeout_s) + CUT_OFF_S,
         ),

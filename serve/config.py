@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from feedback.settings_base import Address, Section
 
@@ -105,6 +106,17 @@ class SwapConfig(Section):
     hold_timeout_s: float = Field(120, gt=0, description="Give up a step of a swap, engine held, after this long.")
 
 
+def _network(value: str) -> str:
+    try:
+        ipaddress.ip_network(value)
+    except ValueError as error:
+        raise ValueError(f"{value!r} is no address or network, such as 10.0.0.7 or 10.1.0.0/16: {error}") from None
+    return value
+
+
+ProxyAddress = Annotated[str, AfterValidator(_network)]
+
+
 def _off(value: Any) -> Any:
     return "off" if value is False else value  # what YAML makes of an off without quotes
 
@@ -139,6 +151,12 @@ class LimitsConfig(Section):
         gt=0,
         description="Tokens a minute, of prompts and responses, that a key may use, unless it has a limit of its own; "
         "max_tokens counts until the response is there. None: any.",
+    )
+    refused_per_minute: float = Field(
+        60,
+        gt=0,
+        description="Keys and logins that are not good, from one address, that are answered with 401 in a minute; "
+        "further ones get 429 with Retry-After. A good key is always let in.",
     )
     burst_seconds: float = Field(
         60, gt=0, description="What a key earns in this long it may use at once, after it has asked for nothing."
@@ -274,7 +292,8 @@ class TracesConfig(Section):
         1.0,
         ge=0,
         le=1,
-        description="Share of the traces that begin here which are exported; others are as their parent says.",
+        description="Share of the traces that begin here which are exported; others are as their parent says. Where "
+        "keys are needed, the trace of a request without a good one begins here, whatever it says.",
     )
     timeout_s: float = Field(10, gt=0, le=60, description="An export may take this long (seconds).")
 
@@ -288,6 +307,11 @@ class ServeConfig(Section):
         default_factory=list,
         description="Names that requests may ask for (their Host header) where no key is needed, beside localhost, "
         "loopback addresses and `host`; *: any.",
+    )
+    proxies: list[ProxyAddress] = Field(
+        default_factory=list,
+        description="Addresses or networks of the proxies before the server. Only of theirs is X-Forwarded-For taken "
+        "for where a request comes from: in the audit log, the access log, and where keys are slowed down.",
     )
     policies: str = Field("policies", description="Folder of the policy store.")
     replicas: str = Field("replicas", description="Folder where each replica records its swaps.")

@@ -24,7 +24,9 @@ from serve.generation.variant import CanaryVariants
 from serve.middleware.bodies import Bodies
 from serve.middleware.keyring import Keyring, Principal
 from serve.middleware.rate_limits import Limiter
+from serve.middleware.refusals import Refusals
 from serve.observability import log_format
+from serve.observability.audit import AuditLog
 from serve.observability.metrics import Metrics
 from serve.observability.tracing import Tracing
 from serve.policies.experiments import Assignment, Turn
@@ -98,6 +100,11 @@ class Server:
         self.metrics = Metrics()
         self.tracing = Tracing.of(config.traces, "millrace", config.replica_name)
         self.keyring = Keyring(config)
+        self.refusals = Refusals(
+            config.limits.refused_per_minute,
+            AuditLog(config.audit),
+            lambda reason: self.metrics.auth_failures.labels(reason=reason).inc(),
+        )
         self.limiter = Limiter(config.limits.burst_seconds, self._observe_limit)
         self.bodies = Bodies(config.limits.body_bytes, config.limits.bodies)
         self.engine = engine or Engine(config.engine)
@@ -184,6 +191,7 @@ class Server:
             asyncio.create_task(self._watch_engine(), name="engine watch"),
             asyncio.create_task(self.ledger.follow(), name="ledger"),
             asyncio.create_task(self.keyring.follow(), name="keys"),
+            asyncio.create_task(self.refusals.record(), name="refusals"),
         ]
         # A full collection walks the hundreds of thousands of objects that imports left, and holds every stream for
         # half a second. They stay for good: the collector need not look at them again.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from deploy.commands.common import as_json_option, audited, pass_settings
+from deploy.config import wording
 from deploy.config.root import Settings
 from deploy.display.tables import print_table
 from serve.middleware.api_keys import SCOPES
@@ -106,7 +107,9 @@ def create(
             outcome.result = {"key": key.id, "tenant": key.tenant}
     except ValidationError as error:
         wrong = error.errors(include_url=False)[0]
-        raise click.UsageError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}, not {wrong['input']!r}") from None
+        raise click.UsageError(
+            f"{'.'.join(map(str, wrong['loc']))}: {wording.wrong(wrong)}, not {wrong['input']!r}"
+        ) from None
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -41,10 +42,12 @@ _MOST_NAMED: Final = 20
 
 
 @click.command()
+@click.option("--nice", type=click.IntRange(0, 19), default=0, help="Give way to other processes, as `nice -n` has it.")
 @json_out
 @pass_settings
-def score(settings: Settings, json_out: Path | None) -> None:
+def score(settings: Settings, nice: int, json_out: Path | None) -> None:
     """Turn new interactions and feedback into rewards."""
+    os.nice(nice)
     from deploy.loop.traces import export_rewards
     from feedback.datasets import count_given
     from feedback.ingest.seal import seal

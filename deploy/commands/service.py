@@ -10,7 +10,7 @@ import click
 from pydantic import ValidationError
 
 from deploy.commands.common import log_lines, pass_settings
-from deploy.config import root
+from deploy.config import root, wording
 from deploy.config.root import ConfigError, Settings
 from deploy.config.sources import DEFAULT_FILE
 from deploy.supervise.children import Stopped, no_leftovers, stop_on_signals
@@ -156,5 +156,5 @@ def _with_replicas(settings: Settings, replicas: int | None) -> Settings:
     try:
         fleet = FleetConfig(**settings.serve.fleet.model_dump() | {"replicas": replicas})
     except ValidationError as error:
-        raise ConfigError(f"--replicas {replicas}: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(f"--replicas {replicas}: {wording.wrong(error.errors()[0])}") from None
     return settings.model_copy(update={"serve": settings.serve.model_copy(update={"fleet": fleet})})

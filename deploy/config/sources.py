@@ -16,7 +16,7 @@ from typing import Any, Final
 import yaml
 from pydantic import BaseModel
 
-from deploy.config import describe
+from deploy.config import describe, wording, yaml_text
 from feedback.settings_base import hide_credentials
 
 ENV_PREFIX: Final = "MILLRACE__"
@@ -101,7 +101,9 @@ def from_file(model: type[BaseModel], file: Path | None) -> Layer:
         return Layer({}, "no file")
     path = file or DEFAULT_FILE
     try:
-        values = yaml.safe_load(path.read_text())
+        values = yaml_text.load(path.read_text())
+    except yaml_text.KeyProblem as problem:
+        raise ConfigError(f"the config file {path}, {problem}") from None
     except OSError as error:
         raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -121,7 +123,9 @@ def _read(text: str, key: str, model: type[BaseModel]) -> Any:
     if describe.takes_text(annotation):
         return None if text in ("null", "none") and describe.takes_none(annotation) else text
     try:
-        return yaml.safe_load(text)
+        return yaml_text.load(text)
+    except yaml_text.KeyProblem as problem:
+        raise ConfigError(f"{key}: {problem}") from None
     except yaml.YAMLError as error:
         shown = "the value" if describe.is_secret(key, model) else repr(text)
         raise ConfigError(f"{key}: {shown} can't be read: {_where(error)}") from None
@@ -156,13 +160,13 @@ def explain(detail: Any, layers: Sequence[Layer], model: type[BaseModel]) -> str
 
     Of an unknown key the nearest right one; a line for each where a whole section is unknown.
     """
-    message = detail["msg"].removeprefix("Value error, ")
+    message = wording.wrong(detail)
     key = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("("))  # which member of a union
     if detail["type"] == "extra_forbidden":
         unknown = [(name, layer) for layer in layers for name in _leaves(key, layer.value(key))]
         return "\n".join(describe.unknown_message(name, model, layer.where(name)) for name, layer in unknown)
     if detail["type"] == "missing":
-        return f"{key or 'the settings'}: {message}"
+        return f"{key or 'the settings'} {message}"
     of_section = isinstance(detail["input"], (dict, BaseModel))
     value = "" if of_section or describe.is_secret(key, model) else f", not {detail['input']!r}"
     sources = _sources(_SETTING.findall(message), layers) if of_section else {}

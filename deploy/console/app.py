@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,10 +30,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deploy.console.reader import Reader, ReadFailed
 from deploy.console.rendering import STATIC, render
 from serve.http import Problem, page_headers
-from serve.middleware.authentication import LOGIN, READ, Authenticator, headers_of
+from serve.middleware.authentication import LOGIN, READ, Authenticator, client_of, headers_of
 from serve.middleware.bodies import FORM_BYTES, FORMS, Bodies
 from serve.middleware.browser_sessions import cookie_of, set_cookie, token_of
-from serve.middleware.keyring import CONSOLE, Principal, Refused
+from serve.middleware.keyring import CONSOLE, Principal
 from serve.observability.audit import AuditLog, AuditLogError
 from serve.runtime import Server
 
@@ -141,13 +142,12 @@ class _Console:
         self.authenticator.check_origin(headers)
         form = await self._form(request, self.logins)
         try:
-            cookie = self.authenticator.sessions.begin(form.get("key", "").strip())
-            _require(self.authenticator.sessions.principal(cookie), _READERS)
-        except Refused as refused:
-            return _html(render("login", next=_own_path(form.get("next")), wrong=str(refused)), 401)
+            cookie = self.authenticator.begin_session(form.get("key", "").strip(), _address(request))
+            principal = self.authenticator.sessions.principal(cookie)
+            _require(principal, _READERS)
         except Problem as problem:
-            return _html(render("login", next=_own_path(form.get("next")), wrong=problem.detail), problem.status)
-        principal = self.authenticator.sessions.principal(cookie)
+            page = _html(render("login", next=_own_path(form.get("next")), wrong=problem.detail), problem.status)
+            return _with_retry(page, problem)
         who = f"{principal.name} of {principal.tenant}"
         await asyncio.to_thread(self._record_login, who, _address(request))
         return _with_cookie(_leads_to(_own_path(form.get("next"))), cookie, headers)
@@ -162,7 +162,7 @@ class _Console:
     async def _logout(self, request: Request) -> Response:
         headers = headers_of(request.scope, READ)
         try:
-            self.authenticator.check_form(headers)
+            self.authenticator.check_form(headers, _address(request))
         except Problem as problem:
             if problem.status != 401:  # a session that has ended already is left all the same
                 raise
@@ -180,7 +180,7 @@ class _Console:
             _check_site(request)
         if cookie_of(headers) is None and form is None and not self.authenticator.keyring.on:
             made = self.authenticator.sessions.begin_without_key()
-        principal = self.authenticator.session(headers, proved=form is not None)
+        principal = self.authenticator.session(headers, _address(request), proved=form is not None)
         _require(principal, _READERS)
         viewer = {
             "tenant": principal.tenant,
@@ -212,7 +212,7 @@ class _Console:
 
     def _action(self, name: str, scope: str) -> Handler:
         async def handle(request: Request) -> Response:
-            self.authenticator.check_form(headers_of(request.scope, READ))
+            self.authenticator.check_form(headers_of(request.scope, READ), _address(request))
             form = await self._form(request, self.forms)
             viewer, _ = self._visit(request, form=form)
             _require_scope(viewer, scope)
@@ -305,7 +305,7 @@ class _Stream(StreamingResponse):
 
 
 def _address(request: Request) -> str:
-    return request.client.host if request.client else "unknown"
+    return client_of(request.scope)
 
 
 def _who(viewer: dict[str, Any]) -> str:
@@ -364,6 +364,12 @@ def _html(text: str, status: int = 200) -> Response:
     return Response(text, status, media_type="text/html")
 
 
+def _with_retry(response: Response, problem: Problem) -> Response:
+    if problem.retry_after is not None:
+        response.headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after)))
+    return response
+
+
 def _with_cookie(response: Response, cookie: str, headers: dict[bytes, bytes]) -> Response:
     response.headers.append("Set-Cookie", set_cookie(cookie, tls=headers.get(b"origin", b"").startswith(b"https:")))
     return response
@@ -371,10 +377,7 @@ def _with_cookie(response: Response, cookie: str, headers: dict[bytes, bytes]) -
 
 async def _problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, Problem)
-    response = _html(render("failed", status=error.status, reason=error.detail), error.status)
-    if error.retry_after is not None:
-        response.headers["Retry-After"] = str(round(error.retry_after))
-    return response
+    return _with_retry(_html(render("failed", status=error.status, reason=error.detail), error.status), error)
 
 
 async def _missing(request: Request, error: Exception) -> Response:

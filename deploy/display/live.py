@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -109,7 +110,7 @@ def _paths(
             bar=sign * outcome.margin if outcome.role == "guardrail" else None,
             watched=watched_from is not None,
             blocks=tuple(from_row + n for n, _ in seen),
-            value=tuple(one.value for one in differences),
+            value=tuple(math.nan if one.observed is None else one.observed for one in differences),
             low=tuple(one.low for one in differences),
             high=tuple(one.high for one in differences),
         )

@@ -486,7 +486,7 @@ class _Cycle:
         with start(
             self.settings,
             "score-ahead",
-            ["score"],
+            ["score", "--nice", "10"],  # nobody waits for it, and the evaluation beside it has the cores
             log=f"cycle-{self.record.number:06d}-score-ahead.log",
             grace=cycle.stop_grace_s,
         ) as child:

@@ -40,15 +40,16 @@ def promote(
     That is so if the ledger has a passing verdict on these two policies, by the hashes of their files, and the one by
     which the policy that serves was promoted.
 
-    The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that serves
-    already: it gets a new generation, at which a replica that failed to load it tries again. What an erasure has
+    The first policy of a store needs no verdict: there is nothing to compare it with. Neither does the one that the
+    pointer names, as long as it is not on record that it serves: it gets a new generation, at which a replica that
+    failed to load it tries again. Once it serves there is nothing to move, but by ``override``. What an erasure has
     reached is not promoted while there is a policy to train from that it has spared. ``override`` promotes all the
     same; who and why stay in the pointer's history, marked as an override. ``expected`` is the pointer on which the
     decision was taken, by default the current one.
 
-    Raises PromotionRefused (no passing verdict, another ledger, marked for retraining, or an override without a
-    reason), serve.policies.store.PolicyNotFound, PolicyCorrupt (a file differs from the manifest) and StalePointer (the
-    pointer was moved meanwhile).
+    Raises PromotionRefused (it serves already, no passing verdict, another ledger, marked for retraining, or an
+    override without a reason), serve.policies.store.PolicyNotFound, PolicyCorrupt (a file differs from the manifest)
+    and StalePointer (the pointer was moved meanwhile).
     """
     store.verify(version)
     # Read after the verification, which takes a while: the verdict, and what serves, may be others by then.
@@ -58,7 +59,21 @@ def promote(
         objections = (objection, _lost_verdict(ledger, pointer), erased_from(store, version))
         if objection := "; ".join(filter(None, objections)):
             verdict = _overridden(verdict, objection, f"millrace promote {version}", override=override, why=why)
+    elif pointer is not None and not override and _serves(store, pointer):
+        raise PromotionRefused(
+            f"policy {version} serves already, since {pointer.at[:19]}: nothing was moved; to have servers that could "
+            f"not load it try again: millrace promote {version} --override --why '...'"
+        )
     return store.promote(version, expected=pointer.version if pointer else None, who=who, why=why, verdict=verdict)
+
+
+def _serves(store: PolicyStore, pointer: Pointer) -> bool:
+    """Whether servers have said that they serve what the pointer names, and none that it can't."""
+    try:
+        said = [one.served for one in store.outcomes() if one.generation == pointer.generation]
+    except RecordDamaged:
+        return False
+    return bool(said) and all(said)
 
 
 def rollback(

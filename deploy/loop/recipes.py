@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from pydantic import ValidationError
 
+from deploy.config import wording
 from deploy.config.root import RecipeStage, Settings
 from deploy.loop.preflight import reward_of
 from deploy.loop.records import load_all, new_rows
@@ -134,7 +135,7 @@ def _chosen(settings: Settings, recipe: str | None, why: str, algorithm: str | N
     try:
         train = settings.train if algorithm is None else _offline_config(settings, algorithm)
     except ValidationError as error:
-        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        reason = wording.wrong(error.errors()[0])
         return Choice(None, f"{recipe} ({why}) does not go with the other settings: {reason}", None)
     cycle = settings.cycle.model_copy(update={"recipe": recipe})
     return Choice(recipe, why, settings.model_copy(update={"train": train, "cycle": cycle}))

@@ -18,7 +18,7 @@ from deploy.loop import records
 from deploy.monitoring.loop import LoopMetrics
 from deploy.monitoring.traffic import TrafficReader
 from serve.http import Problem
-from serve.middleware.authentication import READ, Authenticator, headers_of
+from serve.middleware.authentication import READ, Authenticator, client_of, headers_of
 from serve.middleware.connections import BoundedHttp, bind
 from serve.middleware.keyring import Keyring, scope_of
 
@@ -54,6 +54,7 @@ def serving(settings: Settings, *, cycles: bool) -> Iterator[None]:
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                forwarded_allow_ips=serve_config.proxies,
                 timeout_graceful_shutdown=1,
             )
         )
@@ -85,7 +86,7 @@ class MetricsApp:
         path: str = scope["path"]
         try:
             await asyncio.to_thread(self._keyring.refresh)
-            self._authenticator.authenticate(scope_of(path), headers_of(scope, READ))
+            self._authenticator.authenticate(scope_of(path), headers_of(scope, READ), client_of(scope))
             if path != _PATH:
                 raise Problem(404, f"there is only {_PATH} here")
             if scope["method"] not in ("GET", "HEAD"):

@@ -199,9 +199,9 @@ class LoopMetrics(Collector):
         )
         latest = (last.latest or {}) if last is not None and last.holds else {}
         for one in latest.get("differences", ()):
-            for family, names in ((wealth, ("gain", "harm")), (difference, ("value", "low", "high"))):
+            for family, names in ((wealth, ("gain", "harm")), (difference, ("observed", "low", "high"))):
                 for name in names:
-                    if one[name] is not None:
+                    if one.get(name) is not None:
                         family.add_metric([one["name"], name], one[name])
         yield wealth
         yield difference

@@ -12,6 +12,7 @@ from typing import Final
 import duckdb
 
 from deploy.config.root import Settings
+from feedback.lake.statistics import feedback_rate_sql
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +39,6 @@ GROUP BY policy ORDER BY policy DESC LIMIT {POLICIES}
 _WINDOW: Final = (
     "SELECT count(*), avg(reward), var_samp(reward) FROM scored WHERE completed_at >= ? AND completed_at < ?"
 )
-_FEEDBACK_RATE: Final = """
-SELECT (SELECT count(*) FROM interactions WHERE status = 'complete'),
-       (SELECT count(*) FROM interactions SEMI JOIN feedback USING (tenant, response_id) WHERE status = 'complete')
-"""
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,9 @@ def read(settings: Settings, now: datetime) -> Traffic:
 
     def work(connection: duckdb.DuckDBPyConnection) -> Traffic:
         connection.execute(_SCORED)
-        [[responses, answered]] = connection.execute(_FEEDBACK_RATE).fetchall()
+        [[responses, answered]] = connection.execute(
+            feedback_rate_sql("interactions", "status = 'complete'")
+        ).fetchall()
         return Traffic(
             at=now.timestamp(),
             rows=lake.counts(),

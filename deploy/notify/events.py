@@ -2,6 +2,8 @@
 
 Cycles, moves of the pointer and experiments each come in order, and are final when they are told. So a position is
 three numbers, and reading on from it after a restart tells each once.
+
+What an error says stays here: it may quote a prompt, or name folders. An event has where it was, and where it is told.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from serve.policies.store import Pointer
 class Event:
     """``id`` is the same however often it is sent; ``policy``: the one that it is about; ``at``: ISO 8601, UTC.
 
-    ``serving``: what serves behind it; ``override``: whether somebody moved the pointer without the gate's consent.
+    ``reason``: the gate's, the experiment's or a person's; of an error, where to read it. ``stage``: of the cycle, that
+    failed. ``serving``: what serves behind it; ``override``: whether somebody moved the pointer without the gate's
+    consent.
     """
 
     id: str
@@ -34,6 +38,7 @@ class Event:
     serving: int | None = None
     override: bool = False
     cycle: int | None = None
+    stage: str | None = None
     experiment: int | None = None
     who: str | None = None
 
@@ -63,10 +68,12 @@ def since(settings: Settings, position: Position) -> Iterator[tuple[Position, Ev
         cycle = record.number
         yield Position(cycle, move, experiment), _of_cycle(record)
     store = settings.policy_store()
+    refused = {(one.generation + 1, one.by) for one in store.outcomes() if not one.served}  # by whom it was moved back
     for pointer in store.history():
         if pointer.generation > move:
             move = pointer.generation
-            yield Position(cycle, move, experiment), _of_move(pointer)
+            by_server = (pointer.generation, pointer.who) in refused
+            yield Position(cycle, move, experiment), _of_move(pointer, by_server=by_server)
     experiments = Experiments(store.root)
     for number in (number for number in experiments.numbers() if number > experiment):
         found = experiments.get(number)
@@ -91,20 +98,30 @@ def _ended(settings: Settings, after: int) -> Iterator[CycleRecord]:
 def _of_cycle(record: CycleRecord) -> Event | None:
     if record.status not in ("refused", "failed"):
         return None  # a promotion is told as the move that it is
+    stage = next((one for one in reversed(record.stages) if not one.ok), None)
+    if record.status == "refused":
+        reason, stage = record.reason or "", None
+    elif stage is None:
+        reason = f"it failed in none of its stages; `millrace status` and cycles/{record.number:06d}.json say why"
+    else:
+        how = "was stopped" if stage.killed else "failed"
+        reason = f"the stage {stage.name} {how}; `millrace status` and logs/cycle-{record.number:06d}-*.log say why"
     about = "" if record.candidate is None else f", policy {record.candidate}"
     return Event(
         id=f"cycle-{record.number}",
         event=record.status,
         at=(record.finished_at or records.now()).isoformat(),
         text=f"Cycle {record.number}{about} {'was refused' if record.status == 'refused' else 'failed'}",
-        reason=record.reason or "",
+        reason=reason,
         policy=record.candidate,
         serving=record.incumbent,
         cycle=record.number,
+        stage=None if stage is None else stage.name,
     )
 
 
-def _of_move(pointer: Pointer) -> Event | None:
+def _of_move(pointer: Pointer, *, by_server: bool) -> Event | None:
+    """``by_server``: what was to serve could not, so that why it was moved is an error's text."""
     if pointer.previous is None:
         return None  # the home's first policy
     verdict = pointer.verdict or {}
@@ -118,7 +135,7 @@ def _of_move(pointer: Pointer) -> Event | None:
         event=kind,
         at=pointer.at,
         text=f"{text}, by {pointer.who}: policy {pointer.version} serves (before: {back or pointer.previous})",
-        reason=pointer.why,
+        reason=f"{pointer.who} could not serve it; `millrace history` says why" if by_server else pointer.why,
         policy=pointer.version if back is None else back,
         previous=pointer.previous if back is None else pointer.version,
         serving=pointer.version,
@@ -143,7 +160,9 @@ def _of_experiment(found: Experiment) -> Event | None:
         event=kind,
         at=str(came_to.get("at")),
         text=f"Policy {found.candidate} {verb} experiment {found.number}",
-        reason=str(came_to.get("why", "")),
+        reason=str(came_to.get("why", ""))
+        if kind == "rolled_back"
+        else f"`millrace experiment show {found.number}` says why",
         policy=found.candidate,
         previous=found.control,
         serving=found.control,

@@ -70,8 +70,8 @@ class MoveRow(Row):
 
 class LivePath(Row):
     """One outcome of an experiment as its looks saw it after each number of closed ``blocks`` [n]: candidate less
-    control, with its confidence sequence. ``bar``: the difference beyond which a guardrail is broken. ``watched``:
-    after the commit, of what came since."""
+    control, ``value`` as observed, with its confidence sequence. ``bar``: the difference beyond which a guardrail is
+    broken. ``watched``: after the commit, of what came since."""
 
     outcome: str
     bar: float | None

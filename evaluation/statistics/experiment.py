@@ -107,15 +107,19 @@ class Plan:
 class Difference:
     """Candidate less control in the outcome's units, with a confidence sequence, of n rows per arm.
 
-    ``low`` holds at 1 - alpha_commit and ``high`` at 1 - alpha_rollback (split between outcomes) where higher is
-    better, the other way round where lower is. ``gain`` and ``harm``: the highest e-value so far against "not better
-    than the margin" and "not worse than the rollback margin". ``harm_at``: the number of rows, closed and with a value,
-    at which harm was shown first. ``earlier`` rows had a covariate and ``predicted`` ones predictions;
-    ``variance_ratio``: the variance that these left, as a share of that without them.
+    ``value`` is the mean of psi, which the bounds are about; while rows are few, what is expected of them moves it far
+    from what was seen. ``observed`` is that: the difference of the arms' means, rows weighted by the inverse of how
+    likely their arm was (Hajek), None until both have a row. ``low`` holds at 1 - alpha_commit and ``high`` at 1 -
+    alpha_rollback (split between outcomes) where higher is better, the other way round where lower is. ``gain`` and
+    ``harm``: the highest e-value so far against "not better than the margin" and "not worse than the rollback margin".
+    ``harm_at``: the number of rows, closed and with a value, at which harm was shown first. ``earlier`` rows had a
+    covariate and ``predicted`` ones predictions; ``variance_ratio``: the variance that these left, as a share of that
+    without them.
     """
 
     name: str
     value: float
+    observed: float | None
     low: float
     high: float
     candidates: int
@@ -183,8 +187,9 @@ def decide(rows: Rows, outcomes: Sequence[Outcome], plan: Plan) -> Decision:
         reasons = [_say(by_name[outcome.name], "is shown to be better") for outcome in gained]
     else:
         decision = "hold"
-        reasons = [_say(by_name[outcome.name], "is not shown to be within its margin") for outcome in unsafe]
-        reasons += [] if gained else [_say(by_name[outcome.name], "is not shown to be better") for outcome in successes]
+        open_ones = [(outcome.name, "is not shown to be within its margin") for outcome in unsafe]
+        open_ones += [] if gained else [(outcome.name, "is not shown to be better") for outcome in successes]
+        reasons = [_say(by_name[name], what, shown=False) for name, what in open_ones]
     return Decision(decision, tuple(reasons), tuple(holds), differences, ratio, responses)
 
 
@@ -363,6 +368,7 @@ def _difference(rows: Rows, outcome: Outcome, alpha_gain: float, alpha_harm: flo
     return Difference(
         name=outcome.name,
         value=estimate * span,
+        observed=_observed(rows.values[outcome.name][has], arm, share),
         low=worst * span,
         high=best * span,
         candidates=int(arm.sum()),
@@ -374,6 +380,15 @@ def _difference(rows: Rows, outcome: Outcome, alpha_gain: float, alpha_harm: flo
         earlier=int(earlier.sum()),
         predicted=int(predicted.sum()),
         variance_ratio=_ratio(psi, pseudo_outcomes(y, arm, share)[0]) if adjusted else 1.0,
+    )
+
+
+def _observed(values: Floats, arm: Bools, share: Floats) -> float | None:
+    """The difference of the arms' mean ``values`` [n], each weighted by the inverse of its arm's probability."""
+    if arm.all() or not arm.any():
+        return None
+    return float(
+        np.average(values[arm], weights=1 / share[arm]) - np.average(values[~arm], weights=1 / (1 - share[~arm]))
     )
 
 
@@ -430,14 +445,17 @@ def _at(path: Floats, alpha: float) -> int | None:
     return (int(first_crossing(path, alpha)) or None) if len(path) else None
 
 
-def _say(difference: Difference, what: str) -> str:
-    if not difference.candidates or not difference.controls:
+def _say(difference: Difference, what: str, *, shown: bool = True) -> str:
+    """A reason. One that decided has the estimate that its bounds are about, any other one what was seen so far."""
+    if difference.observed is None:
         return (
             f"{difference.name} {what}: {difference.candidates} rows of the candidate and {difference.controls} of the "
             "control have a value"
         )
+    none_yet = "no difference seen yet, " if difference.low <= 0 <= difference.high else ""
+    found = f"{difference.value:+.4f}" if shown else f"{none_yet}observed {difference.observed:+.4f}"
     return (
-        f"{difference.name} {what}: {difference.value:+.4f}, [{difference.low:+.4f}, {difference.high:+.4f}] at any "
+        f"{difference.name} {what}: {found}, [{difference.low:+.4f}, {difference.high:+.4f}] at any "
         f"time, from {difference.candidates} rows of the candidate and {difference.controls} of the control"
     )
 

@@ -50,10 +50,6 @@ FROM feedback LEFT JOIN responses USING (tenant, response_id)
 GROUP BY kind
 """
 
-_FEEDBACK_RATE: Final = """
-SELECT (SELECT count(*) FROM responses WHERE complete),
-       (SELECT count(*) FROM responses SEMI JOIN feedback USING (tenant, response_id) WHERE complete)
-"""
 
 _SCORED: Final = """
 CREATE TEMP TABLE scored AS
@@ -313,8 +309,19 @@ def _size(path: Path) -> int:
         return 0
 
 
+def feedback_rate_sql(responses: str, complete: str) -> str:
+    """SQL for (complete responses, those of them with feedback) of a table with tenant and response_id.
+
+    ``complete``: SQL for whether a row counts.
+    """
+    return f"""
+        SELECT (SELECT count(*) FROM {responses} WHERE {complete}),
+               (SELECT count(*) FROM {responses} SEMI JOIN feedback USING (tenant, response_id) WHERE {complete})
+    """
+
+
 def _feedback_rate(connection: duckdb.DuckDBPyConnection) -> FeedbackRate:
-    [[complete, answered]] = connection.execute(_FEEDBACK_RATE).fetchall()
+    [[complete, answered]] = connection.execute(feedback_rate_sql("responses", "complete")).fetchall()
     kinds = {kind: KindStatistics(count, responses) for kind, count, responses in connection.execute(_KINDS).fetchall()}
     return FeedbackRate(complete, answered, kinds)
 

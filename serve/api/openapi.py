@@ -138,8 +138,10 @@ def _complete(path: str, operation: dict[str, Any], *, needs_key: bool) -> None:
     if scope is not None:
         operation["security"] = [{name: []} for name in _SECURITY] + ([] if needs_key else [{}])
         operation["description"] = f"{operation.get('description', '')}\n\nNeeds a key with the scope `{scope}`."
-        for status, description in problems(401, 403, *(() if scope == "admin" else (429,))).items():
+        for status, description in problems(401, 403, 429).items():
             responses.setdefault(str(status), {"description": description["description"]})
+    if "requestBody" in operation:
+        responses.setdefault("415", {"description": problems(415)[415]["description"]})
     operation.setdefault("parameters", []).extend({"$ref": f"#/components/parameters/{name}"} for name in _PARAMETERS)
     if scope == "generate" and "requestBody" in operation:
         operation["parameters"].append({"$ref": "#/components/parameters/SessionId"})

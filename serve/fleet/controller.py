@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from feedback.files import make_folder, try_lock
+from feedback.files import make_folder, open_lock, try_lock
 from serve.config import FleetConfig
 from serve.fleet.planner import NOTHING, next_step
 from serve.fleet.reports import Report, reports
@@ -52,7 +52,7 @@ class Controller:
         pointer = self.store.serving()
         if pointer is None:
             raise PolicyError(f"{self.store.root} has no serving policy yet: promote one first (millrace init)")
-        self._lock = os.open(self.store.root / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self._lock = open_lock(self.store.root / _LOCK)
         if not try_lock(self._lock):
             self.close()
             raise FleetError(f"another process runs the fleet of {self.store.root}: stop that one first")

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -63,7 +63,7 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console |
             log.info("policy %d is what the fleet serves", state.serving.version)
             if config.fleet.ray_address is None:
                 bind(config.host, config.port).close()  # before anything takes its seconds
-            ray_stack.enter_context(_ray(config.fleet))
+            ray_stack.enter_context(_ray(config.fleet, config.proxies))
             driver = threading.Thread(
                 target=controller.run, args=(stop, config.swap.poll_seconds), name="fleet controller", daemon=True
             )
@@ -81,11 +81,12 @@ def run(config: ServeConfig, feedback_config: FeedbackConfig, console: Console |
 
 
 @contextmanager
-def _ray(config: FleetConfig) -> Iterator[None]:
+def _ray(config: FleetConfig, proxies: Sequence[str]) -> Iterator[None]:
     """Be connected to the fleet's Ray: the cluster's, or one of our own, which ends with the block."""
     environment = {
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve.fleet.proxy.middlewares",
         "RAY_SERVE_SESSION_ID_HEADER_KEY": HEADER,
+        "FORWARDED_ALLOW_IPS": ",".join(proxies),  # for the uvicorn that Ray Serve makes; by itself loopback
         # A thread less between the socket and the engine; what we run there never blocks.
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

@@ -14,9 +14,11 @@ from starlette.types import Receive, Scope
 from serve.config import ServeConfig
 from serve.fleet.assignment import Arms
 from serve.http import Problem
-from serve.middleware.authentication import READ, Authenticator, headers_of
+from serve.middleware.authentication import READ, Authenticator, client_of, headers_of
 from serve.middleware.bodies import FORM_BYTES, FORMS, Bodies
 from serve.middleware.keyring import CONSOLE, Keyring
+from serve.middleware.refusals import Refusals
+from serve.observability.audit import AuditLog
 from serve.policies.experiments import Experiment
 
 _replicas: int | None = None
@@ -30,23 +32,28 @@ class BodyReader:
     def __init__(self, config: ServeConfig) -> None:
         self._keyring = Keyring(config)
         self._keyring.refresh()  # the key file may be out of this node's reach for now: that is in the log
-        self._authenticator = Authenticator(self._keyring, config)
+        self._refusals = Refusals(config.limits.refused_per_minute, AuditLog(config.audit))
+        self._authenticator = Authenticator(self._keyring, config, self._refusals)
         self._bodies = Bodies(config.limits.body_bytes, config.limits.bodies)
         self._forms = Bodies(FORM_BYTES, FORMS)  # of strangers too, who log in
-        self._following: asyncio.Task[None] | None = None
+        self._following: tuple[asyncio.Task[None], ...] = ()
 
     async def read(self, scope: Scope, receive: Receive) -> tuple[bytes, str]:
         """A request's body and its tenant, if its sender may have it read: strangers must not take others' room.
 
-        Raises Problem 401, 403 or 421; 503 while the keys can't be read; as ``Bodies.read``.
+        Raises Problem 401, 403, 421 or 429; 503 while the keys can't be read; as ``Bodies.read``.
         """
-        if self._following is None:
-            self._following = asyncio.create_task(self._keyring.follow(), name="keys")
+        if not self._following:
+            self._following = (
+                asyncio.create_task(self._keyring.follow(), name="keys"),
+                asyncio.create_task(self._refusals.record(), name="refusals"),
+            )
         tenant = ""
         if has_body(scope):
             if self._keyring.error is not None and not self._keyring.on:
                 raise Problem(503, "the keys can't be read at the moment; ask again", retry_after=2)
-            tenant = self._authenticator.check_before_body(scope["path"], headers_of(scope, READ)).tenant
+            headers, client = headers_of(scope, READ), client_of(scope)
+            tenant = self._authenticator.check_before_body(scope["path"], headers, client).tenant
         bodies = self._forms if scope["path"].startswith(f"{CONSOLE}/") else self._bodies
         return await bodies.read(receive), tenant
 

@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from pydantic import TypeAdapter
 
-from feedback.files import make_folder, replace_file, try_lock
+from feedback.files import make_folder, open_lock, replace_file, try_lock
 from serve.fleet.state import FleetError
 
 _LOCK: Final = ".lock"
@@ -64,7 +64,7 @@ class Name:
         make_folder(folder)
         for number in range(_MOST_REPLICAS):
             self.name = f"{base}-{number}"
-            self._descriptor = os.open(folder / f"{self.name}{_LOCK}", os.O_RDWR | os.O_CREAT, 0o644)
+            self._descriptor = open_lock(folder / f"{self.name}{_LOCK}")
             for _ in range(_TRIES):
                 if try_lock(self._descriptor):
                     (folder / f"{self.name}{_REPORT}").unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Final
 
@@ -14,6 +14,7 @@ from serve.config import ServeConfig
 from serve.http import Problem
 from serve.middleware.browser_sessions import TOKEN_HEADER, BrowserSessions, cookie_of
 from serve.middleware.keyring import CONSOLE, Keyring, Principal, Refused, is_wildcard, scope_of
+from serve.middleware.refusals import Refusals
 
 READ: Final = frozenset(
     {b"authorization", b"x-api-key", b"origin", b"host", b"cookie", b"sec-fetch-site", TOKEN_HEADER}
@@ -32,25 +33,28 @@ def headers_of(scope: Scope, wanted: frozenset[bytes]) -> dict[bytes, bytes]:
     return found
 
 
+def client_of(scope: Scope) -> str:
+    """The address that a request came from: the connection's, or what one of ``serve.proxies`` says."""
+    return (scope.get("client") or ("unknown",))[0]
+
+
 class Authenticator:
     """Finds a request's principal. Without keys: refuses other machines, and web pages of other hosts."""
 
-    def __init__(
-        self, keyring: Keyring, config: ServeConfig, failed: Callable[[str], None] = lambda reason: None
-    ) -> None:
-        """``failed``: called with the reason for each key that is refused."""
+    def __init__(self, keyring: Keyring, config: ServeConfig, refusals: Refusals | None = None) -> None:
+        """``refusals``: what counts the keys that are refused, and where."""
         self.keyring = keyring
         self.sessions = BrowserSessions(keyring)
-        self._failed = failed
+        self.refusals = refusals or Refusals(config.limits.refused_per_minute)
         self._hosts = frozenset({"localhost", _plain(config.host), *map(_plain, config.allowed_hosts)})
         self._named = frozenset(map(_plain, config.allowed_hosts))
         self._is_wildcard = is_wildcard(config.host)
         self._is_ours = lru_cache(1024)(self._answers_to)  # clients say the same host over and over
 
-    def authenticate(self, wanted: str | None, headers: Mapping[bytes, bytes]) -> Principal:
-        """The request's principal. ``wanted``: the scope it needs, None if it is open to all.
+    def authenticate(self, wanted: str | None, headers: Mapping[bytes, bytes], client: str = "") -> Principal:
+        """The request's principal. ``wanted``: the scope it needs, None if it is open to all; ``client``: its address.
 
-        Raises Problem 401, 403 or 421.
+        Raises Problem 401, 403 or 421; 429 in place of 401 where too many of the client's keys were not good.
         """
         keyring = self.keyring
         if not keyring.on:
@@ -58,9 +62,9 @@ class Authenticator:
             return keyring.anonymous
         if wanted is None:
             return keyring.nobody
-        principal = self._owner(headers)
+        principal = self._owner(headers, client)
         if wanted not in principal.scopes:
-            self._failed("scope")
+            self.refusals.add("scope", client)
             allowed = ", ".join(sorted(principal.scopes))
             challenge = f'Bearer realm="millrace", error="insufficient_scope", scope="{wanted}"'
             raise Problem(
@@ -70,22 +74,44 @@ class Authenticator:
             )
         return principal
 
-    def check_before_body(self, path: str, headers: Mapping[bytes, bytes]) -> Principal:
-        """The principal of a request with a body. Raises Problem 401, 403 or 421 where that need not be read."""
+    def knows(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a good key or session came with a request, or none is needed. What it may do is not looked at."""
+        if not self.keyring.on:
+            return True
+        secret, cookie = _secret(headers), cookie_of(headers)
+        try:
+            if secret is None and cookie is not None:
+                self.sessions.principal(cookie)
+            else:
+                self.keyring.authenticate(secret)
+        except Refused:
+            return False
+        return True
+
+    def check_before_body(self, path: str, headers: Mapping[bytes, bytes], client: str = "") -> Principal:
+        """The principal of a request with a body. Raises Problem as ``authenticate`` where that need not be read."""
         scope = scope_of(path)
         if not self.keyring.on or scope in ("generate", "feedback"):
-            return self.authenticate(scope, headers)
+            return self.authenticate(scope, headers, client)
         if path == LOGIN:  # which is where one gets a session
             return self.keyring.nobody
         if path.startswith(f"{CONSOLE}/"):
-            return self.check_form(headers)
+            return self.check_form(headers, client)
         # No route there takes a body, but for a key's owner it is read, and the answer is the route's own.
-        return self._owner(headers)
+        return self._owner(headers, client)
 
-    def session(self, headers: Mapping[bytes, bytes], *, proved: bool) -> Principal:
+    def begin_session(self, secret: str, client: str = "") -> str:
+        """The cookie of a new session of a key. Raises Problem 401, or 429 as ``authenticate``."""
+        try:
+            return self.sessions.begin(secret)
+        except Refused as refused:
+            self.refusals.add(refused.reason, client)
+            raise Problem(401, str(refused)) from None
+
+    def session(self, headers: Mapping[bytes, bytes], client: str = "", *, proved: bool) -> Principal:
         """Who looks at a page. ``proved``: the request must prove too that a page of ours made it.
 
-        Without keys everybody is anybody. Raises Problem 401 without a session, 403 without the proof.
+        Without keys everybody is anybody. Raises Problem 401 or 429 without a session, 403 without the proof.
         """
         cookie = cookie_of(headers)
         if proved:
@@ -93,15 +119,17 @@ class Authenticator:
         if not self.keyring.on:
             return self.keyring.anonymous
         try:
-            return self.sessions.principal(cookie or "")
+            if cookie is None:
+                raise Refused("missing", "there is no such session; log in")
+            return self.sessions.principal(cookie)
         except Refused as refused:
-            self._failed(refused.reason)
+            self.refusals.add(refused.reason, client)
             raise Problem(401, str(refused)) from None
 
-    def check_form(self, headers: Mapping[bytes, bytes]) -> Principal:
-        """Whose form it is, before its body is read, in which the page's token comes. Raises Problem 401 or 403."""
+    def check_form(self, headers: Mapping[bytes, bytes], client: str = "") -> Principal:
+        """Whose form it is, before its body is read, in which the page's token comes. Raises Problem as ``session``."""
         self.check_origin(headers)
-        return self.session(headers, proved=False)
+        return self.session(headers, client, proved=False)
 
     def check_page(self, headers: Mapping[bytes, bytes], cookie: str | None) -> None:
         """Raises Problem 403 unless a page of ours made the request, which holds the session's token."""
@@ -120,19 +148,15 @@ class Authenticator:
                 403, "a page of another origin may not do this; behind a proxy, name it in serve.allowed_hosts"
             )
 
-    def _owner(self, headers: Mapping[bytes, bytes]) -> Principal:
-        """The key's principal. Raises Problem 401."""
-        # Looked at first: Authorization may be for a gateway before this server.
-        secret = headers.get(b"x-api-key")
-        if secret is None and (authorization := headers.get(b"authorization")) is not None:
-            kind, _, value = authorization.partition(b" ")
-            secret = value.strip() if kind.lower() == b"bearer" else None
+    def _owner(self, headers: Mapping[bytes, bytes], client: str) -> Principal:
+        """The key's principal. Raises Problem 401 or 429."""
+        secret = _secret(headers)
         if secret is None and cookie_of(headers) is not None:
-            return self.session(headers, proved=True)
+            return self.session(headers, client, proved=True)
         try:
             return self.keyring.authenticate(secret)
         except Refused as refused:
-            self._failed(refused.reason)
+            self.refusals.add(refused.reason, client)
             error = "" if refused.reason == "missing" else f', error="invalid_token", error_description="{refused}"'
             raise Problem(401, str(refused), headers={"WWW-Authenticate": f'Bearer realm="millrace"{error}'}) from None
 
@@ -178,6 +202,15 @@ class Authenticator:
         address = _address(authority)
         found = _AUTHORITY.fullmatch(authority.lower())
         return (address is not None and address.is_loopback) or (found is not None and _plain(found[1]) in self._hosts)
+
+
+def _secret(headers: Mapping[bytes, bytes]) -> bytes | None:
+    """The key that came with a request."""
+    # Looked at first: Authorization may be for a gateway before this server.
+    if (secret := headers.get(b"x-api-key")) is not None:
+        return secret
+    kind, _, value = headers.get(b"authorization", b"").partition(b" ")
+    return value.strip() if kind.lower() == b"bearer" else None
 
 
 def _plain(host: str) -> str:

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from feedback.ids import uuid7
 from serve.http import CLIENT_CLOSED_REQUEST, Problem, client_gone
 from serve.middleware import authentication
-from serve.middleware.authentication import Authenticator, headers_of
+from serve.middleware.authentication import Authenticator, client_of, headers_of
 from serve.middleware.keyring import scope_of
 from serve.middleware.rate_limits import Limiter
 from serve.observability import log_format
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 access = logging.getLogger("serve.access")
 
-_READ: Final = authentication.READ | {b"x-request-id", b"traceparent", b"tracestate"}
+_READ: Final = authentication.READ | {b"x-request-id", b"traceparent", b"tracestate", b"content-encoding"}
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _OTHER: Final = "other"
 _LIMITED: Final = frozenset({"generate", "feedback"})
@@ -80,6 +80,8 @@ class RequestContext:
         parent = _read_trace(scope, incoming) if b"traceparent" in incoming else None
         if self.tracing is None or scope["path"] not in _TRACED:
             return await self._respond(scope, receive, send, incoming)
+        if parent is not None and not self.authenticator.knows(incoming):
+            parent = None  # a stranger's word doesn't make a trace be exported, nor join one
         span = self.tracing.begin_request(scope["method"], scope["path"], parent)
         _, scope["trace_id"], scope["span_id"], scope["trace_flags"] = traceparent(span).split("-")
         with self.tracing.at_work(span):
@@ -119,7 +121,14 @@ class RequestContext:
                 route = path
             except KeyError:
                 route, wanted = self._find(scope)
-            principal = scope["principal"] = self.authenticator.authenticate(wanted, incoming)
+            principal = scope["principal"] = self.authenticator.authenticate(wanted, incoming, client_of(scope))
+            if (coding := incoming.get(b"content-encoding", b"identity").lower()) != b"identity":
+                shown = coding.decode("latin-1")[:100]
+                raise Problem(
+                    415,
+                    f"Content-Encoding is {shown!r}, and bodies are read as they are: send it without one",
+                    headers={"Accept-Encoding": "identity"},  # RFC 9110, 12.5.3
+                )
             if wanted in _LIMITED:
                 await self.limiter.take_request(principal)
             await self.app(scope, receive, answer)
@@ -168,7 +177,7 @@ class RequestContext:
             "route": route,
             "code": code,
             "ms": round(seconds * 1e3, 2),
-            "client": (scope.get("client") or ("",))[0],
+            "client": client_of(scope),
             "key": principal.key if principal is not None else None,
             "tenant": principal.tenant if principal is not None else None,
         }

@@ -1,7 +1,8 @@
 """The audit log: who did what to the keys, the policies and the data, when, and from where.
 
 One line of JSON before an action is taken and one behind it, in a file that only grows; each line has the hash of the
-one before, so that a line that was changed or taken out shows. What cuts off the end is not seen.
+one before, so that a line that was changed or taken out shows. There is no key: who may write to the file can cut off
+its end, or write all of it anew, and neither is seen, but beside a ``head`` that was kept elsewhere.
 """
 
 from __future__ import annotations
@@ -106,6 +107,18 @@ class AuditLog:
             before = _hash(line)
         return list(found.values())
 
+    def head(self) -> tuple[int, str]:
+        """How many lines there are, and the hash of the last, which all of them are in. Raises as ``entries``."""
+        self.entries()
+        lines = self._lines()
+        return len(lines), _hash(lines[-1]) if lines else _START
+
+    def has_head(self, lines: int, sha256: str) -> bool:
+        """Whether its first ``lines`` are those of that head. Raises as ``entries``."""
+        self.entries()
+        found = self._lines()
+        return lines <= len(found) and (_hash(found[lines - 1]) if lines else _START) == sha256
+
     def _lines(self) -> list[bytes]:
         """Whole lines. What a crash tore in the middle was never followed by its action."""
         try:
@@ -129,7 +142,6 @@ class AuditLog:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lock = self.path.with_name(f"{self.path.name}.lock")
-            make_private(lock)  # who can open it can hold it, and then nobody does anything
             with locked(lock, _LOCK_S):
                 make_private(self.path)
                 last, size = self._end()

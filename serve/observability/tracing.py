@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final
@@ -37,9 +37,55 @@ _CLOSE_S: Final = 3.0
 _BATCH: Final = 512
 PROVIDER: Final = "millrace"
 
-# What clients send is parsed: what is malformed in it is not for the log. A collector that is gone is, once a batch.
+_SAY_EVERY_S: Final = 3600.0
+
+# What clients send is parsed: what is malformed in it is not for the log.
 for _name in ("opentelemetry.trace.span", "opentelemetry.trace.propagation", "opentelemetry.exporter.otlp"):
     logging.getLogger(_name).setLevel(logging.ERROR)
+
+
+class _Reason(logging.Filter):
+    """Keeps what an exporter's log has said last, which has no address and comes with each batch, out of ours."""
+
+    last = "no reason was given"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        self.last = record.getMessage()
+        return False
+
+
+_reason: Final = _Reason()
+for _name in ("trace_exporter", "_log_exporter"):
+    logging.getLogger(f"opentelemetry.exporter.otlp.proto.http.{_name}").addFilter(_reason)
+
+
+class Collected:
+    """Whether a collector takes what is sent, for the log: at the first failure, then now and then, and at the end."""
+
+    def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._endpoint = endpoint
+        self._clock = clock
+        self._lost = 0
+        self._said_at: float | None = None
+
+    def sent(self, spans: int, *, taken: bool) -> None:
+        """A batch of ``spans`` was sent."""
+        if taken:
+            if self._said_at is not None:
+                log.info("the collector at %s takes spans again; %d were lost", self._endpoint, self._lost)
+            self._lost, self._said_at = 0, None
+            return
+        self._lost += spans
+        now = self._clock()
+        if self._said_at is None or now - self._said_at >= _SAY_EVERY_S:
+            self._said_at = now
+            log.error(
+                "the collector at %s (serve.traces.endpoint) takes no spans, %d are lost so far: %s",
+                self._endpoint,
+                self._lost,
+                _reason.last,
+            )
+
 
 current: ContextVar[str | None] = ContextVar("trace", default=None)
 """The traceparent of the request at work, if its spans are exported."""
@@ -78,9 +124,18 @@ class Tracing:
     def start(self) -> None:
         """Begin to export, in a thread."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 
-        exporter = OTLPSpanExporter(f"{self._base}/v1/traces", timeout=self._config.timeout_s)
+        collected = Collected(self._base)
+
+        class Exporter(OTLPSpanExporter):
+            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+                result = super().export(spans)
+                collected.sent(len(spans), taken=result is SpanExportResult.SUCCESS)
+                return result
+
+        exporter = Exporter(f"{self._base}/v1/traces", timeout=self._config.timeout_s)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
 
     def close(self) -> None:
@@ -204,7 +259,12 @@ class Tracing:
             if number % _BATCH == 0:
                 provider.force_flush()
                 if not exporter.taken:
-                    log.error("the collector takes no more evaluation events: at most %d are exported", number)
+                    log.error(
+                        "the collector at %s takes no more evaluation events, at most %d are exported: %s",
+                        self._base,
+                        number,
+                        _reason.last,
+                    )
                     break
         _close(provider)
 

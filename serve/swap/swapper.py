@@ -348,7 +348,7 @@ class Swapper:
         swap = await self.swap_to(pointer)
         if swap.ok:
             await asyncio.to_thread(self._record_served, pointer)
-            self._pointer, self._since, self.failed = pointer, swap.at, None
+            self._pointer, self.failed = pointer, None
             log.info("policy %d serves, held for %.1f ms; probe: %s", swap.to_version, swap.hold_ms, swap.probe)
         else:
             log.error("policy %d refused, %d stays: %s", swap.to_version, swap.from_version, swap.error)
@@ -360,6 +360,8 @@ class Swapper:
 
     async def _note(self, swap: Swap) -> None:
         """Put a swap on record."""
+        if swap.ok:
+            self._since = swap.at
         self._swaps.append(swap)
         self._observe(swap)
         try:

@@ -135,6 +135,66 @@ def test_text_becomes_the_type_of_its_setting() -> None:
     assert settings.serve.engine.extra == {"block_size": 16}
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("serve:\n  port: 1\nserve:\n  host: a\n", "line 3: the key serve stands in line 1 already"),
+        ("serve: {port: 1, port: 2}\n", "line 1: the key port stands in line 1 already"),
+        (
+            "feedback:\n  scoring:\n    rules:\n      no:\n        function: m:f\n",
+            'line 4: YAML reads the key no as true or false, and keys are texts: quote it, "no"',
+        ),
+        ("evaluation:\n  suites:\n    7: {path: a}\n", "line 3: YAML reads the key 7 as a number"),
+        ("serve: {on: 1}\n", "line 1: YAML reads the key on as true or false"),
+    ],
+)
+def test_a_key_that_yaml_would_read_otherwise_or_that_stands_twice_is_named_with_its_line(
+    content: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        root.load(file)
+    assert f"the config file {file}, {message}" in str(error.value)
+
+
+def test_a_mapping_on_the_command_line_may_have_no_key_twice() -> None:
+    with pytest.raises(ConfigError, match=r"^serve.engine.extra: line 1: the key a stands in line 1 already"):
+        root.load(None, [("serve.engine.extra", "{a: 1, a: 2}")])
+
+
+def test_anchors_and_merges_are_taken_as_ever(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("serve:\n  engine: {extra: {a: &x {b: 1}, c: *x, d: {<<: *x, e: 2}}}\n")
+    assert root.load(file).serve.engine.extra == {"a": {"b": 1}, "c": {"b": 1}, "d": {"b": 1, "e": 2}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("serve: {port: abc}", "serve.port: must be a whole number, not 'abc' (from"),
+        ("serve: {port: 70000}", "serve.port: must be 65535 or less, not 70000 (from"),
+        ("serve: {access_log: maybe}", "serve.access_log: must be true or false, not 'maybe' (from"),
+        ("serve: {host: 1}", "serve.host: must be a text, not 1 (from"),
+        (
+            "serve: {host: no}",
+            "must be a text (YAML reads no, off, on and yes as true or false: quote them), not False",
+        ),
+        ("serve: {swap: {mode: fast}}", "serve.swap.mode: must be 'keep' or 'wait', not 'fast' (from"),
+        ("serve: {engine: 3}", "serve.engine: must be a section, with settings below it, not 3 (from"),
+        ("serve: {model_name: ''}", "serve.model_name: must be a text that is not empty, not '' (from"),
+        ("train: {optimizer: {betas: 3}}", "train.optimizer.betas: must be a list, not 3 (from"),
+        ("serve: {proxies: [here]}", "'here' is no address or network, such as 10.0.0.7 or 10.1.0.0/16"),
+    ],
+)
+def test_what_a_setting_must_be_is_said_in_our_words(content: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        root.load(file)
+    assert message in str(error.value)
+
+
 @pytest.mark.parametrize("content", ["- a list", "a: [", "just text"])
 def test_a_config_file_that_is_no_mapping_is_named(content: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"

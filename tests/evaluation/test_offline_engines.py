@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from evaluation.config import EngineConfig
-from evaluation.engine import Done, EngineError, OfflineEngine, OfflineEngines, Work
+from evaluation.engine import Done, EngineError, LentEngine, OfflineEngine, OfflineEngines, Work
 from evaluation.suites.suite import Suite
 from serve.policies.store import Policy, PolicyStore
 from serve.vllm.boot import sampling_params
@@ -89,3 +91,27 @@ def test_a_policy_that_differs_in_more_than_weights_or_can_t_be_loaded_gets_an_e
             engines.of(damaged)
         assert same(do_all(engines.of(plain), suite), answers)
         assert engines.of(plain) is not third
+
+
+@pytest.mark.parametrize(
+    "answer", [None, ("error", "WorkerError: the rollout worker was killed")], ids=["ends", "fails"]
+)
+def test_an_evaluation_goes_on_in_an_engine_of_its_own_where_the_resident_workers_die(
+    tmp_path: Path, suite: Suite, answer: tuple[str, str] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = publish(tmp_path, 7)
+    ours, theirs = Pipe()
+
+    def lend_and_die() -> None:
+        with theirs:
+            theirs.recv()
+            if answer is not None:
+                theirs.send(answer)
+
+    lender = threading.Thread(target=lend_and_die)
+    lender.start()
+    with LentEngine._of(ours, policy, CONFIG) as lent, OfflineEngine(policy.path, CONFIG) as own:
+        assert same(do_all(lent, suite), do_all(own, suite))
+        assert lent.where == "own"
+    lender.join(10)
+    assert "goes on in an engine of its own" in caplog.text

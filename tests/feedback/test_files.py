@@ -90,3 +90,11 @@ def test_a_folder_or_a_file_is_locked_by_one_at_a_time_and_shared_by_many(tmp_pa
         pass
     with locked(path, 0, shared=True), locked(path, 0, shared=True), pytest.raises(LockTimeoutError), locked(path, 0):
         pass
+
+
+def test_a_lock_file_is_its_owners_alone_also_one_that_others_could_open(tmp_path: Path) -> None:
+    old = tmp_path / "old.lock"
+    old.touch(0o644)
+    for path in (old, tmp_path / "new.lock"):
+        with locked(path, 1):
+            assert path.stat().st_mode & 0o777 == 0o600

@@ -129,3 +129,24 @@ def test_many_at_once_are_all_on_record(log: AuditLog) -> None:
         thread.join()
     assert {entry.who for entry in log.entries()} == {str(number) for number in range(8)}
     assert all(entry.outcome == "done" for entry in log.entries())
+
+
+def test_a_head_that_was_kept_tells_a_log_that_was_cut_or_written_anew(log: AuditLog) -> None:
+    start = log.head()
+    for who in ("ann", "bob"):
+        with log.entry("keys.revoke", who=who, origin="a command"):
+            pass
+    lines, sha256 = kept = log.head()
+    assert lines == 4
+    with log.entry("keys.revoke", who="cy", origin="a command"):
+        pass
+    assert log.has_head(*kept)
+    assert log.has_head(*start)
+    whole = log.path.read_bytes().splitlines(keepends=True)
+    log.path.write_bytes(b"".join(whole[:2]))  # which is a sound log
+    assert [entry.who for entry in log.entries()] == ["ann"]
+    assert not log.has_head(*kept)
+    for who in ("eve", "mal"):
+        with log.entry("keys.revoke", who=who, origin="a command"):
+            pass
+    assert not log.has_head(lines, sha256)

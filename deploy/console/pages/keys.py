@@ -7,6 +7,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from deploy.config import wording
 from deploy.config.root import Settings
 from deploy.console.pages.visit import Answer, Visit
 from deploy.console.pages.visit import page as shown
@@ -37,8 +38,8 @@ def create(settings: Settings, visit: Visit) -> Answer:
             expires_at=None if lasts is None else datetime.now(UTC) + lasts,
         )
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False)[0]
-        return page(settings, visit, refused=f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}")
+        wrong = error.errors(include_url=False)[0]
+        return page(settings, visit, refused=f"{'.'.join(map(str, wrong['loc']))}: {wording.wrong(wrong)}")
     except (ValueError, KeyFileError) as error:
         return page(settings, visit, refused=str(error))
     return page(settings, visit, secret=secret)

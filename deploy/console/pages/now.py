@@ -125,7 +125,9 @@ def _paths(settings: Settings, found: status.Status) -> list[dict[str, Any]]:
     (row,) = (one for one in experiments(Experiments(settings.policy_store().root)) if one.number == number)
     return [
         {
-            "title": f"{path.outcome}{' since the commit' if path.watched else ''}",
+            "title": path.outcome
+            + (" since the commit" if path.watched else "")
+            + (", no difference seen yet" if path.low[-1] <= 0 <= path.high[-1] else ""),
             "x": list(path.blocks),
             "y": _finite(path.value),
             "low": _finite(path.low),

@@ -234,6 +234,11 @@ def test_a_rollback_to_what_never_served_is_refused_and_its_override_is_in_the_h
     assert done["who"].endswith(f"@{socket.gethostname()}")
     _, out, _ = run("audit", "--home", "h", "--last", "1", capsys=capsys)
     assert out.splitlines()[-1].endswith("policy.rollback  to=2 why=a try override=True version=2 generation=2  done")
+    _, head, _ = run("audit", "--home", "h", "--head", capsys=capsys)
+    assert run("audit", "--home", "h", "--since", head.strip(), capsys=capsys)[0] == 0
+    code, _, err = run("audit", "--home", "h", "--since", f"2:{'0' * 64}", capsys=capsys)
+    assert (code, "does not go on from 2:0000" in err) == (1, True)
+    assert run("audit", "--home", "h", "--since", "all", capsys=capsys)[0] == 2
     file = Path("h/audit.jsonl")
     file.write_bytes(file.read_bytes().replace(b"a try", b"a lie"))
     code, _, err = run("audit", "--home", "h", capsys=capsys)

@@ -52,6 +52,16 @@ def test_score_says_what_each_source_gave_and_why_the_rest_is_missing(
     assert run(settings, capsys=capsys)[1].startswith("scored 0 responses")
 
 
+def test_scoring_can_give_way_to_what_somebody_waits_for(
+    settings: Settings, lake: Lake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[int] = []
+    monkeypatch.setattr("os.nice", given.append)  # of the tests' own process it could not be taken back
+    assert run(settings, "--nice", "7", capsys=capsys)[0] == 0
+    assert given == [7]
+    assert run(settings, "--nice", "20", capsys=capsys)[0] == 2
+
+
 def test_feedback_on_a_session_counts_once_however_many_responses_it_is_on(
     settings: Settings, lake: Lake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

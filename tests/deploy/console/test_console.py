@@ -293,7 +293,8 @@ def test_a_promotion_needs_admin_the_pages_token_a_reason_and_the_gate_or_an_ove
         assert (refused.status_code, "was not evaluated" in refused.text) == (409, True)
         assert ops.get(path).status_code == 405
         assert serving() == 1
-        done = ops.post(path, data={"csrf": own, "why": HOSTILE, "override": "yes"}, headers=origin)
+        disguised = origin | {"X-Forwarded-For": "203.0.113.9"}
+        done = ops.post(path, data={"csrf": own, "why": HOSTILE, "override": "yes"}, headers=disguised)
         assert (done.status_code, serving()) == (200, 2)
         assert "<script>alert" not in done.text
         _until_served(ops, site, 2)
@@ -304,6 +305,7 @@ def test_a_promotion_needs_admin_the_pages_token_a_reason_and_the_gate_or_an_ove
     assert [(one.who, one.body["why"]) for one in moves[-2:]] == [("ops (console)", HOSTILE), ("ops (console)", "back")]
     entries = AuditLog(site.settings.path(site.settings.serve.audit)).entries()
     assert ("console.login", "ops of acme") in {(one.action, one.who) for one in entries}
+    assert {one.origin for one in entries if one.action == "console.login"} == {"127.0.0.1"}  # whatever headers say
     by_form = [one for one in entries if one.action in ("console.promote", "console.rollback")]
     assert {(one.who, one.origin) for one in by_form} == {("ops of acme", "127.0.0.1")}
     assert [one.outcome.split(" ")[0] for one in by_form if one.outcome] == [*["refused:"] * 3, "done", "done"]

@@ -7,6 +7,8 @@ import math
 from datetime import timedelta
 from typing import Any
 
+import pytest
+
 from deploy.config.root import Settings
 from deploy.console import worker
 from deploy.console.pages import now
@@ -60,9 +62,11 @@ def test_an_experiment_shows_the_confidence_sequence_of_each_outcome(home_with_p
     found = live(home_with_policy)
     assert "Experiment 1" in found["parts"]["experiment"]
     feedback, errors = found["charts"]["experiment"]
-    assert (feedback["title"], errors["title"], errors["bar"]) == ("feedback", "errors", 0.05)
+    assert (feedback["title"], errors["title"], errors["bar"]) == ("feedback", "errors, no difference seen yet", 0.05)
+    assert errors["y"][-1] == 0.0  # nobody has seen an error
     assert feedback["x"][-1] == 120
     assert feedback["low"][-1] < feedback["y"][-1] < feedback["high"][-1]
+    assert feedback["y"][-1] == pytest.approx(0.4)
     assert feedback["low"][-1] > 0
 
 

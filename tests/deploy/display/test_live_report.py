@@ -58,7 +58,7 @@ def test_the_bounds_after_the_last_block_are_those_of_a_look_now(store: Experime
     assert [path.outcome for path in row.paths] == ["feedback", "errors"]
     for path in row.paths:
         of = now[path.outcome]
-        assert (path.blocks[-1], path.value[-1], path.low[-1], path.high[-1]) == (120, of.value, of.low, of.high)
+        assert (path.blocks[-1], path.value[-1], path.low[-1], path.high[-1]) == (120, of.observed, of.low, of.high)
         assert len(path.blocks) == 40
         assert all(a <= b for a, b in zip(path.low, path.low[1:], strict=False))
     assert row.paths[0].low[-1] > 0

@@ -234,8 +234,24 @@ def test_a_pointer_that_moved_meanwhile_is_not_overwritten(store: PolicyStore) -
         promote(store, 3, expected=seen)
 
 
-def test_the_policy_that_serves_can_be_promoted_again_for_a_new_generation(store: PolicyStore) -> None:
-    assert promotion.promote(store, ledger_of(store), 1, who="me", why="try again").generation == 2
+def test_what_serves_already_is_not_moved_again_but_by_an_override_with_which_servers_try_again(
+    store: PolicyStore,
+) -> None:
+    with pytest.raises(PromotionRefused, match=r"policy 1 serves already, since 20.*nothing was moved; .* --override"):
+        promote(store, 1)
+    assert len(store.history()) == 1
+    assert promotion.promote(store, ledger_of(store), 1, who="me", why="try again", override=True).generation == 2
+
+
+def test_a_policy_that_no_server_has_said_to_serve_yet_is_promoted_again_for_a_new_generation(
+    store: PolicyStore,
+) -> None:
+    judge(store, 2, incumbent=1)
+    promote(store, 2)
+    assert promotion.promote(store, ledger_of(store), 2, who="me", why="try again").generation == 3
+    store.record_outcome(pointer_of(store), served=True, by="replica-0")
+    store.record_outcome(pointer_of(store), served=False, by="replica-1")
+    assert promotion.promote(store, ledger_of(store), 2, who="me", why="once more").generation == 4
 
 
 def test_a_second_rollback_goes_further_back_and_not_forward_again(store: PolicyStore) -> None:

@@ -48,7 +48,7 @@ def test_rlhf_has_the_trained_reward_model_stand_in_for_people() -> None:
             [("cycle.recipe", "rlhf"), ("feedback.scoring.human.weight", "0")],
             r"cycle\.recipe=rlhf: feedback\.scoring\.human\.weight is not set, or has no weight",
         ),
-        ([("cycle.recipe", "magic")], r"^cycle\.recipe: Input should be 'auto'.*not 'magic'"),
+        ([("cycle.recipe", "magic")], r"^cycle\.recipe: must be 'auto'.*not 'magic'"),
         (
             [("cycle.recipe", "rlhf"), ("train.reward", "a:b")],
             r"cycle\.recipe=rlhf and train\.reward=a:b both say what rewards",
@@ -146,7 +146,7 @@ def test_a_stage_leaves_groups_out_for_the_sake_of_its_own_resampling_alone(
 @pytest.mark.parametrize(
     ("own", "named"),
     [
-        ("[{stage: trian}]", r"^cycle\.recipe\.0\.stage: Input should be 'train' or 'reward-model', not 'trian'"),
+        ("[{stage: trian}]", r"^cycle\.recipe\.0\.stage: must be 'train' or 'reward-model', not 'trian'"),
         ("[{stage: train, sett: {}}]", r"^unknown setting cycle\.recipe\.0\.sett "),
         ("[{stage: train, name: 'A b'}]", r"^cycle\.recipe\.0\.name: .*'A b'"),
         (

@@ -171,7 +171,7 @@ def test_the_lag_is_from_the_newest_feedback_that_the_serving_policy_could_learn
 
 def test_an_experiment_shows_its_state_its_wealth_and_its_confidence_sequence(home_with_policy: Settings) -> None:
     store = Experiments(home_with_policy.policy_store().root)
-    difference = {"name": "feedback", "value": 0.2, "low": -0.1, "high": None, "gain": 7.5, "harm": 0.5}
+    difference = {"name": "feedback", "observed": 0.2, "low": -0.1, "high": None, "gain": 7.5, "harm": 0.5}
     begin(store, latest={"differences": [difference]})
     found = collected(home_with_policy)
     assert of(found, "experiment_state", state="running") == 1

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,14 @@ import pytest
 from deploy.config import root
 from deploy.config.root import ConfigError, Settings
 from deploy.loop import promotion, records
-from deploy.loop.records import CycleRecord
+from deploy.loop.records import CycleRecord, Stage
 from deploy.notify import webhooks
 from deploy.notify.events import Event, Position, end, since
 from deploy.notify.webhooks import FAILED, FOLDER, SIGNATURE, TIMESTAMP, failures, notifying, payload
 from loadtests.server import free_port
 from serve.policies.experiments import Experiments
 from tests.deploy.display.test_live_report import begin
+from tests.http_receiver import receiving
 
 SECRET = "a secret of the receiver's"
 
@@ -51,26 +51,15 @@ class Receiver:
 def receiver() -> Iterator[Receiver]:
     found = Receiver()
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            found.came.append((self.path, dict(self.headers), body))
-            if self.path == "/slow":
-                found.holds.wait(30)
-            self.send_response(found.answers.pop(0) if found.answers else 200)
-            self.send_header("Location", f"{found.url}/elsewhere")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+    def take(path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str]]:
+        found.came.append((path, headers, body))
+        if path == "/slow":
+            found.holds.wait(30)
+        return found.answers.pop(0) if found.answers else 200, {"Location": f"{found.url}/elsewhere"}
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        found.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    with receiving(take) as found.url:
         yield found
         found.holds.set()
-        server.shutdown()
 
 
 def hooked(settings: Settings, **hooks: dict[str, object]) -> Settings:
@@ -110,6 +99,31 @@ def moves(settings: Settings, model: Path) -> None:
     promotion.rollback(store, who="ann", why="it is rude", to=1, override=True)
 
 
+def test_what_an_error_says_stays_at_home(home_with_policy: Settings, model: Path) -> None:
+    settings, text = home_with_policy, "KeyError: 'a prompt of ann' in /srv/secret/rewards.py"
+    at = records.now()
+    stage = Stage(name="train", started_at=at, ok=False, error=text)
+    record = CycleRecord(number=1, status="failed", reason=text, started_at=at, finished_at=at, stages=[stage])
+    settings.path(settings.cycle.folder).mkdir()
+    records.write(settings, record)
+    store = settings.policy_store()
+    store.publish(model, parent=1, lineage={}, metrics={})
+    moved = store.promote(2, expected=1, who="cycle", why="passed")
+    store.move_back(moved, 1, who="replica-0", why=f"policy 2 was refused: {text}")
+    begin(Experiments(store.root), state="ended", end={"decision": "failed", "at": "t", "who": "x", "why": text})
+    found = [event for _, event in since(settings, Position(move=1)) if event is not None]
+    assert [(event.event, event.stage) for event in found] == [
+        ("failed", "train"), ("promoted", None), ("rolled_back", None), ("failed", None),
+    ]  # fmt: skip
+    assert [event.reason for event in found] == [
+        "the stage train failed; `millrace status` and logs/cycle-000001-*.log say why",
+        "passed",
+        "replica-0 could not serve it; `millrace history` says why",
+        "`millrace experiment show 1` says why",
+    ]
+    assert not any("ann" in json.dumps(event.body("home")) or "/srv" in event.text for event in found)
+
+
 def test_each_of_the_four_is_told_once_and_nothing_of_before(
     home_with_policy: Settings, model: Path, receiver: Receiver
 ) -> None:
@@ -126,7 +140,10 @@ def test_each_of_the_four_is_told_once_and_nothing_of_before(
     assert found.keys() == {"refused", "failed", "promoted", "rolled_back"}
     assert {path for path, _, _ in receiver.came} == {"/hook?room=1"}
     assert (found["refused"]["cycle"], found["refused"]["policy"]) == (2, 2)
-    assert (found["failed"]["id"], found["failed"]["reason"]) == ("cycle-4", "train ended with code 1")
+    assert (found["failed"]["id"], found["failed"]["reason"]) == (
+        "cycle-4",
+        "it failed in none of its stages; `millrace status` and cycles/000004.json say why",
+    )
     assert (found["promoted"]["policy"], found["promoted"]["previous"], found["promoted"]["who"]) == (2, 1, "cycle")
     back = found["rolled_back"]
     assert (back["policy"], back["previous"], back["who"], back["reason"]) == (2, 1, "ann", "it is rude")
@@ -164,12 +181,12 @@ def test_an_experiment_that_ends_a_candidate_is_told_and_one_that_moved_the_poin
 def test_a_webhook_is_told_of_its_events_in_its_form_and_slack_reads_no_markup(
     home_with_policy: Settings, receiver: Receiver
 ) -> None:
-    settings = hooked(home_with_policy, chat={"url": f"{receiver.url}/slack", "form": "slack", "events": ["failed"]})
+    settings = hooked(home_with_policy, chat={"url": f"{receiver.url}/slack", "form": "slack", "events": ["refused"]})
     with told(settings):
-        cycle(settings, 1, "refused", "no gain")
-        cycle(settings, 2, "failed", "<!channel> & more")
+        cycle(settings, 1, "failed", "no gain")
+        cycle(settings, 2, "refused", "<!channel> & more")
         until(lambda: len(receiver.came) == 1)
-    assert receiver.told == [{"text": f"Cycle 2, policy 2 failed: &lt;!channel&gt; &amp; more ({settings.home})"}]
+    assert receiver.told == [{"text": f"Cycle 2, policy 2 was refused: &lt;!channel&gt; &amp; more ({settings.home})"}]
     long = Event("cycle-1", "failed", "", "text", "x" * 5000, 1)
     assert len(payload(settings.schedule.webhooks["chat"], long, "home")["text"]) == 1000
 

@@ -96,6 +96,25 @@ def test_workers_have_room_for_the_replicas_and_for_a_training_job(manifests: li
     assert settings.serve.port in {port["targetPort"] for port in service["ports"]}
 
 
+def test_a_network_policy_lets_clients_ask_and_nobody_else_reach_ray(manifests: list[Manifest]) -> None:
+    policy, settings = of("NetworkPolicy", manifests)["spec"], root.load(SETTINGS, environment={})
+    label = policy["podSelector"]["matchLabels"]
+    pods = [
+        group["template"]
+        for cluster in clusters(manifests)
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    ]
+    assert len(pods) == 4
+    assert all(label.items() <= pod["metadata"]["labels"].items() for pod in pods)
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    assert all(rule["from"] for rule in policy["ingress"])
+    everything, *limited = policy["ingress"]
+    assert everything["from"] == [{"podSelector": {"matchLabels": label}}]
+    ports = [port["port"] for rule in limited for port in rule["ports"]]
+    assert ports == [settings.serve.port, 8265]
+    assert settings.train.ray_address.endswith(f":{ports[1]}")
+
+
 def test_a_job_may_take_as_long_as_a_cycle_gives_training(manifests: list[Manifest]) -> None:
     job = of("RayJob", manifests)["spec"]
     assert job["activeDeadlineSeconds"] > root.load(SETTINGS, environment={}).cycle.train_timeout_s

@@ -190,6 +190,24 @@ def test_harm_is_rolled_back_and_a_gain_committed_with_their_evidence():
     assert decided(rows(np.random.default_rng(6), 4000, 0.7, 0.7)).decision == "hold"
 
 
+def test_what_nobody_has_seen_is_shown_as_no_difference():
+    arm = np.array([False, False, True, False, False, False])
+    errors = Outcome("errors", higher_is_better=False, role="guardrail", margin=0.05)
+    seen = Rows(arm, np.full(6, 0.1), {"thumbs": np.array([1.0, 0, 1, 1, 0, 1]), "errors": np.zeros(6)})
+    found = decided(seen, THUMBS, errors)
+    thumbs, none = found.differences
+    assert none.value != 0.0  # what is expected of the first rows
+    assert (none.observed, thumbs.observed) == (0.0, pytest.approx(1 - 3 / 5))
+    assert "margin: no difference seen yet, observed +0.0000, [" in found.reasons[0]
+
+
+def test_phases_of_different_shares_are_observed_alike():
+    arm, share = np.array([True, False, False, True, True, False]), np.array([0.25, 0.25, 0.25, 0.5, 0.5, 0.5])
+    thumbs = np.array([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    (found,) = decided(Rows(arm, share, {"thumbs": thumbs})).differences
+    assert found.observed == pytest.approx((4 + 0 + 2) / (4 + 2 + 2) - (0 + 4 / 3 + 2) / (4 / 3 + 4 / 3 + 2))
+
+
 def test_a_decision_does_not_depend_on_when_somebody_looked():
     found = rows(np.random.default_rng(7), 3000, 0.6, 0.7)
     at = decided(found).differences[0].harm_at

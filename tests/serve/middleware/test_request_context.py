@@ -6,6 +6,7 @@ has keys.
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import logging
@@ -95,7 +96,11 @@ VLLMS = [
 def make(home: Path, **serve: Any) -> FastAPI:
     return create_app(
         ServeConfig(
-            policies=str(home / "policies"), replicas=str(home / "replicas"), keys=str(home / "keys.json"), **serve
+            policies=str(home / "policies"),
+            replicas=str(home / "replicas"),
+            keys=str(home / "keys.json"),
+            audit=str(home / "audit.jsonl"),
+            **serve,
         ),
         FeedbackConfig(
             journal=JournalConfig(folder=str(home / "journal"), max_queued_rows=8),
@@ -305,6 +310,16 @@ async def test_feedback_is_its_keys_tenants_and_so_is_its_id(
     assert batch.json()["results"][0]["status"] == 200
     recorded = rows(locked.server.journal.folder, "feedback").to_pylist()
     assert [(row["tenant"], row["value"]) for row in recorded] == [("of-feedback", 1.0), ("other", 0.0)]
+
+
+@pytest.mark.parametrize("path", ["/feedback", "/generate", "/v1/chat/completions"])
+async def test_a_body_that_is_compressed_is_refused_by_the_name_of_its_encoding(door: Open, path: str) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    answer = await door.http.post(path, content=gzip.compress(json.dumps(THUMB).encode()), headers=headers)
+    assert (answer.status_code, answer.headers["Accept-Encoding"]) == (415, "identity")
+    assert "Content-Encoding is 'gzip'" in answer.text
+    plain = await door.http.post("/feedback", json=THUMB, headers={"Content-Encoding": "identity"})
+    assert plain.status_code == 201
 
 
 async def test_without_keys_all_is_the_configured_tenants(door: Open) -> None:

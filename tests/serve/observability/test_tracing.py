@@ -14,7 +14,8 @@ from pydantic import ValidationError
 
 from loadtests.server import free_port
 from serve.config import TracesConfig
-from serve.observability.tracing import Tracing, remote_parent
+from serve.middleware.api_keys import create_key
+from serve.observability.tracing import Collected, Tracing, remote_parent
 from tests.otlp import Collector, collecting
 from tests.serve.middleware.test_request_context import PARENT, THUMB, TRACE, Open, make
 
@@ -90,6 +91,49 @@ async def test_a_collector_that_is_gone_costs_spans_and_no_request(tmp_path: Pat
         assert (await opened.http.post("/feedback", json=THUMB)).status_code == 201
     exported(opened)
     await opened.close()
+
+
+def test_a_collector_that_is_gone_is_in_the_log_once_with_its_address_and_then_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    endpoint, now = f"http://127.0.0.1:{free_port()}", [0.0]
+    tracing = Tracing(TracesConfig(endpoint=endpoint, timeout_s=0.2), "millrace")
+    tracing.start()
+    for name in ("one", "two"):
+        with tracing.span(name):
+            pass
+        tracing._provider.force_flush()
+    tracing.close()
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1, lines
+    assert f"the collector at {endpoint} (serve.traces.endpoint) takes no spans, 1 are lost so far: " in lines[0]
+    collected = Collected(endpoint, lambda: now[0])
+    for now[0] in (0.0, 13.0, 26.0, 3600.0, 3613.0):
+        collected.sent(2, taken=False)
+    assert [line.getMessage().split(", ")[1].split(":")[0] for line in caplog.records[1:]] == [
+        "2 are lost so far",
+        "8 are lost so far",
+    ]
+    caplog.set_level("INFO")
+    collected.sent(1, taken=True)
+    collected.sent(1, taken=True)
+    assert caplog.text.count("takes spans again; 10 were lost") == 1
+
+
+async def test_a_strangers_trace_is_neither_joined_nor_exported_for_its_word(
+    tmp_path: Path, collector: Collector
+) -> None:
+    _, secret = create_key(tmp_path / "keys.json", name="app", tenant="acme", scopes=["feedback"])
+    opened = Open(make(tmp_path, traces=TracesConfig(endpoint=collector.url, sample_ratio=0)))
+    assert opened.server.tracing is not None
+    opened.server.tracing.start()
+    for headers in ({}, {"X-API-Key": "mrk_none_" + "x" * 43}, {"X-API-Key": secret}):
+        answer = await opened.http.post("/feedback", json=THUMB, headers={"traceparent": PARENT, **headers})
+        assert (TRACE in answer.headers["traceresponse"]) == (answer.status_code == 201)
+    exported(opened)
+    await opened.close()
+    [span] = collector.spans
+    assert (span.trace, span.attributes["http.response.status_code"]) == (TRACE, 201)
 
 
 def test_what_is_no_address_of_a_collector_is_refused() -> None:

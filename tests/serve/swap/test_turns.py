@@ -191,6 +191,22 @@ async def test_a_policy_that_is_refused_ends_the_experiment_and_the_pointer_stay
     shutil.rmtree(damaged.path)
 
 
+def test_since_is_when_the_policy_whose_turn_it_is_began_to_serve(
+    taking_turns: LiveServer, begin: Callable[..., Experiment]
+) -> None:
+    def policy() -> dict[str, Any]:
+        found: dict[str, Any] = httpx.get(f"{taking_turns.url}/policy").json()
+        return found
+
+    before = policy()
+    begin(phases=(Phase(0, 1.0),))
+    deadline = time.monotonic() + 60
+    while (found := policy())["version"] == 1 or not found["swaps"] or found["swaps"][-1]["to"] != 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert found["since"] == found["swaps"][-1]["at"] > before["since"]
+
+
 def test_one_at_a_time_and_what_has_ended_stays_so(tmp_path: Path, model_folders: list[Path]) -> None:
     store = PolicyStore(tmp_path / "policies")
     store.publish(model_folders[0], parent=None, lineage={}, metrics={})
