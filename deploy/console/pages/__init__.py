@@ -3,6 +3,6 @@
 Read ``visit`` (who looks, at what, and what comes of it), then ``now`` (what serves, the loop, what is wrong),
 ``policies`` (all of them, one of them, promotion and rollback), ``playground`` (a chat with the policy that serves),
 ``traffic`` (search, one interaction), ``labels`` (which response to judge next), ``compare`` (two answers to one
-prompt), ``keys`` (made and revoked), ``rows`` (interactions of a tenant, from lake and journal), ``tokens`` (a
+prompt), ``data`` (SQL, plots and exports, for admins) and ``saved_queries``, ``keys`` (made and revoked), ``rows`` (interactions of a tenant, from lake and journal), ``tokens`` (a
 response's tokens, coloured).
 """

@@ -109,9 +109,15 @@ class Search:
 
 def read(settings: Settings, work: Callable[[duckdb.DuckDBPyConnection], _T]) -> _T:
     """What ``work`` returns of the views of all tables. Raises LakeError."""
+    lake, journal = sources(settings)
+    return lake.read(work, journal)
+
+
+def sources(settings: Settings) -> tuple[Lake, Path]:
+    """The lake, within the bounds of a page, and the folder of the journal."""
     resolved = settings.resolved().feedback
     config = resolved.lake.model_copy(update={"memory_limit": _MEMORY, "threads": _THREADS})
-    return Lake(config.uri, config).read(work, Path(resolved.journal.folder))
+    return Lake(config.uri, config), Path(resolved.journal.folder)
 
 
 def found(connection: duckdb.DuckDBPyConnection, tenant: str, search: Search) -> list[dict[str, Any]]:
