@@ -68,13 +68,15 @@ _PAGES: Final = {
     "/traffic/{response_id}": "interaction",
     "/labels": "labels",
     "/labels/next": "labels_next",
+    "/labels/agreement": "labels_agreement",
     "/compare": "compare",
     "/compare/next": "compare_next",
     "/data": "data",
     "/keys": "keys",
 }
 _LAKE: Final = frozenset(
-    {"policy_traffic", "learned", "traffic", "interaction", "labels", "labels_next", "compare", "compare_next"}
+    {"policy_traffic", "learned", "traffic", "interaction", "compare", "compare_next"}
+    | {"labels", "labels_next", "labels_agreement"}
 )
 """Pages that may take longer; they have a process of their own, so that the others don't wait for them."""
 

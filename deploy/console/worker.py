@@ -53,6 +53,7 @@ PAGES: Final[dict[str, Callable[[Settings, Visit], Answer]]] = {
     "revoke_key": keys.revoke,
     "labels": labels.page,
     "labels_next": labels.following,
+    "labels_agreement": labels.agreement,
     "data": data.page,
     "query": data.run,
     "export": data.export,
