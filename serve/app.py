@@ -65,7 +65,7 @@ def create_app(
     http.install(app)
     for module in (generate, completions, feedback, admin, experiments):
         app.include_router(module.router)
-    documentation.install(app)
+    documentation.install(app, console=console is not None)
     authenticator = Authenticator(
         server.keyring, config, lambda reason: server.metrics.auth_failures.labels(reason=reason).inc()
     )

@@ -71,6 +71,7 @@ _PAGES: Final = {
     "/labels/agreement": "labels_agreement",
     "/compare": "compare",
     "/compare/next": "compare_next",
+    "/compare/suites": "compare_suites",
     "/data": "data",
     "/keys": "keys",
 }

@@ -27,7 +27,7 @@ NAVIGATION: Final = (
 )
 """(page, title, path, the key that opens it after g)."""
 
-OF_ADMINS: Final = frozenset({"data", "keys"})
+OF_ADMINS: Final = frozenset({"compare_suites", "data", "keys"})
 """Pages that show what is of all tenants."""
 
 

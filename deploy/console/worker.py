@@ -48,6 +48,7 @@ PAGES: Final[dict[str, Callable[[Settings, Visit], Answer]]] = {
     "interaction": traffic.one,
     "compare": compare.page,
     "compare_next": compare.following,
+    "compare_suites": compare.suites,
     "keys": keys.page,
     "create_key": keys.create,
     "revoke_key": keys.revoke,

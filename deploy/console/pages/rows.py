@@ -70,17 +70,15 @@ class Search:
     period: str | None = None
     before: tuple[datetime, str] | None = None
 
-    def where(self, tenant: str, first: date | None = None) -> tuple[str, dict[str, Any]]:
-        """The condition in SQL, and its parameters; ``first``: of responses from that day on alone."""
-        terms, values = ["tenant = $tenant", "status <> 'imported'"], dict[str, Any](tenant=tenant)
-        later = "" if first is None else " AND date >= $first"
+    def where(self, tenant: str, first: date) -> tuple[str, dict[str, Any]]:
+        """The condition in SQL, and its parameters, of responses from the day ``first`` on."""
+        terms = ["tenant = $tenant", "status <> 'imported'", "date >= $first"]
+        values: dict[str, Any] = {"tenant": tenant, "first": first}
 
         def add(term: str, **parameters: Any) -> None:
             terms.append(term)
             values.update(parameters)
 
-        if first is not None:
-            add("date >= $first", first=first)
         if self.text is not None:
             found = "contains(lower(response), lower($text)) OR contains(lower(coalesce(prompt, '')), lower($text))"
             add(f"({found})", text=self.text)
@@ -99,11 +97,11 @@ class Search:
         for sign, bound in (("<=", self.reward_below), (">=", self.reward_above)):
             if bound is not None:
                 name = "below" if sign == "<=" else "above"
-                current = f"SELECT response_id FROM rewards WHERE true{later} GROUP BY response_id"
+                current = f"SELECT response_id FROM rewards WHERE date >= $first GROUP BY response_id"
                 add(f"response_id IN ({current} HAVING arg_max_null(reward, scored_at) {sign} ${name})", **{name: bound})
         if self.feedback in ("with", "without"):
             sense = "" if self.feedback == "with" else "NOT "
-            said = f"FROM feedback f WHERE f.tenant = $tenant AND f.response_id = interactions.response_id{later}"
+            said = "FROM feedback f WHERE f.tenant = $tenant AND f.date >= $first AND f.response_id = interactions.response_id"
             add(f"{sense}EXISTS ({said})")
         return " AND ".join(terms), values
 
@@ -132,17 +130,20 @@ def newest(
     """The ids and dates of the newest ``count`` interactions that a search finds, and for which ``more``, SQL, holds."""
     last = datetime.now(UTC).date() if search.before is None else search.before[0].date()
     since = datetime.now(UTC) - PERIODS[search.period] if search.period in PERIODS else None
+    found, until = list[tuple[str, Any]](), date.max
     for days in _WINDOWS:
-        first = None if days is None else last - timedelta(days=days)
+        first = date.min if days is None else last - timedelta(days=days)
         where, parameters = search.where(tenant, first)
-        order = "ORDER BY created_at DESC, response_id DESC LIMIT $count"
-        query = f"SELECT response_id, date FROM interactions WHERE {where} AND ({more}) {order}"
-        ids = connection.execute(query, parameters | values | {"count": count}).fetchall()
-        if len(ids) == count or first is None or (since is not None and first < since.date()):
+        query = (
+            f"SELECT response_id, date FROM interactions WHERE {where} AND date < $until AND ({more}) "
+            "ORDER BY created_at DESC, response_id DESC LIMIT $count"
+        )
+        bounds = {"until": until, "count": count - len(found)}
+        found += connection.execute(query, parameters | values | bounds).fetchall()
+        if len(found) == count or (since is not None and first < since.date()):
             break
-        if not connection.execute("SELECT 1 FROM interactions WHERE date < ? LIMIT 1", [first]).fetchall():
-            break
-    return ids
+        until = first
+    return found
 
 
 def whole(connection: duckdb.DuckDBPyConnection, tenant: str, ids: list[tuple[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import date
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -589,13 +590,14 @@ def test_many_answers_to_one_prompt_and_many_choices_leave_a_pair_that_nobody_ch
         )
         lake.execute(
             "CREATE TABLE feedback AS SELECT 'r'||i AS response_id, 'r'||(i+1) AS rejected_response_id, "
-            "'acme' AS tenant, 'preference' AS kind FROM range(4999) t(i)"
+            "'acme' AS tenant, 'preference' AS kind, DATE '2026-01-01' AS date FROM range(4999) t(i)"
         )
+        values = {"tenant": "acme", "most": 5000, "first": date.min}
         end = threading.Timer(30, lake.interrupt)  # as long as a page may take
         end.start()
         try:
             skipped: list[str] = []
-            while found := lake.execute(_PAIR, {"tenant": "acme", "skipped": skipped, "most": 5000}).fetchone():
+            while found := lake.execute(_PAIR, values | {"skipped": skipped}).fetchone():
                 skipped.append(f"{found[0]}~{found[2]}")
         finally:
             end.cancel()
