@@ -255,9 +255,7 @@ class _Console:
             return _leads_to(answer["location"])
         return Response(answer["body"], answer["status"], media_type=answer["type"])
 
-    async def _export(
-        self, reader: Reader, request: Request, viewer: dict[str, Any], form: dict[str, str]
-    ) -> Response:
+    async def _export(self, reader: Reader, request: Request, viewer: dict[str, Any], form: dict[str, str]) -> Response:
         """What a query gives, as a file that is gone when it has been sent, or when it can't be."""
         file = await asyncio.to_thread(NamedTemporaryFile, prefix="millrace-export-")
         try:

@@ -33,7 +33,8 @@ OF_ADMINS: Final = frozenset({"compare_suites", "data", "keys"})
 
 def render(template: str, **values: Any) -> str:
     """A template's text. Whatever is put into it is escaped."""
-    return environment().get_template(f"{template}.html.jinja").render(navigation=NAVIGATION, of_admins=OF_ADMINS, **values)
+    shared = {"navigation": NAVIGATION, "of_admins": OF_ADMINS}
+    return environment().get_template(f"{template}.html.jinja").render(**shared, **values)
 
 
 @cache

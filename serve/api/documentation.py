@@ -22,7 +22,9 @@ def install(app: FastAPI, *, console: bool) -> None:
     async def start(request: Request) -> Response:
         if console:
             return RedirectResponse(f"{CONSOLE}/", 302)
-        return json_response({"documentation": "/docs", "openapi": "/openapi.json", "health": "/health", "ready": "/ready"})
+        return json_response(
+            {"documentation": "/docs", "openapi": "/openapi.json", "health": "/health", "ready": "/ready"}
+        )
 
     app.add_route("/", start)
     app.add_route("/docs", _docs)

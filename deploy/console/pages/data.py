@@ -41,7 +41,9 @@ _SPILL: Final = "2GB"
 
 TYPES: Final = {"csv": "text/csv; charset=utf-8", "parquet": "application/vnd.apache.parquet"}
 
-_EXAMPLE: Final = "SELECT date_trunc('day', created_at) AS day, count(*) AS responses\nFROM interactions GROUP BY 1 ORDER BY 1"
+_EXAMPLE: Final = (
+    "SELECT date_trunc('day', created_at) AS day, count(*) AS responses\nFROM interactions GROUP BY 1 ORDER BY 1"
+)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ WITH low AS (SELECT response_id FROM rewards WHERE reward IS NOT NULL ORDER BY r
 SELECT response_id, date FROM interactions JOIN current USING (response_id)
 WHERE {_UNJUDGED} AND reward IS NOT NULL ORDER BY reward, response_id LIMIT $count
 """
-"""Of the lowest rewards there are, ``most`` rows: sorting all responses by their current reward takes ten times as long."""
+"""Of the lowest rewards there are, ``most`` rows: to sort all responses by their current one takes ten times as long."""
 
 _JUDGE: Final = f"""
 WITH people AS (
@@ -46,8 +46,8 @@ WITH people AS (
         WHERE tenant = $tenant AND kind = 'thumb' GROUP BY response_id, source
     ) GROUP BY response_id
 ), judged AS (
-    SELECT response_id, arg_max(components['judge'], scored_at) AS value FROM rewards SEMI JOIN people USING (response_id)
-    GROUP BY response_id
+    SELECT response_id, arg_max(components['judge'], scored_at) AS value
+    FROM rewards SEMI JOIN people USING (response_id) GROUP BY response_id
 ), own AS (SELECT DISTINCT response_id FROM feedback WHERE tenant = $tenant AND source = $who)
 SELECT response_id, date FROM interactions JOIN people USING (response_id) JOIN judged USING (response_id)
     ANTI JOIN own USING (response_id)
@@ -56,7 +56,8 @@ WHERE {_OPEN} AND judged.value IS NOT NULL ORDER BY abs(judged.value - people.va
 """Where the judge and the people who gave thumbs differ most, and the viewer has not said anything."""
 
 _RANDOM: Final = f"""
-SELECT response_id, date FROM interactions WHERE {_UNJUDGED} ORDER BY hash(response_id || $tenant), response_id LIMIT $count
+SELECT response_id, date FROM interactions WHERE {_UNJUDGED}
+ORDER BY hash(response_id || $tenant), response_id LIMIT $count
 """
 _VOTES: Final = """
 SELECT judged, good, count(*) FROM (
@@ -127,13 +128,11 @@ def _scales(settings: Settings) -> dict[str, Scale]:
     return {
         name: Scale(name, int(of.low), int(of.high))
         for name, of in found
-        if of.low.is_integer() and of.high.is_integer() and 1 <= of.low and of.high <= 9
+        if of.low.is_integer() and of.high.is_integer() and of.low >= 1 and of.high <= 9
     }
 
 
-def _next(
-    connection: duckdb.DuckDBPyConnection, visit: Visit, order: str, skipped: list[str]
-) -> dict[str, Any] | None:
+def _next(connection: duckdb.DuckDBPyConnection, visit: Visit, order: str, skipped: list[str]) -> dict[str, Any] | None:
     """The next response of an order that is not among those skipped."""
     tenant = visit.tenant
     if order == "new":

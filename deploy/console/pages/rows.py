@@ -97,12 +97,14 @@ class Search:
         for sign, bound in (("<=", self.reward_below), (">=", self.reward_above)):
             if bound is not None:
                 name = "below" if sign == "<=" else "above"
-                current = f"SELECT response_id FROM rewards WHERE date >= $first GROUP BY response_id"
-                add(f"response_id IN ({current} HAVING arg_max_null(reward, scored_at) {sign} ${name})", **{name: bound})
+                current = "SELECT response_id FROM rewards WHERE date >= $first GROUP BY response_id"
+                add(
+                    f"response_id IN ({current} HAVING arg_max_null(reward, scored_at) {sign} ${name})", **{name: bound}
+                )
         if self.feedback in ("with", "without"):
             sense = "" if self.feedback == "with" else "NOT "
-            said = "FROM feedback f WHERE f.tenant = $tenant AND f.date >= $first AND f.response_id = interactions.response_id"
-            add(f"{sense}EXISTS ({said})")
+            of_it = "f.tenant = $tenant AND f.date >= $first AND f.response_id = interactions.response_id"
+            add(f"{sense}EXISTS (FROM feedback f WHERE {of_it})")
         return " AND ".join(terms), values
 
 
@@ -127,7 +129,7 @@ def found(connection: duckdb.DuckDBPyConnection, tenant: str, search: Search) ->
 def newest(
     connection: duckdb.DuckDBPyConnection, tenant: str, search: Search, count: int, more: str = "true", **values: Any
 ) -> list[tuple[str, Any]]:
-    """The ids and dates of the newest ``count`` interactions that a search finds, and for which ``more``, SQL, holds."""
+    """The ids and dates of the newest ``count`` interactions that a search finds and for which ``more``, SQL, holds."""
     last = datetime.now(UTC).date() if search.before is None else search.before[0].date()
     since = datetime.now(UTC) - PERIODS[search.period] if search.period in PERIODS else None
     found, until = list[tuple[str, Any]](), date.max

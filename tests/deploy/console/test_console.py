@@ -27,8 +27,8 @@ from deploy.config.root import Settings
 from deploy.console.app import _own_path, _Stream, create
 from deploy.console.pages import labels
 from deploy.console.pages.compare import _PAIR, stored
-from deploy.console.reader import Reader, ReadFailed
 from deploy.console.pages.visit import Answer
+from deploy.console.reader import Reader, ReadFailed
 from deploy.console.worker import LINE_BYTES, respond, serve
 from deploy.console.worker import PAGES as PAGES_OF_WORKER
 from evaluation.decisions.ledger import MOVES
@@ -317,8 +317,8 @@ def test_a_judge_is_set_against_people_and_a_viewer_meets_no_response_twice() ->
         )
         lake.execute("INSERT INTO feedback VALUES ('r3', 'ann', 'comment', NULL, 'acme', now(), '2026-01-01')")
         lake.execute(
-            "CREATE TABLE rewards AS SELECT 'r'||i AS response_id, i / 10 AS reward, MAP {'judge': i / 4} AS components, "
-            "now() AS scored_at FROM range(5) t(i)"
+            "CREATE TABLE rewards AS SELECT 'r'||i AS response_id, i / 10 AS reward, "
+            "MAP {'judge': i / 4} AS components, now() AS scored_at FROM range(5) t(i)"
         )
         lake.execute("INSERT INTO rewards SELECT 'r0', 9, MAP {'judge': 0.9}, now() + INTERVAL 1 SECOND")
         values = {"tenant": "acme", "passed": ["r9"], "count": 10}

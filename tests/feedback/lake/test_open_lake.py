@@ -74,7 +74,6 @@ def test_a_lake_made_anew_is_read_and_one_that_is_gone_is_named(kept: OpenLake, 
     shutil.rmtree(kept.lake.uri)
     with pytest.raises(NoLakeError):
         ids(kept)
-        ids(kept)
     kept.lake.create()
     put(kept.lake, "feedback", [thumb("b", 1)])
     assert ids(kept) == ["b"]

@@ -269,7 +269,14 @@ async def test_every_route_is_in_that_list_or_open(locked: Open) -> None:
 
 
 async def test_health_docs_and_what_is_not_there_want_no_key(locked: Open) -> None:
-    open_to_all = (("/", 200), ("/health", 503), ("/ready", 503), ("/docs", 200), ("/openapi.json", 200), ("/nothing", 404))
+    open_to_all = (
+        ("/", 200),
+        ("/health", 503),
+        ("/ready", 503),
+        ("/docs", 200),
+        ("/openapi.json", 200),
+        ("/nothing", 404),
+    )
     for path, code in open_to_all:
         for headers in ({}, bearer("nonsense")):
             assert (await locked.http.get(path, headers=headers)).status_code == code, path
