@@ -37,7 +37,7 @@ WITH low AS (SELECT response_id FROM rewards WHERE reward IS NOT NULL ORDER BY r
 SELECT response_id, date FROM interactions JOIN current USING (response_id)
 WHERE {_UNJUDGED} AND reward IS NOT NULL ORDER BY reward, response_id LIMIT $count
 """
-"""Of the lowest rewards there are, ``most`` rows: to sort all responses by their current one takes ten times as long."""
+"""Of the lowest rewards there are, ``most`` rows: to sort all by their current one takes ten times as long."""
 
 _JUDGE: Final = f"""
 WITH people AS (
