@@ -72,6 +72,7 @@ SELECT judged, good, count(*) FROM (
 _AHEAD: Final = 200
 _LOWEST: Final = 20_000
 _KEPT_S: Final = 300.0
+_EMPTY_S: Final = 20.0  # of a queue in which nothing is left
 _COUNTS_S: Final = 30.0
 
 
@@ -140,8 +141,8 @@ def _next(connection: duckdb.DuckDBPyConnection, visit: Visit, order: str, skipp
         ids = rows.newest(connection, tenant, Search(feedback="without"), 1, more, skipped=skipped)
         return next(iter(rows.whole(connection, tenant, ids)), None)
     who, passed = str(visit.viewer["name"]), set(skipped)
-    for fresh in (False, True):
-        queue = _queue(connection, tenant, order, who, skipped, fresh=fresh)
+    for most_s in (_KEPT_S, _EMPTY_S):
+        queue = _queue(connection, tenant, order, who, skipped, most_s)
         for one in queue:
             found = rows.whole(connection, tenant, [one]) if one[0] not in passed else []
             if found and not any(order != "judge" or said["source"] == who for said in found[0]["feedback"]):
@@ -151,11 +152,11 @@ def _next(connection: duckdb.DuckDBPyConnection, visit: Visit, order: str, skipp
 
 
 def _queue(
-    connection: duckdb.DuckDBPyConnection, tenant: str, order: str, who: str, skipped: list[str], *, fresh: bool
+    connection: duckdb.DuckDBPyConnection, tenant: str, order: str, who: str, skipped: list[str], most_s: float
 ) -> list[tuple[str, Any]]:
-    """The next responses of an order, as they were up to ``_KEPT_S`` ago unless ``fresh``: it takes a scan of all."""
+    """The next responses of an order, as they were up to ``most_s`` ago: it takes a scan of all."""
     at, queue = _queues.get((tenant, order, who), (-math.inf, []))
-    if not fresh and time.monotonic() - at < _KEPT_S:
+    if time.monotonic() - at < most_s:
         return queue
     values: dict[str, Any] = {"tenant": tenant, "passed": skipped, "count": _AHEAD}
     if order == "low":

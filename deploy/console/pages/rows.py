@@ -134,7 +134,7 @@ def newest(
     since = datetime.now(UTC) - PERIODS[search.period] if search.period in PERIODS else None
     found, until = list[tuple[str, Any]](), date.max
     for days in _WINDOWS:
-        first = date.min if days is None else last - timedelta(days=days)
+        first = date.min if days is None else date.fromordinal(max(1, last.toordinal() - days))
         where, parameters = search.where(tenant, first)
         query = (
             f"SELECT response_id, date FROM interactions WHERE {where} AND date < $until AND ({more}) "

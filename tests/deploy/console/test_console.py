@@ -529,6 +529,7 @@ def test_odd_queries_are_answered_in_the_page(site: Site) -> None:
         for query in (
             "before=x",
             "before=2026-01-01T00:00:00%2B00:00~x",
+            "before=0001-01-02T00:00:00%2B00:00~x",
             "policy=99999999999999999999",
             "reward_above=nan",
             "reward_below=inf",
