@@ -257,7 +257,7 @@ class _Console:
 
     async def _export(self, reader: Reader, request: Request, viewer: dict[str, Any], form: dict[str, str]) -> Response:
         """What a query gives, as a file that is gone when it has been sent, or when it can't be."""
-        file = await asyncio.to_thread(NamedTemporaryFile, prefix="millrace-export-")
+        file = await asyncio.to_thread(lambda: NamedTemporaryFile(prefix="millrace-export-"))  # noqa: SIM115
         try:
             answer = await self._read(reader, "export", request, viewer, form, file.name)
         except BaseException:
