@@ -3,6 +3,7 @@ import uPlot from "./vendor/uPlot.esm.js";
 
 const HEIGHT = 130;
 const WHOLE = [1, 2, 5].flatMap((n) => Array.from({ length: 9 }, (_, power) => n * 10 ** power)).sort((a, b) => a - b);
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 3 });
 const drawn = new WeakMap();
 
 export function draw(element, charts) {
@@ -22,7 +23,7 @@ function one(figure, chart) {
   const last = caption.appendChild(document.createElement("b"));
   const show = (value, at) => {
     const of = chart.labels && at != null ? `${chart.labels[at]}: ` : "";
-    last.textContent = value == null ? "" : `${of}${Number(value.toPrecision(3))}`;
+    last.textContent = value == null ? "" : `${of}${Math.abs(value) < 1000 ? Number(value.toPrecision(3)) : Math.round(value).toLocaleString("en")}`;
   };
   show(chart.y.at(-1));
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -41,7 +42,7 @@ function one(figure, chart) {
     legend: { show: false }, cursor: { y: false, points: { size: 6 } },
     bands: banded ? [{ series: [2, 3], fill: `color-mix(in srgb, ${colour("--accent")} 16%, transparent)` }] : [],
     scales: { x: { time: Boolean(chart.time), ...(chart.labels && { range: [-0.6, chart.x.length - 0.4] }) }, ...(chart.labels && { y: { range: (_, low, high) => uPlot.rangeNum(Math.min(0, low), Math.max(0, high), 0.1, true) } }) },
-    axes: [{ ...axis, size: 26, grid: { show: false }, space: 64, ...(chart.labels ? { incrs: WHOLE, values: (_, marks) => marks.map((mark) => chart.labels[mark]?.slice(0, 10) ?? "") } : chart.time ? { values: times } : chart.fractions ? {} : { incrs: WHOLE }) }, { ...axis, size: 46, space: 32 }],
+    axes: [{ ...axis, size: 26, grid: { show: false }, space: 64, ...(chart.labels ? { incrs: WHOLE, values: (_, marks) => marks.map((mark) => chart.labels[mark]?.slice(0, 10) ?? "") } : chart.time ? { values: times } : chart.fractions ? {} : { incrs: WHOLE }) }, { ...axis, size: 46, space: 32, values: (_, marks) => marks.map((mark) => compact.format(mark)) }],
     hooks: { setCursor: [(u) => show(u.cursor.idx == null ? chart.y.at(-1) : chart.y[u.cursor.idx], u.cursor.idx)] },
   }, data, figure);
   plot.root.setAttribute("role", "img");
